@@ -1,0 +1,165 @@
+"""Cases and error budgets shared by the tests of every backend and by the operator benchmark."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from specmemo_kernels import ops
+from specmemo_kernels.backends import reference
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One problem for ``tree_attention``: lengths are per sequence, ``nodes`` 0 means a sequence that sits out."""
+
+    name: str
+    seq_lens: tuple[int, ...]
+    nodes: tuple[int, ...]
+    num_qo_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    v_head_dim: int | None = None
+    page_size: int = 16
+    tree: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+
+ATTENTION_CASES = (
+    AttentionCase("one_token", (37,), (1,)),
+    AttentionCase("empty_context", (0,), (5,)),
+    AttentionCase("page_edges", (15, 16, 17, 32), (3, 1, 8, 5)),
+    AttentionCase("ragged", (1, 100, 0, 63), (7, 0, 12, 1)),
+    AttentionCase("mha", (50, 19), (9, 4), num_qo_heads=3, num_kv_heads=3),
+    AttentionCase("gqa8", (70,), (25,), num_qo_heads=8, num_kv_heads=1, head_dim=128),
+    AttentionCase("tree64", (130,), (64,), num_kv_heads=4),
+    AttentionCase("wide_mask", (40, 3), (100, 65), num_qo_heads=2, num_kv_heads=1),
+    AttentionCase("head_dim_8", (21,), (6,), head_dim=8, page_size=4),
+    AttentionCase("head_dim_80", (45,), (11,), head_dim=80, page_size=32),
+    AttentionCase("head_dim_96", (45,), (11,), head_dim=96),
+    AttentionCase("head_dim_256", (33,), (5,), head_dim=256, num_qo_heads=2, num_kv_heads=1),
+    AttentionCase("v_narrower", (29, 44), (6, 10), head_dim=48, v_head_dim=32, num_kv_heads=4),
+    AttentionCase("page_1", (9,), (4,), page_size=1),
+    AttentionCase("page_7", (20, 14), (4, 9), page_size=7),
+    AttentionCase("causal_chunk", (0, 23), (40, 17), tree=False),
+    AttentionCase("window", (90, 5), (12, 12), window=20),
+    AttentionCase("window_in_tree", (30,), (24,), window=3),
+    AttentionCase("window_chunk", (30, 0), (24, 50), window=9, tree=False),
+    AttentionCase("softcap", (60,), (10,), softcap=5.0),
+    AttentionCase("sinks", (60, 1), (10, 3), sinks=True),
+    AttentionCase("all_extras", (75, 8), (14, 20), window=16, softcap=8.0, sinks=True),
+    AttentionCase("long", (1500,), (17,), num_qo_heads=8, num_kv_heads=2),
+)
+
+
+def random_parents(nodes: int, generator: torch.Generator) -> torch.Tensor:
+    """``[nodes]`` int32: a random tree, parents before children."""
+    parents = [-1] + [int(torch.randint(max(0, i - 6), i, (), generator=generator)) for i in range(1, nodes)]
+    return torch.tensor(parents[:nodes], dtype=torch.int32)
+
+
+def mask_words(parents: torch.Tensor, words: int) -> torch.Tensor:
+    """``[T, words]`` int64 ancestor words of one tree, made one bit at a time (the oracle of ``DraftTree``)."""
+    rows: list[int] = []
+    for node, parent in enumerate(parents.tolist()):
+        rows.append((rows[parent] if parent >= 0 else 0) | (1 << node))
+    limit = 1 << 64
+    split = [[(row >> (64 * w)) % limit for w in range(words)] for row in rows]
+    signed = [[x - limit if x >= limit // 2 else x for x in row] for row in split]
+    return torch.tensor(signed, dtype=torch.int64).reshape(len(rows), words)
+
+
+def attention_inputs(case: AttentionCase, dtype: torch.dtype, seed: int = 0) -> dict[str, object]:
+    """Keyword arguments of ``ops.tree_attention``: shuffled pages, NaN wherever no token is, ids past the end wild."""
+    g = torch.Generator().manual_seed(seed)
+    v_dim = case.v_head_dim or case.head_dim
+    total = sum(case.nodes)
+    counts = [-(-n // case.page_size) for n in case.seq_lens]
+    max_pages = max(counts) + 2
+    order = torch.randperm(sum(counts) + 3, generator=g).int()
+    k_pages = torch.full((len(order), case.page_size, case.num_kv_heads, case.head_dim), float("nan"), dtype=dtype)
+    v_pages = torch.full((len(order), case.page_size, case.num_kv_heads, v_dim), float("nan"), dtype=dtype)
+    block_table = torch.full((len(counts), max_pages), 2**30, dtype=torch.int32)
+    used = 0
+    for row, (count, length) in enumerate(zip(counts, case.seq_lens, strict=True)):
+        block_table[row, :count] = order[used : used + count]
+        used += count
+        for position in range(length):
+            page, slot = int(block_table[row, position // case.page_size]), position % case.page_size
+            k_pages[page, slot] = torch.randn(k_pages.shape[2:], generator=g).to(dtype)
+            v_pages[page, slot] = torch.randn(v_pages.shape[2:], generator=g).to(dtype)
+    words = max(1, -(-max(case.nodes) // 64))
+    masks = [mask_words(random_parents(n, g), words) for n in case.nodes if n]
+
+    def rows(heads: int, dim: int) -> torch.Tensor:
+        return torch.randn(total, heads, dim, generator=g).to(dtype)
+
+    return {
+        "q": rows(case.num_qo_heads, case.head_dim) * 2,
+        "k_new": rows(case.num_kv_heads, case.head_dim),
+        "v_new": rows(case.num_kv_heads, v_dim),
+        "k_pages": k_pages,
+        "v_pages": v_pages,
+        "block_table": block_table,
+        "seq_lens": torch.tensor(case.seq_lens, dtype=torch.int32),
+        "qo_indptr": torch.tensor([0, *torch.tensor(case.nodes).cumsum(0).tolist()], dtype=torch.int32),
+        "tree_mask": torch.cat(masks) if case.tree else None,
+        "scale": case.head_dim**-0.5,
+        "window": case.window,
+        "softcap": case.softcap,
+        "sinks": torch.randn(case.num_qo_heads, generator=g).to(dtype) if case.sinks else None,
+        "max_qo_len": max(case.nodes),
+        "max_seq_len": max(case.seq_lens),
+    }
+
+
+def in_float64(inputs: dict[str, object]) -> dict[str, object]:
+    """The same problem, exactly, in float64."""
+    return {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The float64 answer and how far a kernel of the given dtype may be from it (largest absolute difference)."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    out_error: float
+    lse_error: float
+
+
+def attention_budget(inputs: dict[str, object], dtype: torch.dtype) -> Budget:
+    """Twice the error of the low-precision reference (weights rounded to ``dtype``) plus one rounding of the output."""
+    exact, exact_lse = ops.tree_attention(**in_float64(inputs), backend="reference")  # type: ignore[arg-type]
+    if not exact.numel():
+        return Budget(exact, exact_lse, 0.0, 0.0)
+    rough = _eager(inputs, dtype)
+    eps = torch.finfo(dtype).eps
+    error = float((rough.double() - exact).abs().max())
+    lse_scale = max(1.0, float(exact_lse.abs().max()))
+    return Budget(
+        exact,
+        exact_lse,
+        out_error=2 * (error + eps * float(exact.abs().max())),
+        lse_error=64 * torch.finfo(torch.float32).eps * lse_scale,
+    )
+
+
+def _eager(inputs: dict[str, object], dtype: torch.dtype) -> torch.Tensor:
+    """What plain eager attention gives in ``dtype``: softmax in float32, its weights rounded, then the product."""
+    single = {k: v.float() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
+
+    class Rounding(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = func(*args, **(kwargs or {}))
+            return result.to(dtype).float() if func is torch.exp else result
+
+    with Rounding():
+        return reference.tree_attention(**single)[0].to(dtype)  # type: ignore[arg-type]
+
+
+def variant(case: AttentionCase, **changes: object) -> AttentionCase:
+    return replace(case, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,180 @@
+"""Plain-torch operators: the oracle of every test (in float64) and the fallback that runs anywhere.
+
+Written to be read, one sequence at a time. Shapes and meaning: :mod:`specmemo_kernels.ops`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+Tensor = torch.Tensor
+
+
+def tree_attention(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    qo_indptr: Tensor,
+    tree_mask: Tensor | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    max_qo_len: int | None,
+    max_seq_len: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of each node over its sequence's pages and its own ancestors."""
+    compute = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_empty(q.shape[0], q.shape[1], v_new.shape[2])
+    lse = q.new_empty(q.shape[:2], dtype=compute)
+    bounds, lengths = qo_indptr.tolist(), seq_lens.tolist()
+    for row, length in enumerate(lengths):
+        start, end = bounds[row], bounds[row + 1]
+        if start == end:
+            continue
+        k = torch.cat([gather_pages(k_pages, block_table[row], length), k_new[start:end]]).to(compute)
+        v = torch.cat([gather_pages(v_pages, block_table[row], length), v_new[start:end]]).to(compute)
+        visible, depth = ancestors(None if tree_mask is None else tree_mask[start:end], end - start, q.device)
+        visible = torch.cat([visible.new_ones(end - start, length), visible], dim=1)
+        if window is not None:
+            key_position = torch.cat([torch.arange(length, device=q.device), length + depth])
+            visible &= (length + depth)[:, None] - key_position[None, :] < window
+        out[start:end], lse[start:end] = _attend(q[start:end].to(compute), k, v, visible, scale, softcap, sinks)
+    return out, lse if q.dtype == torch.float64 else lse.float()
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Dense masked attention of one sequence: q [T, Hq, Dk], k [L, Hkv, Dk], v [L, Hkv, Dv], visible [T, L]."""
+    group = q.shape[1] // k.shape[1]
+    scores = torch.einsum("thd,lhd->htl", q, k.repeat_interleave(group, dim=1)) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse[..., None])[..., : k.shape[0]]
+    return torch.einsum("htl,lhd->thd", weights, v.repeat_interleave(group, dim=1)), lse.T
+
+
+def gather_pages(pages: Tensor, table: Tensor, length: int) -> Tensor:
+    """The first ``length`` tokens behind one row of the block table: ``[length, num_kv_heads, head_dim]``."""
+    page_size = pages.shape[1]
+    used = table[: -(-length // page_size)].long()
+    return pages[used].flatten(0, 1)[:length]
+
+
+def ancestors(words: Tensor | None, nodes: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Who sees whom inside one sequence's nodes (``[T, T]`` bool), and each node's depth (``[T]`` int64).
+
+    A row of zeros (or no mask) is a causal row: it sees itself and all rows before it.
+    """
+    index = torch.arange(nodes, device=device)
+    causal = index[None, :] <= index[:, None]
+    if words is None:
+        return causal, index
+    bits = (words[:, index // 64] >> (index % 64)) & 1
+    visible = torch.where((words == 0).all(1, keepdim=True), causal, bits.bool())
+    return visible, visible.sum(1) - 1
+
+
+def append_paged_kv(
+    k_new: Tensor, v_new: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, seq_lens: Tensor, qo_indptr: Tensor
+) -> None:
+    """Write every new row to its sequence's pages, behind the tokens already there."""
+    counts = (qo_indptr[1:] - qo_indptr[:-1]).long()
+    row = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+    position = seq_lens[row] + torch.arange(len(row), device=row.device) - qo_indptr[row]
+    page, slot = _locate(block_table, row, position, k_pages.shape[1])
+    k_pages[page, slot] = k_new[: len(row)].to(k_pages.dtype)
+    v_pages[page, slot] = v_new[: len(row)].to(v_pages.dtype)
+
+
+def commit_paged_kv(
+    k_scratch: Tensor,
+    v_scratch: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    qo_indptr: Tensor,
+    accept_index: Tensor,
+    accept_length: Tensor,
+) -> None:
+    """Copy the accepted nodes of all layers from the scratch slots to their pages."""
+    step = torch.arange(accept_index.shape[1], device=accept_index.device)
+    row, place = (step[None, :] <= accept_length[:, None]).nonzero(as_tuple=True)
+    node = qo_indptr[row] + accept_index[row, place]
+    page, slot = _locate(block_table, row, seq_lens[row] + place, k_pages.shape[2])
+    k_pages[:, page, slot] = k_scratch[:, node]
+    v_pages[:, page, slot] = v_scratch[:, node]
+
+
+def _locate(block_table: Tensor, row: Tensor, position: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+    position = position.long()
+    return block_table[row, position // page_size].long(), position % page_size
+
+
+def verify_tree_greedy(
+    draft_tokens: Tensor, target_tokens: Tensor, parents: Tensor, qo_indptr: Tensor, max_depth: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walk each tree from its root along children that equal what the target wrote."""
+    batch = qo_indptr.shape[0] - 1
+    accept_index = parents.new_full((batch, max_depth + 1), -1)
+    accept_length = parents.new_full((batch,), -1)
+    bonus_token = target_tokens.new_full((batch,), -1)
+    bounds = qo_indptr.tolist()
+    for row in range(batch):
+        start, end = bounds[row], bounds[row + 1]
+        if start == end:
+            continue
+        draft, target, parent = (x[start:end].tolist() for x in (draft_tokens, target_tokens, parents))
+        path = [0]
+        while len(path) <= max_depth:
+            node = path[-1]
+            child = next((c for c in range(node + 1, len(parent)) if parent[c] == node and draft[c] == target[node]), None)
+            if child is None:
+                break
+            path.append(child)
+        accept_index[row, : len(path)] = torch.tensor(path, dtype=parents.dtype)
+        accept_length[row] = len(path) - 1
+        bonus_token[row] = target[path[-1]]
+    return accept_index, accept_length, bonus_token
+
+
+def lm_head_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The best token of each row; logits exist for one slice of the vocabulary at a time."""
+    best_value = hidden.new_full(hidden.shape[:1], float("-inf"))
+    best_index = torch.zeros(hidden.shape[0], dtype=torch.int64, device=hidden.device)
+    for start, logits in _vocabulary_slices(hidden, weight, bias):
+        value, index = logits.max(dim=1)
+        better = value > best_value
+        best_value = torch.where(better, value, best_value)
+        best_index = torch.where(better, index + start, best_index)
+    return best_index
+
+
+def lm_head_topk(hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` best logits of each row and their tokens, best first; ties go to the lower token."""
+    values = hidden.new_empty(hidden.shape[0], 0)
+    indices = torch.empty(hidden.shape[0], 0, dtype=torch.int64, device=hidden.device)
+    for start, logits in _vocabulary_slices(hidden, weight, bias):
+        tokens = torch.arange(start, start + logits.shape[1], device=hidden.device).expand(logits.shape[0], -1)
+        values, indices = torch.cat([values, logits], 1), torch.cat([indices, tokens], 1)
+        order = torch.argsort(values, dim=1, descending=True, stable=True)[:, :k]
+        values, indices = values.gather(1, order), indices.gather(1, order)
+    return values, indices
+
+
+def _vocabulary_slices(hidden: Tensor, weight: Tensor, bias: Tensor | None, size: int = 8192):  # type: ignore[no-untyped-def]
+    """Logits in the model's own dtype (its rounding decides ties), ``size`` tokens at a time."""
+    for start in range(0, weight.shape[0], size):
+        part = slice(start, start + size)
+        yield start, torch.nn.functional.linear(hidden, weight[part], None if bias is None else bias[part])

@@ -1,0 +1,51 @@
+"""What a drafter is: anything that fills a tree with guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from specmemo_kernels.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class DraftInput:
+    """What a drafter may look at.
+
+    Attributes:
+        tree: the tree to fill; the same for every sequence of the step.
+        root_tokens: ``[B]`` int64, the newest emitted token of each sequence.
+        hidden: ``[B, hidden_size]``, the target's last hidden state that predicted ``root_tokens`` (after the final
+            norm, as the lm_head receives it).
+        token_ids: per sequence all its tokens, prompt and output, ``root_tokens`` last.
+    """
+
+    tree: DraftTree
+    root_tokens: torch.Tensor
+    hidden: torch.Tensor
+    token_ids: Sequence[Sequence[int]]
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Proposes tokens; a bad proposal costs speed, never correctness.
+
+    Implement these three and hand the object to ``patch(model, heads=...)``.
+    """
+
+    @property
+    def max_depth(self) -> int:
+        """How many tokens ahead it can guess: the deepest tree it fills."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it holds (counted against the budget)."""
+
+    def propose(self, inputs: DraftInput) -> torch.Tensor:
+        """``[B, T]`` int64: a token for each node of ``inputs.tree``; column 0 (the root) is ignored.
+
+        -1, or any token outside the vocabulary, means "no guess" and is never accepted.
+        """

@@ -1,0 +1,235 @@
+"""``patch`` and ``unpatch`` for transformers models."""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from specmemo_kernels import ops
+from specmemo_kernels.acceptance import DEFAULT_ACCURACY, Accuracy, best_first_paths
+from specmemo_kernels.drafting.base import Drafter
+from specmemo_kernels.drafting.load_heads import load_heads
+from specmemo_kernels.drafting.medusa import MedusaDrafter
+from specmemo_kernels.integrations.hf_attention import install_views, remove_views
+from specmemo_kernels.integrations.hf_generate import Generator
+from specmemo_kernels.integrations.hf_target import HFTarget, ModelFacts, check_config, lm_head, lm_head_hook, probe
+from specmemo_kernels.paged_kv import PagedKVPool
+from specmemo_kernels.planner import BudgetError, GenerationShape, MemoryPlan, parse_bytes, plan_memory, row_bytes
+from specmemo_kernels.stats import DecodeStats
+from specmemo_kernels.tree import DraftTree
+
+#: Nodes of a tree when nobody says otherwise. On a CPU each node costs compute; on a GPU they ride along.
+DEFAULT_TREE_SIZE = {"cpu": 12}
+_GPU_TREE_SIZE = 42
+
+
+class SpecMemo:
+    """The handle of a patched model: ``model.specmemo``; also a context manager that unpatches at its end.
+
+    Attributes:
+        plan: what generation may use (:class:`MemoryPlan`).
+        stats: what was counted since patching or ``stats.reset()`` (:class:`DecodeStats`).
+        drafter: what proposes tokens.
+        backend: name of the operators' backend.
+    """
+
+    def __init__(
+        self, model: Any, facts: ModelFacts, drafter: Drafter, plan: MemoryPlan, target: HFTarget, backend: str
+    ) -> None:
+        self.model, self.facts, self.drafter, self.plan, self.target = model, facts, drafter, plan, target
+        self.backend = backend
+        self.stats = DecodeStats()
+        self.generator = Generator(self)
+        self._pool: PagedKVPool | None = None
+        self._hook: Any = None
+
+    def pool_for(self, lengths: Sequence[int]) -> PagedKVPool:
+        """A pool in which sequences of these lengths fit, as many side by side as the plan allows.
+
+        The last call's pool serves again when it is large enough; else a new one takes its place.
+
+        Raises:
+            BudgetError: one of them can never fit the plan.
+        """
+        plan = self.plan
+        pages = sorted((-(-length // plan.page_size) for length in lengths), reverse=True)
+        if plan.max_pages is not None and pages[0] > plan.max_pages:
+            raise BudgetError(
+                f"a prompt and its new tokens may take {max(lengths)} slots, the plan holds {plan.max_tokens} "
+                f"({plan.max_pages} pages of {plan.page_size}); shorten the prompt or max_new_tokens, or patch with a "
+                "larger memory_budget"
+            )
+        sequences = min(len(lengths), plan.max_sequences)
+        needed = min(sum(pages[:sequences]), plan.max_pages or sum(pages))
+        nodes = plan.tree.size * sequences
+        pool = self._pool
+        if pool is None or pool.free_pages < needed or pool.max_nodes < nodes or not pool.fits_sequences(sequences):
+            self._pool = pool = None  # free the old one first: both together might not fit
+            with torch.inference_mode(False):  # else the pool could not be written outside of inference mode later
+                self._pool = pool = PagedKVPool(
+                    self.facts.layers,
+                    num_pages=needed,
+                    page_size=plan.page_size,
+                    max_sequences=sequences,
+                    max_nodes=nodes,
+                )
+        return pool
+
+    def release(self) -> None:
+        """Free the pages kept between calls of generate."""
+        self._pool = None
+
+    @property
+    def bytes_by_part(self) -> dict[str, int]:
+        """Bytes held right now: heads, pages and scratch."""
+        pool = self._pool
+        return {
+            "heads": self.drafter.nbytes,
+            "kv_pages": pool.page_bytes if pool else 0,
+            "tree_scratch": pool.scratch_bytes if pool else 0,
+        }
+
+    def __enter__(self) -> SpecMemo:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        unpatch(self.model)
+
+    def __repr__(self) -> str:
+        return f"SpecMemo({type(self.model).__name__}, {self.plan})"
+
+
+class PatchedGeneration:
+    """Mixed into a patched model's class: generate's greedy mode runs the speculative loop."""
+
+    specmemo: SpecMemo
+
+    def _sample(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.specmemo.generator.sample(super()._sample, input_ids, *args, **kwargs)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles are plain, unpatched models."""
+        state = {k: v for k, v in vars(self).items() if k != "specmemo"}
+        return copyreg.__newobj__, (_plain_class(type(self)),), state  # type: ignore[attr-defined]
+
+
+def _plain_class(patched: type) -> type:
+    return patched.__mro__[2]
+
+
+def patch(
+    model: Any,
+    heads: str | Path | nn.Module | dict[str, torch.Tensor] | Drafter,
+    *,
+    memory_budget: int | str | None = None,
+    tree: DraftTree | Sequence[Sequence[int]] | int | None = None,
+    backend: str | None = None,
+    page_size: int = 16,
+    prefill_chunk: int = 256,
+    max_batch_size: int = 8,
+) -> SpecMemo:
+    """Make ``model.generate`` speculate: the same tokens, in fewer steps, inside a memory budget.
+
+    Args:
+        model: a decoder of transformers with an lm_head, loaded.
+        heads: Medusa heads (a folder, a hub id, a module, a dict of tensors), or any :class:`Drafter`.
+        memory_budget: bytes (or ``"2GiB"``) of generation memory: everything but the model's own weights.
+            ``None``: no limit, each call takes what its lengths need.
+        tree: a :class:`DraftTree`, a list of rank paths (as Medusa publishes them), or a number of nodes;
+            ``None`` takes the best nodes for the heads' accuracies and the device.
+        backend: ``"reference"``, ``"cpu"``, ``"triton"`` or ``None`` (by device).
+        page_size: tokens per page of the KV cache.
+        prefill_chunk: most prompt tokens per forward pass; the plan may lower it to keep the budget.
+        max_batch_size: most sequences decoded at once; the plan may lower it. Further rows wait for their turn.
+
+    Returns:
+        The handle, also ``model.specmemo``; ``with patch(...):`` unpatches at the end.
+
+    Raises:
+        UnsupportedModel, HeadsError, BudgetError, ValueError: with the value and the limit; the model is as before.
+    """
+    if isinstance(getattr(model, "specmemo", None), SpecMemo):
+        raise ValueError("the model is patched already; call specmemo_kernels.unpatch(model) first")
+    for name, value in (("page_size", page_size), ("prefill_chunk", prefill_chunk), ("max_batch_size", max_batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}, it must be at least 1")
+    if not hasattr(model, "generate") or not hasattr(model, "get_output_embeddings"):
+        raise ValueError(f"patch needs a transformers model with generate and an lm_head, got {type(model).__name__}")
+    check_config(model.config)
+    budget = None if memory_budget is None else parse_bytes(memory_budget)
+    name = ops.backend_name(backend, model.get_input_embeddings().weight.device)
+    hook = model.get_output_embeddings().register_forward_pre_hook(lm_head_hook)
+    install_views(model)
+    try:
+        facts = probe(model)
+        drafter, accuracy = _drafter(heads, model, facts, name)
+        chosen = _tree(tree, drafter, accuracy, facts)
+        plan = plan_memory(
+            _shape(model, facts, drafter), chosen,
+            budget=budget, page_size=page_size, max_sequences=max_batch_size, prefill_chunk=prefill_chunk,
+        )  # fmt: skip
+    except BaseException:
+        hook.remove()
+        remove_views(model)
+        raise
+    handle = SpecMemo(model, facts, drafter, plan, HFTarget(model, facts, name), name)
+    handle._hook = hook
+    cls = type(model)
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    model.__class__ = type(cls.__name__, (PatchedGeneration, cls), names)
+    model.specmemo = handle
+    return handle
+
+
+def unpatch(model: Any) -> None:
+    """Undo :func:`patch`; a model that isn't patched stays as it is."""
+    handle = vars(model).get("specmemo")
+    if not isinstance(handle, SpecMemo):
+        return
+    handle.release()
+    handle._hook.remove()
+    remove_views(model)
+    model.__class__ = _plain_class(type(model))
+    del model.specmemo
+
+
+def _drafter(heads: Any, model: Any, facts: ModelFacts, backend: str) -> tuple[Drafter, Accuracy]:
+    """The drafter behind ``heads``, and the accuracies to build its tree from."""
+    if isinstance(heads, Drafter) and not isinstance(heads, nn.ModuleList):
+        return heads, DEFAULT_ACCURACY
+    loaded = load_heads(heads, facts.hidden_size, facts.vocab_size, dtype=facts.dtype, device=facts.device)
+    accuracy = getattr(loaded, "cumulative_topk_accuracy", None) or DEFAULT_ACCURACY
+    return MedusaDrafter(loaded, lm_head(model), backend), accuracy
+
+
+def _tree(tree: Any, drafter: Drafter, accuracy: Accuracy, facts: ModelFacts) -> DraftTree:
+    """The tree asked for, or the best one of a size that suits the device."""
+    if tree is None or isinstance(tree, int):
+        size = DEFAULT_TREE_SIZE.get(facts.device.type, _GPU_TREE_SIZE) if tree is None else tree
+        if size < 1:
+            raise ValueError(f"tree is {size}, it needs at least the root")
+        return DraftTree.from_paths(best_first_paths(accuracy[: drafter.max_depth], size - 1))
+    chosen = tree if isinstance(tree, DraftTree) else DraftTree.from_paths(tree)
+    if chosen.max_depth > drafter.max_depth:
+        raise ValueError(f"the tree is {chosen.max_depth} deep, the drafter guesses {drafter.max_depth} tokens ahead")
+    if chosen.width > facts.vocab_size:
+        raise ValueError(f"the tree uses rank {chosen.width - 1}, the vocabulary has {facts.vocab_size} tokens")
+    return chosen
+
+
+def _shape(model: Any, facts: ModelFacts, drafter: Drafter) -> GenerationShape:
+    config = model.config.get_text_config()
+    kv = facts.layers[0]
+    attention = facts.num_qo_heads * (2 * kv.head_dim + kv.v_head_dim) + 2 * kv.num_kv_heads * (kv.head_dim + kv.v_head_dim)
+    width = getattr(config, "intermediate_size", None) or 4 * facts.hidden_size
+    return GenerationShape(
+        kv_bytes_per_token=sum(layer.bytes_per_token for layer in facts.layers),
+        row_bytes=row_bytes(facts.hidden_size, width, attention, facts.dtype.itemsize),
+        head_bytes=drafter.nbytes,
+        logits_row_bytes=0 if facts.plain_lm_head else facts.vocab_size * facts.dtype.itemsize,
+    )

@@ -1,0 +1,270 @@
+"""What runs in place of transformers' own greedy loop: from generate's arguments to sequences and back."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerateDecoderOnlyOutput,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+from specmemo_kernels.decode import GreedyVerifier, SequenceState, SpecDecoder, Verifier
+from specmemo_kernels.integrations.hf_verifier import ProcessedVerifier
+
+if TYPE_CHECKING:
+    from specmemo_kernels.integrations.hf import SpecMemo
+
+Tensor = torch.Tensor
+
+_UNDERSTOOD = {"attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position", "logits_to_keep"}
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of generate, past transformers' own preparation (``_sample``'s arguments)."""
+
+    input_ids: Tensor
+    logits_processor: Any
+    stopping_criteria: StoppingCriteriaList
+    config: Any
+    synced_gpus: bool
+    streamer: Any
+    model_kwargs: dict[str, Any]
+
+    @property
+    def wants(self) -> Callable[[str], bool]:
+        """Whether an ``output_...`` of the returned dict was asked for."""
+        return lambda name: bool(self.config.return_dict_in_generate and getattr(self.config, name))
+
+    @property
+    def attention_mask(self) -> Tensor:
+        mask = self.model_kwargs.get("attention_mask")
+        return torch.ones_like(self.input_ids) if mask is None else mask
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        found = (c.eos_token_id.flatten().tolist() for c in self.stopping_criteria if isinstance(c, EosTokenCriteria))
+        return frozenset(token for ids in found for token in ids)
+
+    @property
+    def other_criteria(self) -> StoppingCriteriaList:
+        """The criteria that the sequence state doesn't cover by itself."""
+        covered = (MaxLengthCriteria, EosTokenCriteria)
+        return StoppingCriteriaList([c for c in self.stopping_criteria if type(c) not in covered])
+
+
+class Generator:
+    """Runs generate's greedy calls speculatively, and hands the others to the model's own loop with one warning."""
+
+    def __init__(self, handle: SpecMemo) -> None:
+        self.handle = handle
+        self._lock = threading.RLock()
+        self._warned: set[str] = set()
+
+    def sample(
+        self,
+        own_sample: Callable[..., Any],
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """``GenerationMixin._sample`` with the model's own as ``own_sample``."""
+        call = _Call(
+            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs
+        )
+        if reason := self._unsupported(call):
+            if reason not in self._warned:
+                self._warned.add(reason)
+                warnings.warn(f"specmemo: {reason}; the model's own generate runs instead", UserWarning, stacklevel=4)
+            return own_sample(
+                input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
+            )
+        with self._lock:
+            return self._generate(call)
+
+    def _unsupported(self, call: _Call) -> str | None:
+        """Why this call can't be run speculatively, or ``None``."""
+        config, kwargs, batch = call.config, call.model_kwargs, call.input_ids.shape[0]
+        cache = kwargs.get("past_key_values")
+        extra = sorted(k for k, v in kwargs.items() if v is not None and k not in _UNDERSTOOD)
+        other = call.other_criteria
+        checks = (
+            (config.do_sample, "sampling (do_sample=True) is not supported yet"),
+            (call.synced_gpus, "synced_gpus (FSDP, ZeRO-3) is not supported"),
+            (self.handle.model.training, "the model is in training mode"),
+            (cache is not None and cache.get_seq_length() > 0, "past_key_values can't be continued; pass all tokens"),
+            (config.cache_implementation is not None, f"cache_implementation={config.cache_implementation!r} was asked for"),
+            (not kwargs.get("use_cache", True), "use_cache=False was asked for"),
+            (call.wants("output_attentions"), "output_attentions needs the attention weights"),
+            (call.wants("output_hidden_states"), "output_hidden_states needs every layer's states"),
+            (batch > 1 and (call.wants("output_scores") or call.wants("output_logits")), "scores of a batch are not kept"),
+            (bool(extra), f"the arguments {extra} are not supported"),
+            (call.stopping_criteria.max_length is None, "there is no max_length"),
+            (batch > 1 and bool(other) and not call.eos_token_ids, "batches with own criteria need an eos_token_id"),
+            (
+                any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in call.logits_processor),
+                "classifier-free guidance runs the model by itself",
+            ),
+            (not bool(call.attention_mask.any(dim=1).all()), "a prompt of the batch is empty"),
+            (not _usual_positions(call), "own position_ids are not supported"),
+            (self._rope_changes(call), "the rotary embedding changes with the length on the way"),
+        )
+        return next((reason for failed, reason in checks if failed), None)
+
+    def _rope_changes(self, call: _Call) -> bool:
+        """Whether positions are encoded differently beyond a length that this call may cross (dynamic, longrope).
+
+        The candidates of a step lie ahead of the newest token, and would switch it early.
+        """
+        config = self.handle.model.config.get_text_config()
+        rope = getattr(config, "rope_parameters", None) or {}
+        kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
+        if not any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds):
+            return False
+        limits = [getattr(config, "original_max_position_embeddings", None), config.max_position_embeddings]
+        limits += [kind.get("original_max_position_embeddings") for kind in kinds]
+        longest = int(call.stopping_criteria.max_length or 0) + self.handle.plan.tree.max_depth
+        return longest > min(limit for limit in limits if limit)
+
+    def _generate(self, call: _Call) -> Any:
+        handle, plan = self.handle, self.handle.plan
+        sequences = self._sequences(call)
+        # The deepest candidate of a last step lies `max_depth` tokens behind the last one that is wanted.
+        lengths = [len(s.prompt) + s.max_new_tokens + plan.tree.max_depth for s in sequences]
+        pool = handle.pool_for(lengths)
+        verifier = self._verifier(call)
+        decoder = SpecDecoder(
+            handle.target, handle.drafter, plan.tree, pool, verifier,
+            prefill_chunk=plan.prefill_chunk, backend=handle.backend, stats=handle.stats,
+        )  # fmt: skip
+        columns = _Columns(call, sequences)
+        waiting = list(zip(sequences, lengths, strict=True))
+        running: dict[int, int] = {}  # sequence -> pages that it may come to need
+        try:
+            while waiting or decoder.sequences:
+                finished = [] if not decoder.sequences else decoder.step()
+                admitted = self._admit(waiting, running, finished, pool.num_pages, pool.pages_for)
+                if admitted:
+                    decoder.start(admitted)
+                columns.put()
+        finally:
+            decoder.abort()
+        columns.end()
+        return self._result(call, columns.padded(), verifier)
+
+    def _admit(
+        self,
+        waiting: list[tuple[SequenceState, int]],
+        running: dict[int, int],
+        finished: Sequence[SequenceState],
+        pages: int,
+        pages_for: Callable[[int], int],
+    ) -> list[SequenceState]:
+        """The next sequences, in order, as long as the pages that all may come to need are there."""
+        for sequence in finished:
+            running.pop(sequence.index)
+        admitted = []
+        while waiting and len(running) < self.handle.plan.max_sequences:
+            sequence, length = waiting[0]
+            if sum(running.values()) + pages_for(length) > pages:
+                break
+            running[sequence.index] = pages_for(length)
+            admitted.append(waiting.pop(0)[0])
+        return admitted
+
+    def _sequences(self, call: _Call) -> list[SequenceState]:
+        limit = int(call.stopping_criteria.max_length or 0) - call.input_ids.shape[1]
+        mask, eos = call.attention_mask.bool(), call.eos_token_ids
+        return [
+            SequenceState(
+                prompt=call.input_ids[row][mask[row]].tolist(),
+                max_new_tokens=limit,
+                eos_token_ids=eos,
+                stop=_stop(call, row) if call.other_criteria else None,
+                index=row,
+            )
+            for row in range(call.input_ids.shape[0])
+        ]
+
+    def _verifier(self, call: _Call) -> Verifier:
+        scores, logits = call.wants("output_scores"), call.wants("output_logits")
+        if not call.logits_processor and not scores and not logits:
+            return GreedyVerifier(self.handle.target, self.handle.backend)
+        return ProcessedVerifier(call.logits_processor, call.input_ids, keep=scores or logits)
+
+    def _result(self, call: _Call, ids: Tensor, verifier: Verifier) -> Any:
+        if not call.config.return_dict_in_generate:
+            return ids
+        new = ids.shape[1] - call.input_ids.shape[1]
+        kept = verifier if isinstance(verifier, ProcessedVerifier) else None
+        return GenerateDecoderOnlyOutput(
+            sequences=ids,
+            scores=tuple(kept.scores[:new]) if kept and call.wants("output_scores") else None,
+            logits=tuple(kept.logits[:new]) if kept and call.wants("output_logits") else None,
+        )
+
+
+def _usual_positions(call: _Call) -> bool:
+    """Whether the position ids are the ones that follow from the attention mask."""
+    positions = call.model_kwargs.get("position_ids")
+    if positions is None:
+        return True
+    mask = call.attention_mask
+    expected = (mask.long().cumsum(-1) - 1)[mask.bool()]
+    return positions.shape == mask.shape and torch.equal(positions[mask.bool()].long(), expected)
+
+
+def _stop(call: _Call, row: int) -> Callable[[list[int]], bool]:
+    """The call's own criteria for one row; they get the ids as transformers would give them, padding included."""
+    padded, criteria = call.input_ids[row], call.other_criteria
+    real = int(call.attention_mask[row].sum())
+
+    def stop(tokens: list[int]) -> bool:
+        new = torch.tensor(tokens[real:], dtype=padded.dtype, device=padded.device)
+        ids = torch.cat([padded, new]).expand(call.input_ids.shape[0], -1)
+        return bool(criteria(ids, None)[row])
+
+    return stop
+
+
+class _Columns:
+    """The output ``[B, L + new]`` as it grows; streamers get it column by column, as transformers sends it."""
+
+    def __init__(self, call: _Call, sequences: Sequence[SequenceState]) -> None:
+        self.call, self.sequences, self.sent = call, sequences, 0
+        pad = call.config._pad_token_tensor
+        self.pad = 0 if pad is None else int(pad)
+
+    def put(self) -> None:
+        """Send the columns that every row has reached (a finished row is padded)."""
+        if self.call.streamer is None:
+            return
+        rows = [s.new_tokens for s in self.sequences]
+        ready = min((len(r) for r, s in zip(rows, self.sequences, strict=True) if not s.finished), default=None)
+        for column in range(self.sent, max(map(len, rows)) if ready is None else ready):
+            values = [r[column] if column < len(r) else self.pad for r in rows]
+            self.call.streamer.put(torch.tensor(values))
+            self.sent += 1
+
+    def end(self) -> None:
+        if self.call.streamer is not None:
+            self.call.streamer.end()
+
+    def padded(self) -> Tensor:
+        """Prompt and output of all rows, short ones padded behind."""
+        rows = [torch.tensor(s.new_tokens, dtype=torch.int64) for s in self.sequences]
+        new = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.pad)
+        return torch.cat([self.call.input_ids, new.to(self.call.input_ids.device)], dim=1)

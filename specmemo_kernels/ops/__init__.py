@@ -1,0 +1,205 @@
+"""The operators: tree attention over a paged KV cache and what goes with it.
+
+Every function here checks its arguments and calls ``torch.ops.specmemo.<name>``, so all of them trace, compile and
+pass ``torch.library.opcheck``. ``backend`` is ``"reference"``, ``"cpu"``, ``"triton"`` or ``None`` (by device).
+
+Shapes (B sequences, N nodes of all sequences packed in one row, T nodes of one sequence):
+
+==============  ==========================================  =====================================================
+``q``           ``[N, num_qo_heads, head_dim]``             queries of the step's nodes
+``k_new``       ``[N, num_kv_heads, head_dim]``             their keys; ``v_new`` likewise (its head_dim may differ)
+``k_pages``     ``[num_pages, page_size, num_kv_heads,      committed keys; ``v_pages`` likewise
+                head_dim]``
+``block_table`` ``[B, max_pages]`` int32                    page ids; only the pages that ``seq_lens`` reaches are read
+``seq_lens``    ``[B]`` int32                               tokens in pages, drafts excluded
+``qo_indptr``   ``[B + 1]`` int32                           where each sequence's nodes lie in the packed row
+``tree_mask``   ``[N, ceil(T/64)]`` int64                   bit j of row i: node j of the same sequence is i or an
+                                                            ancestor of i; a row of zeros is causal
+``parents``     ``[N]`` int32                               parent inside the sequence, -1 for the root
+==============  ==========================================  =====================================================
+
+A node's position is ``seq_lens + depth``, its depth the number of its ancestors (of a causal row: of rows before it).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from specmemo_kernels.ops import checks, schema
+from specmemo_kernels.ops.dispatch import BackendUnavailable, backend_name, unavailable
+
+Tensor = torch.Tensor
+_ops = torch.ops.specmemo
+
+__all__ = [
+    "BackendUnavailable",
+    "append_paged_kv",
+    "backend_name",
+    "commit_paged_kv",
+    "lm_head_argmax",
+    "lm_head_topk",
+    "schema",
+    "tree_attention",
+    "unavailable",
+    "verify_tree_greedy",
+]
+
+
+def tree_attention(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    qo_indptr: Tensor,
+    tree_mask: Tensor | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    max_qo_len: int | None = None,
+    max_seq_len: int | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of every node over its sequence's committed tokens and its own ancestors.
+
+    Args:
+        tree_mask: ancestors of each node; ``None`` makes every sequence a causal chunk (prefill).
+        scale: factor on ``q @ k``, usually ``head_dim ** -0.5``.
+        window: a key is seen while ``query position - key position < window`` (sliding window); ``None``: always.
+        softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2); ``None``: unchanged.
+        sinks: ``[num_qo_heads]``, a logit per head that joins the softmax without a value (gpt-oss).
+        max_qo_len, max_seq_len: upper bounds of ``diff(qo_indptr)`` and ``seq_lens`` known to the caller, so that a
+            GPU launch is sized without a synchronisation; ``None``: the bounds that the shapes imply.
+
+    Returns:
+        ``out`` ``[N, num_qo_heads, v_head_dim]`` in q's dtype, and ``lse`` ``[N, num_qo_heads]`` float32 (float64 for
+        float64), the natural logarithm of the softmax's denominator, sinks included.
+
+    A sequence's result doesn't depend on the other sequences of the batch (bitwise, on the cpu and triton backends).
+
+    Raises:
+        ValueError: a shape, dtype or device that doesn't fit; the message names the argument and both values.
+    """
+    checks.tree_attention(q, k_new, v_new, k_pages, v_pages, block_table, seq_lens, qo_indptr, tree_mask, sinks)
+    checks.positive(window=window, softcap=softcap, max_qo_len=max_qo_len)
+    result: tuple[Tensor, Tensor] = _ops.tree_attention(
+        q, k_new, v_new, k_pages, v_pages, block_table, seq_lens, qo_indptr, tree_mask,
+        scale, window, softcap, sinks, max_qo_len, max_seq_len, backend,
+    )  # fmt: skip
+    return result
+
+
+def append_paged_kv(
+    k_new: Tensor,
+    v_new: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    qo_indptr: Tensor,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Write row ``i`` of each sequence to position ``seq_lens + i`` of its pages (one layer; prefill).
+
+    ``k_pages`` and ``v_pages`` are changed in place. Arguments and errors as in :func:`tree_attention`.
+    """
+    checks.new_rows(k_new, v_new, k_pages, v_pages)
+    checks.metadata(block_table, seq_lens, qo_indptr, k_pages)
+    _ops.append_paged_kv(k_new, v_new, k_pages, v_pages, block_table, seq_lens, qo_indptr, backend)
+
+
+def commit_paged_kv(
+    k_scratch: Tensor,
+    v_scratch: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    qo_indptr: Tensor,
+    accept_index: Tensor,
+    accept_length: Tensor,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Copy accepted nodes from scratch slots to pages, all layers at once; nothing else is read or written.
+
+    Args:
+        k_scratch, v_scratch: ``[num_layers, >= N, num_kv_heads, head_dim]``, keys and values of the step's nodes.
+        k_pages, v_pages: ``[num_layers, num_pages, page_size, num_kv_heads, head_dim]``, changed in place.
+        accept_index: ``[B, max_depth + 1]`` int32 node ids inside each sequence, root first.
+        accept_length: ``[B]`` int32; the first ``accept_length + 1`` entries of a row are written to positions
+            ``seq_lens, seq_lens + 1, ...``; -1 writes nothing.
+    """
+    checks.commit(k_scratch, v_scratch, k_pages, v_pages, accept_index, accept_length)
+    checks.metadata(block_table, seq_lens, qo_indptr, k_pages)
+    _ops.commit_paged_kv(
+        k_scratch, v_scratch, k_pages, v_pages, block_table, seq_lens, qo_indptr, accept_index, accept_length, backend
+    )
+
+
+def verify_tree_greedy(
+    draft_tokens: Tensor,
+    target_tokens: Tensor,
+    parents: Tensor,
+    qo_indptr: Tensor,
+    *,
+    max_depth: int,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The longest path of drafts that greedy decoding would have written.
+
+    From the root, a child is accepted while its draft token equals the target's token at its parent; of equal
+    siblings the first. A draft of -1 is never accepted.
+
+    Args:
+        draft_tokens, target_tokens: ``[N]`` int64.
+        parents: ``[N]`` int32, parents before children.
+        max_depth: longest path that ``accept_index`` can hold; the walk ends there.
+
+    Returns:
+        ``accept_index`` ``[B, max_depth + 1]`` int32 (padded with -1), ``accept_length`` ``[B]`` int32 (drafts only;
+        -1 for a sequence without nodes) and ``bonus_token`` ``[B]`` int64 (-1 likewise).
+    """
+    checks.verify(draft_tokens, target_tokens, parents, qo_indptr, max_depth)
+    result: tuple[Tensor, Tensor, Tensor] = _ops.verify_tree_greedy(
+        draft_tokens, target_tokens, parents, qo_indptr, max_depth, backend
+    )
+    return result
+
+
+def lm_head_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
+    """``argmax(hidden @ weight.T + bias)`` per row, without a ``[N, V]`` tensor.
+
+    Logits are rounded to the inputs' dtype before they are compared, as the model's own linear would, and ties go to
+    the lowest token, so the result is what ``model(...).logits.argmax(-1)`` gives.
+
+    Args:
+        hidden: ``[N, hidden_size]``. weight: ``[V, hidden_size]``. bias: ``[V]`` or ``None``.
+
+    Returns:
+        ``[N]`` int64 tokens.
+    """
+    checks.lm_head(hidden, weight, bias)
+    tokens: Tensor = _ops.lm_head_argmax(hidden, weight, bias, backend)
+    return tokens
+
+
+def lm_head_topk(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, k: int, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """The ``k`` best logits per row and their tokens, best first, ties to the lower token; no ``[N, V]`` tensor.
+
+    Returns:
+        values ``[N, k]`` in hidden's dtype and tokens ``[N, k]`` int64. ``1 <= k <= min(V, 64)``.
+    """
+    checks.lm_head(hidden, weight, bias)
+    limit = min(weight.shape[0], 64)
+    if not 1 <= k <= limit:
+        raise ValueError(f"lm_head_topk: k is {k}, it must be between 1 and {limit}")
+    result: tuple[Tensor, Tensor] = _ops.lm_head_topk(hidden, weight, bias, k, backend)
+    return result

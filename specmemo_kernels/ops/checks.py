@@ -1,0 +1,156 @@
+"""Argument checks of the operators: metadata only, no device synchronisation, messages with both values."""
+
+from __future__ import annotations
+
+import torch
+
+Tensor = torch.Tensor
+
+
+def _shape(name: str, tensor: Tensor, expected: tuple[int | None, ...], meaning: str) -> None:
+    actual = tensor.shape
+    if len(actual) == len(expected):
+        for size, wanted in zip(actual, expected, strict=True):
+            if wanted is not None and size != wanted:
+                break
+        else:
+            return
+    wanted_text = ", ".join("*" if size is None else str(size) for size in expected)
+    raise ValueError(f"{name} has shape {tuple(actual)}, expected [{wanted_text}] ({meaning})")
+
+
+def _dtype(name: str, tensor: Tensor, expected: torch.dtype) -> None:
+    if tensor.dtype != expected:
+        raise ValueError(f"{name} has dtype {tensor.dtype}, expected {expected}")
+
+
+def _device(name: str, tensor: Tensor, expected: torch.device) -> None:
+    if tensor.device != expected:
+        raise ValueError(f"{name} is on {tensor.device}, expected {expected}")
+
+
+def positive(**values: float | None) -> None:
+    """Optional numbers that must be above zero when given."""
+    for name, value in values.items():
+        if value is not None and value <= 0:
+            raise ValueError(f"{name} is {value}, it must be positive (or None)")
+
+
+def metadata(block_table: Tensor, seq_lens: Tensor, qo_indptr: Tensor, pages: Tensor) -> None:
+    """The three tensors that say where each sequence's tokens are."""
+    for name, tensor in (("block_table", block_table), ("seq_lens", seq_lens), ("qo_indptr", qo_indptr)):
+        _dtype(name, tensor, torch.int32)
+        _device(name, tensor, pages.device)
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, its strides are {tensor.stride()}")
+    batch = seq_lens.shape[0]
+    _shape("seq_lens", seq_lens, (None,), "[B]")
+    _shape("block_table", block_table, (batch, None), "[B, max_pages]")
+    _shape("qo_indptr", qo_indptr, (batch + 1,), "[B + 1]")
+
+
+def _rows(name: str, tensor: Tensor) -> None:
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name} must have a contiguous last dimension, its strides are {tensor.stride()}")
+
+
+def new_rows(k_new: Tensor, v_new: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
+    """New keys and values against the pages that they go to (or are read beside)."""
+    _shape("k_pages", k_pages, (None, None, None, None), "[num_pages, page_size, num_kv_heads, head_dim]")
+    num_pages, page_size, heads, head_dim = k_pages.shape
+    _shape("v_pages", v_pages, (num_pages, page_size, heads, None), "[num_pages, page_size, num_kv_heads, v_head_dim]")
+    _shape("k_new", k_new, (None, heads, head_dim), "[N, num_kv_heads, head_dim]")
+    _shape("v_new", v_new, (k_new.shape[0], heads, v_pages.shape[3]), "[N, num_kv_heads, v_head_dim]")
+    for name, tensor in (("k_new", k_new), ("v_new", v_new), ("v_pages", v_pages)):
+        _dtype(name, tensor, k_pages.dtype)
+        _device(name, tensor, k_pages.device)
+    for name, tensor in (("k_new", k_new), ("v_new", v_new)):
+        _rows(name, tensor)
+    for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, its strides are {tensor.stride()}")
+
+
+def tree_attention(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    qo_indptr: Tensor,
+    tree_mask: Tensor | None,
+    sinks: Tensor | None,
+) -> None:
+    new_rows(k_new, v_new, k_pages, v_pages)
+    metadata(block_table, seq_lens, qo_indptr, k_pages)
+    _shape("q", q, (k_new.shape[0], None, k_new.shape[2]), "[N, num_qo_heads, head_dim]")
+    _dtype("q", q, k_pages.dtype)
+    _device("q", q, k_pages.device)
+    _rows("q", q)
+    if q.shape[1] % k_new.shape[1]:
+        raise ValueError(f"num_qo_heads {q.shape[1]} is not a multiple of num_kv_heads {k_new.shape[1]}")
+    if tree_mask is not None:
+        _shape("tree_mask", tree_mask, (q.shape[0], None), "[N, ceil(T/64)]")
+        _dtype("tree_mask", tree_mask, torch.int64)
+        _device("tree_mask", tree_mask, q.device)
+        if not tree_mask.is_contiguous():
+            raise ValueError(f"tree_mask must be contiguous, its strides are {tree_mask.stride()}")
+    if sinks is not None:
+        _shape("sinks", sinks, (q.shape[1],), "[num_qo_heads]")
+        _device("sinks", sinks, q.device)
+
+
+def commit(k_scratch: Tensor, v_scratch: Tensor, k_pages: Tensor, v_pages: Tensor, index: Tensor, length: Tensor) -> None:
+    _shape("k_pages", k_pages, (None,) * 5, "[num_layers, num_pages, page_size, num_kv_heads, head_dim]")
+    layers, num_pages, page_size, heads, head_dim = k_pages.shape
+    _shape("v_pages", v_pages, (layers, num_pages, page_size, heads, None), "as k_pages, head_dim may differ")
+    _shape("k_scratch", k_scratch, (layers, None, heads, head_dim), "[num_layers, N, num_kv_heads, head_dim]")
+    _shape("v_scratch", v_scratch, (layers, k_scratch.shape[1], heads, v_pages.shape[4]), "[num_layers, N, ...]")
+    for name, tensor in (("v_pages", v_pages), ("k_scratch", k_scratch), ("v_scratch", v_scratch)):
+        _dtype(name, tensor, k_pages.dtype)
+        _device(name, tensor, k_pages.device)
+    for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages), ("k_scratch", k_scratch), ("v_scratch", v_scratch)):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, its strides are {tensor.stride()}")
+    _shape("accept_length", length, (None,), "[B]")
+    _shape("accept_index", index, (length.shape[0], None), "[B, max_depth + 1]")
+    for name, tensor in (("accept_index", index), ("accept_length", length)):
+        _dtype(name, tensor, torch.int32)
+        _device(name, tensor, k_pages.device)
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, its strides are {tensor.stride()}")
+
+
+def verify(draft: Tensor, target: Tensor, parents: Tensor, qo_indptr: Tensor, max_depth: int) -> None:
+    nodes = draft.shape[0]
+    for name, tensor, dtype in (
+        ("draft_tokens", draft, torch.int64),
+        ("target_tokens", target, torch.int64),
+        ("parents", parents, torch.int32),
+    ):
+        _shape(name, tensor, (nodes,), "[N]")
+        _dtype(name, tensor, dtype)
+        _device(name, tensor, draft.device)
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, its strides are {tensor.stride()}")
+    _shape("qo_indptr", qo_indptr, (None,), "[B + 1]")
+    _dtype("qo_indptr", qo_indptr, torch.int32)
+    _device("qo_indptr", qo_indptr, draft.device)
+    if max_depth < 0:
+        raise ValueError(f"max_depth is {max_depth}, it must be at least 0")
+
+
+def lm_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    _shape("hidden", hidden, (None, None), "[N, hidden_size]")
+    _shape("weight", weight, (None, hidden.shape[1]), "[V, hidden_size]")
+    _dtype("weight", weight, hidden.dtype)
+    _device("weight", weight, hidden.device)
+    _rows("hidden", hidden)
+    if not weight.is_contiguous():
+        raise ValueError(f"weight must be contiguous, its strides are {weight.stride()}")
+    if bias is not None:
+        _shape("bias", bias, (weight.shape[0],), "[V]")
+        _dtype("bias", bias, hidden.dtype)
+        _device("bias", bias, hidden.device)

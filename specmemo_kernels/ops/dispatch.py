@@ -1,0 +1,68 @@
+"""Which implementation runs: the one named, or the best for the tensor's device. The one place that decides."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+
+import torch
+
+BACKENDS = {
+    "reference": "specmemo_kernels.backends.reference",
+    "cpu": "specmemo_kernels.backends.cpu",
+    "triton": "specmemo_kernels.backends.triton",
+}
+
+
+class BackendUnavailable(RuntimeError):
+    """A backend was asked for by name and can't run here; the message says what to install."""
+
+
+@functools.cache
+def _load(name: str) -> ModuleType:
+    return importlib.import_module(BACKENDS[name])
+
+
+def unavailable(name: str) -> str | None:
+    """Why backend ``name`` can't be used in this process, or ``None`` when it can."""
+    if name not in BACKENDS:
+        return f"unknown backend {name!r}; there are {', '.join(BACKENDS)}"
+    try:
+        _load(name)
+    except ImportError as error:
+        hints = {"cpu": "build it with a C++17 compiler: pip install .", "triton": "pip install triton"}
+        return f"backend {name!r} can't be imported ({error}); {hints.get(name, 'reinstall the package')}"
+    return None
+
+
+@functools.cache
+def _default(device_type: str) -> str:
+    if device_type == "cuda":
+        return "triton"
+    return "cpu" if device_type == "cpu" and unavailable("cpu") is None else "reference"
+
+
+def backend_name(requested: str | None, device: torch.device) -> str:
+    """The backend that serves ``device``: ``requested`` if given (never another one), else the best there is.
+
+    Raises:
+        BackendUnavailable: the requested backend (or triton on a GPU) can't be imported.
+        ValueError: the requested backend can't run on that device.
+    """
+    name = requested or _default(device.type)
+    if reason := unavailable(name):
+        raise BackendUnavailable(reason)
+    if name == "cpu" and device.type != "cpu":
+        raise ValueError(f"backend 'cpu' needs tensors on the CPU, these are on {device}")
+    return name
+
+
+@functools.cache
+def _backend_for(requested: str | None, device: torch.device) -> ModuleType:
+    return _load(backend_name(requested, device))
+
+
+def backend_for(requested: str | None, device: torch.device) -> ModuleType:
+    """The module that implements the operators for ``device``."""
+    return _backend_for(requested, device)

@@ -1,0 +1,82 @@
+"""The operators as torch sees them: schemas, checks on fake tensors, one kernel per device that picks a backend.
+
+``Library.define`` rather than ``custom_op``: about 8 microseconds less per call, and a step makes two calls a layer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from specmemo_kernels.ops.dispatch import backend_for
+
+Tensor = torch.Tensor
+
+SCHEMAS = {
+    "tree_attention": (
+        "(Tensor q, Tensor k_new, Tensor v_new, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor seq_lens, "
+        "Tensor qo_indptr, Tensor? tree_mask, float scale, int? window, float? softcap, Tensor? sinks, "
+        "int? max_qo_len, int? max_seq_len, str? backend) -> (Tensor, Tensor)"
+    ),
+    "append_paged_kv": (
+        "(Tensor k_new, Tensor v_new, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor block_table, Tensor seq_lens, "
+        "Tensor qo_indptr, str? backend) -> ()"
+    ),
+    "commit_paged_kv": (
+        "(Tensor k_scratch, Tensor v_scratch, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor block_table, "
+        "Tensor seq_lens, Tensor qo_indptr, Tensor accept_index, Tensor accept_length, str? backend) -> ()"
+    ),
+    "verify_tree_greedy": (
+        "(Tensor draft_tokens, Tensor target_tokens, Tensor parents, Tensor qo_indptr, int max_depth, str? backend) "
+        "-> (Tensor, Tensor, Tensor)"
+    ),
+    "lm_head_argmax": "(Tensor hidden, Tensor weight, Tensor? bias, str? backend) -> Tensor",
+    "lm_head_topk": "(Tensor hidden, Tensor weight, Tensor? bias, int k, str? backend) -> (Tensor, Tensor)",
+}
+
+
+def _kernel(name: str) -> Callable[..., Any]:
+    """The function torch calls for a real tensor: the last argument names the backend."""
+
+    def run(*args: Any) -> Any:
+        backend = backend_for(args[-1], args[0].device)
+        return getattr(backend, name)(*args[:-1])
+
+    functools.update_wrapper(run, _kernel, assigned=())
+    run.__name__ = name
+    return run
+
+
+def _fake_tree_attention(q: Tensor, k_new: Tensor, v_new: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    lse = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(q.shape[0], q.shape[1], v_new.shape[2]), q.new_empty(q.shape[:2], dtype=lse)
+
+
+def _fake_verify(
+    draft: Tensor, target: Tensor, parents: Tensor, qo_indptr: Tensor, max_depth: int, _: str | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch = qo_indptr.shape[0] - 1
+    return parents.new_empty(batch, max_depth + 1), parents.new_empty(batch), target.new_empty(batch)
+
+
+FAKES: dict[str, Callable[..., Any]] = {
+    "tree_attention": _fake_tree_attention,
+    "append_paged_kv": lambda *_: None,
+    "commit_paged_kv": lambda *_: None,
+    "verify_tree_greedy": _fake_verify,
+    "lm_head_argmax": lambda hidden, *_: hidden.new_empty(hidden.shape[0], dtype=torch.int64),
+    "lm_head_topk": lambda hidden, weight, bias, k, _: (
+        hidden.new_empty(hidden.shape[0], k),
+        hidden.new_empty(hidden.shape[0], k, dtype=torch.int64),
+    ),
+}
+
+library = torch.library.Library("specmemo", "DEF")
+for _name, _schema in SCHEMAS.items():
+    library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for _key in ("CPU", "CUDA"):
+        library.impl(_name, _kernel(_name), _key)
+    torch.library.register_fake(f"specmemo::{_name}", FAKES[_name], lib=library)

@@ -1,0 +1,166 @@
+"""The memory plan: what generation may use, part by part, decided before anything is allocated."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, field
+
+from specmemo_kernels.tree import DraftTree
+
+_UNITS = {"": 1, "B": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+
+
+class BudgetError(ValueError):
+    """The budget can't hold what was asked for; the message names the part, the limit and what to do."""
+
+
+def parse_bytes(size: int | str) -> int:
+    """``"2GiB"``, ``"512 MB"``, ``"1000"`` or a number of bytes.
+
+    Raises:
+        ValueError: not a size, or not positive.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", str(size))
+    if not match or match[2] not in _UNITS or float(match[1]) <= 0:
+        raise ValueError(f"memory_budget is {size!r}, expected bytes or a size such as '2GiB' or '512MB'")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def format_bytes(size: float) -> str:
+    """``1536`` as ``"1.5 KiB"``."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
+@dataclass(frozen=True)
+class GenerationShape:
+    """The sizes of a model that generation memory depends on.
+
+    ``kv_bytes_per_token``: all layers' keys and values. ``row_bytes``: the transient bytes of one token in a forward
+    pass (:func:`row_bytes`). ``head_bytes``: what the drafter holds.
+    """
+
+    kv_bytes_per_token: int
+    row_bytes: int
+    head_bytes: int
+    logits_row_bytes: int
+
+
+def row_bytes(hidden_size: int, intermediate_size: int, attention_size: int, itemsize: int) -> int:
+    """Most transient bytes that one token needs at once in a pre-norm decoder layer.
+
+    The residual stream and its normed copy stay while the widest of two moments passes: the MLP (gate, its
+    activation, up and their product: 4 intermediate sizes) or attention (query, key, value before and after the
+    rotary embedding, and its output: ``attention_size`` is ``3 * num_qo_heads * head_dim + 4 * num_kv_heads *
+    head_dim``). The norm computes in float32 on three copies of the hidden state.
+    """
+    resident = 2 * hidden_size * itemsize
+    return resident + max(4 * intermediate_size * itemsize, attention_size * itemsize, 3 * hidden_size * 4)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What generation may use.
+
+    Attributes:
+        tree: the tree of a step, root included; pruned for the device and the budget.
+        max_sequences: sequences decoded at once; more wait for a free place.
+        page_size: tokens per page. max_pages: the most pages there will ever be (``None``: no budget was given, a
+            call of generate gets what its lengths need).
+        prefill_chunk: most prompt tokens per forward pass.
+        budget: bytes of generation memory (all but the model's weights), or ``None``.
+        parts: bytes of each part at most; with a budget their sum stays within it.
+    """
+
+    tree: DraftTree
+    max_sequences: int
+    page_size: int
+    max_pages: int | None
+    prefill_chunk: int
+    budget: int | None
+    parts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def max_nodes(self) -> int:
+        """Scratch slots: the nodes of one step over all sequences."""
+        return self.tree.size * self.max_sequences
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens that the pages hold, over all sequences."""
+        return None if self.max_pages is None else self.max_pages * self.page_size
+
+    def to_json(self) -> dict[str, object]:
+        """A plain dict for ``json.dump``; the tree as rank paths."""
+        return asdict(self) | {"tree": [list(path) for path in self.tree.paths]}
+
+    def __str__(self) -> str:
+        pages = "as needed" if self.max_pages is None else f"{self.max_pages} pages of {self.page_size} tokens"
+        budget = "none" if self.budget is None else format_bytes(self.budget)
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.parts.items())
+        return (
+            f"budget {budget}; tree of {self.tree.size} nodes, depth {self.tree.max_depth}; KV: {pages}; "
+            f"prefill chunk {self.prefill_chunk}; at most {self.max_sequences} sequences at once; {parts}"
+        )
+
+
+def plan_memory(
+    shape: GenerationShape,
+    tree: DraftTree,
+    *,
+    budget: int | None,
+    page_size: int,
+    max_sequences: int = 8,
+    prefill_chunk: int = 256,
+) -> MemoryPlan:
+    """Divide ``budget`` bytes: heads, scratch and a forward pass first, pages get the rest.
+
+    Under pressure the prefill chunk shrinks before anything else (it costs little speed), down to the nodes of a
+    step; then fewer sequences run at once.
+
+    Raises:
+        BudgetError: not even one page fits.
+    """
+    page_bytes = shape.kv_bytes_per_token * page_size
+
+    def fixed(chunk: int, sequences: int) -> dict[str, int]:
+        nodes = tree.size * sequences
+        rows = max(chunk, nodes)
+        return {
+            "heads": shape.head_bytes,
+            "tree_scratch": nodes * shape.kv_bytes_per_token,
+            "activations": rows * shape.row_bytes + nodes * shape.logits_row_bytes,
+        }
+
+    if budget is None:
+        return MemoryPlan(tree, max_sequences, page_size, None, prefill_chunk, None, fixed(prefill_chunk, max_sequences))
+    choices = [(c, s) for s in _halvings(max_sequences, 1) for c in _halvings(prefill_chunk, min(32, prefill_chunk))]
+    for chunk, sequences in choices:
+        parts = fixed(chunk, sequences)
+        left = budget - sum(parts.values())
+        # A quarter for pages is the least that keeps a large chunk or batch from starving the cache.
+        if left >= max(page_bytes, budget // 4) or ((chunk, sequences) == choices[-1] and left >= page_bytes):
+            pages = left // page_bytes
+            parts["kv_pages"] = pages * page_bytes
+            return MemoryPlan(tree, sequences, page_size, pages, chunk, budget, parts)
+    parts = fixed(*choices[-1])
+    needed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+    raise BudgetError(
+        f"memory_budget {format_bytes(budget)} is too small for one page of {page_size} tokens "
+        f"({format_bytes(page_bytes)}) beside {needed}; give at least "
+        f"{format_bytes(sum(parts.values()) + page_bytes)}, or a smaller tree or fewer heads"
+    )
+
+
+def _halvings(start: int, least: int) -> list[int]:
+    values = [start]
+    while values[-1] > least:
+        values.append(max(least, values[-1] // 2))
+    return values

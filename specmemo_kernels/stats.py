@@ -1,0 +1,53 @@
+"""What a patched model counted while it generated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class DecodeStats:
+    """Counters since the last :meth:`reset`.
+
+    Attributes:
+        steps: verification forward passes (prefill apart).
+        sequence_steps: the same counted once per sequence that took part.
+        tokens: tokens those steps delivered (cut at EOS and at the length limit).
+        prefill_tokens: prompt tokens computed.
+        drafted: candidate tokens verified.
+        accepted_at_depth: entry d: how many sequence steps accepted at least d + 1 drafts.
+        slots_written: key/value slots written to pages (prefill and commits).
+    """
+
+    steps: int = 0
+    sequence_steps: int = 0
+    tokens: int = 0
+    prefill_tokens: int = 0
+    drafted: int = 0
+    accepted_at_depth: list[int] = field(default_factory=list)
+    slots_written: int = 0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Delivered tokens per verification step of one sequence; 0 before the first step."""
+        return self.tokens / self.sequence_steps if self.sequence_steps else 0.0
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """Share of sequence steps whose accepted path reached depth 1, 2, ..."""
+        return [count / self.sequence_steps for count in self.accepted_at_depth] if self.sequence_steps else []
+
+    def record_step(self, accept_lengths: list[int], nodes: int) -> None:
+        """One verification step over ``len(accept_lengths)`` sequences and ``nodes`` tree nodes."""
+        self.steps += 1
+        self.sequence_steps += len(accept_lengths)
+        self.drafted += nodes - len(accept_lengths)
+        for length in accept_lengths:
+            self.accepted_at_depth.extend([0] * (length - len(self.accepted_at_depth)))
+            for depth in range(length):
+                self.accepted_at_depth[depth] += 1
+            self.slots_written += length + 1
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        self.__dict__.update(vars(DecodeStats()))

@@ -1,0 +1,51 @@
+"""What every attention layer calls during a step: attention over the pages, then the new keys' way to memory."""
+
+from __future__ import annotations
+
+import torch
+
+from specmemo_kernels.batch import TreeBatch
+from specmemo_kernels.paged_kv import PagedKVPool
+
+Tensor = torch.Tensor
+
+
+class StepAttention:
+    """Attention of one forward pass.
+
+    Prefill chunks go straight to pages. Tree nodes go to scratch slots, where they wait for the verdict: a rejected
+    candidate never reaches a page.
+    """
+
+    def __init__(self, pool: PagedKVPool, batch: TreeBatch, backend: str | None) -> None:
+        self.pool, self.batch, self.backend = pool, batch, backend
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """``[N, num_qo_heads, v_head_dim]``; ``q`` ``[N, num_qo_heads, head_dim]``, ``k`` and ``v`` likewise."""
+        pool, batch = self.pool, self.batch.to(q.device)
+        k_pages, v_pages = pool.k_pages[layer], pool.v_pages[layer]
+        # Straight to the operator: patching has checked every shape that ops.tree_attention would check again.
+        out, _ = torch.ops.specmemo.tree_attention(
+            q, k, v, k_pages, v_pages, batch.block_table, batch.seq_lens, batch.qo_indptr, batch.tree_mask,
+            scale, window, softcap, sinks, batch.max_qo_len, batch.max_seq_len, self.backend,
+        )  # fmt: skip
+        if batch.parents is None:
+            torch.ops.specmemo.append_paged_kv(
+                k, v, k_pages, v_pages, batch.block_table, batch.seq_lens, batch.qo_indptr, self.backend
+            )
+        else:
+            pool.k_scratch[layer][: k.shape[0]] = k
+            pool.v_scratch[layer][: v.shape[0]] = v
+        result: Tensor = out
+        return result

@@ -1,0 +1,122 @@
+"""The draft tree: which candidates are verified together, and the masks and positions that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+
+WORD = 64
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """A tree of candidates; node 0 is the root (the newest emitted token), parents come before children.
+
+    Args:
+        parents: one per node, -1 for the root.
+        ranks: which of its head's candidates a node holds (0: the best); 0 for the root.
+
+    Nodes listed best first make pruning a cut: every prefix of the list is a tree (:meth:`pruned`).
+    """
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.parents) != len(self.ranks) or not self.parents:
+            raise ValueError(f"a tree needs one rank per node, got {len(self.parents)} parents, {len(self.ranks)} ranks")
+        for node, (parent, rank) in enumerate(zip(self.parents, self.ranks, strict=True)):
+            if (parent != -1) if node == 0 else not 0 <= parent < node:
+                raise ValueError(f"node {node} has parent {parent}; the root has -1, others an earlier node")
+            if rank < 0:
+                raise ValueError(f"node {node} has rank {rank}, it must be at least 0")
+
+    @classmethod
+    def from_paths(cls, paths: Iterable[Sequence[int]]) -> DraftTree:
+        """A tree from rank paths as Medusa publishes them: ``[0, 2]`` is head 1's third guess under head 0's best.
+
+        Raises:
+            ValueError: a path given twice, or before the path that it extends.
+        """
+        index: dict[tuple[int, ...], int] = {(): 0}
+        parents, ranks = [-1], [0]
+        for path in map(tuple, paths):
+            if path in index or path[:-1] not in index:
+                problem = "is there twice" if path in index else f"comes before its parent {list(path[:-1])}"
+                raise ValueError(f"path {list(path)} {problem}")
+            parents.append(index[path[:-1]])
+            ranks.append(path[-1])
+            index[path] = len(parents) - 1
+        return cls(tuple(parents), tuple(ranks))
+
+    @classmethod
+    def chain(cls, depth: int) -> DraftTree:
+        """The root and ``depth`` drafts in a row; ``chain(0)`` is plain decoding."""
+        return cls(tuple(range(-1, depth)), (0,) * (depth + 1))
+
+    @property
+    def size(self) -> int:
+        """Number of nodes, the root included."""
+        return len(self.parents)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Ancestors of each node; the root has 0."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        return tuple(depths)
+
+    @property
+    def max_depth(self) -> int:
+        """The most drafts that one step can accept."""
+        return max(self.depths)
+
+    @cached_property
+    def width(self) -> int:
+        """How many candidates the drafter must offer per depth."""
+        return max(self.ranks) + 1
+
+    def pruned(self, size: int) -> DraftTree:
+        """The first ``size`` nodes (best first order keeps the best)."""
+        if not 1 <= size <= self.size:
+            raise ValueError(f"can't prune a tree of {self.size} nodes to {size}")
+        return self if size == self.size else DraftTree(self.parents[:size], self.ranks[:size])
+
+    def truncated(self, depth: int) -> DraftTree:
+        """The nodes of depth at most ``depth``, in their order."""
+        return self if depth >= self.max_depth else _truncated(self, depth)
+
+    @cached_property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """The rank path of each node but the root; inverse of :meth:`from_paths`."""
+        paths: list[tuple[int, ...]] = [()]
+        for parent, rank in zip(self.parents[1:], self.ranks[1:], strict=True):
+            paths.append((*paths[parent], rank))
+        return tuple(paths[1:])
+
+    @cached_property
+    def mask(self) -> torch.Tensor:
+        """``tree_mask`` ``[T, ceil(T/64)]`` int64: bit j of row i says that node j is i or an ancestor of i."""
+        rows: list[int] = []
+        for node, parent in enumerate(self.parents):
+            rows.append((rows[parent] if parent >= 0 else 0) | 1 << node)
+        words = -(-self.size // WORD)
+        return torch.tensor([[_signed(row >> WORD * word) for word in range(words)] for row in rows], dtype=torch.int64)
+
+
+def _signed(word: int) -> int:
+    """The low 64 bits as the int64 that has them."""
+    word &= (1 << WORD) - 1
+    return word - (1 << WORD) if word >> (WORD - 1) else word
+
+
+@lru_cache(maxsize=256)
+def _truncated(tree: DraftTree, depth: int) -> DraftTree:
+    kept = [node for node, d in enumerate(tree.depths) if d <= depth]
+    new_id = {node: i for i, node in enumerate(kept)}
+    parents = tuple(new_id[tree.parents[node]] if node else -1 for node in kept)
+    return DraftTree(parents, tuple(tree.ranks[node] for node in kept))
