@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copyreg
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -113,9 +113,19 @@ class PatchedGeneration:
         return self.specmemo.generator.sample(super()._sample, input_ids, *args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles are plain, unpatched models."""
+        """Copies and pickles are plain, unpatched models (loading one doesn't need this package)."""
         state = {k: v for k, v in vars(self).items() if k != "specmemo"}
-        return copyreg.__newobj__, (_plain_class(type(self)),), state  # type: ignore[attr-defined]
+        head = self.get_output_embeddings()  # type: ignore[attr-defined]
+        state["_modules"] = {k: _without_hook(v) if v is head else v for k, v in state["_modules"].items()}
+        return object.__new__, (_plain_class(type(self)),), state
+
+
+def _without_hook(head: nn.Module) -> nn.Module:
+    """The same lm_head, its parameters shared, less our hook."""
+    twin = copy.copy(head)
+    hooks = head._forward_pre_hooks
+    twin._forward_pre_hooks = type(hooks)((k, hook) for k, hook in hooks.items() if hook is not lm_head_hook)
+    return twin
 
 
 def _plain_class(patched: type) -> type:

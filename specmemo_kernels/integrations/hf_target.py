@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -164,6 +165,9 @@ def probe(model: Any) -> ModelFacts:
     Raises:
         UnsupportedModel: an attention layer didn't come through, or came through twice.
     """
+    missing = {"position_ids", "logits_to_keep"} - set(inspect.signature(model.forward).parameters)
+    if missing:
+        raise UnsupportedModel(f"{type(model).__name__}.forward doesn't take {sorted(missing)}, which packed nodes need")
     head = model.get_output_embeddings()
     if head is None:
         raise UnsupportedModel(f"{type(model).__name__} has no lm_head")
