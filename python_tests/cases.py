@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -163,3 +164,16 @@ def _eager(inputs: dict[str, object], dtype: torch.dtype) -> torch.Tensor:
 
 def variant(case: AttentionCase, **changes: object) -> AttentionCase:
     return replace(case, **changes)  # type: ignore[arg-type]
+
+
+def one_sequence(inputs: dict[str, Any], index: int) -> dict[str, Any]:
+    """The same ``tree_attention`` problem for one sequence of the batch alone, with bounds of its own."""
+    start, end = inputs["qo_indptr"][index : index + 2].tolist()
+    alone = dict(inputs)
+    for name in ("q", "k_new", "v_new", "tree_mask"):
+        alone[name] = None if inputs[name] is None else inputs[name][start:end]
+    for name in ("block_table", "seq_lens"):
+        alone[name] = inputs[name][index : index + 1]
+    alone["qo_indptr"] = torch.tensor([0, end - start], dtype=torch.int32)
+    alone["max_qo_len"], alone["max_seq_len"] = end - start, int(inputs["seq_lens"][index])
+    return alone

@@ -22,7 +22,8 @@ DEFAULT_ACCURACY: Accuracy = (
 def rank_probabilities(cumulative: Accuracy) -> list[list[float]]:
     """``p[h][r]``: how often head ``h``'s guess of rank ``r`` is right, from cumulative top-k accuracies."""
     for head, row in enumerate(cumulative):
-        if any(b < a for a, b in zip((0.0, *row), row, strict=False)) or not row or row[-1] > 1:
+        # Asked this way round, a NaN is refused as well.
+        if not row or not all(a <= b <= 1 for a, b in zip((0.0, *row), row, strict=False)):
             raise ValueError(f"accuracy of head {head} must rise within 0..1, got {list(row)}")
     return [[b - a for a, b in zip((0.0, *row), row, strict=False)] for row in cumulative]
 
@@ -33,20 +34,24 @@ def best_first_paths(cumulative: Accuracy, nodes: int) -> list[tuple[int, ...]]:
     A path's probability is the product of its heads' rank probabilities: heads are taken as independent
     (Medusa, arXiv 2401.10774, section 2.3.3). Fewer come back when the heads have no more ranks to offer.
     """
-    chance = rank_probabilities(cumulative)
-    heap: list[tuple[float, tuple[int, ...]]] = []
+    # Measured on little text, a rank may be right more often than one before it, or never: each head's best come first.
+    heads = [
+        sorted(((math.log(p), r) for r, p in enumerate(row) if p > 0), key=lambda x: (-x[0], x[1]))
+        for row in rank_probabilities(cumulative)
+    ]
+    heap: list[tuple[float, tuple[int, ...], int, float]] = []
 
-    def offer(prefix: tuple[int, ...], rank: int, log_prefix: float) -> None:
-        depth = len(prefix)
-        if depth < len(chance) and rank < len(chance[depth]) and chance[depth][rank] > 0:
-            heapq.heappush(heap, (-(log_prefix + math.log(chance[depth][rank])), (*prefix, rank)))
+    def offer(prefix: tuple[int, ...], place: int, log_prefix: float) -> None:
+        if len(prefix) < len(heads) and place < len(heads[len(prefix)]):
+            log_chance, rank = heads[len(prefix)][place]
+            heapq.heappush(heap, (-(log_prefix + log_chance), (*prefix, rank), place, log_prefix))
 
     offer((), 0, 0.0)
     paths: list[tuple[int, ...]] = []
     while heap and len(paths) < nodes:
-        cost, path = heapq.heappop(heap)
+        cost, path, place, log_prefix = heapq.heappop(heap)
         paths.append(path)
-        offer(path[:-1], path[-1] + 1, -cost - math.log(chance[len(path) - 1][path[-1]]))
+        offer(path[:-1], place + 1, log_prefix)
         offer(path, 0, -cost)
     return paths
 

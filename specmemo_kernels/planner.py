@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict, dataclass, field
 
@@ -25,9 +26,10 @@ def parse_bytes(size: int | str) -> int:
         ValueError: not a size, or not positive.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", str(size))
-    if not match or match[2] not in _UNITS or float(match[1]) <= 0:
+    count = float(match[1]) * _UNITS.get(match[2], math.nan) if match else math.nan
+    if not 1 <= count < math.inf:
         raise ValueError(f"memory_budget is {size!r}, expected bytes or a size such as '2GiB' or '512MB'")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(count)
 
 
 def format_bytes(size: float) -> str:
@@ -37,6 +39,14 @@ def format_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.2f} GiB"
+
+
+def _at_least(size: int) -> str:
+    """``size`` as :func:`format_bytes` writes it, rounded up, so that it is enough when given as a budget."""
+    unit = 1024 ** next(power for power in range(4) if size < 1024 ** (power + 1) or power == 3)
+    # What is shown has one decimal for KiB and MiB, two for GiB.
+    decimals = {1: 1, 1024: 10, 1024**2: 10}.get(unit, 100)
+    return format_bytes(math.ceil(size * decimals / unit) * unit / decimals)
 
 
 @dataclass(frozen=True)
@@ -140,7 +150,9 @@ def plan_memory(
         }
 
     if budget is None:
-        return MemoryPlan(tree, max_sequences, page_size, None, prefill_chunk, None, fixed(prefill_chunk, max_sequences))
+        return MemoryPlan(
+            tree, max_sequences, page_size, None, prefill_chunk, None, fixed(prefill_chunk, max_sequences)
+        )
     choices = [(c, s) for s in _halvings(max_sequences, 1) for c in _halvings(prefill_chunk, min(32, prefill_chunk))]
     for chunk, sequences in choices:
         parts = fixed(chunk, sequences)
@@ -155,7 +167,7 @@ def plan_memory(
     raise BudgetError(
         f"memory_budget {format_bytes(budget)} is too small for one page of {page_size} tokens "
         f"({format_bytes(page_bytes)}) beside {needed}; give at least "
-        f"{format_bytes(sum(parts.values()) + page_bytes)}, or a smaller tree or fewer heads"
+        f"{_at_least(sum(parts.values()) + page_bytes)}, or a smaller tree or fewer heads"
     )
 
 

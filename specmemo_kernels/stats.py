@@ -17,6 +17,7 @@ class DecodeStats:
         drafted: candidate tokens verified.
         accepted_at_depth: entry d: how many sequence steps accepted at least d + 1 drafts.
         slots_written: key/value slots written to pages (prefill and commits).
+        bytes_by_part: bytes held by heads, pages and scratch in the last call.
     """
 
     steps: int = 0
@@ -26,6 +27,7 @@ class DecodeStats:
     drafted: int = 0
     accepted_at_depth: list[int] = field(default_factory=list)
     slots_written: int = 0
+    bytes_by_part: dict[str, int] = field(default_factory=dict)
 
     @property
     def tokens_per_step(self) -> float:

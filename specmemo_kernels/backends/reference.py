@@ -86,7 +86,13 @@ def ancestors(words: Tensor | None, nodes: int, device: torch.device) -> tuple[T
 
 
 def append_paged_kv(
-    k_new: Tensor, v_new: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, seq_lens: Tensor, qo_indptr: Tensor
+    k_new: Tensor,
+    v_new: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    qo_indptr: Tensor,
 ) -> None:
     """Write every new row to its sequence's pages, behind the tokens already there."""
     counts = (qo_indptr[1:] - qo_indptr[:-1]).long()
@@ -139,7 +145,8 @@ def verify_tree_greedy(
         path = [0]
         while len(path) <= max_depth:
             node = path[-1]
-            child = next((c for c in range(node + 1, len(parent)) if parent[c] == node and draft[c] == target[node]), None)
+            children = (c for c in range(node + 1, len(parent)) if parent[c] == node and draft[c] >= 0)
+            child = next((c for c in children if draft[c] == target[node]), None)
             if child is None:
                 break
             path.append(child)

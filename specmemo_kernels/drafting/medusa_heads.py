@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -41,6 +42,10 @@ class MedusaHeads(nn.ModuleList):
 
     The state dict has the published names: ``{h}.{l}.linear.weight``, ``{h}.{l}.linear.bias`` and, with
     an own lm_head, ``{h}.{num_layers}.weight``.
+
+    Attributes:
+        cumulative_topk_accuracy: how often head ``h``'s best ``k + 1`` guesses hold the right token, ``[h][k]``, where
+            somebody measured it; saved with the heads, it chooses the tree. ``None``: not known.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class MedusaHeads(nn.ModuleList):
         super().__init__()
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         self.num_heads, self.num_layers, self.own_lm_head = num_heads, num_layers, own_lm_head
+        self.cumulative_topk_accuracy: list[list[float]] | None = None
         for _ in range(num_heads):
             layers: list[nn.Module] = [ResidualBlock(hidden_size) for _ in range(num_layers)]
             if own_lm_head:
@@ -75,13 +81,17 @@ class MedusaHeads(nn.ModuleList):
 
     def features(self, hidden: torch.Tensor, head: int) -> torch.Tensor:
         """The input of head ``head``'s lm_head, shaped like ``hidden`` ([..., hidden_size])."""
-        for layer in self[head][: self.num_layers]:
-            hidden = layer(hidden)
+        layers = self._layers(head)
+        for layer in range(self.num_layers):
+            hidden = layers[layer](hidden)
         return hidden
 
     def lm_head_weight(self, head: int, shared: torch.Tensor) -> torch.Tensor:
         """The ``[vocab_size, hidden_size]`` matrix behind head ``head``; ``shared`` is the model's."""
-        return self[head][self.num_layers].weight if self.own_lm_head else shared
+        return cast(nn.Linear, self._layers(head)[self.num_layers]).weight if self.own_lm_head else shared
+
+    def _layers(self, head: int) -> nn.Sequential:
+        return cast(nn.Sequential, self[head])
 
     def logits(self, hidden: torch.Tensor, shared_lm_head: torch.Tensor) -> torch.Tensor:
         """All heads' logits ``[num_heads, ..., vocab_size]``, for training and tests; decoding never makes them."""
@@ -91,18 +101,72 @@ class MedusaHeads(nn.ModuleList):
         ]
         return torch.stack(rows)
 
+    def truncated(self, num_heads: int) -> MedusaHeads:
+        """The first ``num_heads`` heads as a module of its own that shares their parameters: nothing is copied.
+
+        Raises:
+            ValueError: ``num_heads`` is below 1 or above what there is.
+        """
+        if not 1 <= num_heads <= self.num_heads:
+            raise ValueError(f"MedusaHeads.truncated: num_heads is {num_heads}, there are {self.num_heads}")
+        with torch.device("meta"):
+            first = MedusaHeads(
+                self.hidden_size, self.vocab_size, num_heads, self.num_layers, own_lm_head=self.own_lm_head
+            )
+        for head in range(num_heads):
+            first[head] = self[head]
+        first.training = self.training
+        if self.cumulative_topk_accuracy is not None:
+            first.cumulative_topk_accuracy = self.cumulative_topk_accuracy[:num_heads]
+        return first
+
+    @staticmethod
+    def from_pretrained(
+        source: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> MedusaHeads:
+        """The heads in a folder, a file or a hub repository, in any layout that :func:`load_heads` knows.
+
+        The sizes come from the weights; heads without an lm_head of their own take ``vocab_size`` from ``config.json``.
+
+        Args:
+            source: what :func:`specmemo_kernels.drafting.load_heads.load_heads` takes as path or hub id.
+            dtype, device: of the result; ``None`` keeps the file's dtype and the CPU.
+
+        Raises:
+            HeadsError: nothing usable there, or a size that can't be told; it names the file and the key.
+        """
+        from specmemo_kernels.drafting.load_heads import load_pretrained
+
+        return load_pretrained(source, dtype=dtype, device=device)
+
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write ``config.json`` and ``medusa_lm_head.safetensors`` into ``folder``."""
+        """Write ``config.json`` and ``medusa_lm_head.safetensors`` into ``folder``.
+
+        Files of those names are replaced at once, never half-written, so heads that somebody has open stay readable.
+        """
         from safetensors.torch import save_file
 
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
-        config = {
+        config: dict[str, Any] = {
             "medusa_num_heads": self.num_heads,
             "medusa_num_layers": self.num_layers,
             "hidden_size": self.hidden_size,
             "vocab_size": self.vocab_size,
             "own_lm_head": self.own_lm_head,
         }
-        (target / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
-        save_file({k: v.detach().contiguous() for k, v in self.state_dict().items()}, target / WEIGHTS_NAME)
+        if self.cumulative_topk_accuracy is not None:
+            config["cumulative_topk_accuracy"] = self.cumulative_topk_accuracy
+        tensors: dict[str, torch.Tensor] = {}
+        written: set[int] = set()
+        for key, value in self.state_dict().items():
+            tensor = value.detach().contiguous()
+            # Heads may share a matrix (Medusa's own repeat one block); safetensors wants each stored for itself.
+            tensors[key] = tensor.clone() if tensor.data_ptr() in written else tensor
+            written.add(tensor.data_ptr())
+        weights = target / (WEIGHTS_NAME + ".new")
+        save_file(tensors, weights)
+        weights.replace(target / WEIGHTS_NAME)
+        text = target / (CONFIG_NAME + ".new")
+        text.write_text(json.dumps(config, indent=2) + "\n")
+        text.replace(target / CONFIG_NAME)

@@ -78,6 +78,7 @@ class SpecMemo:
                     max_sequences=sequences,
                     max_nodes=nodes,
                 )
+        self.stats.bytes_by_part = self.bytes_by_part
         return pool
 
     def release(self) -> None:

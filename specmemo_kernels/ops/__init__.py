@@ -135,8 +135,8 @@ def commit_paged_kv(
         accept_length: ``[B]`` int32; the first ``accept_length + 1`` entries of a row are written to positions
             ``seq_lens, seq_lens + 1, ...``; -1 writes nothing.
     """
-    checks.commit(k_scratch, v_scratch, k_pages, v_pages, accept_index, accept_length)
     checks.metadata(block_table, seq_lens, qo_indptr, k_pages)
+    checks.commit(k_scratch, v_scratch, k_pages, v_pages, accept_index, accept_length, seq_lens.shape[0])
     _ops.commit_paged_kv(
         k_scratch, v_scratch, k_pages, v_pages, block_table, seq_lens, qo_indptr, accept_index, accept_length, backend
     )

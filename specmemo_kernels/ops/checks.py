@@ -29,6 +29,11 @@ def _device(name: str, tensor: Tensor, expected: torch.device) -> None:
         raise ValueError(f"{name} is on {tensor.device}, expected {expected}")
 
 
+def _contiguous(name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, its strides are {tensor.stride()}")
+
+
 def positive(**values: float | None) -> None:
     """Optional numbers that must be above zero when given."""
     for name, value in values.items():
@@ -41,10 +46,9 @@ def metadata(block_table: Tensor, seq_lens: Tensor, qo_indptr: Tensor, pages: Te
     for name, tensor in (("block_table", block_table), ("seq_lens", seq_lens), ("qo_indptr", qo_indptr)):
         _dtype(name, tensor, torch.int32)
         _device(name, tensor, pages.device)
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, its strides are {tensor.stride()}")
-    batch = seq_lens.shape[0]
+        _contiguous(name, tensor)
     _shape("seq_lens", seq_lens, (None,), "[B]")
+    batch = seq_lens.shape[0]
     _shape("block_table", block_table, (batch, None), "[B, max_pages]")
     _shape("qo_indptr", qo_indptr, (batch + 1,), "[B + 1]")
 
@@ -67,8 +71,7 @@ def new_rows(k_new: Tensor, v_new: Tensor, k_pages: Tensor, v_pages: Tensor) -> 
     for name, tensor in (("k_new", k_new), ("v_new", v_new)):
         _rows(name, tensor)
     for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, its strides are {tensor.stride()}")
+        _contiguous(name, tensor)
 
 
 def tree_attention(
@@ -95,14 +98,16 @@ def tree_attention(
         _shape("tree_mask", tree_mask, (q.shape[0], None), "[N, ceil(T/64)]")
         _dtype("tree_mask", tree_mask, torch.int64)
         _device("tree_mask", tree_mask, q.device)
-        if not tree_mask.is_contiguous():
-            raise ValueError(f"tree_mask must be contiguous, its strides are {tree_mask.stride()}")
+        _contiguous("tree_mask", tree_mask)
     if sinks is not None:
         _shape("sinks", sinks, (q.shape[1],), "[num_qo_heads]")
         _device("sinks", sinks, q.device)
+        _contiguous("sinks", sinks)
 
 
-def commit(k_scratch: Tensor, v_scratch: Tensor, k_pages: Tensor, v_pages: Tensor, index: Tensor, length: Tensor) -> None:
+def commit(
+    k_scratch: Tensor, v_scratch: Tensor, k_pages: Tensor, v_pages: Tensor, index: Tensor, length: Tensor, batch: int
+) -> None:
     _shape("k_pages", k_pages, (None,) * 5, "[num_layers, num_pages, page_size, num_kv_heads, head_dim]")
     layers, num_pages, page_size, heads, head_dim = k_pages.shape
     _shape("v_pages", v_pages, (layers, num_pages, page_size, heads, None), "as k_pages, head_dim may differ")
@@ -111,19 +116,23 @@ def commit(k_scratch: Tensor, v_scratch: Tensor, k_pages: Tensor, v_pages: Tenso
     for name, tensor in (("v_pages", v_pages), ("k_scratch", k_scratch), ("v_scratch", v_scratch)):
         _dtype(name, tensor, k_pages.dtype)
         _device(name, tensor, k_pages.device)
-    for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages), ("k_scratch", k_scratch), ("v_scratch", v_scratch)):
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, its strides are {tensor.stride()}")
-    _shape("accept_length", length, (None,), "[B]")
-    _shape("accept_index", index, (length.shape[0], None), "[B, max_depth + 1]")
+    for name, tensor in (
+        ("k_pages", k_pages),
+        ("v_pages", v_pages),
+        ("k_scratch", k_scratch),
+        ("v_scratch", v_scratch),
+    ):
+        _contiguous(name, tensor)
+    _shape("accept_length", length, (batch,), "[B]")
+    _shape("accept_index", index, (batch, None), "[B, max_depth + 1]")
     for name, tensor in (("accept_index", index), ("accept_length", length)):
         _dtype(name, tensor, torch.int32)
         _device(name, tensor, k_pages.device)
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, its strides are {tensor.stride()}")
+        _contiguous(name, tensor)
 
 
 def verify(draft: Tensor, target: Tensor, parents: Tensor, qo_indptr: Tensor, max_depth: int) -> None:
+    _shape("draft_tokens", draft, (None,), "[N]")
     nodes = draft.shape[0]
     for name, tensor, dtype in (
         ("draft_tokens", draft, torch.int64),
@@ -133,11 +142,11 @@ def verify(draft: Tensor, target: Tensor, parents: Tensor, qo_indptr: Tensor, ma
         _shape(name, tensor, (nodes,), "[N]")
         _dtype(name, tensor, dtype)
         _device(name, tensor, draft.device)
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, its strides are {tensor.stride()}")
+        _contiguous(name, tensor)
     _shape("qo_indptr", qo_indptr, (None,), "[B + 1]")
     _dtype("qo_indptr", qo_indptr, torch.int32)
     _device("qo_indptr", qo_indptr, draft.device)
+    _contiguous("qo_indptr", qo_indptr)
     if max_depth < 0:
         raise ValueError(f"max_depth is {max_depth}, it must be at least 0")
 
@@ -148,9 +157,9 @@ def lm_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     _dtype("weight", weight, hidden.dtype)
     _device("weight", weight, hidden.device)
     _rows("hidden", hidden)
-    if not weight.is_contiguous():
-        raise ValueError(f"weight must be contiguous, its strides are {weight.stride()}")
+    _contiguous("weight", weight)
     if bias is not None:
         _shape("bias", bias, (weight.shape[0],), "[V]")
         _dtype("bias", bias, hidden.dtype)
         _device("bias", bias, hidden.device)
+        _contiguous("bias", bias)

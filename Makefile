@@ -1,0 +1,63 @@
+# Every target sets up what it needs in $(VENV) first: a machine with Python 3.11 or 3.12 and a C++ compiler will do.
+#
+#   make demo | test | lint | clean
+#   make test TORCH=torch==2.12.0        another torch than the CPU build of constraints-cpu.txt
+#   make test TESTS=python_tests/test_cli.py ARGS=-x
+#   make demo PYTHON=python3.12 ARGS="--turns 3"
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?=
+# Where the CPU build of torch lies when pip's own configuration has none; PyPI's is a CUDA build of several GB.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+ARGS ?=
+TESTS ?= python_tests
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
+LINTERS := ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5
+# One stamp per choice of torch, so that another choice installs again.
+STAMP := $(VENV)/installed-$(firstword $(shell echo '$(TORCH)' | cksum))
+BUILT_FROM := pyproject.toml setup.py CMakeLists.txt constraints-cpu.txt $(wildcard csrc/* csrc/*/*)
+CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.hpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.hpp)
+
+.PHONY: demo test lint clean install
+
+demo: $(STAMP)
+	$(BIN)/specmemo demo $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(TESTS) $(ARGS)
+
+lint: $(STAMP) $(VENV)/linters
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(if $(CXX_SOURCES),$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES))
+
+install: $(STAMP)
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip
+
+# torch comes first and without its dependencies, so that only this one look-up goes to TORCH_INDEX; the second call
+# finds it there and adds the rest. Nothing outside $(VENV) changes.
+$(STAMP): $(BUILT_FROM) | $(BIN)/python
+	rm -f $(VENV)/installed-*
+ifeq ($(strip $(TORCH)),)
+	cp constraints-cpu.txt $(VENV)/constraints.txt
+	$(PIP) install --no-deps --timeout 15 --retries 1 --extra-index-url $(TORCH_INDEX) -c $(VENV)/constraints.txt torch
+else
+	echo '$(TORCH)' > $(VENV)/constraints.txt
+	$(PIP) install --no-deps '$(TORCH)'
+endif
+	$(PIP) install -c $(VENV)/constraints.txt -e '.[test]'
+	touch $@
+
+$(VENV)/linters: Makefile | $(BIN)/python
+	$(PIP) install --quiet $(LINTERS)
+	touch $@

@@ -1,0 +1,108 @@
+"""Compile every Triton kernel for every target, without a GPU, and list what each needs.
+
+    python bench/aot.py --targets sm_75,sm_80,sm_86,sm_89,sm_90,gfx90a,gfx942,gfx1100 --json out.json
+
+Exits with 1 if a kernel spills, exceeds the target's shared memory, or multiplies without the target's matrix
+instructions. Takes about a minute per target on one core; compiled kernels are cached by Triton.
+"""
+
+# mypy: disable-error-code="import-untyped"
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import aot_kernels
+
+from specmemo_kernels.backends.triton.config import TARGETS
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def numbers(text: str) -> list[int]:
+    """``"1,8"`` as ``[1, 8]``."""
+    return [int(part) for part in text.split(",")]
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", default="sm_75,sm_80,sm_86,sm_89,sm_90,gfx90a,gfx942,gfx1100")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp16")
+    parser.add_argument("--head-dims", type=numbers, default=[64, 128])
+    parser.add_argument("--nodes", type=numbers, default=[1, 8, 25, 64])
+    parser.add_argument("--groups", type=numbers, default=[1, 4, 8], help="query heads per KV head")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    args = parser.parse_args()
+    args.targets = args.targets.split(",")
+    if unknown := [name for name in args.targets if name not in TARGETS]:
+        parser.error(f"unknown targets {', '.join(unknown)}; there are {', '.join(TARGETS)}")
+    return args
+
+
+def table_of(rows: list[dict[str, Any]], title: str) -> Table:
+    table = Table(title=title)
+    for name in (
+        "target",
+        "kernel",
+        "D",
+        "T",
+        "GQA",
+        "M x N",
+        "warps",
+        "stages",
+        "regs",
+        "stack",
+        "shared KiB",
+        "matrix",
+    ):
+        table.add_column(name)
+    for row in rows:
+        block = row["config"]
+        matrix = " ".join(f"{count} {family}" for family, count in row["matrix"].items())
+        cells = [
+            row["target"], row["kernel"], row["head_dim"], row["nodes"], row["gqa"],
+            f"{block['block_m']} x {block['block_n']}", block["num_warps"], block["num_stages"],
+            row["registers"], row["stack_bytes"], f"{row['shared_bytes'] / 1024:.0f}", matrix or "-",
+        ]  # fmt: skip
+        table.add_row(*map(str, cells), style="red" if row["problem"] else None)
+    return table
+
+
+def main() -> int:
+    args = parse()
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    rows: list[dict[str, Any]] = []
+    for target in args.targets:
+        if args.dtype == "bf16" and not TARGETS[target].bf16:
+            console.print(f"{target}: no bfloat16, left out")
+            continue
+        start = time.perf_counter()
+        jobs = list(aot_kernels.all_jobs(target, DTYPES[args.dtype], args.head_dims, args.nodes, args.groups))
+        found = [job.row(target) for job in jobs]
+        rows += found
+        bad = sum(bool(row["problem"]) for row in found)
+        seconds = time.perf_counter() - start
+        console.print(table_of(found, f"{target}: {len(found)} kernels in {seconds:.0f} s, {bad} with a problem"))
+    for row in rows:
+        if row["problem"]:
+            console.print(f"{row['target']} {row['kernel']} D {row['head_dim']} T {row['nodes']}: {row['problem']}")
+    if args.json:
+        versions = {"triton": triton.__version__, "torch": torch.__version__}
+        args.json.write_text(json.dumps({"versions": versions, "dtype": args.dtype, "rows": rows}, indent=1) + "\n")
+    return int(any(row["problem"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

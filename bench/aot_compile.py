@@ -1,0 +1,106 @@
+"""Compile one Triton kernel ahead of time for a GPU that isn't here, and read what it needs from the binary."""
+
+# mypy: disable-error-code="import-untyped"
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+MATRIX_PATTERNS = {
+    "mma": r"\bmma\.sync",
+    "wgmma": r"\bwgmma\.mma_async",
+    "mfma": r"\bv_mfma_",
+    "wmma": r"\bv_wmma_",
+}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel uses.
+
+    Attributes:
+        registers: per thread (on CDNA: VGPRs and AGPRs together). stack_bytes: per thread, local or scratch memory.
+        spills: registers that the compiler spilled where the binary says so (AMD), else stack_bytes / 4.
+        shared_bytes: shared memory or LDS of a program. matrix: matrix instructions by family.
+    """
+
+    registers: int
+    stack_bytes: int
+    spills: int
+    shared_bytes: int
+    matrix: dict[str, int]
+
+
+def gpu_target(name: str) -> GPUTarget:
+    """``"sm_80"`` or ``"gfx942"`` as Triton names it; CDNA has wavefronts of 64, the others of 32."""
+    if name.startswith("sm_"):
+        return GPUTarget("cuda", int(name[3:]), 32)
+    return GPUTarget("hip", name, 64 if name.startswith("gfx9") else 32)
+
+
+def compile_kernel(
+    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], target: str, options: Mapping[str, Any],
+    aligned: frozenset[str] = frozenset(),
+) -> Resources:  # fmt: skip
+    """Compile ``kernel`` for ``target``.
+
+    Args:
+        types: Triton type of each run-time argument, such as ``"*fp16"`` or ``"i32"``.
+        constants: values of the others (``None`` for an absent tensor).
+        options: num_warps and the like.
+        aligned: integers that are multiples of 16; pointers always are.
+    """
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    attrs = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if name not in constants and (types[name].startswith("*") or name in aligned)
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=dict(constants), attrs=attrs)
+    compiled = triton.compile(source, target=gpu_target(target), options=dict(options))
+    read = _read_nvidia if target.startswith("sm_") else _read_amd
+    return read(compiled.asm, compiled.metadata.shared)
+
+
+def _count(text: str) -> dict[str, int]:
+    counts = {family: len(re.findall(pattern, text)) for family, pattern in MATRIX_PATTERNS.items()}
+    return {family: count for family, count in counts.items() if count}
+
+
+def _read_nvidia(asm: Mapping[str, Any], shared: int) -> Resources:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [_cuobjdump(), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack = (max(map(int, re.findall(rf"{word}:(\d+)", usage))) for word in ("REG", "STACK"))
+    return Resources(registers, stack, stack // 4, shared, _count(asm["ptx"]))
+
+
+def _read_amd(asm: Mapping[str, Any], shared: int) -> Resources:
+    text = asm["amdgcn"]
+
+    def value(key: str) -> int:
+        return sum(map(int, re.findall(rf"^\s*-?\s*\.{key}:\s*(\d+)", text, re.MULTILINE)))
+
+    # .vgpr_count holds the AGPRs as well on CDNA 2 and 3.
+    spills = value("vgpr_spill_count")
+    return Resources(value("vgpr_count"), value("private_segment_fixed_size"), spills, shared, _count(text))
+
+
+@functools.cache
+def _cuobjdump() -> str:
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")

@@ -1,0 +1,215 @@
+"""The ``specmemo`` command, on a tiny random model and on the bundled one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+import specmemo_kernels
+from specmemo_kernels import MedusaHeads
+from specmemo_kernels.cli import app
+from specmemo_kernels.cli.demo_runs import Pair
+from specmemo_kernels.cli.demo_view import Feed
+
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
+
+
+def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
+    """A byte-level BPE without merges: any text becomes ids below 257."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=257, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["text"], trainer)
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+    made.chat_template = template
+    return made
+
+
+def save_model(folder: Path, template: str | None = None, hidden_size: int = 64) -> Path:
+    """A random Llama, its tokenizer, and heads in ``heads/``."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=257, hidden_size=hidden_size, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, eos_token_id=0, pad_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    make_tokenizer(template).save_pretrained(folder)
+    MedusaHeads(hidden_size, 257, 3, own_lm_head=False).save_pretrained(folder / "heads")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("chat"), TEMPLATE)
+
+
+def run(*args: object, text: str | None = None) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in args], input=text, env={"COLUMNS": "120", "TERM": "dumb"})
+
+
+def chat(model: Path, text: str, *args: object) -> Result:
+    return run("chat", "--model", model, "--heads", model / "heads", "--max-new-tokens", 12, *args, text=text)
+
+
+def test_importing_the_command_is_light() -> None:
+    code = "import sys, specmemo_kernels.cli; print(sorted({'torch', 'transformers', 'triton'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_env_names_versions_and_backends() -> None:
+    result = run("env")
+    assert result.exit_code == 0, result.output
+    facts = dict(line.split(maxsplit=1) for line in result.output.splitlines() if not line.startswith("backend"))
+    assert facts["specmemo-kernels"] == specmemo_kernels.__version__
+    assert facts["torch"] == torch.__version__
+    assert "backend reference  available" in result.output
+    assert all(f"backend {name} " in result.output for name in ("cpu", "triton"))
+
+
+def test_chat_replies_with_the_models_own_tokens(plain_model: Path) -> None:
+    result = chat(plain_model, "def f(x):\n/stats\n/exit\nnot read\n")
+    assert result.exit_code == 0, result.output
+    tokenizer = make_tokenizer(None)
+    ids = torch.tensor([tokenizer("def f(x):")["input_ids"]])
+    model = LlamaForCausalLM.from_pretrained(plain_model)
+    own = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    assert tokenizer.decode(own[0, ids.shape[1] :], skip_special_tokens=True) in result.output
+    assert "tokens per step" in result.output and "kv_pages" in result.output
+    assert "no chat template" in result.output
+
+
+def test_chat_uses_the_template_and_resets(chat_model: Path) -> None:
+    result = chat(chat_model, "hello\n/reset\nhello\n/unknown\n")
+    assert result.exit_code == 0, result.output
+    first, second = result.output.split("the conversation starts anew\n")
+    reply = first.split("\n", 1)[1]
+    assert reply.strip() and second.startswith(reply)  # the same question after a reset: the same answer
+    assert "/exit leaves" in second
+
+
+def test_chat_reads_several_lines_as_one_message(plain_model: Path) -> None:
+    several = chat(plain_model, '"""def f(x):\n    """\n')
+    assert several.exit_code == 0, several.output
+    assert len(several.output.splitlines()) >= 2
+
+
+def test_chat_drops_old_turns_when_the_context_is_full(chat_model: Path) -> None:
+    result = chat(chat_model, f"{'a' * 300}\n{'b' * 300}\n{'c' * 600}\nd\n")
+    assert result.exit_code == 0, result.output
+    assert "the message takes" in result.output  # 600 tokens can't fit; the others could
+
+
+def test_chat_keeps_within_the_budget(plain_model: Path) -> None:
+    result = chat(plain_model, f"{'x' * 400}\n/stats\n", "--memory-budget", "400KiB")
+    assert result.exit_code == 0, result.output
+    assert "budget 400.0 KiB" in result.output and "specmemo:" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--memory-budget", "1KiB"), "too small for one page"),
+        (("--memory-budget", "many"), "expected bytes or a size"),
+        (("--backend", "nonsense"), "unknown backend 'nonsense'"),
+        (("--dtype", "int8"), "expected auto, float32"),
+        (("--device", "nowhere"), "--device nowhere"),
+    ],
+)
+def test_chat_says_in_one_line_what_is_wrong(plain_model: Path, args: tuple[str, ...], says: str) -> None:
+    assert_one_line(chat(plain_model, "hello\n", *args), says)
+
+
+def test_chat_refuses_heads_for_another_model(plain_model: Path, tmp_path: Path) -> None:
+    other = save_model(tmp_path, hidden_size=32)
+    assert_one_line(run("chat", "--model", plain_model, "--heads", other / "heads", text="hello\n"), "32")
+
+
+def test_chat_says_that_a_folder_is_missing(plain_model: Path) -> None:
+    missing = plain_model / "nothing"
+    assert_one_line(run("chat", "--model", missing, "--heads", missing, text="hello\n"), f"there is no {missing}")
+
+
+def test_chat_wants_model_and_heads_together(plain_model: Path) -> None:
+    assert_one_line(run("chat", "--model", plain_model, text="hello\n"), "--model and --heads go together")
+
+
+def assert_one_line(result: Result, says: str) -> None:
+    """Status 2, and on stderr one line that begins with the command's name (after what transformers prints)."""
+    assert result.exit_code == 2, result.output
+    lines = [line for line in result.stderr.splitlines() if line.startswith("specmemo: ")]
+    assert len(lines) == 1 and says in lines[0], result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_demo_on_a_users_file(plain_model: Path, tmp_path: Path) -> None:
+    file, out = tmp_path / "mine.txt", tmp_path / "out.json"
+    file.write_text("once upon a time there was a page of tokens\n")
+    few = ("--max-new-tokens", 16, "--rounds", 1, "--tree", 5)
+    result = run("demo", "--model", plain_model, "--prompt-file", file, "--json", out, *few)
+    assert result.exit_code == 0, result.output
+    assert "mine.txt" in result.output and "1 of 1 prompts" in result.output
+    figures = json.loads(out.read_text())
+    assert figures["equal_prompts"] == 1 and figures["tree_nodes"] == 5
+    assert figures["prompts"][0]["new_tokens"] <= 16
+    assert figures["memory_bytes"]["patched"]["heads"] > 0
+
+
+def test_demo_fails_when_tokens_differ(plain_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text("once upon a time\n")
+    generate = Pair.generate
+
+    def other_tokens(self: Pair, side: str, *args: object, **kwargs: object) -> object:
+        output = generate(self, side, *args, **kwargs)  # type: ignore[arg-type]
+        return output + 1 if side == "patched" and isinstance(output, torch.Tensor) else output
+
+    monkeypatch.setattr(Pair, "generate", other_tokens)
+    result = run("demo", "--model", plain_model, "--prompt-file", file, "--max-new-tokens", 8, "--rounds", 1)
+    assert result.exit_code == 1, result.output
+    assert "NO" in result.output and "0 of 1 prompts" in result.output
+
+
+def test_demo_completes_held_out_files_with_the_bundled_model(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = run("demo", "--turns", 2, "--max-new-tokens", 48, "--rounds", 1, "--json", out)
+    assert result.exit_code == 0, result.output
+    figures = json.loads(out.read_text())
+    assert figures["equal_prompts"] == 2
+    assert figures["tokens_per_step"] > 1.5  # the heads are of use on files that they never saw
+
+
+def test_streamed_text_marks_accepted_drafts() -> None:
+    steps = iter([0, 1, 1, 1, 2])
+    feed = Feed(lambda ids: "".join(map(chr, ids)), lambda: next(steps))
+    assert feed.text().plain == ""  # drawn before the first token is there
+    feed.put(torch.tensor([[120, 121]]))  # the prompt
+    for token in b"abcde":
+        feed.put(torch.tensor([token]))
+    feed.end()
+    text = feed.text()
+    assert (text.plain, feed.steps) == ("abcde", 3)
+    assert [text.plain[s.start : s.end] for s in text.spans if s.style == "green"] == ["b", "c"]
+
+
+def test_demo_rejects_a_completion_longer_than_the_context(plain_model: Path) -> None:
+    assert_one_line(
+        run("demo", "--model", plain_model, "--max-new-tokens", 500), "--max-new-tokens 500 leaves 12 of 512"
+    )

@@ -1,0 +1,179 @@
+"""Who imports whom, read from the sources, and what an import of the package pulls in."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import specmemo_kernels
+
+PACKAGE = Path(specmemo_kernels.__file__).parent
+NAME = "specmemo_kernels"
+SOURCES = {path.relative_to(PACKAGE): path for path in sorted(PACKAGE.rglob("*.py"))}
+PARTS = {path.name for path in PACKAGE.iterdir() if path.is_dir()} | {path.stem for path in PACKAGE.glob("*.py")}
+
+#: What the parts of the lowest layers may import of the package; a part that isn't listed is bound by the tests below.
+ALLOWED: dict[str, set[str]] = {
+    "device": set(),
+    "footprint": set(),
+    "acceptance": set(),
+    "tree": set(),
+    "planner": {"tree", "acceptance", "device", "footprint"},
+    "paged_kv": {"tree"},
+    "batch": {"tree"},
+    "stats": set(),
+    "memory_tracker": set(),
+    "step_attention": {"tree", "paged_kv", "batch", "ops"},
+    "drafting": {"tree", "acceptance", "ops", "batch", "paged_kv"},
+    "decode": {"tree", "acceptance", "ops", "batch", "paged_kv", "drafting", "stats", "step_attention", "planner"},
+    "scheduler": {
+        "tree", "acceptance", "ops", "batch", "paged_kv", "drafting", "stats", "step_attention", "planner", "decode",
+    },
+}  # fmt: skip
+
+
+def part(module: str) -> str:
+    """``specmemo_kernels.ops.checks`` -> ``ops``; the package itself -> ``__init__``."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def owner(path: Path) -> str:
+    return path.parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """Modules of the package that a file imports, and whether when it is imported itself (not in a function).
+
+    Imports for type checkers alone are left out; names that dispatch and ``__init__`` load by string are seen by
+    :func:`test_lazy_names_are_the_public_ones` and :func:`test_ops_load_backends_lazily`.
+    """
+    found: list[tuple[str, bool]] = []
+
+    def visit(node: ast.AST, eager: bool) -> None:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            return
+        if isinstance(node, ast.Import):
+            found.extend((alias.name, eager) for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level:
+                anchor = (NAME, *path.parent.parts)
+                module = ".".join([*anchor[: len(anchor) - node.level + 1], *filter(None, [module])])
+            found.extend(
+                (f"{module}.{a.name}" if module == NAME and a.name in PARTS else module, eager) for a in node.names
+            )
+        eager = eager and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            visit(child, eager)
+
+    visit(ast.parse(SOURCES[path].read_text()), True)
+    return [(module, eager) for module, eager in found if module == NAME or module.startswith(NAME + ".")]
+
+
+def targets(path: Path) -> set[str]:
+    return {part(module) for module, _ in imports(path)} - {owner(path)}
+
+
+def test_the_walk_sees_imports() -> None:
+    """Known ones, so that an empty answer elsewhere means something."""
+    assert {"batch", "paged_kv", "ops", "drafting"} <= targets(Path("decode.py"))
+    assert ("specmemo_kernels.tree", True) in imports(Path("batch.py"))
+    assert imports(Path("tree.py")) == []
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_layers(name: str) -> None:
+    """The lower parts import what the layer below offers, nothing else (parts that don't exist yet import nothing)."""
+    used = {target for path in SOURCES if owner(path) == name for target in targets(path)}
+    assert used <= ALLOWED[name], f"{name} imports {sorted(used - ALLOWED[name])}"
+
+
+def test_backends_stand_alone() -> None:
+    """A backend imports itself and at most a compiled module, never a class of the package nor another backend."""
+    for path in SOURCES:
+        if owner(path) != "backends" or len(path.parts) < 2:
+            continue
+        backend = f"{NAME}.backends.{path.parts[1].removesuffix('.py')}"
+        for module, _ in imports(path):
+            compiled = module.rpartition(".")[2].startswith("_") and module.startswith(f"{NAME}.")
+            inside = module == backend or module.startswith(backend + ".")
+            if module == NAME or module == f"{NAME}.backends":
+                compiled = "cpu" in path.parts[1]
+            assert inside or compiled, f"{path} imports {module}"
+
+
+def test_ops_load_backends_lazily() -> None:
+    """No import statement of ops names a backend; importing ops loads none."""
+    used = {target for path in SOURCES if owner(path) == "ops" for target in targets(path)}
+    assert not used
+    assert (
+        run("import specmemo_kernels.ops, sys; print([m for m in sys.modules if 'specmemo_kernels.backends' in m])")
+        == "[]"
+    )
+
+
+def test_nobody_imports_the_top() -> None:
+    """Of integrations and cli, only those two know; ``__init__`` names them in strings that load on use."""
+    for path in SOURCES:
+        if owner(path) not in {"integrations", "cli"}:
+            assert not targets(path) & {"integrations", "cli"}, path
+        if owner(path) == "integrations":
+            assert "cli" not in targets(path), path
+        if owner(path) == "__init__":
+            assert not imports(path)
+
+
+def test_the_package_itself_is_no_source_of_names() -> None:
+    """Inside the package only ``__version__`` is taken from its front; all else from where it is defined."""
+    for path, file in SOURCES.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == NAME and owner(path) != "backends":
+                names = {alias.name for alias in node.names} - PARTS - {"__version__"}
+                assert not names, f"{path} imports {sorted(names)} from {NAME}"
+
+
+def run(code: str, *, fails: bool = False) -> str:
+    """What a fresh interpreter prints."""
+    result = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=PACKAGE.parent, timeout=120
+    )
+    assert (result.returncode != 0) == fails, result.stderr
+    return result.stdout.strip()
+
+
+def test_import_is_light() -> None:
+    """Neither torch nor transformers, triton or the C++ extension: only the package's front."""
+    code = (
+        f"import {NAME}, sys; print([m for m in sys.modules if m.split('.')[0] in ('torch', 'transformers', 'triton')])"
+    )
+    assert run(code) == "[]"
+    assert run(f"import {NAME}, sys; print([m for m in sys.modules if m.startswith('{NAME}')])") == f"['{NAME}']"
+
+
+def test_core_needs_neither_transformers_nor_triton_nor_compiler() -> None:
+    """With all three out of reach the loop imports and a reference operator runs."""
+    code = f"""
+import sys
+blocked = ("transformers", "triton", "{NAME}.backends.cpu", "{NAME}.backends.triton")
+for name in blocked:
+    sys.modules[name] = None
+import torch
+from {NAME} import ops, decode, planner, acceptance, drafting, memory_tracker, stats
+from {NAME}.drafting import medusa
+print(ops.lm_head_argmax(torch.eye(3), torch.eye(3)).tolist(), ops.unavailable("triton") is not None)
+"""
+    assert run(code) == "[0, 1, 2] True"
+
+
+def test_lazy_names_are_the_public_ones() -> None:
+    """Each public name is where ``__init__`` says it is; another is an AttributeError."""
+    assert set(specmemo_kernels.__all__) >= {"patch", "unpatch", "Drafter", "DraftTree", "MedusaHeads", "BudgetError"}
+    for name in specmemo_kernels.__all__:
+        assert getattr(specmemo_kernels, name) is not None
+    assert specmemo_kernels.DraftTree.__module__ == f"{NAME}.tree"
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        specmemo_kernels.nonsense  # noqa: B018

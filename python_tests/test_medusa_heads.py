@@ -1,0 +1,622 @@
+"""Heads load from every layout there is, say what is wrong with the others, and never run what a pickle holds."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from specmemo_kernels.drafting import load_heads as loading
+from specmemo_kernels.drafting.load_heads import HeadsError, load_heads
+from specmemo_kernels.drafting.medusa import MedusaDrafter
+from specmemo_kernels.drafting.medusa_heads import MedusaHeads
+
+HIDDEN, VOCAB = 8, 21
+Tensors = dict[str, torch.Tensor]
+
+
+def medusa_state(heads: int = 3, layers: int = 1, own: bool = True, seed: int = 0, hidden: int = HIDDEN) -> Tensors:
+    """Random weights under Medusa's names."""
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for head in range(heads):
+        for layer in range(layers):
+            state[f"{head}.{layer}.linear.weight"] = torch.randn(hidden, hidden, generator=generator)
+            state[f"{head}.{layer}.linear.bias"] = torch.randn(hidden, generator=generator)
+        if own:
+            state[f"{head}.{layers}.weight"] = torch.randn(VOCAB, hidden, generator=generator)
+    return state
+
+
+def as_vllm(state: Tensors) -> Tensors:
+    """The same tensors under vLLM's names."""
+    renamed = {}
+    for key, tensor in state.items():
+        head, layer, *rest = key.split(".")
+        renamed[f"lm_heads.{head}.weight" if rest == ["weight"] else f"blocks.{head}.layers.{layer}.{rest[1]}"] = tensor
+    return renamed
+
+
+def with_prefix(state: Tensors, prefix: str = "medusa_head.") -> Tensors:
+    """The heads inside a whole model's tensors; the model's are of a size that would be refused in heads."""
+    model = {"model.embed_tokens.weight": torch.randn(50, 6), "lm_head.weight": torch.randn(50, 6)}
+    model["model.layers.0.mlp.up_proj.weight"] = torch.randint(0, 9, (6, 6), dtype=torch.uint8)
+    return model | {prefix + key: tensor for key, tensor in state.items()}
+
+
+def expected_logits(
+    state: Tensors, heads: int, layers: int, hidden: torch.Tensor, shared: torch.Tensor
+) -> torch.Tensor:
+    """The formula, written out: x + silu(W x + b) per layer, then the lm_head."""
+    rows = []
+    for head in range(heads):
+        x = hidden
+        for layer in range(layers):
+            y = x @ state[f"{head}.{layer}.linear.weight"].T + state[f"{head}.{layer}.linear.bias"]
+            x = x + y / (1 + torch.exp(-y))
+        rows.append(x @ state.get(f"{head}.{layers}.weight", shared).T)
+    return torch.stack(rows)
+
+
+def assert_same(loaded: MedusaHeads, state: Tensors, heads: int = 3, layers: int = 1, own: bool = True) -> None:
+    assert (loaded.num_heads, loaded.num_layers, loaded.own_lm_head) == (heads, layers, own)
+    assert (loaded.hidden_size, loaded.vocab_size) == (HIDDEN, VOCAB)
+    hidden, shared = torch.randn(4, HIDDEN, dtype=torch.float64), torch.randn(VOCAB, HIDDEN, dtype=torch.float64)
+    double = {key: tensor.double() for key, tensor in state.items()}
+    with torch.no_grad():
+        actual = load_heads(loaded, HIDDEN, VOCAB, dtype=torch.float64).logits(hidden, shared)
+    torch.testing.assert_close(actual, expected_logits(double, heads, layers, hidden, shared), rtol=1e-12, atol=1e-12)
+
+
+def write_shards(folder: Path, state: Tensors, kind: str) -> None:
+    """The tensors dealt over three shards, with an index; the last shard has the model's own tensors only."""
+    folder.mkdir(exist_ok=True)
+    stem, suffix = ("model", "safetensors") if kind == "safetensors" else ("pytorch_model", "bin")
+    shards: list[Tensors] = [{}, {}, {}]
+    for place, (key, tensor) in enumerate(state.items()):
+        shards[place % 2 if "medusa_head" in key or "blocks" in key else 2][key] = tensor
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"{stem}-{number:05}-of-00003.{suffix}"
+        weight_map |= dict.fromkeys(shard, name)
+        save_file(shard, folder / name) if kind == "safetensors" else torch.save(shard, folder / name)
+    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def _pt(name: str) -> Callable[[Path, Tensors], Any]:
+    return lambda folder, state: torch.save(state, folder / name)
+
+
+def _safetensors(name: str) -> Callable[[Path, Tensors], Any]:
+    return lambda folder, state: save_file(state, folder / name)
+
+
+def _legacy(folder: Path, state: Tensors) -> None:
+    torch.save(state, folder / "medusa_lm_head.pt", _use_new_zipfile_serialization=False)
+
+
+LAYOUTS: dict[str, Callable[[Path, Tensors], Any]] = {
+    "medusa-1 safetensors": _safetensors("medusa_lm_head.safetensors"),
+    "medusa-1 pt": _pt("medusa_lm_head.pt"),
+    "medusa-1 old pt": _legacy,
+    "medusa-2 safetensors": lambda f, s: save_file(with_prefix(s), f / "model.safetensors"),
+    "medusa-2 bin": lambda f, s: torch.save(with_prefix(s), f / "pytorch_model.bin"),
+    "medusa-2 deeper prefix": lambda f, s: save_file(with_prefix(s, "module.medusa_head."), f / "model.safetensors"),
+    "medusa-2 safetensors shards": lambda f, s: write_shards(f, with_prefix(s), "safetensors"),
+    "medusa-2 bin shards": lambda f, s: write_shards(f, with_prefix(s), "bin"),
+    "vllm": lambda f, s: save_file(as_vllm(s), f / "model.safetensors"),
+    "vllm prefixed": lambda f, s: save_file(with_prefix(as_vllm(s), "medusa_heads."), f / "model.safetensors"),
+    "vllm bin": lambda f, s: torch.save(as_vllm(s), f / "pytorch_model.bin"),
+}
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own", "shared"])
+@pytest.mark.parametrize("heads, layers", [(1, 1), (3, 1), (2, 3), (11, 2)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str, heads: int, layers: int, own: bool, tmp_path: Path) -> None:
+    state = medusa_state(heads, layers, own)
+    LAYOUTS[layout](tmp_path, state)
+    # Published Vicuna heads say 2 and hold 5.
+    (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 7}))
+    for source in (tmp_path, str(tmp_path)):
+        assert_same(load_heads(source, HIDDEN, VOCAB), state, heads, layers, own)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_dicts_in_any_order(seed: int) -> None:
+    rng = random.Random(seed)
+    heads, layers, own = rng.randint(1, 5), rng.randint(1, 3), rng.random() < 0.5
+    state = medusa_state(heads, layers, own, seed)
+    named = as_vllm(state) if rng.random() < 0.5 else state
+    prefix = rng.choice(["", "medusa_head.", "model.medusa_head."])
+    keys = rng.sample(list(named), len(named))
+    source = {key: named[key] for key in keys}
+    loaded = load_heads(with_prefix(source, prefix) if prefix else source, HIDDEN, VOCAB)
+    assert_same(loaded, state, heads, layers, own)
+    assert list(loaded.state_dict()) == list(MedusaHeads(HIDDEN, VOCAB, heads, layers, own_lm_head=own).state_dict())
+    if heads > 1:  # then every key of the first head is missed
+        for missing in (key for key in keys if re.findall(r"\d+", key)[0] == "0"):
+            with pytest.raises(HeadsError, match=rf"the dict: {re.escape(missing)} is missing"):
+                load_heads({key: source[key] for key in keys if key != missing}, HIDDEN, VOCAB)
+
+
+class TestVllm:
+    @pytest.mark.parametrize("extra", ["lm_head", "first", "all", "none"])
+    def test_original_lm_head(self, extra: str, tmp_path: Path) -> None:
+        state = medusa_state(own=False)
+        lm_head = torch.randn(VOCAB, HIDDEN)
+        names = {"lm_head": ["lm_head.weight"], "first": ["lm_heads.0.weight"], "none": []}
+        names["all"] = [f"lm_heads.{head}.weight" for head in range(3)]
+        save_file(as_vllm(state) | {name: lm_head.clone() for name in names[extra]}, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text(json.dumps({"original_lm_head": True, "vocab_size": VOCAB}))
+        assert_same(load_heads(tmp_path, HIDDEN, VOCAB), state, own=False)
+        assert_same(MedusaHeads.from_pretrained(tmp_path), state, own=False)
+
+    def test_single_lm_head_without_config(self) -> None:
+        state = medusa_state(own=False)
+        assert_same(
+            load_heads(as_vllm(state) | {"lm_head.weight": torch.randn(VOCAB, HIDDEN)}, HIDDEN, VOCAB), state, own=False
+        )
+        with pytest.raises(HeadsError, match=r"lm_head\.weight has shape \[20, 8\].* \[21, 8\]"):
+            load_heads(as_vllm(state) | {"lm_head.weight": torch.randn(VOCAB - 1, HIDDEN)}, HIDDEN, VOCAB)
+
+    def test_no_biases(self, tmp_path: Path) -> None:
+        state = medusa_state(layers=2)
+        stored = {key: tensor.bfloat16() for key, tensor in as_vllm(state).items() if not key.endswith("bias")}
+        save_file(stored, tmp_path / "model.safetensors")
+        zeros = {key: torch.zeros_like(t) if key.endswith("bias") else t.bfloat16() for key, t in state.items()}
+        loaded = load_heads(tmp_path, HIDDEN, VOCAB)
+        assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+        assert_same(loaded, zeros, layers=2)
+
+    def test_one_bias_missing(self) -> None:
+        state = as_vllm(medusa_state())
+        del state["blocks.1.layers.0.bias"]
+        with pytest.raises(HeadsError, match=r"the dict: blocks\.1\.layers\.0\.bias is missing"):
+            load_heads(state, HIDDEN, VOCAB)
+
+    def test_token_map(self) -> None:
+        kept = torch.tensor([3, 5, 7, 20])
+        state = medusa_state()
+        assert_same(load_heads(as_vllm(state) | {"token_map": kept}, HIDDEN, VOCAB), state)
+        shared = medusa_state(own=False)
+        cut = {"token_map": kept, "lm_head.weight": torch.randn(4, HIDDEN)}
+        assert_same(load_heads(as_vllm(shared) | cut, HIDDEN, VOCAB), shared, own=False)
+        short = {key: t[kept] if "lm_heads" in key else t for key, t in as_vllm(state).items()}
+        with pytest.raises(HeadsError, match=r"lm_heads\.0\.weight has shape \[4, 8\].*token_map.*\[21, 8\]"):
+            load_heads(short | {"token_map": kept}, HIDDEN, VOCAB)
+
+
+def _without(*keys: str) -> Callable[[Tensors], Tensors]:
+    return lambda state: {key: tensor for key, tensor in state.items() if key not in keys}
+
+
+def _changed(key: str, change: Callable[[torch.Tensor], Any]) -> Callable[[Tensors], Tensors]:
+    return lambda state: {k: change(tensor) if k == key else tensor for k, tensor in state.items()}
+
+
+# In a message "~" stands where the prefix of a whole model's file goes.
+BROKEN: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
+    "gap in the heads": (_without("1.0.linear.weight", "1.0.linear.bias", "1.1.weight"),
+                         r"~1\.0\.linear\.weight is missing \(its keys speak of 3"),
+    "bias missing": (_without("2.0.linear.bias"), r"~2\.0\.linear\.bias is missing"),
+    "first weight missing": (_without("0.0.linear.weight"), r"~0\.0\.linear\.weight is missing"),
+    "one lm_head missing": (_without("1.1.weight"), r"~1\.1\.weight is missing .*own lm_heads"),
+    "only lm_heads": (lambda s: {k: t for k, t in s.items() if "linear" not in k},
+                      r"~0\.0\.linear\.weight is missing"),
+    "another layer in one head": (lambda s: s | {"0.1.linear.weight": torch.ones(HIDDEN, HIDDEN)},
+                                  r"~0\.1\.linear\.bias is missing"),
+    "unknown": (lambda s: s | {"0.0.norm.weight": torch.ones(HIDDEN)}, r"unknown keys ~0\.0\.norm\.weight "),
+    "many unknown": (lambda s: s | {f"extra.{i}": torch.ones(1) for i in range(9)},
+                     r"unknown keys ~extra\.0, ~extra\.1, ~extra\.2, ~extra\.3 and 5 more"),
+    "scales of a quantised file": (lambda s: s | {"0.0.linear.weight_scale": torch.ones(1)}, r"~0\S*weight_scale"),
+    "wide bias": (_changed("1.0.linear.bias", lambda t: torch.ones(9)),
+                  r"~1\.0\.linear\.bias has shape \[9\], .*\[8\] \(hidden_size 8, vocab_size 21\)"),
+    "lm_head of another width": (_changed("0.1.weight", lambda t: torch.ones(VOCAB, 9)),
+                                 r"~0\.1\.weight has shape \[21, 9\].*\[21, 8\]"),
+    "scalar": (_changed("0.0.linear.weight", lambda t: torch.tensor(1.0)), r"~0\S* has shape \[\].*\[8, 8\]"),
+    "int8": (_changed("1.0.linear.weight", lambda t: t.to(torch.int8)), r"~1\.0\.linear\.weight is .*(I8|int8), "),
+    "two dtypes": (_changed("2.1.weight", lambda t: t.half()), r"~0\.0\.linear\.weight is .*32.*~2\.1\.weight is .*16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["dict", "safetensors", "pt", "medusa-2"])
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_heads(case: str, form: str, tmp_path: Path) -> None:
+    change, message = BROKEN[case]
+    state = change(medusa_state())
+    source: Any = tmp_path
+    if form == "dict":
+        where, source = "the dict", state
+    elif form == "pt":
+        where = str(tmp_path / "medusa_lm_head.pt")
+        torch.save(state, where)
+    else:
+        where = str(tmp_path / ("model" if form == "medusa-2" else "medusa_lm_head")) + ".safetensors"
+        save_file(with_prefix(state) if form == "medusa-2" else state, where)
+    message = message.replace("~", r"medusa_head\." if form == "medusa-2" else "")
+    with pytest.raises(HeadsError, match=rf"{re.escape(where)}: .*{message}"):
+        load_heads(source, HIDDEN, VOCAB)
+
+
+@pytest.mark.parametrize("state", [{}, {"model.norm.weight": torch.ones(3)}], ids=["empty", "another model"])
+def test_no_heads(state: Tensors, tmp_path: Path) -> None:
+    save_file(state, tmp_path / "model.safetensors")
+    for source in (state, tmp_path):
+        with pytest.raises(HeadsError, match=f"no Medusa heads in it; its keys are {next(iter(state), 'none')}"):
+            load_heads(source, HIDDEN, VOCAB)
+
+
+class TestOtherModel:
+    @pytest.mark.parametrize("own", [True, False])
+    def test_hidden_size(self, own: bool, tmp_path: Path) -> None:
+        MedusaHeads(16, VOCAB, 2, own_lm_head=own).save_pretrained(tmp_path)
+        file = tmp_path / "medusa_lm_head.safetensors"
+        message = rf"{re.escape(str(file))}: 0\.0\.linear\.weight has shape \[16, 16\].*\[8, 8\]"
+        with pytest.raises(HeadsError, match=message):
+            load_heads(tmp_path, HIDDEN, VOCAB)
+
+    @pytest.mark.parametrize("module", [True, False])
+    @pytest.mark.parametrize("own", [True, False])
+    def test_vocab_size(self, own: bool, module: bool, tmp_path: Path) -> None:
+        heads = MedusaHeads(HIDDEN, 33, 2, own_lm_head=own)
+        heads.save_pretrained(tmp_path)
+        message = r"0\.1\.weight has shape \[33, 8\].*\[21, 8\]" if own else "vocab_size 33, but the model has 21"
+        with pytest.raises(HeadsError, match=message):
+            load_heads(heads if module else tmp_path, HIDDEN, VOCAB)
+
+    def test_shared_heads_without_config_fit_any_vocabulary(self, tmp_path: Path) -> None:
+        save_file(medusa_state(own=False), tmp_path / "medusa_lm_head.safetensors")
+        assert load_heads(tmp_path, HIDDEN, 999).vocab_size == 999
+
+
+class TestFiles:
+    def test_safetensors_before_pickle_and_heads_before_models(self, tmp_path: Path) -> None:
+        for seed, name in reversed(list(enumerate(loading.CANDIDATES))):
+            state = medusa_state(seed=seed)
+            if name.endswith("index.json"):
+                write_shards(tmp_path, with_prefix(state), "safetensors" if name.startswith("model") else "bin")
+            elif name.endswith("safetensors"):
+                save_file(state, tmp_path / name)
+            else:
+                torch.save(state, tmp_path / name)
+            assert_same(load_heads(tmp_path, HIDDEN, VOCAB), state)
+
+    @pytest.mark.parametrize("name", ["mine.safetensors", "mine.pt"])
+    def test_a_single_file(self, name: str, tmp_path: Path) -> None:
+        state = medusa_state()
+        (_safetensors if name.endswith("safetensors") else _pt)(name)(tmp_path, state)
+        assert_same(load_heads(tmp_path / name, HIDDEN, VOCAB), state)
+        assert_same(MedusaHeads.from_pretrained(str(tmp_path / name)), state)
+
+    @pytest.mark.parametrize("kind", ["safetensors", "bin"])
+    def test_only_shards_with_heads_are_opened(self, kind: str, tmp_path: Path) -> None:
+        state = medusa_state()
+        write_shards(tmp_path, with_prefix(state), kind)
+        next(tmp_path.glob("*-00003-of-*")).unlink()
+        assert_same(load_heads(tmp_path, HIDDEN, VOCAB), state)
+        gone = next(tmp_path.glob("*-00002-of-*"))
+        gone.unlink()
+        with pytest.raises(HeadsError, match=rf"index\.json: its shard {re.escape(gone.name)} is missing"):
+            load_heads(tmp_path, HIDDEN, VOCAB)
+
+    def test_a_key_that_its_shard_lacks(self, tmp_path: Path) -> None:
+        write_shards(tmp_path, with_prefix(medusa_state()), "safetensors")
+        shard = next(tmp_path.glob("*-00001-of-*"))
+        save_file(_without("medusa_head.0.0.linear.bias", "medusa_head.0.0.linear.weight")(load_file(shard)), shard)
+        with pytest.raises(HeadsError, match=r"index\.json: medusa_head\.0\.0\.linear\.\w+ is missing"):
+            load_heads(tmp_path, HIDDEN, VOCAB)
+
+    @pytest.mark.parametrize("layout", [name for name in LAYOUTS if "safetensors" in name])
+    def test_each_tensor_of_the_heads_is_read_once_and_no_other(
+        self, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        state = medusa_state()
+        LAYOUTS[layout](tmp_path, state)
+        read: list[str] = []
+        original = loading._Entry.read
+
+        def recording(entry: loading._Entry) -> torch.Tensor:
+            read.append(entry.name.removeprefix("medusa_head."))
+            return original(entry)
+
+        monkeypatch.setattr(loading._Entry, "read", recording)
+        load_heads(tmp_path, HIDDEN, VOCAB)
+        assert sorted(read) == sorted(state)
+
+    @pytest.mark.parametrize(
+        "index", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"0.0.linear.bias": "../x.safetensors"}}']
+    )
+    def test_bad_index(self, index: str, tmp_path: Path) -> None:
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(HeadsError, match=r"index\.json"):
+            load_heads(tmp_path, HIDDEN, VOCAB)
+
+    def test_bad_config(self, tmp_path: Path) -> None:
+        save_file(medusa_state(), tmp_path / "medusa_lm_head.safetensors")
+        for text in ("{", "[1]"):
+            (tmp_path / "config.json").write_text(text)
+            with pytest.raises(HeadsError, match=r"config\.json"):
+                load_heads(tmp_path, HIDDEN, VOCAB)
+
+    @pytest.mark.parametrize("name", loading.CANDIDATES)
+    def test_garbage(self, name: str, tmp_path: Path) -> None:
+        for content in (b"", b"\x00" * 100, b"version https://git-lfs.github.com/spec/v1\n", b"PK\x03\x04 cut off"):
+            (tmp_path / name).write_bytes(content)
+            with pytest.raises(HeadsError, match=re.escape(str(tmp_path / name))):
+                load_heads(tmp_path, HIDDEN, VOCAB)
+
+    def test_truncated_files(self, tmp_path: Path) -> None:
+        for name in ("medusa_lm_head.safetensors", "medusa_lm_head.pt"):
+            (_safetensors if name.endswith("safetensors") else _pt)(name)(tmp_path, medusa_state())
+            content = (tmp_path / name).read_bytes()
+            (tmp_path / name).write_bytes(content[: len(content) // 2])
+            with pytest.raises(HeadsError, match=re.escape(name)):
+                load_heads(tmp_path / name, HIDDEN, VOCAB)
+
+    def test_pickle_of_something_else(self, tmp_path: Path) -> None:
+        torch.save([torch.ones(2)], tmp_path / "medusa_lm_head.pt")
+        with pytest.raises(HeadsError, match=r"medusa_lm_head\.pt holds a list"):
+            load_heads(tmp_path, HIDDEN, VOCAB)
+        torch.save(medusa_state() | {"0.1.weight": 3}, tmp_path / "medusa_lm_head.pt")
+        with pytest.raises(HeadsError, match=r"0\.1\.weight is a int"):
+            load_heads(tmp_path, HIDDEN, VOCAB)
+
+    @pytest.mark.parametrize("zipped", [True, False])
+    @pytest.mark.parametrize("name", ["medusa_lm_head.pt", "pytorch_model.bin"])
+    def test_a_malicious_pickle_runs_nothing(self, name: str, zipped: bool, tmp_path: Path) -> None:
+        touched = tmp_path / "touched"
+
+        class Evil:
+            def __reduce__(self) -> Any:
+                return Path.touch, (touched,)
+
+        content = medusa_state() | {"9.0.linear.weight": Evil()}
+        torch.save(content, tmp_path / name, _use_new_zipfile_serialization=zipped)
+        with pytest.raises(HeadsError, match=rf"{re.escape(str(tmp_path / name))} does not load as plain tensors"):
+            load_heads(tmp_path, HIDDEN, VOCAB)
+        (tmp_path / name).write_bytes(pickle.dumps(Evil(), protocol=2))
+        with pytest.raises(HeadsError, match=re.escape(str(tmp_path / name))):
+            load_heads(tmp_path, HIDDEN, VOCAB)
+        assert not touched.exists()
+        pickle.loads((tmp_path / name).read_bytes())
+        assert touched.exists(), "the pickle was harmless, the test proves nothing"
+
+    def test_loaded_heads_outlive_their_file(self, tmp_path: Path) -> None:
+        state = medusa_state()
+        for name in ("medusa_lm_head.safetensors", "medusa_lm_head.pt"):
+            (_safetensors if name.endswith("safetensors") else _pt)(name)(tmp_path, state)
+            loaded = load_heads(tmp_path / name, HIDDEN, VOCAB)
+            with (tmp_path / name).open("r+b") as file:
+                file.write(b"\xff" * (tmp_path / name).stat().st_size)
+                file.truncate(10)
+            assert_same(loaded, state)
+
+
+class TestPlaces:
+    def test_nothing_there(self, tmp_path: Path) -> None:
+        with pytest.raises(
+            HeadsError, match=r"no file of heads in it; one of medusa_lm_head\.safetensors, .* is needed"
+        ):
+            load_heads(tmp_path, HIDDEN, VOCAB)
+        for source in (tmp_path / "absent", Path("org/name"), str(tmp_path / "absent"), "a/b/c", "../name"):
+            with pytest.raises(HeadsError, match=rf"{re.escape(str(source))}: there is no such folder"):
+                load_heads(source, HIDDEN, VOCAB)
+        for wrong in (3, None, [torch.ones(2)]):
+            with pytest.raises(HeadsError, match="a folder, a file, a hub id, a module or a dict, not a"):
+                load_heads(wrong, HIDDEN, VOCAB)  # type: ignore[arg-type]
+
+    def test_offline(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        import huggingface_hub.constants as constants
+
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        with pytest.raises(HeadsError, match=r"'org/heads' is neither a folder or file here nor a hub repository"):
+            load_heads("org/heads", HIDDEN, VOCAB)
+        repository = tmp_path / "models--org--heads"
+        snapshot = repository / "snapshots" / ("a" * 40)
+        snapshot.mkdir(parents=True)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("a" * 40)
+        state = medusa_state(own=False)
+        torch.save(state, snapshot / "medusa_lm_head.pt")
+        (snapshot / "config.json").write_text(json.dumps({"vocab_size": VOCAB}))
+        assert_same(load_heads("org/heads", HIDDEN, VOCAB), state, own=False)
+        assert_same(MedusaHeads.from_pretrained("org/heads"), state, own=False)
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_only_needed_files_are_downloaded(
+        self, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import huggingface_hub
+
+        remote, cache, state = tmp_path / "remote", tmp_path / "cache", medusa_state()
+        remote.mkdir()
+        cache.mkdir()
+        LAYOUTS[layout](remote, state)
+        for name in ("config.json", "README.md", "optimizer.pt", "tokenizer.model", "training_args.bin"):
+            (remote / name).write_text("{}")
+
+        def snapshot_download(repository: str, allow_patterns: list[str]) -> str:
+            assert repository == "org/heads"
+            for pattern in allow_patterns:
+                for file in remote.glob(pattern):
+                    shutil.copy(file, cache)
+            return str(cache)
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+        monkeypatch.chdir(tmp_path)
+        assert_same(load_heads("org/heads", HIDDEN, VOCAB), state)
+        shards = {file.name for file in remote.glob("*-of-*")}
+        weights = {file.name for file in remote.iterdir() if file.name in loading.CANDIDATES} | {
+            name for name in shards if "-00003-of-" not in name
+        }
+        assert {file.name for file in cache.iterdir()} == weights | {"config.json"}
+
+    def test_a_model_without_heads_is_not_downloaded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        import huggingface_hub
+
+        index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+        def snapshot_download(repository: str, allow_patterns: list[str]) -> str:
+            assert not any("-of-" in pattern for pattern in allow_patterns)
+            return str(tmp_path)
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+        with pytest.raises(HeadsError, match=r"no Medusa heads in it; its keys are model\.norm\.weight"):
+            load_heads("org/model", HIDDEN, VOCAB)
+
+
+class TestModules:
+    def test_a_module_list_of_medusas_own(self) -> None:
+        class Block(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+        def head() -> nn.Sequential:  # Medusa's own repeats one block
+            return nn.Sequential(*([Block()] * 2), nn.Linear(HIDDEN, VOCAB, bias=False))
+
+        theirs = nn.ModuleList(head() for _ in range(3))
+        for parameter in theirs.parameters():
+            nn.init.normal_(parameter)
+        loaded = load_heads(theirs, HIDDEN, VOCAB)
+        assert_same(loaded, theirs.state_dict(), layers=2)
+        whole = nn.ModuleDict({"base_model": nn.Linear(5, 5), "medusa_head": theirs})
+        assert_same(load_heads(whole, HIDDEN, VOCAB), theirs.state_dict(), layers=2)
+
+    def test_repeated_blocks_are_saved(self, tmp_path: Path) -> None:
+        state = medusa_state(layers=2)
+        state["0.1.linear.weight"] = state["0.0.linear.weight"]
+        load_heads(state, HIDDEN, VOCAB).save_pretrained(tmp_path)
+        assert_same(load_heads(tmp_path, HIDDEN, VOCAB), state, layers=2)
+
+    def test_what_fits_is_not_copied(self) -> None:
+        state = medusa_state()
+        loaded = load_heads(state, HIDDEN, VOCAB)
+        assert load_heads(loaded, HIDDEN, VOCAB) is loaded
+        assert load_heads(loaded, HIDDEN, VOCAB, dtype=torch.float32, device="cpu") is loaded
+        for key, tensor in loaded.state_dict().items():
+            assert tensor.data_ptr() == state[key].data_ptr()
+        half = load_heads(loaded.eval(), HIDDEN, VOCAB, dtype=torch.float16)
+        assert half is not loaded and not half.training
+        assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+        assert {p.dtype for p in half.parameters()} == {torch.float16}
+
+    def test_no_data(self) -> None:
+        with torch.device("meta"):
+            heads = MedusaHeads(HIDDEN, VOCAB, 2)
+        with pytest.raises(HeadsError, match=r"0\.0\.linear\.weight is torch\.float32 without data"):
+            load_heads(heads, HIDDEN, VOCAB, device="cpu")
+
+    @pytest.mark.parametrize("form", ["dict", "safetensors", "pt"])
+    @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+    @pytest.mark.parametrize("wanted", [None, torch.float32, torch.bfloat16])
+    def test_dtypes(self, form: str, stored: torch.dtype, wanted: torch.dtype | None, tmp_path: Path) -> None:
+        state = {key: tensor.to(stored) for key, tensor in medusa_state().items()}
+        source: Any = state
+        if form != "dict":
+            source = tmp_path / f"heads.{form}"
+            save_file(state, source) if form == "safetensors" else torch.save(state, source)
+        loaded = load_heads(source, HIDDEN, VOCAB, dtype=wanted)
+        for key, tensor in loaded.state_dict().items():
+            assert tensor.dtype == (wanted or stored)
+            assert torch.equal(tensor, state[key].to(wanted or stored))
+
+    def test_mixed_dtypes_become_the_one_asked_for(self) -> None:
+        state = medusa_state()
+        mixed = {key: tensor.half() if key.endswith("bias") else tensor for key, tensor in state.items()}
+        assert {p.dtype for p in load_heads(mixed, HIDDEN, VOCAB, dtype=torch.float64).parameters()} == {torch.float64}
+        with pytest.raises(HeadsError, match=r"dtype is torch\.int8"):
+            load_heads(state, HIDDEN, VOCAB, dtype=torch.int8)
+
+
+class TestPretrained:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("own", [True, False], ids=["own", "shared"])
+    @pytest.mark.parametrize("heads, layers", [(1, 1), (4, 1), (3, 2)])
+    def test_round_trip(self, heads: int, layers: int, own: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+        folder = tmp_path / "new" / "folder"
+        state = {key: tensor.to(dtype) for key, tensor in medusa_state(heads, layers, own).items()}
+        saved = load_heads(state, HIDDEN, VOCAB)
+        saved.cumulative_topk_accuracy = [[0.5, 0.75]] * heads
+        saved.save_pretrained(folder)
+        assert {file.name for file in folder.iterdir()} == {"config.json", "medusa_lm_head.safetensors"}
+        loaded = MedusaHeads.from_pretrained(folder)
+        assert_same(loaded, state, heads, layers, own)
+        assert {p.dtype for p in loaded.parameters()} == {dtype}
+        assert loaded.cumulative_topk_accuracy == saved.cumulative_topk_accuracy
+        assert {p.dtype for p in MedusaHeads.from_pretrained(folder, dtype=torch.float64).parameters()} == {
+            torch.float64
+        }
+        loaded.save_pretrained(folder)
+        assert_same(MedusaHeads.from_pretrained(str(folder)), state, heads, layers, own)
+
+    def test_heads_in_use_are_saved(self, tmp_path: Path) -> None:
+        state = medusa_state(layers=2, own=False)
+        heads = load_heads(state, HIDDEN, VOCAB)
+        MedusaDrafter(heads, (torch.randn(VOCAB, HIDDEN), None))
+        heads.save_pretrained(tmp_path)
+        assert_same(MedusaHeads.from_pretrained(tmp_path), state, layers=2, own=False)
+
+    def test_shared_heads_need_a_vocabulary(self, tmp_path: Path) -> None:
+        state = medusa_state(own=False)
+        save_file(state, tmp_path / "medusa_lm_head.safetensors")
+        with pytest.raises(HeadsError, match=r"vocabulary's size .*load_heads\("):
+            MedusaHeads.from_pretrained(tmp_path)
+        save_file(as_vllm(state) | {"lm_head.weight": torch.randn(VOCAB, HIDDEN)}, tmp_path / "vllm.safetensors")
+        assert_same(MedusaHeads.from_pretrained(tmp_path / "vllm.safetensors"), state, own=False)
+
+    def test_bad_accuracies(self, tmp_path: Path) -> None:
+        MedusaHeads(HIDDEN, VOCAB, 2).save_pretrained(tmp_path)
+        for rows in (3, [[0.5]], [[0.5], []], [[0.5], [1.5]], [[0.5], ["x"]], "ab"):
+            (tmp_path / "config.json").write_text(json.dumps({"cumulative_topk_accuracy": rows}))
+            with pytest.raises(HeadsError, match="cumulative_topk_accuracy"):
+                load_heads(tmp_path, HIDDEN, VOCAB)
+
+
+class TestTruncated:
+    @pytest.mark.parametrize("own", [True, False])
+    def test_shares_the_first_heads(self, own: bool) -> None:
+        state = medusa_state(4, 2, own)
+        heads = load_heads(state, HIDDEN, VOCAB).eval()
+        heads.cumulative_topk_accuracy = [[0.4], [0.3], [0.2], [0.1]]
+        first = heads.truncated(2)
+        assert_same(first, state, 2, 2, own)
+        assert not first.training and first.cumulative_topk_accuracy == [[0.4], [0.3]]
+        assert heads.num_heads == len(heads) == 4
+        mine = dict(heads.named_parameters())
+        assert all(parameter is mine[name] for name, parameter in first.named_parameters())
+        with torch.no_grad():
+            heads.get_parameter("1.0.linear.bias").fill_(3)
+        assert first.get_parameter("1.0.linear.bias").eq(3).all()
+        assert_same(heads.truncated(4), heads.state_dict(), 4, 2, own)
+
+    @pytest.mark.parametrize("number", [0, -1, 4])
+    def test_out_of_range(self, number: int) -> None:
+        with pytest.raises(ValueError, match=f"num_heads is {number}, there are 3"):
+            MedusaHeads(HIDDEN, VOCAB, 3).truncated(number)
+
+
+def test_new_heads_repeat_the_lm_head_they_share() -> None:
+    heads, hidden, shared = (
+        MedusaHeads(HIDDEN, VOCAB, 2, own_lm_head=False),
+        torch.randn(5, HIDDEN),
+        torch.randn(VOCAB, HIDDEN),
+    )
+    with torch.no_grad():
+        assert torch.equal(heads.logits(hidden, shared), (hidden @ shared.T).expand(2, 5, VOCAB))
+        assert heads(hidden).shape == (2, 5, HIDDEN)
+    with pytest.raises(ValueError, match="num_layers is 0"):
+        MedusaHeads(HIDDEN, VOCAB, 1, 0)

@@ -1,0 +1,96 @@
+"""The operators as torch sees them: schema, fakes, autograd and compilation agree with what the kernels do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import AttentionCase, attention_inputs
+from op_cases import LmHeadCase, PagedCase, VerifyCase, append_inputs, commit_inputs, lm_head_inputs, verify_inputs
+
+from specmemo_kernels import ops
+
+Tensor = torch.Tensor
+BACKENDS = ("reference", "cpu")
+PAGED = PagedCase("opcheck", (3, 0, 9), (4, 0, 2), (2, -1, 1), v_head_dim=24, page_size=4)
+
+
+def finite(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments with zeros for what can't be compared (NaN is never equal to itself) and page ids in range."""
+    numbers = {
+        n: x.nan_to_num(0, 0, 0) if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in inputs.items()
+    }
+    if "block_table" in numbers:
+        numbers["block_table"] = torch.where(numbers["block_table"] == 2**30, 0, numbers["block_table"])
+    return numbers
+
+
+def attention(**changes: Any) -> list[Any]:
+    case = AttentionCase("opcheck", (5, 0, 20), (3, 0, 6), head_dim=16, v_head_dim=8, **changes)
+    return list(finite(attention_inputs(case, torch.float32)).values())
+
+
+PROBLEMS: dict[str, tuple[str, list[Any]]] = {
+    "tree": ("tree_attention", attention()),
+    "chunk": ("tree_attention", attention(tree=False, window=4, softcap=3.0, sinks=True)),
+    "unbounded": ("tree_attention", [*attention()[:-2], None, None]),
+    "append": ("append_paged_kv", list(finite(append_inputs(PAGED, torch.float32)).values())),
+    "commit": ("commit_paged_kv", list(finite(commit_inputs(PAGED, torch.float32)).values())),
+    "verify": ("verify_tree_greedy", [*verify_inputs(VerifyCase("opcheck", (9, 0, 4), 5)).values(), 5]),
+    "argmax": (
+        "lm_head_argmax",
+        list(lm_head_inputs(LmHeadCase("opcheck", 3, 50, 16, bias=True), torch.float32).values()),
+    ),
+    "argmax_plain": ("lm_head_argmax", list(lm_head_inputs(LmHeadCase("opcheck", 3, 50, 16), torch.float32).values())),
+    "topk": ("lm_head_topk", [*lm_head_inputs(LmHeadCase("opcheck", 3, 50, 16), torch.float32).values(), 7]),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_opcheck(problem: str, backend: str) -> None:
+    """All of opcheck's utilities: schema, autograd registration, fake tensors, compilation with dynamic shapes."""
+    name, arguments = PROBLEMS[problem]
+    result = torch.library.opcheck(getattr(torch.ops.specmemo, name).default, (*arguments, backend))
+    assert set(result.values()) == {"SUCCESS"} and len(result) == 4
+
+
+def step(inputs: dict[str, Any], commit: dict[str, Any], verify: dict[str, Any], head: Tensor, backend: str) -> Any:
+    """One layer of a step and what follows it, every operator once."""
+    out, lse = ops.tree_attention(**inputs, backend=backend)
+    append = {n: inputs[n] for n in ("k_new", "v_new", "k_pages", "v_pages", "block_table", "seq_lens", "qo_indptr")}
+    ops.append_paged_kv(**append, backend=backend)
+    tokens = ops.lm_head_argmax(out[:, 0] * 2, head, backend=backend)
+    values, candidates = ops.lm_head_topk(out[:, 1], head, k=3, backend=backend)
+    index, length, bonus = ops.verify_tree_greedy(**verify, max_depth=4, backend=backend)
+    ops.commit_paged_kv(**commit, accept_index=index, accept_length=length, backend=backend)
+    return out + 1, lse, tokens, values, candidates, index, length, bonus
+
+
+def problem() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], Tensor]:
+    case = PagedCase("compile", (3, 6), (5, 8), (0, 0), head_dim=16, page_size=8)
+    append = finite(append_inputs(case, torch.float32))
+    query = torch.randn(13, 4, 16, generator=torch.Generator().manual_seed(3))
+    verify = verify_inputs(VerifyCase("compile", (5, 8), 4, tokens=1))
+    commit = finite(commit_inputs(case, torch.float32))
+    commit = {n: x for n, x in commit.items() if not n.startswith("accept")}
+    return append | {"q": query, "scale": 0.25}, commit, verify, torch.randn(40, 16)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_step_is_the_step(backend: str) -> None:
+    """One graph without breaks; results are the same, pools change in place and stay where they are."""
+    eager, compiled = problem(), problem()
+    eager[3].copy_(compiled[3])
+    pools = [inputs[name] for inputs in compiled[:2] for name in ("k_pages", "v_pages")]
+    places, before = [pool.data_ptr() for pool in pools], [pool.clone() for pool in pools]
+    wanted = step(*eager, backend)
+    torch._dynamo.reset()
+    got = torch.compile(step, backend="aot_eager", fullgraph=True)(*compiled, backend)
+    for mine, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    for inputs, reference in zip(compiled[:2], eager[:2], strict=True):
+        assert all(torch.equal(inputs[name], reference[name]) for name in ("k_pages", "v_pages"))
+    assert [pool.data_ptr() for pool in pools] == places
+    assert not any(torch.equal(pool, old) for pool, old in zip(pools, before, strict=True))

@@ -1,0 +1,263 @@
+"""The small operators of every backend against oracles in plain Python; pools are compared bit for bit."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from cases import AttentionCase, attention_inputs, one_sequence
+from op_cases import (
+    LM_HEAD_CASES,
+    PAGED_CASES,
+    VERIFY_CASES,
+    LmHeadCase,
+    PagedCase,
+    VerifyCase,
+    append_inputs,
+    commit_inputs,
+    lm_head_inputs,
+    verify_inputs,
+)
+
+from specmemo_kernels import ops
+
+Inputs = dict[str, Any]
+BACKENDS = ("reference", "cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_paged = pytest.mark.parametrize("case", PAGED_CASES, ids=lambda case: case.name)
+
+
+def same_bits(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Equal to the last bit of the last NaN."""
+    return got.shape == wanted.shape and torch.equal(got.contiguous().view(torch.uint8), wanted.view(torch.uint8))
+
+
+def slot_of(inputs: Inputs, sequence: int, position: int) -> tuple[int, int]:
+    page_size = inputs["k_pages"].shape[-3]
+    return int(inputs["block_table"][sequence, position // page_size]), position % page_size
+
+
+def after_append(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pools as they must be, one row at a time."""
+    k_pages, v_pages = inputs["k_pages"].clone(), inputs["v_pages"].clone()
+    bounds = inputs["qo_indptr"].tolist()
+    for sequence, length in enumerate(inputs["seq_lens"].tolist()):
+        for i in range(bounds[sequence + 1] - bounds[sequence]):
+            page, slot = slot_of(inputs, sequence, length + i)
+            k_pages[page, slot] = inputs["k_new"][bounds[sequence] + i]
+            v_pages[page, slot] = inputs["v_new"][bounds[sequence] + i]
+    return k_pages, v_pages
+
+
+def after_commit(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pools as they must be, one slot of one layer at a time."""
+    k_pages, v_pages = inputs["k_pages"].clone(), inputs["v_pages"].clone()
+    for sequence, length in enumerate(inputs["seq_lens"].tolist()):
+        for i in range(int(inputs["accept_length"][sequence]) + 1):
+            page, slot = slot_of(inputs, sequence, length + i)
+            row = int(inputs["qo_indptr"][sequence]) + int(inputs["accept_index"][sequence, i])
+            for layer in range(k_pages.shape[0]):
+                k_pages[layer, page, slot] = inputs["k_scratch"][layer, row]
+                v_pages[layer, page, slot] = inputs["v_scratch"][layer, row]
+    return k_pages, v_pages
+
+
+@each_backend
+@each_dtype
+@each_paged
+def test_append_writes_its_slots_only(backend: str, dtype: torch.dtype, case: PagedCase) -> None:
+    """Rows that are views of ``[1, heads, N, dim]`` land in shuffled pages; every other bit stays."""
+    inputs = append_inputs(case, dtype)
+    k_pages, v_pages = after_append(inputs)
+    ops.append_paged_kv(**inputs, backend=backend)
+    assert same_bits(inputs["k_pages"], k_pages) and same_bits(inputs["v_pages"], v_pages)
+
+
+@each_backend
+def test_append_of_slices(backend: str) -> None:
+    """Keys and values that lie side by side in one tensor, as a fused projection leaves them."""
+    inputs = append_inputs(PagedCase("fused", (5, 30), (9, 2), (0, 0), num_kv_heads=2, head_dim=8), torch.float32)
+    fused = torch.full((11, 7, 8), float("nan"))
+    fused[:, 1:3], fused[:, 4:6] = inputs["k_new"], inputs["v_new"]
+    inputs |= {"k_new": fused[:, 1:3], "v_new": fused[:, 4:6]}
+    k_pages, v_pages = after_append(inputs)
+    ops.append_paged_kv(**inputs, backend=backend)
+    assert same_bits(inputs["k_pages"], k_pages) and same_bits(inputs["v_pages"], v_pages)
+
+
+@each_backend
+@each_dtype
+@each_paged
+def test_commit_writes_accepted_slots_only(backend: str, dtype: torch.dtype, case: PagedCase) -> None:
+    """All layers; a scratch row that wasn't accepted is NaN and would show, as would any other slot touched."""
+    inputs = commit_inputs(case, dtype)
+    k_pages, v_pages = after_commit(inputs)
+    ops.commit_paged_kv(**inputs, backend=backend)
+    assert same_bits(inputs["k_pages"], k_pages) and same_bits(inputs["v_pages"], v_pages)
+
+
+@each_backend
+@pytest.mark.parametrize("nodes", [4, 5, 64, 500])
+def test_commit_does_not_depend_on_the_tree_size(backend: str, nodes: int) -> None:
+    """The same path through larger and larger trees leaves the same pool."""
+    inputs = commit_inputs(PagedCase("path", (14,), (4,), (3,)), torch.float32)
+    k_pages, v_pages = after_commit(inputs)
+    for name in ("k_scratch", "v_scratch"):
+        inputs[name] = torch.cat([inputs[name][:, :4], torch.full((2, nodes, 2, 16), float("nan"))], dim=1)
+    inputs["qo_indptr"] = torch.tensor([0, nodes], dtype=torch.int32)
+    ops.commit_paged_kv(**inputs, backend=backend)
+    assert same_bits(inputs["k_pages"], k_pages) and same_bits(inputs["v_pages"], v_pages)
+
+
+def walked(inputs: Inputs, max_depth: int) -> list[tuple[list[int], int, int]]:
+    """Per sequence path, length and bonus: of all nodes reached by greedy decoding the deepest, found node by node."""
+    bounds, result = inputs["qo_indptr"].tolist(), []
+    for start, end in pairwise(bounds):
+        draft, target, parents = (
+            inputs[name][start:end].tolist() for name in ("draft_tokens", "target_tokens", "parents")
+        )
+        best: list[int] = []
+        for node in range(end - start):
+            path = [node]
+            while parents[path[0]] >= 0:
+                path.insert(0, parents[path[0]])
+            right = all(
+                draft[child] == target[parent]
+                and child == min(c for c, p in enumerate(parents) if p == parent and draft[c] == draft[child])
+                for parent, child in pairwise(path)
+            )
+            if right and len(best) < len(path) <= max_depth + 1:
+                best = path
+        result.append((best, len(best) - 1, target[best[-1]] if best else -1))
+    return result
+
+
+@each_backend
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("case", VERIFY_CASES, ids=lambda case: case.name)
+def test_verify_finds_the_greedy_path(backend: str, case: VerifyCase, seed: int) -> None:
+    """Trees with drafts of -1 and equal siblings, sequences without nodes, paths cut at ``max_depth``."""
+    inputs = verify_inputs(case, seed)
+    index, length, bonus = ops.verify_tree_greedy(**inputs, max_depth=case.max_depth, backend=backend)
+    assert (index.dtype, length.dtype, bonus.dtype) == (torch.int32, torch.int32, torch.int64)
+    expected = walked(inputs, case.max_depth)
+    assert index.tolist() == [path + [-1] * (case.max_depth + 1 - len(path)) for path, _, _ in expected]
+    assert length.tolist() == [accepted for _, accepted, _ in expected]
+    assert bonus.tolist() == [token for _, _, token in expected]
+
+
+@each_backend
+def test_verify_takes_the_first_of_equal_siblings(backend: str) -> None:
+    """Node 1 and node 2 draft the same token; the path goes through 1 although only 2 leads further."""
+    parents = torch.tensor([-1, 0, 0, 2], dtype=torch.int32)
+    draft, target = torch.tensor([9, 5, 5, 6]), torch.tensor([5, 7, 6, 8])
+    index, length, bonus = ops.verify_tree_greedy(
+        draft, target, parents, torch.tensor([0, 4], dtype=torch.int32), max_depth=2, backend=backend
+    )
+    assert (index.tolist(), length.tolist(), bonus.tolist()) == ([[0, 1, -1]], [1], [7])
+
+
+@each_backend
+def test_verify_never_accepts_minus_one(backend: str) -> None:
+    """Not even where the target's own token is -1."""
+    parents = torch.tensor([-1, 0, 1], dtype=torch.int32)
+    tokens, indptr = torch.tensor([-1, -1, -1]), torch.tensor([0, 3], dtype=torch.int32)
+    index, length, _ = ops.verify_tree_greedy(tokens, tokens, parents, indptr, max_depth=2, backend=backend)
+    assert (index.tolist(), length.tolist()) == ([[0, -1, -1]], [0])
+
+
+@each_backend
+@each_dtype
+@pytest.mark.parametrize("case", LM_HEAD_CASES, ids=lambda case: case.name)
+def test_lm_head_is_exact_on_integers(backend: str, dtype: torch.dtype, case: LmHeadCase) -> None:
+    """Sums that every dtype holds exactly, so order and ties (to the lower token) are certain; rows lie apart."""
+    inputs = lm_head_inputs(case, dtype)
+    logits = inputs["hidden"].long() @ inputs["weight"].long().T + (inputs["bias"].long() if case.bias else 0)
+    best = [sorted(range(case.vocab), key=lambda t, row=row: (-row[t], t))[: case.k] for row in logits.tolist()]
+    tokens = ops.lm_head_argmax(**inputs, backend=backend)
+    assert tokens.dtype == torch.int64 and tokens.tolist() == [row[0] for row in best]
+    values, indices = ops.lm_head_topk(**inputs, k=case.k, backend=backend)
+    assert (values.dtype, indices.dtype, values.shape) == (dtype, torch.int64, (case.rows, case.k))
+    assert indices.tolist() == best
+    assert values.long().tolist() == [[row[t] for t in top] for row, top in zip(logits.tolist(), best, strict=True)]
+
+
+@each_backend
+@pytest.mark.parametrize(("dtype", "large"), [(torch.bfloat16, 256.0), (torch.float16, 2048.0)], ids=str)
+def test_lm_head_rounds_before_it_compares(backend: str, dtype: torch.dtype, large: float) -> None:
+    """``large + 1`` is ``large`` in this dtype, so the lower token wins although its sum is smaller."""
+    weight = torch.zeros(300, 40, dtype=dtype)
+    weight[70, 3], weight[150, 3], weight[150, 17], weight[299, 3] = large, large, 1, large
+    hidden = torch.ones(2, 40, dtype=dtype)
+    assert ops.lm_head_argmax(hidden, weight, backend=backend).tolist() == [70, 70]
+    values, indices = ops.lm_head_topk(hidden, weight, k=4, backend=backend)
+    assert indices.tolist() == [[70, 150, 299, 0]] * 2 and values.tolist() == [[large, large, large, 0]] * 2
+
+
+@each_backend
+@each_dtype
+def test_lm_head_on_real_numbers(backend: str, dtype: torch.dtype) -> None:
+    """Values are the float64 logits after one rounding and float32 sums; the order is that of the values."""
+    g = torch.Generator().manual_seed(1)
+    hidden, weight = torch.randn(9, 200, generator=g).to(dtype), torch.randn(1003, 200, generator=g).to(dtype)
+    bias = torch.randn(1003, generator=g).to(dtype)
+    exact = hidden.double() @ weight.double().T + bias.double()
+    sums = 200 * torch.finfo(torch.float32).eps * (hidden.double().abs() @ weight.double().abs().T).max()
+    error = float(torch.finfo(dtype).eps * exact.abs().max() + sums)
+    values, indices = ops.lm_head_topk(hidden, weight, bias, k=20, backend=backend)
+    assert float((values.double() - exact.gather(1, indices)).abs().max()) <= error
+    assert float((values.double() - exact.topk(20).values).abs().max()) <= error
+    pairs = [list(zip((-values).tolist()[row], indices.tolist()[row], strict=True)) for row in range(9)]
+    assert all(row == sorted(set(row)) for row in pairs)
+    assert torch.equal(ops.lm_head_argmax(hidden, weight, bias, backend=backend), indices[:, 0])
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_reference_lm_head_is_the_models_own(dtype: torch.dtype) -> None:
+    """Slices of the vocabulary give what ``linear(...).argmax(-1)`` gives in one piece."""
+    g = torch.Generator().manual_seed(2)
+    hidden, weight = torch.randn(5, 33, generator=g).to(dtype), torch.randn(20000, 33, generator=g).to(dtype)
+    whole = torch.nn.functional.linear(hidden, weight)
+    assert torch.equal(ops.lm_head_argmax(hidden, weight, backend="reference"), whole.argmax(-1))
+
+
+BATCH = AttentionCase("batch", (33, 5, 0, 100, 16), (3, 20, 9, 1, 0), window=60, sinks=True)
+
+
+@each_dtype
+def test_a_sequence_ignores_its_batch(dtype: torch.dtype) -> None:
+    """On the cpu backend, to the last bit."""
+    inputs = attention_inputs(BATCH, dtype)
+    together = ops.tree_attention(**inputs, backend="cpu")
+    bounds = inputs["qo_indptr"].tolist()
+    for index in range(4):
+        alone = ops.tree_attention(**one_sequence(inputs, index), backend="cpu")
+        for got, wanted in zip(together, alone, strict=True):
+            assert torch.equal(got[bounds[index] : bounds[index + 1]], wanted), index
+
+
+@each_backend
+def test_attention_of_views(backend: str) -> None:
+    """Rows as transformers hands them, and without bounds: the same bits as contiguous rows with bounds."""
+    inputs = attention_inputs(BATCH, torch.float32)
+    expected = ops.tree_attention(**inputs, backend=backend)
+    views = {n: inputs[n].transpose(0, 1).contiguous().transpose(0, 1) for n in ("q", "k_new", "v_new")}
+    assert not views["q"].is_contiguous()
+    got = ops.tree_attention(**inputs | views | {"max_qo_len": None, "max_seq_len": None}, backend=backend)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@each_backend
+def test_a_row_of_zeros_is_causal(backend: str) -> None:
+    """A prefill chunk and a tree share a step; the chunk's rows see what they see without any mask."""
+    case = AttentionCase("mixed", (21, 30), (6, 40))
+    inputs = attention_inputs(case, torch.float32)
+    inputs["tree_mask"][6:] = 0
+    mixed = ops.tree_attention(**inputs, backend=backend)
+    chunk = ops.tree_attention(**one_sequence(inputs | {"tree_mask": None}, 1), backend=backend)
+    for got, wanted in zip(mixed, chunk, strict=True):
+        torch.testing.assert_close(got[6:], wanted, rtol=0, atol=1e-6)

@@ -1,0 +1,113 @@
+"""What the Triton kernels need on GPUs that aren't here: compiled ahead of time, no spill, matrix instructions.
+
+A few kernels on five targets; ``bench/aot.py`` compiles all of them on all targets.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter doesn't compile")
+
+TARGETS = ("sm_75", "sm_80", "sm_90", "gfx90a", "gfx942")
+
+
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """The benchmark's list of kernels, compiled into a cache of this session."""
+    import triton  # type: ignore[import-untyped,unused-ignore]
+
+    triton.knobs.cache.dir = str(tmp_path_factory.mktemp("triton"))
+    bench = str(Path(__file__).resolve().parents[1] / "bench")
+    sys.path.insert(0, bench)
+    try:
+        return importlib.import_module("aot_kernels")
+    finally:
+        sys.path.remove(bench)
+
+
+def check(job: Any, target: str) -> None:
+    row = job.row(target)
+    assert not row["problem"], row
+    assert row["registers"] > 0
+
+
+@pytest.mark.parametrize("nodes", [1, 25])
+@pytest.mark.parametrize("target", TARGETS)
+def test_attention(kernels: ModuleType, target: str, nodes: int) -> None:
+    check(kernels.attention_job(target, kernels.Shape(head_dim=128, nodes=nodes, group=4)), target)
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_attention_bfloat16(kernels: ModuleType, target: str) -> None:
+    check(kernels.attention_job(target, kernels.Shape(nodes=25, group=8, dtype=torch.bfloat16)), target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_lm_head(kernels: ModuleType, target: str) -> None:
+    for job in kernels.lm_head_jobs(target, kernels.Shape(nodes=25), 10):
+        check(job, target)
+
+
+@pytest.mark.parametrize("target", ["sm_75", "gfx90a"])
+def test_small_kernels(kernels: ModuleType, target: str) -> None:
+    shape = kernels.Shape()
+    for job in (kernels.merge_job(shape), *kernels.paged_jobs(shape), kernels.verify_job(shape)):
+        check(job, target)
+
+
+def test_keys_are_loaded_ahead(kernels: ModuleType) -> None:
+    """More stages take more shared memory: page ids don't keep the key and value loads out of the pipeline."""
+    from dataclasses import replace
+
+    shape = kernels.Shape(head_dim=128, nodes=1, group=4)
+    job = kernels.attention_job("sm_80", shape)
+    two, three = (
+        kernels.compile_attention("sm_80", shape, replace(job.config, num_stages=stages)).shared_bytes
+        for stages in (2, 3)
+    )
+    tile = 2 * 2 * job.config.block_n * shape.head_dim
+    assert three - two >= tile
+
+
+def test_bfloat16_on_turing_is_refused() -> None:
+    from specmemo_kernels.backends.triton.config import choose_config
+
+    with pytest.raises(ValueError, match="sm_75 has no bfloat16"):
+        choose_config("sm_75", 128, 128, 4, 1, torch.bfloat16, 16)
+
+
+def test_cpu_tensors_are_refused() -> None:
+    from specmemo_kernels.backends import triton
+
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+        triton.lm_head_argmax(torch.ones(1, 16), torch.ones(3, 16), None)
+
+
+def test_devices_find_their_rule() -> None:
+    from specmemo_kernels.backends.triton.config import target_for_arch, target_for_capability
+
+    capabilities = {
+        (7, 5): "sm_75",
+        (8, 0): "sm_80",
+        (8, 7): "sm_86",
+        (8, 9): "sm_89",
+        (9, 0): "sm_90",
+        (12, 0): "sm_89",
+    }
+    assert {c: target_for_capability(*c) for c in capabilities} == capabilities
+    assert target_for_arch("gfx90a:sramecc+:xnack-") == "gfx90a"
+    assert target_for_arch("gfx1101") == "gfx1100"
+    with pytest.raises(ValueError, match="7.5 or newer"):
+        target_for_capability(7, 0)
+    with pytest.raises(ValueError, match="gfx803"):
+        target_for_arch("gfx803")

@@ -1,0 +1,152 @@
+"""The best tokens of each row without a ``[N, V]`` tensor: logits live in registers, one vocabulary block at a time.
+
+Each program keeps its block's candidates as int64 keys whose order is the order of the result (larger logit first,
+then lower token), so the reduction over blocks is a plain maximum, whatever its shape.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from specmemo_kernels.backends.triton.config import LM_HEAD_REDUCE_CONFIG, lm_head_config
+from specmemo_kernels.backends.triton.primitives import matmul
+from specmemo_kernels.backends.triton.runtime import INTERPRETED, check_device, launch_options, target_of
+
+Tensor = torch.Tensor
+
+NO_KEY = tl.constexpr(-(2**63))
+NO_TOKEN = tl.constexpr(2147483647)
+
+
+@triton.jit
+def pack_key(value, token):
+    """float32 and token to an int64 that orders by value, then by lower token."""
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (ordered.to(tl.int64) << 32) | (2147483647 - token).to(tl.int64)
+
+
+@triton.jit
+def unpack_key(key):
+    """The value (float32) and token (int64) of a key."""
+    ordered = (key >> 32).to(tl.int32)
+    bits = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
+    return bits.to(tl.float32, bitcast=True), 2147483647 - (key & 0xFFFFFFFF)
+
+
+@triton.jit(do_not_specialize=["rows", "vocabulary"])
+def lm_head_block_kernel(
+    keys_ptr, hidden_ptr, weight_ptr, bias_ptr, stride_hidden, rows, vocabulary,
+    HIDDEN: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Grid: (row blocks, vocabulary blocks). Writes each row's K best keys of the block, best first."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    h = tl.arange(0, BLOCK_H)
+    hidden_row_ptr = hidden_ptr + m.to(tl.int64) * stride_hidden
+    weight_row_ptr = weight_ptr + token.to(tl.int64) * HIDDEN
+    valid, known = m < rows, token < vocabulary
+    acc = tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32)
+    for start in range(0, HIDDEN, BLOCK_H):
+        column = start + h
+        if HIDDEN % BLOCK_H == 0:
+            a_mask, b_mask = valid[:, None], known[:, None]
+        else:
+            inside = (column < HIDDEN)[None, :]
+            a_mask, b_mask = valid[:, None] & inside, known[:, None] & inside
+        a = tl.load(hidden_row_ptr[:, None] + column[None, :], mask=a_mask, other=0.0)
+        b = tl.load(weight_row_ptr[:, None] + column[None, :], mask=b_mask, other=0.0)
+        acc = matmul(a, tl.trans(b), acc, UPCAST)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + token, mask=known, other=0.0).to(tl.float32)[None, :]
+    # The model's own linear rounds its logits, and that decides ties.
+    logits = acc.to(hidden_ptr.dtype.element_ty).to(tl.float32)
+    logits = tl.where(known[None, :], logits, float("-inf"))
+    tokens = tl.broadcast_to(token[None, :], (BLOCK_M, BLOCK_V))
+    out_ptr = keys_ptr + (m.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * K
+    for place in range(K):
+        best = tl.max(logits, 1)
+        # A token already taken is NO_TOKEN; of equal logits the lowest token wins.
+        where = tl.min(tl.where(logits == best[:, None], tokens, NO_TOKEN), 1)
+        key = tl.where(where < vocabulary, pack_key(best, where), NO_KEY)
+        tl.store(out_ptr + place, key, mask=valid)
+        taken = tokens == where[:, None]
+        logits = tl.where(taken, float("-inf"), logits)
+        tokens = tl.where(taken, NO_TOKEN, tokens)
+
+
+@triton.jit(do_not_specialize=["count"])
+def lm_head_reduce_kernel(
+    out_ptr, values_ptr, tokens_ptr, keys_ptr, count,
+    K: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows, blocks of keys). The K best of BLOCK keys; ``LAST`` (one block) unpacks them into the result."""
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    keys = tl.load(keys_ptr + row * count + index, mask=index < count, other=NO_KEY)
+    for place in range(K):
+        best = tl.max(keys, 0)
+        keys = tl.where(keys == best, NO_KEY, keys)
+        if LAST:
+            value, token = unpack_key(best)
+            tl.store(values_ptr + row * K + place, value.to(values_ptr.dtype.element_ty))
+            tl.store(tokens_ptr + row * K + place, token)
+        else:
+            tl.store(out_ptr + (row * tl.num_programs(1) + tl.program_id(1)) * K + place, best)
+
+
+def lm_head_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The best token of each row: ``[N]`` int64; ties go to the lower token. Errors as in :func:`lm_head_topk`."""
+    return lm_head_topk(hidden, weight, bias, 1)[1].squeeze(1)
+
+
+def lm_head_topk(hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` best logits of each row and their tokens, best first; ties go to the lower token.
+
+    Args:
+        hidden: ``[N, hidden_size]``, rows may be apart. weight: ``[V, hidden_size]``. bias: ``[V]`` or ``None``.
+
+    Returns:
+        values ``[N, k]`` in hidden's dtype and tokens ``[N, k]`` int64.
+
+    Raises:
+        ValueError: a device or dtype that can't be served.
+    """
+    check_device(hidden)
+    rows, hidden_size = hidden.shape
+    vocabulary = weight.shape[0]
+    values = hidden.new_empty(rows, k)
+    tokens = torch.empty(rows, k, dtype=torch.int64, device=hidden.device)
+    if rows == 0:
+        return values, tokens
+    config = lm_head_config(target_of(hidden.device), rows, hidden.dtype)
+    blocks = triton.cdiv(vocabulary, config.block_n)
+    keys = torch.empty(rows, blocks * k, dtype=torch.int64, device=hidden.device)
+    lm_head_block_kernel[(triton.cdiv(rows, config.block_m), blocks)](
+        keys, hidden, weight, bias, hidden.stride(0), rows, vocabulary,
+        HIDDEN=hidden_size, K=k, HAS_BIAS=bias is not None, BLOCK_M=config.block_m, BLOCK_V=config.block_n,
+        BLOCK_H=config.block_k, UPCAST=INTERPRETED, **launch_options(hidden.device, config),
+    )  # fmt: skip
+    _reduce(keys, values, tokens, k)
+    return values, tokens
+
+
+def _reduce(keys: Tensor, values: Tensor, tokens: Tensor, k: int) -> None:
+    """Blocks of keys to the K best of each, until one block is left: the result."""
+    size = LM_HEAD_REDUCE_CONFIG.block_n
+    options = launch_options(keys.device, LM_HEAD_REDUCE_CONFIG)
+    while keys.shape[1] > size:
+        blocks = triton.cdiv(keys.shape[1], size)
+        out = keys.new_empty(keys.shape[0], blocks * k)
+        lm_head_reduce_kernel[(keys.shape[0], blocks)](
+            out, values, tokens, keys, keys.shape[1], K=k, BLOCK=size, LAST=False, **options
+        )
+        keys = out
+    lm_head_reduce_kernel[(keys.shape[0], 1)](
+        keys, values, tokens, keys, keys.shape[1], K=k, BLOCK=size, LAST=True, **options
+    )

@@ -1,0 +1,141 @@
+"""Writing pages: new rows of a prefill chunk, and the accepted nodes of a verified tree (all layers in one launch)."""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from specmemo_kernels.backends.triton.config import COPY_CONFIG, block_dim
+from specmemo_kernels.backends.triton.primitives import sequence_of_row
+from specmemo_kernels.backends.triton.runtime import check_device, launch_options
+
+Tensor = torch.Tensor
+
+MAX_BLOCK = 1024
+
+
+@triton.jit
+def copy_token(
+    source_ptr, stride_h, target_ptr, num_heads, DIM: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Copy one token's heads: ``num_heads`` rows of ``DIM``, ``stride_h`` apart in the source, dense in the target."""
+    for start in range(0, num_heads * DIM, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        inside = index < num_heads * DIM
+        value = tl.load(source_ptr + (index // DIM).to(tl.int64) * stride_h + index % DIM, mask=inside)
+        tl.store(target_ptr + index, value, mask=inside)
+
+
+@triton.jit
+def page_slot(block_table_ptr, sequence, position, max_pages, PAGE_SIZE: tl.constexpr):
+    """Where ``position`` of a sequence lies in the pool, counted in tokens (int64)."""
+    page = tl.load(block_table_ptr + sequence.to(tl.int64) * max_pages + position // PAGE_SIZE)
+    return page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
+
+
+@triton.jit(do_not_specialize=["batch", "max_pages"])
+def append_paged_kv_kernel(
+    k_new_ptr, v_new_ptr, k_pages_ptr, v_pages_ptr, block_table_ptr, seq_lens_ptr, qo_indptr_ptr,
+    stride_kn, stride_kh, stride_vn, stride_vh, num_heads, batch, max_pages,
+    DK: tl.constexpr, DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    """Grid: (packed rows). One row's keys and values, all heads."""
+    row = tl.program_id(0)
+    sequence = sequence_of_row(qo_indptr_ptr, row, batch, BLOCK_B)
+    if sequence >= batch:
+        return
+    position = tl.load(seq_lens_ptr + sequence) + row - tl.load(qo_indptr_ptr + sequence)
+    token = page_slot(block_table_ptr, sequence, position, max_pages, PAGE_SIZE) * num_heads
+    source = row.to(tl.int64)
+    copy_token(k_new_ptr + source * stride_kn, stride_kh, k_pages_ptr + token * DK, num_heads, DK, BLOCK_K)
+    copy_token(v_new_ptr + source * stride_vn, stride_vh, v_pages_ptr + token * DV, num_heads, DV, BLOCK_V)
+
+
+@triton.jit(do_not_specialize=["places", "max_pages"])
+def commit_paged_kv_kernel(
+    k_scratch_ptr, v_scratch_ptr, k_pages_ptr, v_pages_ptr, block_table_ptr, seq_lens_ptr, qo_indptr_ptr,
+    accept_index_ptr, accept_length_ptr, layer_scratch, layer_pages, num_heads, places, max_pages,
+    DK: tl.constexpr, DV: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Grid: (places of the path, sequences, layers). ``layer_*``: tokens of a layer, in scratch and in pages."""
+    place = tl.program_id(0)
+    sequence = tl.program_id(1)
+    layer = tl.program_id(2).to(tl.int64)
+    if place > tl.load(accept_length_ptr + sequence):
+        return
+    node = tl.load(qo_indptr_ptr + sequence) + tl.load(accept_index_ptr + sequence * places + place)
+    position = tl.load(seq_lens_ptr + sequence) + place
+    source = (layer * layer_scratch + node) * num_heads
+    token = layer * layer_pages + page_slot(block_table_ptr, sequence, position, max_pages, PAGE_SIZE)
+    target = token * num_heads
+    copy_token(k_scratch_ptr + source * DK, DK, k_pages_ptr + target * DK, num_heads, DK, BLOCK_K)
+    copy_token(v_scratch_ptr + source * DV, DV, v_pages_ptr + target * DV, num_heads, DV, BLOCK_V)
+
+
+def append_paged_kv(
+    k_new: Tensor,
+    v_new: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    qo_indptr: Tensor,
+) -> None:
+    """Write every new row to its sequence's pages, behind the tokens already there.
+
+    Raises:
+        ValueError: a device or dtype that can't be served.
+    """
+    check_device(k_pages)
+    rows, heads, head_dim = k_new.shape
+    v_dim, batch = v_new.shape[2], seq_lens.shape[0]
+    if rows == 0 or heads == 0 or batch == 0:
+        return
+    append_paged_kv_kernel[(rows,)](
+        k_new, v_new, k_pages, v_pages, block_table, seq_lens, qo_indptr,
+        k_new.stride(0), k_new.stride(1), v_new.stride(0), v_new.stride(1), heads, batch, block_table.shape[1],
+        DK=head_dim, DV=v_dim, PAGE_SIZE=k_pages.shape[1],
+        BLOCK_K=copy_block(heads * head_dim), BLOCK_V=copy_block(heads * v_dim), BLOCK_B=64,
+        **launch_options(k_pages.device, COPY_CONFIG),
+    )  # fmt: skip
+
+
+def commit_paged_kv(
+    k_scratch: Tensor,
+    v_scratch: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    qo_indptr: Tensor,
+    accept_index: Tensor,
+    accept_length: Tensor,
+) -> None:
+    """Copy the accepted nodes of all layers from the scratch slots to their pages; nothing else is read or written.
+
+    The counts stay on the device: the launch is sized by the longest path that ``accept_index`` can hold.
+
+    Raises:
+        ValueError: a device or dtype that can't be served.
+    """
+    check_device(k_pages)
+    layers, num_pages, page_size, heads, head_dim = k_pages.shape
+    v_dim, (batch, places) = v_pages.shape[4], accept_index.shape
+    if layers == 0 or heads == 0 or batch == 0 or places == 0:
+        return
+    commit_paged_kv_kernel[(places, batch, layers)](
+        k_scratch, v_scratch, k_pages, v_pages, block_table, seq_lens, qo_indptr, accept_index, accept_length,
+        k_scratch.shape[1], num_pages * page_size, heads, places, block_table.shape[1],
+        DK=head_dim, DV=v_dim, PAGE_SIZE=page_size,
+        BLOCK_K=copy_block(heads * head_dim), BLOCK_V=copy_block(heads * v_dim),
+        **launch_options(k_pages.device, COPY_CONFIG),
+    )  # fmt: skip
+
+
+def copy_block(elements: int) -> int:
+    """Elements that a program copies at once."""
+    return min(MAX_BLOCK, block_dim(elements))

@@ -1,0 +1,114 @@
+"""Tiles of keys under online softmax: those of committed tokens, then those that hold the step's own nodes."""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from specmemo_kernels.backends.triton.primitives import (
+    causal_word,
+    load_page_ids,
+    load_rows,
+    mask_row,
+    matmul,
+    node_depth,
+    page_tokens,
+    spread_bits,
+    tanh,
+    tree_word,
+)
+
+
+@triton.jit
+def attend(
+    q, k, v, visible, acc, total, peak, unit, scale, softcap,
+    MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One tile of online softmax.
+
+    q [M, Dk], k [N, Dk], v [N, Dv], visible [M, N]. A score times ``unit`` is its base-2 logarithm of a weight:
+    scaling after the peak is subtracted rounds less than before it. Returns the new acc [M, Dv] (unnormalised),
+    total [M] (its weights' sum) and peak [M] (the largest score so far).
+    """
+    zeros = tl.zeros((q.shape[0], k.shape[0]), dtype=tl.float32)
+    scores = matmul(q, tl.trans(k), zeros, UPCAST)
+    if HAS_SOFTCAP:
+        scores = tanh(scores * (scale / softcap)) * softcap
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp2((scores - new_peak[:, None]) * unit)
+    decay = tl.exp2((peak - new_peak) * unit)
+    total = total * decay + tl.sum(weights, 1)
+    acc = matmul(weights.to(v.dtype), v, acc * decay[:, None], UPCAST)
+    return acc, total, new_peak
+
+
+@triton.jit
+def attend_committed(
+    q, acc, total, peak, unit, scale, softcap, k_head_ptr, v_head_ptr, num_kv_heads, table_ptr, begin, end,
+    position, window,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The slots ``begin .. end`` (whole tiles), all of committed tokens: every row sees them, but for a window.
+
+    position [M]: where each row's node stands. The next tile's page ids ride along from one turn to the next; loaded
+    where they are needed they would keep the loads of keys and values out of the pipeline.
+    """
+    ids = load_page_ids(table_ptr, begin, end, PAGE_SIZE, BLOCK_N)
+    for start in range(begin, end, BLOCK_N):
+        next_ids = load_page_ids(table_ptr, start + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
+        token = page_tokens(ids, start, PAGE_SIZE, BLOCK_N) * num_kv_heads
+        k = load_rows(k_head_ptr + token * DK, None, DK, BLOCK_DK, False)
+        v = load_rows(v_head_ptr + token * DV, None, DV, BLOCK_DV, False)
+        seen = None
+        if HAS_WINDOW:
+            seen = position[:, None] - (start + tl.arange(0, BLOCK_N))[None, :] < window
+        acc, total, peak = attend(
+            q, k, v, seen, acc, total, peak, unit, scale, softcap, HAS_WINDOW, HAS_SOFTCAP, UPCAST
+        )  # fmt: skip
+        ids = next_ids
+    return acc, total, peak
+
+
+@triton.jit
+def attend_own(
+    q, acc, total, peak, unit, scale, softcap, k_head_ptr, v_head_ptr, num_kv_heads, table_ptr, begin, end, length,
+    k_new_ptr, v_new_ptr, stride_kn, stride_vn, first_row, nodes, node, depth, valid, mask_ptr, mask_words, window,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The slots ``begin .. end``: the last committed tokens, where they share a tile, and the step's own nodes.
+
+    node, depth, valid [M]: the node of each row. A row's view of a tile is one 64-bit word.
+    """
+    row = (first_row + node).to(tl.int64)
+    causal = valid
+    if HAS_TREE:
+        union, _ = mask_row(mask_ptr, row, valid, mask_words)
+        causal = union == 0
+    for start in range(begin, end, BLOCK_N):
+        first = start - length
+        key = first + tl.arange(0, BLOCK_N)
+        old = key < 0
+        new = (key >= 0) & (key < nodes)
+        key_row = (first_row + key).to(tl.int64)
+        word = causal_word(node, first)
+        if HAS_TREE:
+            word = tl.where(causal, word, tree_word(mask_ptr, row, valid, first, mask_words))
+        seen = spread_bits(word, BLOCK_N)
+        if HAS_WINDOW:
+            key_depth = node_depth(mask_ptr, key_row, key, new, mask_words, HAS_TREE)
+            seen = seen & (depth[:, None] - tl.where(old, key, key_depth)[None, :] < window)
+        ids = load_page_ids(table_ptr, start, length, PAGE_SIZE, BLOCK_N)
+        token = page_tokens(ids, start, PAGE_SIZE, BLOCK_N) * num_kv_heads
+        k_row_ptr = tl.where(old, k_head_ptr + token * DK, k_new_ptr + key_row * stride_kn)
+        v_row_ptr = tl.where(old, v_head_ptr + token * DV, v_new_ptr + key_row * stride_vn)
+        k = load_rows(k_row_ptr, old | new, DK, BLOCK_DK, True)
+        v = load_rows(v_row_ptr, old | new, DV, BLOCK_DV, True)
+        acc, total, peak = attend(q, k, v, seen, acc, total, peak, unit, scale, softcap, True, HAS_SOFTCAP, UPCAST)
+    return acc, total, peak

@@ -1,0 +1,121 @@
+"""The ``specmemo`` command. Importing it is light: torch and transformers load inside the commands."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Speculative decoding for Hugging Face models, inside a memory budget.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Device = Annotated[str, typer.Option(help="A torch device: cpu, cuda, cuda:1, ...")]
+Tree = Annotated[int | None, typer.Option(help="Nodes of the candidate tree (default: suits the device).", min=1)]
+Budget = Annotated[str | None, typer.Option(help="Generation memory, such as 64MiB or 2GiB (default: no limit).")]
+Backend = Annotated[str | None, typer.Option(help="reference, cpu or triton (default: by device).")]
+
+
+@app.command()
+def demo(
+    prompt_file: Annotated[
+        list[Path] | None,
+        typer.Option(help="Text to complete instead of library files; repeatable.", exists=True, dir_okay=False),
+    ] = None,
+    turns: Annotated[int, typer.Option(help="Library files to complete.", min=1)] = 6,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per completion.", min=1)] = 128,
+    rounds: Annotated[int, typer.Option(help="Timed runs of each prompt, plain and patched in turns.", min=1)] = 3,
+    tree: Tree = None,
+    memory_budget: Budget = None,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Also write every figure to this file.")] = None,
+    seed: Annotated[int, typer.Option(help="Chooses the files and places.")] = 0,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder with a model and, in heads/, its heads (default: the bundled model).",
+            file_okay=False,
+            exists=True,
+        ),
+    ] = None,
+    device: Device = "cpu",
+    backend: Backend = None,
+) -> None:
+    """Complete real Python files, plain and patched side by side, and compare speed, memory and tokens.
+
+    The bundled model wrote none of them into its weights: the files were held out of its training. Ends with exit
+    status 1 if the patched model wrote a different token anywhere.
+    """
+    with one_line_errors():
+        from specmemo_kernels.cli.demo import DemoOptions, run_demo
+
+        options = DemoOptions(
+            prompt_files=tuple(prompt_file or ()), turns=turns, max_new_tokens=max_new_tokens, rounds=rounds, tree=tree,
+            memory_budget=memory_budget, json_out=json_out, seed=seed, model=model, device=device, backend=backend,
+        )  # fmt: skip
+        same = run_demo(options)
+    if not same:
+        raise typer.Exit(1)
+
+
+@app.command()
+def chat(
+    model: Annotated[str | None, typer.Option(help="A hub id or a folder (default: the bundled demo model).")] = None,
+    heads: Annotated[str | None, typer.Option(help="Medusa heads for that model: a hub id or a folder.")] = None,
+    memory_budget: Budget = None,
+    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
+    device: Device = "cpu",
+    backend: Backend = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens per reply.", min=1)] = 256,
+    tree: Tree = None,
+) -> None:
+    """Talk to a model with its heads: a chat where the tokenizer has a template, else completion of your text."""
+    with one_line_errors():
+        from specmemo_kernels.cli.chat import ChatOptions, run_chat
+
+        run_chat(
+            ChatOptions(
+                model=model, heads=heads, memory_budget=memory_budget, dtype=dtype, device=device, backend=backend,
+                max_new_tokens=max_new_tokens, tree=tree,
+            )
+        )  # fmt: skip
+
+
+@app.command()
+def env() -> None:
+    """Print versions, devices and backends; paste it into a bug report."""
+    from specmemo_kernels.cli.env import collect_env
+
+    facts = collect_env()
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        typer.echo(f"{name:<{width}}  {value}")
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn the errors that a user can do something about into one line; a bug keeps its traceback."""
+    import torch
+
+    from specmemo_kernels.cli.common import UserError
+    from specmemo_kernels.planner import BudgetError
+
+    try:
+        yield
+    except (UserError, BudgetError, torch.OutOfMemoryError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        typer.secho(f"specmemo: {' '.join(line.strip() for line in lines)}", fg="red", err=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        typer.echo("", err=True)
+        raise typer.Exit(130) from None
+
+
+def main() -> None:
+    """Entry point of the ``specmemo`` command."""
+    app(prog_name="specmemo")

@@ -1,0 +1,62 @@
+"""``specmemo env``: what a bug report needs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+from specmemo_kernels import __version__
+from specmemo_kernels.ops.dispatch import BACKENDS, unavailable
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton")
+
+
+def collect_env() -> dict[str, str]:
+    """Versions, devices and backends, in the order in which they are printed."""
+    import torch
+
+    facts = {
+        "specmemo-kernels": __version__,
+        "python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "platform": platform.platform(),
+        "processor": f"{_cpu_name()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads",
+    }
+    facts |= {name: _version(name) for name in _PACKAGES}
+    facts["gpu"] = _gpus()
+    for name in BACKENDS:
+        facts[f"backend {name}"] = unavailable(name) or "available" + _details(name)
+    return facts
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu_name() -> str:
+    """The processor's name where the system tells it, else its architecture."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _gpus() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "none"
+    kind = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    return f"{', '.join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))} ({kind})"
+
+
+def _details(backend: str) -> str:
+    """The instruction set that the C++ kernels chose, say."""
+    isa = getattr(importlib.import_module(BACKENDS[backend]), "isa", None)
+    return f" ({isa()})" if callable(isa) else ""
