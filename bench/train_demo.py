@@ -15,6 +15,7 @@ import math
 import platform
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -190,8 +191,9 @@ def train(args: argparse.Namespace) -> None:
             row = " ".join(f"{x:.3f}" for x in parts.tolist())
             print(f"step {step} loss {row} {rate:.0f} tok/s", flush=True)
         if step % 500 == 499 and step + 1 < args.steps:
-            save(args.out, model, heads, tokenizer)
-            print(json.dumps(evaluate(model, heads, test_data, 16)), flush=True)
+            facts = evaluate(model, heads, test_data, 16)
+            save(args.out, model, heads, tokenizer, facts["cumulative_topk_accuracy"])
+            print(json.dumps(facts), flush=True)
     facts = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "head_parameters": sum(p.numel() for p in heads.parameters()),
@@ -200,18 +202,21 @@ def train(args: argparse.Namespace) -> None:
         **evaluate(model, heads, test_data, 64),
     }
     facts["held_out_perplexity"] = round(math.exp(float(str(facts["held_out_loss"]))), 3)
-    save(args.out, model, heads, tokenizer)
+    save(args.out, model, heads, tokenizer, facts["cumulative_topk_accuracy"])
     (args.out / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
     print(json.dumps(facts), flush=True)
 
 
-def save(folder: Path, model: LlamaForCausalLM, heads: MedusaHeads, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Weights in bfloat16 (half the size), the model in ``folder``, the heads in ``folder/heads``."""
+def save(
+    folder: Path, model: LlamaForCausalLM, heads: MedusaHeads, tokenizer: PreTrainedTokenizerFast, accuracy: Any
+) -> None:
+    """Weights in bfloat16 (half the size), the model in ``folder``, the heads and their accuracy in ``folder/heads``."""
     stored = build_model()
     stored.load_state_dict(model.state_dict())
     stored.to(torch.bfloat16).save_pretrained(folder)
     stored_heads = MedusaHeads(heads.hidden_size, heads.vocab_size, heads.num_heads, heads.num_layers, own_lm_head=False)
     stored_heads.load_state_dict(heads.state_dict())
+    stored_heads.cumulative_topk_accuracy = accuracy
     stored_heads.to(torch.bfloat16).save_pretrained(folder / "heads")
     tokenizer.save_pretrained(folder)
 

@@ -59,7 +59,8 @@ class TreeLayout:
     row: Tensor
 
 
-@lru_cache(maxsize=64)
+# The memory plan counts this many (footprint.KEPT_LAYOUTS).
+@lru_cache(maxsize=8)
 def tree_layout(tree: DraftTree, sequences: int, device: torch.device) -> TreeLayout:
     """``sequences`` copies of ``tree`` side by side."""
     parents = torch.tensor(tree.parents, dtype=torch.int32).repeat(sequences)

@@ -17,13 +17,19 @@ class MemoryTracker(TorchDispatchMode):
     Every operator call is intercepted, so it slows code down: measure time and memory in separate runs. What an
     operator allocates and frees inside itself isn't seen.
 
+    Args:
+        trace: keep ``live`` after every operator.
+
     Attributes:
         live: bytes held now. peak: the most so far. Both count storages, however many tensors share them.
+        trace: ``live`` after each operator, where it was asked for.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, trace: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
+        self.trace: list[int] = []
+        self._keeps_trace = trace
         self._seen: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(
@@ -34,6 +40,8 @@ class MemoryTracker(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             self._note(leaf, counts=True)
+        if self._keeps_trace:
+            self.trace.append(self.live)
         return result
 
     def _note(self, leaf: Any, counts: bool) -> None:

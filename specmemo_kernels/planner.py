@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import asdict, dataclass, field
 
+from specmemo_kernels.footprint import GenerationShape, Load, fixed_parts, page_parts
 from specmemo_kernels.tree import DraftTree
 
 _UNITS = {"": 1, "B": 1} | {
@@ -50,32 +51,6 @@ def _at_least(size: int) -> str:
 
 
 @dataclass(frozen=True)
-class GenerationShape:
-    """The sizes of a model that generation memory depends on.
-
-    ``kv_bytes_per_token``: all layers' keys and values. ``row_bytes``: the transient bytes of one token in a forward
-    pass (:func:`row_bytes`). ``head_bytes``: what the drafter holds.
-    """
-
-    kv_bytes_per_token: int
-    row_bytes: int
-    head_bytes: int
-    logits_row_bytes: int
-
-
-def row_bytes(hidden_size: int, intermediate_size: int, attention_size: int, itemsize: int) -> int:
-    """Most transient bytes that one token needs at once in a pre-norm decoder layer.
-
-    The residual stream and its normed copy stay while the widest of two moments passes: the MLP (gate, its
-    activation, up and their product: 4 intermediate sizes) or attention (query, key, value before and after the
-    rotary embedding, and its output: ``attention_size`` is ``3 * num_qo_heads * head_dim + 4 * num_kv_heads *
-    head_dim``). The norm computes in float32 on three copies of the hidden state.
-    """
-    resident = 2 * hidden_size * itemsize
-    return resident + max(4 * intermediate_size * itemsize, attention_size * itemsize, 3 * hidden_size * 4)
-
-
-@dataclass(frozen=True)
 class MemoryPlan:
     """What generation may use.
 
@@ -86,7 +61,8 @@ class MemoryPlan:
             call of generate gets what its lengths need).
         prefill_chunk: most prompt tokens per forward pass.
         budget: bytes of generation memory (all but the model's weights), or ``None``.
-        parts: bytes of each part at most; with a budget their sum stays within it.
+        parts: bytes of each part at most; with a budget their sum stays within it. Prompts of more rows than
+            ``max_sequences`` add their ids, 24 bytes per padded token.
     """
 
     tree: DraftTree
@@ -115,9 +91,10 @@ class MemoryPlan:
         pages = "as needed" if self.max_pages is None else f"{self.max_pages} pages of {self.page_size} tokens"
         budget = "none" if self.budget is None else format_bytes(self.budget)
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.parts.items())
+        sequences = f"{self.max_sequences} sequence{'s' if self.max_sequences != 1 else ''}"
         return (
-            f"budget {budget}; tree of {self.tree.size} nodes, depth {self.tree.max_depth}; KV: {pages}; "
-            f"prefill chunk {self.prefill_chunk}; at most {self.max_sequences} sequences at once; {parts}"
+            f"budget {budget}; tree of {self.tree.size} node{'s' if self.tree.size != 1 else ''}, depth {self.tree.max_depth}; KV: {pages}; "
+            f"prefill chunk {self.prefill_chunk}; at most {sequences} at once; {parts}"
         )
 
 
@@ -138,36 +115,34 @@ def plan_memory(
     Raises:
         BudgetError: not even one page fits.
     """
-    page_bytes = shape.kv_bytes_per_token * page_size
-
-    def fixed(chunk: int, sequences: int) -> dict[str, int]:
-        nodes = tree.size * sequences
-        rows = max(chunk, nodes)
-        return {
-            "heads": shape.head_bytes,
-            "tree_scratch": nodes * shape.kv_bytes_per_token,
-            "activations": rows * shape.row_bytes + nodes * shape.logits_row_bytes,
-        }
-
     if budget is None:
-        return MemoryPlan(
-            tree, max_sequences, page_size, None, prefill_chunk, None, fixed(prefill_chunk, max_sequences)
-        )
-    choices = [(c, s) for s in _halvings(max_sequences, 1) for c in _halvings(prefill_chunk, min(32, prefill_chunk))]
-    for chunk, sequences in choices:
-        parts = fixed(chunk, sequences)
-        left = budget - sum(parts.values())
+        parts = fixed_parts(shape, Load(tree.size, max_sequences, prefill_chunk, page_size))
+        return MemoryPlan(tree, max_sequences, page_size, None, prefill_chunk, None, parts)
+    loads = [
+        Load(tree.size, sequences, chunk, page_size)
+        for sequences in _halvings(max_sequences, 1)
+        for chunk in _halvings(prefill_chunk, min(32, prefill_chunk))
+    ]
+    for load in loads:
+        parts, page = fixed_parts(shape, load), page_parts(shape, load)
+        left, page_bytes = budget - sum(parts.values()), sum(page.values())
         # A quarter for pages is the least that keeps a large chunk or batch from starving the cache.
-        if left >= max(page_bytes, budget // 4) or ((chunk, sequences) == choices[-1] and left >= page_bytes):
+        if left >= max(page_bytes, budget // 4) or (load == loads[-1] and left >= page_bytes):
             pages = left // page_bytes
-            parts["kv_pages"] = pages * page_bytes
-            return MemoryPlan(tree, sequences, page_size, pages, chunk, budget, parts)
-    parts = fixed(*choices[-1])
+            parts = {name: parts.get(name, 0) + pages * page.get(name, 0) for name in parts | page}
+            return MemoryPlan(tree, load.sequences, page_size, pages, load.chunk, budget, parts)
+    raise BudgetError(_too_small(budget, page_size, parts, page_bytes))
+
+
+def _too_small(budget: int, page_size: int, parts: dict[str, int], page_bytes: int) -> str:
+    """Which parts the least plan has, how much is missing for it, and what would do."""
+    least = sum(parts.values()) + page_bytes
     needed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
-    raise BudgetError(
+    largest = max(parts, key=lambda name: parts[name])
+    return (
         f"memory_budget {format_bytes(budget)} is too small for one page of {page_size} tokens "
-        f"({format_bytes(page_bytes)}) beside {needed}; give at least "
-        f"{_at_least(sum(parts.values()) + page_bytes)}, or a smaller tree or fewer heads"
+        f"({format_bytes(page_bytes)}) beside {needed}: {format_bytes(least - budget)} are missing, the largest part is "
+        f"{largest}; give at least {_at_least(least)}, or a smaller tree or fewer heads"
     )
 
 

@@ -80,7 +80,8 @@ def _stack_blocks(heads: MedusaHeads) -> tuple[list[torch.Tensor], list[torch.Te
     return weights, biases
 
 
-@lru_cache(maxsize=256)
+# The memory plan counts this many (footprint.KEPT_LAYOUTS).
+@lru_cache(maxsize=8)
 def _columns(tree: DraftTree, device: torch.device) -> torch.Tensor:
     """Where each node's token stands in ``[root, head 0's candidates, head 1's, ...]``."""
     columns = [0] + [1 + (d - 1) * tree.width + r for d, r in zip(tree.depths[1:], tree.ranks[1:], strict=True)]

@@ -1,0 +1,354 @@
+// Tree attention over pages: per task and split, an online softmax over blocks of 64 keys.
+//
+// For each block: pack keys and values once, then for each tile of rows: scores = q k (registers), mask, running
+// maximum, weights, output = output * factor + weights * v (registers). Keys and values are read once per KV head.
+#pragma once
+
+#include "attention_tasks.h"
+#include "pack.h"
+#include "threads.h"
+#include "visibility.h"
+
+namespace specmemo {
+namespace {
+
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+constexpr float kMinusInf = -__builtin_inff();
+
+// Softmax state of up to kTaskRows rows: output [rows][columns] not yet divided by `sum`, scores in units of log2.
+struct State {
+  float *output, *max, *sum;
+};
+
+inline float exp2_scalar(float x) { return exp2_nonpositive(splat(x))[0]; }
+
+// state += part, both over the same rows. Adding a part that saw no key changes nothing.
+inline void merge(const State& state, const State& part, int64_t rows, int64_t columns) {
+  for (int64_t r = 0; r < rows; ++r) {
+    if (part.max[r] == kMinusInf) continue;
+    const float top = state.max[r] > part.max[r] ? state.max[r] : part.max[r];
+    const float keep = state.max[r] == kMinusInf ? 0.0f : exp2_scalar(state.max[r] - top);
+    const float add = exp2_scalar(part.max[r] - top);
+    float *out = state.output + r * columns, *in = part.output + r * columns;
+    for (int64_t c = 0; c < columns; c += kLanes)
+      store(out + c, load<VecF>(out + c) * splat(keep) + load<VecF>(in + c) * splat(add));
+    state.sum[r] = state.sum[r] * keep + part.sum[r] * add;
+    state.max[r] = top;
+  }
+}
+
+template <class T, class Dot>
+class Attention {
+  typedef typename T::Raw Raw;
+  typedef typename Dot::Word Word;
+
+ public:
+  explicit Attention(const AttentionArgs& args) : args_(args) {
+    group_ = args.num_qo_heads / args.num_kv_heads;
+    rows_ = nodes_per_task(args) * group_;
+    k_words_ = round_up(args.k_dim, Dot::kPerWord) / Dot::kPerWord;
+    columns_ = round_up(args.v_dim, kLanes);
+    int64_t nodes = 0;
+    for (int64_t s = 0; s < args.batch; ++s) {
+      const int64_t own = args.qo_indptr[s + 1] - args.qo_indptr[s];
+      nodes = own > nodes ? own : nodes;
+    }
+    max_nodes_ = args.window == 0 ? 0 : nodes;
+  }
+
+  int64_t state_floats() const { return round_up(rows_ * (columns_ + 2), 16); }
+
+  State state_at(float* memory) const {
+    return State{memory, memory + rows_ * columns_, memory + rows_ * (columns_ + 1)};
+  }
+
+  // All of a task's splits, merged in order, then written out.
+  void run(const AttentionTask& task) const {
+    Workspace w(*this);
+    load_queries(task, w);
+    const Visibility visibility(args_, task.sequence, w.depths);
+    run_split(task, 0, visibility, w, w.total);
+    for (int split = 1; split < task.splits; ++split) {
+      run_split(task, split, visibility, w, w.part);
+      merge(w.total, w.part, task.nodes * group_, columns_);
+    }
+    finish(task, w.total);
+  }
+
+  // One split, left in `state` for finish_splits.
+  void run_one_split(const AttentionTask& task, int split, const State& state) const {
+    Workspace w(*this);
+    load_queries(task, w);
+    const Visibility visibility(args_, task.sequence, w.depths);
+    run_split(task, split, visibility, w, state);
+  }
+
+  void finish_splits(const AttentionTask& task, float* states) const {
+    const State total = state_at(states);
+    for (int split = 1; split < task.splits; ++split)
+      merge(total, state_at(states + split * state_floats()), task.nodes * group_, columns_);
+    finish(task, total);
+  }
+
+ private:
+  struct Workspace {
+    explicit Workspace(const Attention& a) {
+      const int64_t keys = a.k_words_ * kBlockKeys, values = kBlockKeys / Dot::kPerWord * a.columns_;
+      const int64_t widest = a.args_.k_dim > a.args_.v_dim ? a.args_.k_dim : a.args_.v_dim;
+      const int64_t queries = round_up(a.rows_ * a.k_words_, 16), zeros = round_up(widest, 16);
+      const int64_t tile = kTileRows * kBlockKeys, depth = round_up(a.max_nodes_, 16);
+      const int64_t lanes = a.rows_ * kLanes, words = round_up(2 * a.rows_, 16);
+      const int64_t floats = keys + values + queries + zeros + 2 * tile + depth + lanes + words + 2 * a.state_floats();
+      auto* memory = static_cast<float*>(arena(0, floats * 4 + 4096));
+      auto take = [&memory](int64_t count) {
+        float* mine = memory;
+        memory += count;
+        return mine;
+      };
+      packed_keys = take(round_up(keys, 16));
+      packed_values = take(round_up(values, 16));
+      query = reinterpret_cast<Word*>(take(queries));
+      zero_row = reinterpret_cast<Raw*>(take(zeros));
+      std::memset(zero_row, 0, static_cast<size_t>(zeros) * 4);
+      scores = take(tile);
+      weights = reinterpret_cast<Word*>(take(tile));
+      depths = reinterpret_cast<int32_t*>(take(depth));
+      lane_sums = take(lanes);
+      visible = reinterpret_cast<uint64_t*>(take(words));
+      total = a.state_at(take(a.state_floats()));
+      part = a.state_at(take(a.state_floats()));
+    }
+    float *packed_keys, *packed_values;
+    Word *query, *weights;
+    Raw* zero_row;
+    float *scores, *lane_sums;
+    int32_t* depths;
+    uint64_t* visible;  // [nodes], the block's bits of each node
+    State total, part;
+  };
+
+  // The rows of one block's keys and values.
+  struct Block {
+    const Raw *keys[kBlockKeys], *values[kBlockKeys];
+  };
+
+  int64_t key_count(const AttentionTask& task) const {
+    return args_.seq_lens[task.sequence] + task.first_node + task.nodes;
+  }
+
+  void load_queries(const AttentionTask& task, const Workspace& w) const {
+    const int64_t first = args_.qo_indptr[task.sequence] + task.first_node;
+    for (int64_t node = 0; node < task.nodes; ++node)
+      for (int64_t g = 0; g < group_; ++g) {
+        const Raw* q = static_cast<const Raw*>(args_.q) + (first + node) * args_.q_strides[0] +
+                       (task.head * group_ + g) * args_.q_strides[1];
+        Word* out = w.query + (node * group_ + g) * k_words_;
+        for (int64_t i = 0; i < k_words_; ++i) {
+          const float word = KeyWords<T, Dot>::word(q, i, args_.k_dim);
+          std::memcpy(out + i, &word, 4);
+        }
+      }
+  }
+
+  void locate(const AttentionTask& task, int64_t block, const Workspace& w, Block& rows) const {
+    const AttentionArgs& a = args_;
+    const int64_t length = a.seq_lens[task.sequence], end = key_count(task), page = a.page_size;
+    const int32_t* table = a.block_table + task.sequence * a.max_pages;
+    const int64_t first_new = a.qo_indptr[task.sequence];
+    int64_t position = block * kBlockKeys;
+    const int64_t k_step = a.num_kv_heads * a.k_dim, v_step = a.num_kv_heads * a.v_dim;
+    for (int i = 0; i < kBlockKeys;) {
+      if (position < length) {  // the rest of one page, or of the block, or of the sequence
+        const int64_t slot = position % page;
+        int64_t run = page - slot;
+        if (run > kBlockKeys - i) run = kBlockKeys - i;
+        if (run > length - position) run = length - position;
+        const int64_t row = table[position / page] * page + slot;
+        const Raw* k = static_cast<const Raw*>(a.k_pages) + row * k_step + task.head * a.k_dim;
+        const Raw* v = static_cast<const Raw*>(a.v_pages) + row * v_step + task.head * a.v_dim;
+        for (int64_t j = 0; j < run; ++j, ++i, ++position) {
+          rows.keys[i] = k + j * k_step;
+          rows.values[i] = v + j * v_step;
+        }
+      } else if (position < end) {
+        const int64_t row = first_new + position - length;
+        rows.keys[i] = static_cast<const Raw*>(a.k_new) + row * a.k_new_strides[0] + task.head * a.k_new_strides[1];
+        rows.values[i] = static_cast<const Raw*>(a.v_new) + row * a.v_new_strides[0] + task.head * a.v_new_strides[1];
+        ++i, ++position;
+      } else {
+        rows.keys[i] = rows.values[i] = w.zero_row;
+        ++i, ++position;
+      }
+    }
+  }
+
+  void run_split(const AttentionTask& task, int split, const Visibility& visibility, const Workspace& w,
+                 const State& state) const {
+    const int64_t rows = task.nodes * group_;
+    std::memset(state.output, 0, static_cast<size_t>(rows * columns_) * 4);
+    std::memset(w.lane_sums, 0, static_cast<size_t>(rows * kLanes) * 4);
+    for (int64_t r = 0; r < rows; ++r) state.max[r] = kMinusInf;
+    const int64_t first = visibility.first_position(task.first_node, task.nodes) / kBlockKeys;
+    const int64_t keys = key_count(task), per_split = kSplitTokens / kBlockKeys;
+    int64_t begin = split * per_split, end = begin + per_split;
+    if (begin < first) begin = first;
+    if (end > (keys + kBlockKeys - 1) / kBlockKeys) end = (keys + kBlockKeys - 1) / kBlockKeys;
+    Block blocks[2];
+    if (begin < end) locate(task, begin, w, blocks[0]);
+    for (int64_t b = begin; b < end; ++b) {
+      const Block& rows_now = blocks[(b - begin) & 1];
+      Block& rows_next = blocks[(b - begin + 1) & 1];
+      locate(task, b + 1, w, rows_next);  // past the split's end too: the next one reads it
+      pack_keys<T, Dot>(rows_now.keys, rows_next.keys, args_.k_dim, w.packed_keys);
+      pack_values<T, Dot>(rows_now.values, rows_next.values, args_.v_dim, columns_, w.packed_values);
+      run_block(task, b, visibility, w, state);
+    }
+    for (int64_t r = 0; r < rows; ++r) state.sum[r] = sum(load<VecF>(w.lane_sums + r * kLanes));
+  }
+
+  void run_block(const AttentionTask& task, int64_t block, const Visibility& visibility, const Workspace& w,
+                 const State& state) const {
+    const int64_t rows = task.nodes * group_;
+    for (int64_t i = 0; i < task.nodes; ++i) w.visible[i] = visibility.word(task.first_node + i, block);
+    // Tiles of nearly equal height: a last tile of one row would leave most of the registers idle.
+    const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int64_t first = rows * t / tiles;
+      const int count = static_cast<int>(rows * (t + 1) / tiles - first);
+      uint64_t any = 0, all = ~uint64_t{0};
+      for (int64_t node = first / group_; node <= (first + count - 1) / group_; ++node) {
+        any |= w.visible[node];
+        all &= w.visible[node];
+      }
+      if (any == 0) continue;
+      multiply<Dot>(count, w.query + first * k_words_, k_words_, w.packed_keys, kBlockKeys, k_words_, w.scores,
+                    kBlockKeys, nullptr, kBlockKeys / kLanes);
+      float factors[kTileRows];
+      for (int r = 0; r < count; ++r) {
+        const uint64_t visible = w.visible[(first + r) / group_];
+        factors[r] = weigh(w, state, r, first + r, visible, all == ~uint64_t{0});
+      }
+      constexpr int64_t kSteps = kBlockKeys / Dot::kPerWord;
+      multiply<Dot>(count, w.weights, kSteps, w.packed_values, columns_, kSteps, state.output + first * columns_,
+                    columns_, factors, columns_ / kLanes);
+    }
+  }
+
+  // Scores of one row into weights; returns the factor that the row's output so far must be multiplied by.
+  float weigh(const Workspace& w, const State& state, int tile_row, int64_t row, uint64_t visible, bool all) const {
+    constexpr int kVecs = kBlockKeys / kLanes;
+    const float* raw = w.scores + tile_row * kBlockKeys;
+    VecF score[kVecs];
+    VecF top = splat(kMinusInf);
+    for (int v = 0; v < kVecs; ++v) {
+      VecF s = load<VecF>(raw + v * kLanes);
+      if (args_.softcap == 0.0f) {
+        s = s * splat(args_.scale * kLog2e);
+      } else {
+        s = tanh(s * splat(args_.scale / args_.softcap)) * splat(args_.softcap * kLog2e);
+      }
+      if (!all) {
+        const uint32_t bits = static_cast<uint32_t>(visible >> (v * kLanes));
+        const VecU seen = ((VecU{} + bits) >> bits_as<VecU>(lane_index())) & 1u;
+        s = (seen != 0u) ? s : splat(kMinusInf);
+      }
+      score[v] = s;
+      top = vmax(top, s);
+    }
+    const float old = state.max[row];
+    float now = max(top);
+    if (!(now > old)) now = old;
+    if (now == kMinusInf) {  // nothing seen yet
+      std::memset(w.weights + tile_row * (kBlockKeys / Dot::kPerWord), 0, kBlockKeys / Dot::kPerWord * 4);
+      return 1.0f;
+    }
+    const float factor = now == old ? 1.0f : (old == kMinusInf ? 0.0f : exp2_scalar(old - now));
+    VecF total = load<VecF>(w.lane_sums + row * kLanes) * splat(factor);
+    for (int v = 0; v < kVecs; ++v) {
+      score[v] = exp2_nonpositive(score[v] - splat(now));
+      total = total + score[v];
+    }
+    store(w.lane_sums + row * kLanes, total);
+    store_weights(w.weights + tile_row * (kBlockKeys / Dot::kPerWord), score);
+    state.max[row] = now;
+    return factor;
+  }
+
+  static void store_weights(float* out, const VecF* weights) {
+    for (int v = 0; v < kBlockKeys / kLanes; ++v) store(out + v * kLanes, weights[v]);
+  }
+#if defined(__AVX512BF16__)
+  static void store_weights(uint32_t* out, const VecF* weights) {
+    for (int v = 0; v < kBlockKeys / kLanes; v += 2)
+      store(out + v * kLanes / 2, _mm512_cvtne2ps_pbh((__m512)weights[v + 1], (__m512)weights[v]));
+  }
+#endif
+
+  void finish(const AttentionTask& task, const State& state) const {
+    const int64_t first = args_.qo_indptr[task.sequence] + task.first_node;
+    for (int64_t r = 0; r < task.nodes * group_; ++r) {
+      const int64_t node = first + r / group_, head = task.head * group_ + r % group_;
+      float top = state.max[r], total = state.sum[r], keep = 1.0f;
+      if (args_.sinks != nullptr) {
+        const float sink = T::to_float(static_cast<const Raw*>(args_.sinks)[head]) * kLog2e;
+        const float with_sink = top > sink ? top : sink;
+        keep = exp2_scalar(top - with_sink);
+        total = total * keep + exp2_scalar(sink - with_sink);
+        top = with_sink;
+      }
+      const float inverse = keep / total;
+      Raw* out = static_cast<Raw*>(args_.out) + (node * args_.num_qo_heads + head) * args_.v_dim;
+      for (int64_t c = 0; c < args_.v_dim; ++c) out[c] = T::from_float(state.output[r * columns_ + c] * inverse);
+      args_.lse[node * args_.num_qo_heads + head] = (top + __builtin_log2f(total)) * kLn2;
+    }
+  }
+
+  const AttentionArgs& args_;
+  int64_t group_, rows_, k_words_, columns_, max_nodes_;
+};
+
+template <class T, class Dot>
+void run_attention(const AttentionArgs& args, int threads) {
+  const int64_t count = count_tasks(args);
+  if (count == 0) return;
+  struct Context {
+    Attention<T, Dot> attention;
+    AttentionTask* tasks;
+    float* states;
+    int64_t count;
+  } context{Attention<T, Dot>(args), nullptr, nullptr, count};
+  const int64_t task_bytes = round_up(count * static_cast<int64_t>(sizeof(AttentionTask)), 64);
+  context.tasks = static_cast<AttentionTask*>(arena(1, task_bytes));
+  const int64_t splits = make_tasks(args, context.tasks);
+  // Few tasks: the splits are spread over the threads and merged afterwards, in the same order as in one thread.
+  const bool spread = threads > 1 && splits > count && count < 2 * threads && count != threads;
+  if (!spread) {
+    auto body = [](void* data, int64_t i) {
+      auto& c = *static_cast<Context*>(data);
+      c.attention.run(c.tasks[i]);
+    };
+    parallel_for(count, threads, body, &context);
+    return;
+  }
+  auto* memory = static_cast<char*>(arena(1, task_bytes + splits * context.attention.state_floats() * 4));
+  context.tasks = reinterpret_cast<AttentionTask*>(memory);
+  context.states = reinterpret_cast<float*>(memory + task_bytes);
+  make_tasks(args, context.tasks);
+  auto one_split = [](void* data, int64_t i) {
+    auto& c = *static_cast<Context*>(data);
+    int64_t t = c.count - 1;
+    while (c.tasks[t].first_split > i) --t;
+    const AttentionTask& task = c.tasks[t];
+    float* state = c.states + i * c.attention.state_floats();
+    c.attention.run_one_split(task, static_cast<int>(i - task.first_split), c.attention.state_at(state));
+  };
+  parallel_for(splits, threads, one_split, &context);
+  auto finish = [](void* data, int64_t t) {
+    auto& c = *static_cast<Context*>(data);
+    c.attention.finish_splits(c.tasks[t], c.states + c.tasks[t].first_split * c.attention.state_floats());
+  };
+  parallel_for(count, threads, finish, &context);
+}
+
+}  // namespace
+}  // namespace specmemo

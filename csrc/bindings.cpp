@@ -1,0 +1,131 @@
+// The Python module specmemo_kernels._cpu: pointers as integers, checked and shaped by backends/cpu.py.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "paged_copy.h"
+#include "threads.h"
+
+namespace py = pybind11;
+using namespace specmemo;
+
+namespace {
+
+using Address = std::uintptr_t;
+using Pair = std::array<int64_t, 2>;
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+void tree_attention(int dtype, Address q, Pair q_strides, Address k_new, Pair k_strides, Address v_new, Pair v_strides,
+                    Address k_pages, Address v_pages, Address block_table, Address seq_lens, Address qo_indptr,
+                    Address tree_mask, Address sinks, Address out, Address lse, int64_t batch, int64_t max_pages,
+                    int64_t page_size, int64_t mask_words, int64_t num_qo_heads, int64_t num_kv_heads, int64_t k_dim,
+                    int64_t v_dim, float scale, float softcap, int64_t window, int threads) {
+  AttentionArgs args{};
+  args.dtype = static_cast<DType>(dtype);
+  args.q = at<void>(q), args.k_new = at<void>(k_new), args.v_new = at<void>(v_new);
+  for (int i = 0; i < 2; ++i) {
+    args.q_strides[i] = q_strides[i], args.k_new_strides[i] = k_strides[i], args.v_new_strides[i] = v_strides[i];
+  }
+  args.k_pages = at<void>(k_pages), args.v_pages = at<void>(v_pages);
+  args.block_table = at<int32_t>(block_table), args.seq_lens = at<int32_t>(seq_lens);
+  args.qo_indptr = at<int32_t>(qo_indptr), args.tree_mask = at<int64_t>(tree_mask);
+  args.sinks = at<void>(sinks), args.out = at<void>(out), args.lse = at<float>(lse);
+  args.batch = batch, args.max_pages = max_pages, args.page_size = page_size, args.mask_words = mask_words;
+  args.num_qo_heads = num_qo_heads, args.num_kv_heads = num_kv_heads, args.k_dim = k_dim, args.v_dim = v_dim;
+  args.scale = scale, args.softcap = softcap, args.window = window;
+  const Kernels& table = kernels();
+  py::gil_scoped_release unlocked;
+  table.tree_attention(args, threads);
+}
+
+void lm_head_topk(int dtype, Address hidden, int64_t hidden_stride, Address weight, Address bias, int64_t rows,
+                  int64_t vocab, int64_t hidden_size, int64_t k, Address tokens, Address values, int threads) {
+  LmHeadArgs args{static_cast<DType>(dtype),
+                  at<void>(hidden),
+                  hidden_stride,
+                  at<void>(weight),
+                  at<void>(bias),
+                  rows,
+                  vocab,
+                  hidden_size,
+                  k,
+                  at<int64_t>(tokens),
+                  at<float>(values)};
+  const Kernels& table = kernels();
+  py::gil_scoped_release unlocked;
+  table.lm_head_topk(args, threads);
+}
+
+PagedRows paged_rows(Address block_table, Address seq_lens, Address qo_indptr, int64_t batch, int64_t max_pages,
+                     int64_t page_size) {
+  return PagedRows{
+      at<int32_t>(block_table), at<int32_t>(seq_lens), at<int32_t>(qo_indptr), batch, max_pages, page_size};
+}
+
+// strides in bytes: row, head
+void append_paged_kv(Address from, Pair strides, Address pages, int64_t heads, int64_t head_bytes, Address block_table,
+                     Address seq_lens, Address qo_indptr, int64_t batch, int64_t max_pages, int64_t page_size) {
+  const PagedRows rows = paged_rows(block_table, seq_lens, qo_indptr, batch, max_pages, page_size);
+  const CopySide side{at<char>(from), at<char>(pages), heads * head_bytes, strides[0], 0, 0, strides[1], head_bytes,
+                      heads};
+  py::gil_scoped_release unlocked;
+  append_rows(rows, side);
+}
+
+// scratch and pages are contiguous; row bytes and layer bytes of each side
+void commit_paged_kv(Address k_scratch, Address v_scratch, Address k_pages, Address v_pages, Pair row_bytes,
+                     int64_t scratch_rows, int64_t page_rows, int64_t layers, Address block_table, Address seq_lens,
+                     Address qo_indptr, Address accept_index, Address accept_length, int64_t width, int64_t batch,
+                     int64_t max_pages, int64_t page_size, int threads) {
+  const PagedRows rows = paged_rows(block_table, seq_lens, qo_indptr, batch, max_pages, page_size);
+  auto side = [&](Address from, Address to, int64_t bytes) {
+    return CopySide{at<char>(from),    at<char>(to), bytes, bytes, scratch_rows * bytes,
+                    page_rows * bytes, bytes,        bytes, 1};
+  };
+  const CopySide keys = side(k_scratch, k_pages, row_bytes[0]), values = side(v_scratch, v_pages, row_bytes[1]);
+  py::gil_scoped_release unlocked;
+  commit_rows(rows, keys, values, layers, at<int32_t>(accept_index), at<int32_t>(accept_length), width, threads);
+}
+
+void verify(Address draft, Address target, Address parents, Address qo_indptr, int64_t batch, int64_t max_depth,
+            Address accept_index, Address accept_length, Address bonus_token) {
+  verify_tree_greedy(at<int64_t>(draft), at<int64_t>(target), at<int32_t>(parents), at<int32_t>(qo_indptr), batch,
+                     max_depth, at<int32_t>(accept_index), at<int32_t>(accept_length), at<int64_t>(bonus_token));
+}
+
+std::vector<std::string> isas() {
+  int count = 0;
+  const char* const* names = available_isas(&count);
+  return {names, names + count};
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_cpu, m) {
+  m.doc() = "C++ kernels of the cpu backend; specmemo_kernels.ops is the interface.";
+  m.def("tree_attention", &tree_attention);
+  m.def("lm_head_topk", &lm_head_topk);
+  m.def("append_paged_kv", &append_paged_kv);
+  m.def("commit_paged_kv", &commit_paged_kv);
+  m.def("verify_tree_greedy", &verify);
+  m.def("isas", &isas, "Instruction sets that were built and that this machine can run, best first.");
+  m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
+  m.def(
+      "use_isa",
+      [](const std::string& name) {
+        if (use_isa(name.c_str())) return;
+        std::string known;
+        for (const auto& isa : isas()) known += (known.empty() ? "" : ", ") + isa;
+        throw py::value_error("instruction set '" + name + "' can't be used here; there are " + known);
+      },
+      "Use one of isas() from now on.");
+  m.def("thread_runtime", [] { return std::string(thread_runtime()); });
+}

@@ -1,0 +1,78 @@
+// Which of the compiled instruction sets runs.
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "kernels.h"
+
+namespace specmemo {
+
+extern const Kernels kernels_baseline;
+#ifdef SPECMEMO_X86
+extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512bf16;
+#endif
+
+namespace {
+
+struct Choice {
+  const Kernels* runnable[4];
+  const char* names[4];
+  int count = 0;
+  const Kernels* chosen = nullptr;
+
+  void add(const Kernels& k, bool runs) {
+    if (!runs) return;
+    runnable[count] = &k;
+    names[count++] = k.name;
+  }
+
+  bool use(const char* name) {
+    for (int i = 0; i < count; ++i)
+      if (std::strcmp(names[i], name) == 0) {
+        chosen = runnable[i];
+        return true;
+      }
+    return false;
+  }
+};
+
+Choice make_choice() {
+  Choice choice;
+#ifdef SPECMEMO_X86
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  choice.add(kernels_avx512bf16, avx512 && __builtin_cpu_supports("avx512bf16"));
+  choice.add(kernels_avx512, avx512);
+  choice.add(kernels_avx2, avx2);
+#endif
+  choice.add(kernels_baseline, true);
+  choice.chosen = choice.runnable[0];
+  const char* forced = std::getenv("SPECMEMO_CPU_ISA");
+  if (forced != nullptr && forced[0] != '\0' && !choice.use(forced)) {
+    std::string message = std::string("SPECMEMO_CPU_ISA is '") + forced + "', this machine can run";
+    for (int i = 0; i < choice.count; ++i) message += (i == 0 ? " " : ", ") + std::string(choice.names[i]);
+    throw std::invalid_argument(message);
+  }
+  return choice;
+}
+
+Choice& choice() {
+  static Choice made = make_choice();
+  return made;
+}
+
+}  // namespace
+
+const Kernels& kernels() { return *choice().chosen; }
+
+const char* const* available_isas(int* count) {
+  *count = choice().count;
+  return choice().names;
+}
+
+bool use_isa(const char* name) { return choice().use(name); }
+
+}  // namespace specmemo

@@ -1,0 +1,61 @@
+// What the operators' kernels take, and the table of kernels that each instruction set fills.
+// Plain pointers and integers only: this library links neither torch nor Python's C API outside bindings.cpp.
+#pragma once
+
+#include <cstdint>
+
+namespace specmemo {
+
+enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+// Strides are in elements; the last dimension of every tensor is contiguous.
+struct AttentionArgs {
+  DType dtype;
+  const void* q;      // [N, num_qo_heads, k_dim]
+  const void* k_new;  // [N, num_kv_heads, k_dim]
+  const void* v_new;  // [N, num_kv_heads, v_dim]
+  int64_t q_strides[2], k_new_strides[2], v_new_strides[2];
+  const void* k_pages;         // [num_pages, page_size, num_kv_heads, k_dim], contiguous
+  const void* v_pages;         // [num_pages, page_size, num_kv_heads, v_dim], contiguous
+  const int32_t* block_table;  // [batch, max_pages]
+  const int32_t* seq_lens;     // [batch]
+  const int32_t* qo_indptr;    // [batch + 1]
+  const int64_t* tree_mask;    // [N, mask_words], or null: causal
+  const void* sinks;           // [num_qo_heads] in q's dtype, or null
+  void* out;                   // [N, num_qo_heads, v_dim], contiguous
+  float* lse;                  // [N, num_qo_heads]
+  int64_t batch, max_pages, page_size, mask_words;
+  int64_t num_qo_heads, num_kv_heads, k_dim, v_dim;
+  float scale;
+  float softcap;   // 0: none
+  int64_t window;  // 0: none
+};
+
+struct LmHeadArgs {
+  DType dtype;
+  const void* hidden;  // [rows, hidden_size]
+  int64_t hidden_stride;
+  const void* weight;  // [vocab, hidden_size], contiguous
+  const void* bias;    // [vocab] or null
+  int64_t rows, vocab, hidden_size;
+  int64_t k;        // 1: argmax
+  int64_t* tokens;  // [rows, k]
+  float* values;    // [rows, k], already rounded to dtype
+};
+
+struct Kernels {
+  const char* name;
+  void (*tree_attention)(const AttentionArgs&, int threads);
+  void (*lm_head_topk)(const LmHeadArgs&, int threads);
+};
+
+// The kernels in use: the best set this machine can run, or the one named by SPECMEMO_CPU_ISA.
+const Kernels& kernels();
+
+// Names of all sets that were built and that this machine can run, best first; count in *count.
+const char* const* available_isas(int* count);
+
+// Choose a set by name (for tests); returns false when it was not built or can't run here.
+bool use_isa(const char* name);
+
+}  // namespace specmemo

@@ -1,0 +1,48 @@
+// The kernels for one instruction set. CMakeLists.txt compiles this file once for each, with SPECMEMO_ISA set to the
+// set's name and the compiler's flags to its instructions. Everything it includes is in anonymous namespaces, so that
+// no function compiled for a newer machine can be linked into the code for an older one.
+#include "attention.h"
+#include "lm_head.h"
+
+#define SPECMEMO_TEXT(x) #x
+#define SPECMEMO_NAME(x) SPECMEMO_TEXT(x)
+#define SPECMEMO_JOIN(a, b) a##b
+#define SPECMEMO_TABLE(isa) SPECMEMO_JOIN(kernels_, isa)
+
+namespace specmemo {
+namespace {
+
+#if defined(__AVX512BF16__)
+typedef BFloat16Dot DotOfBFloat16;
+#else
+typedef Float32Dot DotOfBFloat16;
+#endif
+
+void tree_attention(const AttentionArgs& args, int threads) {
+  switch (args.dtype) {
+    case DType::kFloat32:
+      return run_attention<Float32, Float32Dot>(args, threads);
+    case DType::kBFloat16:
+      return run_attention<BFloat16, DotOfBFloat16>(args, threads);
+    case DType::kFloat16:
+      return run_attention<Float16, Float32Dot>(args, threads);
+  }
+}
+
+void lm_head_topk(const LmHeadArgs& args, int threads) {
+  switch (args.dtype) {
+    case DType::kFloat32:
+      return run_lm_head<Float32, Float32Dot>(args, threads);
+    case DType::kBFloat16:
+      return run_lm_head<BFloat16, DotOfBFloat16>(args, threads);
+    case DType::kFloat16:
+      return run_lm_head<Float16, Float32Dot>(args, threads);
+  }
+}
+
+}  // namespace
+
+extern const Kernels SPECMEMO_TABLE(SPECMEMO_ISA);
+const Kernels SPECMEMO_TABLE(SPECMEMO_ISA) = {SPECMEMO_NAME(SPECMEMO_ISA), tree_attention, lm_head_topk};
+
+}  // namespace specmemo

@@ -1,0 +1,167 @@
+// One block of keys and values, gathered from pages (or the step's new rows) into the layouts that tile.h multiplies.
+//
+//   keys    [k_words][kBlockKeys]   word w of every key side by side (a transposition)
+//   values  [kBlockKeys / kPerWord][v_columns]   columns padded to whole vectors; word = a pair of keys, or one
+//
+// A slot without a key points at a row of zeros; memory that holds no token is never read.
+#pragma once
+
+#include "tile.h"
+
+namespace specmemo {
+namespace {
+
+constexpr int kBlockKeys = 64;
+
+inline int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+// Transpose kLanes x kLanes words: columns[i] lane j becomes row j's word i.
+inline void transpose(VecF rows[kLanes]) {
+#if defined(__AVX512F__)
+  __m512 t[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_ps((__m512)rows[2 * i], (__m512)rows[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_ps((__m512)rows[2 * i], (__m512)rows[2 * i + 1]);
+  }
+  __m512 u[16];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j) {
+      const __m512d a = (__m512d)t[4 * i + j], b = (__m512d)t[4 * i + 2 + j];
+      u[4 * i + 2 * j] = (__m512)_mm512_unpacklo_pd(a, b);
+      u[4 * i + 2 * j + 1] = (__m512)_mm512_unpackhi_pd(a, b);
+    }
+  }
+  // u[4i + c] holds word 4q + c of rows 4i..4i+3 in its 128-bit quarter q.
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; ++c) {
+    const __m512 low01 = _mm512_shuffle_f32x4(u[c], u[4 + c], 0x44),
+                 high01 = _mm512_shuffle_f32x4(u[c], u[4 + c], 0xee);
+    const __m512 low23 = _mm512_shuffle_f32x4(u[8 + c], u[12 + c], 0x44);
+    const __m512 high23 = _mm512_shuffle_f32x4(u[8 + c], u[12 + c], 0xee);
+    rows[c] = (VecF)_mm512_shuffle_f32x4(low01, low23, 0x88);
+    rows[4 + c] = (VecF)_mm512_shuffle_f32x4(low01, low23, 0xdd);
+    rows[8 + c] = (VecF)_mm512_shuffle_f32x4(high01, high23, 0x88);
+    rows[12 + c] = (VecF)_mm512_shuffle_f32x4(high01, high23, 0xdd);
+  }
+#elif defined(__AVX2__)
+  __m256 t[8], u[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    t[2 * i] = _mm256_unpacklo_ps((__m256)rows[2 * i], (__m256)rows[2 * i + 1]);
+    t[2 * i + 1] = _mm256_unpackhi_ps((__m256)rows[2 * i], (__m256)rows[2 * i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j) {
+      const __m256d a = (__m256d)t[4 * i + j], b = (__m256d)t[4 * i + 2 + j];
+      u[4 * i + 2 * j] = (__m256)_mm256_unpacklo_pd(a, b);
+      u[4 * i + 2 * j + 1] = (__m256)_mm256_unpackhi_pd(a, b);
+    }
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; ++c) {
+    rows[c] = (VecF)_mm256_permute2f128_ps(u[c], u[4 + c], 0x20);
+    rows[4 + c] = (VecF)_mm256_permute2f128_ps(u[c], u[4 + c], 0x31);
+  }
+#else
+  static_assert(kLanes == 4, "four words a vector");
+  VecF t[4];
+  for (int i = 0; i < 4; ++i)
+    for (int j = 0; j < 4; ++j) t[i][j] = rows[j][i];
+  for (int i = 0; i < 4; ++i) rows[i] = t[i];
+#endif
+}
+
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+inline void prefetch_row(const void* p, int64_t bytes) {
+  for (int64_t offset = 0; offset < bytes; offset += 64) prefetch(static_cast<const char*>(p) + offset);
+}
+
+// How elements of type T become words of Dot, for one row of keys.
+template <class T, class Dot>
+struct KeyWords {
+  static VecF load_words(const typename T::Raw* row, int64_t word) { return T::load_vec(row + word); }
+  static float word(const typename T::Raw* row, int64_t word, int64_t) { return T::to_float(row[word]); }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct KeyWords<BFloat16, BFloat16Dot> {
+  static VecF load_words(const uint16_t* row, int64_t word) { return load<VecF>(row + 2 * word); }
+  static float word(const uint16_t* row, int64_t word, int64_t dim) {
+    const uint32_t low = row[2 * word], high = 2 * word + 1 < dim ? row[2 * word + 1] : 0u;
+    return bits_as<float>(low | (high << 16));
+  }
+};
+#endif
+
+// keys[i]: the row of key i; ahead[i]: a row that the next block will read.
+template <class T, class Dot>
+inline void pack_keys(const typename T::Raw* const* keys, const typename T::Raw* const* ahead, int64_t dim,
+                      float* packed) {
+  typedef KeyWords<T, Dot> Words;
+  const int64_t words = round_up(dim, Dot::kPerWord) / Dot::kPerWord;
+  const int64_t whole = dim / (Dot::kPerWord * kLanes) * kLanes;
+  for (int first = 0; first < kBlockKeys; first += kLanes) {
+    for (int i = 0; i < kLanes; ++i)
+      prefetch_row(ahead[first + i], dim * static_cast<int64_t>(sizeof(typename T::Raw)));
+    for (int64_t w = 0; w < whole; w += kLanes) {
+      VecF block[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) block[i] = Words::load_words(keys[first + i], w);
+      transpose(block);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) store(packed + (w + i) * kBlockKeys + first, block[i]);
+    }
+    for (int64_t w = whole; w < words; ++w)
+      for (int i = 0; i < kLanes; ++i) packed[w * kBlockKeys + first + i] = Words::word(keys[first + i], w, dim);
+  }
+}
+
+template <class T, class Dot>
+struct ValueRows {
+  // columns: dim rounded up to whole vectors.
+  static void pack(const typename T::Raw* const* values, int step, int64_t dim, int64_t columns, float* out) {
+    const auto* row = values[step];
+    int64_t c = 0;
+    for (; c + kLanes <= dim; c += kLanes) store(out + c, T::load_vec(row + c));
+    for (; c < columns; ++c) out[c] = c < dim ? T::to_float(row[c]) : 0.0f;
+  }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct ValueRows<BFloat16, BFloat16Dot> {
+  static void pack(const uint16_t* const* values, int step, int64_t dim, int64_t columns, float* out) {
+    const uint16_t *even = values[2 * step], *odd = values[2 * step + 1];
+    int64_t c = 0;
+    for (; c + kLanes <= dim; c += kLanes) {
+      const VecU low = __builtin_convertvector(load<VecH>(even + c), VecU);
+      const VecU high = __builtin_convertvector(load<VecH>(odd + c), VecU);
+      store(out + c, low | (high << 16));
+    }
+    for (; c < columns; ++c) {
+      const uint32_t low = c < dim ? even[c] : 0u, high = c < dim ? odd[c] : 0u;
+      out[c] = bits_as<float>(low | (high << 16));
+    }
+  }
+};
+#endif
+
+template <class T, class Dot>
+inline void pack_values(const typename T::Raw* const* values, const typename T::Raw* const* ahead, int64_t dim,
+                        int64_t columns, float* packed) {
+  for (int step = 0; step < kBlockKeys / Dot::kPerWord; ++step) {
+    for (int i = 0; i < Dot::kPerWord; ++i)
+      prefetch_row(ahead[step * Dot::kPerWord + i], dim * static_cast<int64_t>(sizeof(typename T::Raw)));
+    ValueRows<T, Dot>::pack(values, step, dim, columns, packed + step * columns);
+  }
+}
+
+}  // namespace
+}  // namespace specmemo

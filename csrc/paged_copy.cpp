@@ -1,0 +1,86 @@
+#include "paged_copy.h"
+
+#include <cstring>
+
+#include "threads.h"
+
+namespace specmemo {
+namespace {
+
+int64_t place(const PagedRows& rows, int64_t sequence, int64_t position) {  // token slot among all pages
+  const int32_t page = rows.block_table[sequence * rows.max_pages + position / rows.page_size];
+  return page * rows.page_size + position % rows.page_size;
+}
+
+void copy_row(const CopySide& side, int64_t layer, int64_t row, int64_t slot) {
+  const char* from = side.from + layer * side.from_layer + row * side.from_row;
+  char* to = side.to + layer * side.to_layer + slot * side.row_bytes;
+  if (side.from_head == side.head_bytes) {
+    std::memcpy(to, from, static_cast<size_t>(side.row_bytes));
+    return;
+  }
+  for (int64_t h = 0; h < side.heads; ++h)
+    std::memcpy(to + h * side.head_bytes, from + h * side.from_head, static_cast<size_t>(side.head_bytes));
+}
+
+}  // namespace
+
+void append_rows(const PagedRows& rows, const CopySide& side) {
+  for (int64_t s = 0; s < rows.batch; ++s)
+    for (int64_t i = rows.qo_indptr[s]; i < rows.qo_indptr[s + 1]; ++i)
+      copy_row(side, 0, i, place(rows, s, rows.seq_lens[s] + i - rows.qo_indptr[s]));
+}
+
+void commit_rows(const PagedRows& rows, const CopySide& keys, const CopySide& values, int64_t layers,
+                 const int32_t* accept_index, const int32_t* accept_length, int64_t width, int threads) {
+  struct Context {
+    const PagedRows& rows;
+    const CopySide &keys, &values;
+    const int32_t *index, *length;
+    int64_t width;
+  } context{rows, keys, values, accept_index, accept_length, width};
+  auto one_layer = [](void* data, int64_t layer) {
+    const auto& c = *static_cast<Context*>(data);
+    for (int64_t s = 0; s < c.rows.batch; ++s)
+      for (int64_t i = 0; i <= c.length[s] && i < c.width; ++i) {
+        const int64_t row = c.rows.qo_indptr[s] + c.index[s * c.width + i];
+        const int64_t slot = place(c.rows, s, c.rows.seq_lens[s] + i);
+        copy_row(c.keys, layer, row, slot);
+        copy_row(c.values, layer, row, slot);
+      }
+  };
+  int64_t accepted = 0;
+  for (int64_t s = 0; s < rows.batch; ++s) accepted += accept_length[s] + 1;
+  // Starting a second thread costs about as much as copying this many bytes.
+  const bool small = layers * accepted * (keys.row_bytes + values.row_bytes) < 128 * 1024;
+  parallel_for(layers, small ? 1 : threads, one_layer, &context);
+}
+
+void verify_tree_greedy(const int64_t* draft, const int64_t* target, const int32_t* parents, const int32_t* qo_indptr,
+                        int64_t batch, int64_t max_depth, int32_t* accept_index, int32_t* accept_length,
+                        int64_t* bonus_token) {
+  const int64_t width = max_depth + 1;
+  for (int64_t s = 0; s < batch; ++s) {
+    const int64_t first = qo_indptr[s], nodes = qo_indptr[s + 1] - first;
+    int32_t* path = accept_index + s * width;
+    for (int64_t i = 0; i < width; ++i) path[i] = -1;
+    accept_length[s] = -1;
+    bonus_token[s] = -1;
+    if (nodes == 0) continue;
+    int64_t node = 0, length = 0;
+    path[0] = 0;
+    while (length < max_depth) {
+      int64_t child = node + 1;  // parents come before their children
+      while (child < nodes && !(parents[first + child] == node && draft[first + child] >= 0 &&
+                                draft[first + child] == target[first + node]))
+        ++child;
+      if (child == nodes) break;
+      node = child;
+      path[++length] = static_cast<int32_t>(node);
+    }
+    accept_length[s] = static_cast<int32_t>(length);
+    bonus_token[s] = target[first + node];
+  }
+}
+
+}  // namespace specmemo

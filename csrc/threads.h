@@ -1,0 +1,22 @@
+// Parallel loops on the pool that torch already has.
+#pragma once
+
+#include <cstdint>
+
+namespace specmemo {
+
+using Task = void (*)(void* context, int64_t index);
+
+// Run task(context, i) for every i in [0, count) on up to `threads` threads, handing indices out one at a time.
+// Returns when all have run. Runs in the calling thread when threads or count is 1.
+void parallel_for(int64_t count, int threads, Task task, void* context);
+
+// The OpenMP runtime that parallel_for found in the process, or "std::thread".
+const char* thread_runtime();
+
+// A buffer of the calling thread that only ever grows; valid until the thread's next call with the same slot.
+// 64-byte aligned. Slots keep nested users apart.
+constexpr int kArenaSlots = 2;
+void* arena(int slot, int64_t bytes);
+
+}  // namespace specmemo

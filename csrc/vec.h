@@ -1,0 +1,217 @@
+// One vector of floats as wide as the instruction set, through the compilers' vector extensions; intrinsics only where
+// an instruction has no such spelling. Included by the per-instruction-set sources only, inside an anonymous namespace.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace specmemo {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+constexpr int kTileRows = 6;  // 6 x 4 accumulators of 32 registers
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+constexpr int kTileRows = 3;  // 3 x 4 accumulators of 16 registers
+#elif defined(__aarch64__)
+constexpr int kLanes = 4;
+constexpr int kTileRows = 6;
+#else
+constexpr int kLanes = 4;
+constexpr int kTileRows = 3;
+#endif
+constexpr int kTileVecs = 4;
+
+typedef float VecF __attribute__((vector_size(kLanes * 4)));
+typedef int32_t VecI __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t VecU __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t VecH __attribute__((vector_size(kLanes * 2)));
+
+template <class V>
+inline V load(const void* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <class V>
+inline void store(void* p, V v) {
+  std::memcpy(p, &v, sizeof v);
+}
+
+template <class To, class From>
+inline To bits_as(From v) {
+  static_assert(sizeof(To) == sizeof(From), "a cast of bits keeps the size");
+  To out;
+  std::memcpy(&out, &v, sizeof v);
+  return out;
+}
+
+inline VecF splat(float x) { return VecF{} + x; }
+inline VecF vmax(VecF a, VecF b) { return a > b ? a : b; }
+inline VecF vmin(VecF a, VecF b) { return a < b ? a : b; }
+
+inline VecI lane_index() {
+  VecI v;
+  for (int i = 0; i < kLanes; ++i) v[i] = i;
+  return v;
+}
+
+// Sums and maxima over lanes, always in the same order: halves are folded together.
+template <int N>
+struct Fold {
+  typedef float Wide __attribute__((vector_size(N * 4)));
+  typedef float Half __attribute__((vector_size(N * 2)));
+  static float sum(Wide v) {
+    Half a, b;
+    std::memcpy(&a, &v, sizeof a);
+    std::memcpy(&b, reinterpret_cast<const char*>(&v) + sizeof a, sizeof b);
+    return Fold<N / 2>::sum(a + b);
+  }
+  static float max(Wide v) {
+    Half a, b;
+    std::memcpy(&a, &v, sizeof a);
+    std::memcpy(&b, reinterpret_cast<const char*>(&v) + sizeof a, sizeof b);
+    return Fold<N / 2>::max(a > b ? a : b);
+  }
+};
+template <>
+struct Fold<2> {
+  typedef float Wide __attribute__((vector_size(8)));
+  static float sum(Wide v) { return v[0] + v[1]; }
+  static float max(Wide v) { return v[0] > v[1] ? v[0] : v[1]; }
+};
+inline float sum(VecF v) { return Fold<kLanes>::sum(v); }
+inline float max(VecF v) { return Fold<kLanes>::max(v); }
+
+// --- 16-bit floats -------------------------------------------------------------------------------------------------
+
+inline VecF bf16_to_float(VecH h) { return bits_as<VecF>(__builtin_convertvector(h, VecU) << 16); }
+
+inline VecH float_to_bf16(VecF f) {  // to nearest even; NaN stays NaN
+  const VecU u = bits_as<VecU>(f);
+  const VecU rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  const VecU nan = (u >> 16) | 0x40u;
+  return __builtin_convertvector((f == f) ? rounded : nan, VecH);
+}
+
+inline float bf16_to_float(uint16_t h) { return bits_as<float>(static_cast<uint32_t>(h) << 16); }
+
+inline uint16_t float_to_bf16(float f) {
+  const uint32_t u = bits_as<uint32_t>(f);
+  if (f != f) return static_cast<uint16_t>((u >> 16) | 0x40u);
+  return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+
+inline float fp16_to_float(uint16_t h) {
+  const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16, rest = h & 0x7fffu;
+  if (rest >= 0x7c00u) return bits_as<float>(sign | 0x7f800000u | (rest << 13));
+  // A half's exponent read as a float's is 112 too small; the product is exact, also for subnormal halves.
+  return bits_as<float>(bits_as<uint32_t>(bits_as<float>(rest << 13) * 0x1p112f) | sign);
+}
+
+inline uint16_t float_to_fp16(float f) {  // to nearest even
+  const uint32_t u = bits_as<uint32_t>(f), sign = (u >> 16) & 0x8000u;
+  const float magnitude = bits_as<float>(u & 0x7fffffffu);
+  if (f != f) return static_cast<uint16_t>(sign | 0x7e00u);
+  if (magnitude >= 65520.0f) return static_cast<uint16_t>(sign | 0x7c00u);
+  if (magnitude < 0x1p-14f) {  // subnormal: the sum with 0.5 leaves the rounded mantissa in its low bits
+    return static_cast<uint16_t>(sign | (bits_as<uint32_t>(magnitude + 0.5f) - 0x3f000000u));
+  }
+  const uint32_t m = u & 0x7fffffffu;
+  return static_cast<uint16_t>(sign | ((m - 0x38000000u + 0xfffu + ((m >> 13) & 1u)) >> 13));
+}
+
+inline VecF fp16_to_float(VecH h) {
+#if defined(__AVX512F__)
+  return (VecF)_mm512_cvtph_ps((__m256i)h);
+#elif defined(__AVX2__)
+  return (VecF)_mm256_cvtph_ps((__m128i)h);
+#else
+  const VecU wide = __builtin_convertvector(h, VecU), rest = wide & 0x7fffu, sign = (wide & 0x8000u) << 16;
+  const VecU finite = bits_as<VecU>(bits_as<VecF>(rest << 13) * 0x1p112f);
+  return bits_as<VecF>(((rest >= 0x7c00u) ? ((rest << 13) | 0x7f800000u) : finite) | sign);
+#endif
+}
+
+// --- an element type as the kernels see it ---------------------------------------------------------------------------
+
+struct Float32 {
+  typedef float Raw;
+  static VecF load_vec(const Raw* p) { return load<VecF>(p); }
+  static float to_float(Raw x) { return x; }
+  static Raw from_float(float x) { return x; }
+};
+
+struct BFloat16 {
+  typedef uint16_t Raw;
+  static VecF load_vec(const Raw* p) { return bf16_to_float(load<VecH>(p)); }
+  static float to_float(Raw x) { return bf16_to_float(x); }
+  static Raw from_float(float x) { return float_to_bf16(x); }
+};
+
+struct Float16 {
+  typedef uint16_t Raw;
+  static VecF load_vec(const Raw* p) { return fp16_to_float(load<VecH>(p)); }
+  static float to_float(Raw x) { return fp16_to_float(x); }
+  static Raw from_float(float x) { return float_to_fp16(x); }
+};
+
+// --- functions
+// ---------------------------------------------------------------------------------------------------------
+
+// 2^x for x <= 0 (softmax); 0 far below, NaN for NaN. x = n + f with |f| <= 1/2, then the Taylor series of 2^f to
+// degree 6: relative error under 3e-7.
+inline VecF exp2_nonpositive(VecF x) {
+#if defined(__AVX512F__)
+  const __m512 clamped = _mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);  // the second operand's NaN comes through
+  const __m512 n = _mm512_roundscale_ps(clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const VecF f = (VecF)(clamped - n);
+#else
+  const VecF magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
+  const VecF clamped = (x < splat(-127.0f)) ? splat(-127.0f) : x;
+  const VecF shifted = clamped + magic;
+  const VecF f = clamped - (shifted - magic);
+#endif
+  VecF p = splat(1.5403530393381608e-4f);
+  p = p * f + 1.3333558146428443e-3f;
+  p = p * f + 9.6181291076284772e-3f;
+  p = p * f + 5.5504108664821580e-2f;
+  p = p * f + 2.4022650695910072e-1f;
+  p = p * f + 6.9314718055994531e-1f;
+  p = p * f + 1.0f;
+#if defined(__AVX512F__)
+  return (VecF)_mm512_scalef_ps((__m512)p, n);
+#else
+  const VecF scaled = bits_as<VecF>(bits_as<VecI>(p) + (bits_as<VecI>(shifted) << 23));
+  const VecF flushed = (x < splat(-126.0f)) ? VecF{} : scaled;
+  return (x == x) ? flushed : x;
+#endif
+}
+
+// tanh(x): rational approximation, odd degree 13 over even degree 6, on |x| <= 7.9053; error under 4 units in the last
+// place (the minimax coefficients that Eigen and XLA use).
+inline VecF tanh(VecF x) {
+  x = vmax(vmin(x, splat(7.90531110763549805f)), splat(-7.90531110763549805f));
+  const VecF y = x * x;
+  VecF p = splat(-2.76076847742355e-16f);
+  p = p * y + 2.00018790482477e-13f;
+  p = p * y + -8.60467152213735e-11f;
+  p = p * y + 5.12229709037114e-08f;
+  p = p * y + 1.48572235717979e-05f;
+  p = p * y + 6.37261928875436e-04f;
+  p = p * y + 4.89352455891786e-03f;
+  VecF q = splat(1.19825839466702e-06f);
+  q = q * y + 1.18534705686654e-04f;
+  q = q * y + 2.26843463243900e-03f;
+  q = q * y + 4.89352518554385e-03f;
+  return x * p / q;
+}
+
+}  // namespace
+}  // namespace specmemo

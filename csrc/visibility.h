@@ -1,0 +1,33 @@
+// Which keys of one block a node sees, as 64 bits.
+//
+// A sequence's keys are one stream: its committed tokens, then the step's new rows. Block b is the stream's positions
+// 64 b .. 64 b + 63, one bit each.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace specmemo {
+
+class Visibility {
+ public:
+  // depths: room for one int32 per node of the sequence, used when there is a window.
+  Visibility(const AttentionArgs& args, int64_t sequence, int32_t* depths);
+
+  // The first position of the stream that any node from first_node on can see.
+  int64_t first_position(int64_t first_node, int64_t nodes) const;
+
+  // Bits of block `block` for one node.
+  uint64_t word(int64_t node, int64_t block) const;
+
+ private:
+  bool causal(int64_t node) const;
+  uint64_t mask_bits(int64_t node, int64_t offset) const;
+
+  const int64_t* mask_;  // the sequence's rows, or null
+  int64_t words_, length_, window_;
+  const int32_t* depths_;
+};
+
+}  // namespace specmemo

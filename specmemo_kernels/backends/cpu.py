@@ -1,0 +1,140 @@
+"""The C++ operators (``csrc/``): this module hands pointers over, :mod:`specmemo_kernels.ops` has checked the arguments.
+
+Built with the package; importing this module fails with ``ImportError`` where it was not. The kernels run on the
+threads that torch uses (``torch.get_num_threads()``) and the best instruction set of the machine;
+``SPECMEMO_CPU_ISA`` (``avx512bf16``, ``avx512``, ``avx2``, ``baseline``) forces one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from specmemo_kernels import _cpu
+
+Tensor = torch.Tensor
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def _dtype(name: str, tensor: Tensor) -> int:
+    code = _DTYPES.get(tensor.dtype)
+    if code is None:
+        raise ValueError(f"{name} has dtype {tensor.dtype}; backend 'cpu' computes float32, bfloat16 and float16")
+    return code
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def tree_attention(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    qo_indptr: Tensor,
+    tree_mask: Tensor | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    max_qo_len: int | None,
+    max_seq_len: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Online softmax over 64-key blocks, splits of 512 tokens merged in order: the same bits in any batch.
+
+    ``max_qo_len`` and ``max_seq_len`` are for launches on a device; here the exact lengths are at hand.
+    """
+    code = _dtype("q", q)
+    nodes, qo_heads, k_dim = q.shape
+    kv_heads, v_dim = v_new.shape[1], v_new.shape[2]
+    out = q.new_empty(nodes, qo_heads, v_dim)
+    lse = q.new_empty(nodes, qo_heads, dtype=torch.float32)
+    if sinks is not None:
+        sinks = sinks.to(q.dtype)
+    _cpu.tree_attention(
+        code, q.data_ptr(), q.stride()[:2], k_new.data_ptr(), k_new.stride()[:2], v_new.data_ptr(), v_new.stride()[:2],
+        k_pages.data_ptr(), v_pages.data_ptr(), block_table.data_ptr(), seq_lens.data_ptr(), qo_indptr.data_ptr(),
+        _address(tree_mask), _address(sinks), out.data_ptr(), lse.data_ptr(), seq_lens.shape[0], block_table.shape[1],
+        k_pages.shape[1], 0 if tree_mask is None else tree_mask.shape[1], qo_heads, kv_heads, k_dim, v_dim,
+        scale, softcap or 0.0, window or 0, torch.get_num_threads(),
+    )  # fmt: skip
+    return out, lse
+
+
+def append_paged_kv(
+    k_new: Tensor,
+    v_new: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    qo_indptr: Tensor,
+) -> None:
+    """Copy every new row to its sequence's pages."""
+    for new, pages in ((k_new, k_pages), (v_new, v_pages)):
+        size = new.element_size()
+        _cpu.append_paged_kv(
+            new.data_ptr(), (new.stride(0) * size, new.stride(1) * size), pages.data_ptr(), new.shape[1],
+            new.shape[2] * size, block_table.data_ptr(), seq_lens.data_ptr(), qo_indptr.data_ptr(), seq_lens.shape[0],
+            block_table.shape[1], pages.shape[1],
+        )  # fmt: skip
+
+
+def commit_paged_kv(
+    k_scratch: Tensor,
+    v_scratch: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    qo_indptr: Tensor,
+    accept_index: Tensor,
+    accept_length: Tensor,
+) -> None:
+    """Copy the accepted nodes of all layers from the scratch slots to their pages."""
+    layers, num_pages, page_size, heads, k_dim = k_pages.shape
+    size = k_pages.element_size()
+    _cpu.commit_paged_kv(
+        k_scratch.data_ptr(), v_scratch.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(),
+        (heads * k_dim * size, heads * v_pages.shape[4] * size), k_scratch.shape[1], num_pages * page_size, layers,
+        block_table.data_ptr(), seq_lens.data_ptr(), qo_indptr.data_ptr(), accept_index.data_ptr(),
+        accept_length.data_ptr(), accept_index.shape[1], seq_lens.shape[0], block_table.shape[1], page_size,
+        torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def verify_tree_greedy(
+    draft_tokens: Tensor, target_tokens: Tensor, parents: Tensor, qo_indptr: Tensor, max_depth: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walk each tree from its root along children that equal what the target wrote."""
+    batch = qo_indptr.shape[0] - 1
+    accept_index = parents.new_empty(batch, max_depth + 1)
+    accept_length = parents.new_empty(batch)
+    bonus_token = target_tokens.new_empty(batch)
+    _cpu.verify_tree_greedy(
+        draft_tokens.data_ptr(), target_tokens.data_ptr(), parents.data_ptr(), qo_indptr.data_ptr(), batch, max_depth,
+        accept_index.data_ptr(), accept_length.data_ptr(), bonus_token.data_ptr(),
+    )  # fmt: skip
+    return accept_index, accept_length, bonus_token
+
+
+def lm_head_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The best token of each row; logits exist a few at a time, in registers."""
+    return lm_head_topk(hidden, weight, bias, 1)[1][:, 0]
+
+
+def lm_head_topk(hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` best logits of each row and their tokens, best first; ties go to the lower token."""
+    code = _dtype("hidden", hidden)
+    rows, hidden_size = hidden.shape
+    tokens = torch.empty(rows, k, dtype=torch.int64)
+    values = torch.empty(rows, k, dtype=torch.float32)
+    _cpu.lm_head_topk(
+        code, hidden.data_ptr(), hidden.stride(0), weight.data_ptr(), _address(bias), rows, weight.shape[0],
+        hidden_size, k, tokens.data_ptr(), values.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return values.to(hidden.dtype), tokens

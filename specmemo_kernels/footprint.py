@@ -1,0 +1,132 @@
+"""The bytes of every part of generation: what was measured of a forward pass, and formulas for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+#: A prefill row or tree node outside of the model: int64 tokens (as drafted, packed, clamped), positions, and a spare.
+_ROW_BYTES = 5 * 8
+#: A token of a prompt or answer in generate's own tensors: int64 ids, mask and positions.
+_TOKEN_BYTES = 3 * 8
+#: A page's entry in the block table, and in the copy that a step works on.
+_TABLE_BYTES = 2 * 4
+#: Layouts of trees that are kept for the next step (``batch.tree_layout`` for the batch sizes seen last).
+KEPT_LAYOUTS = 8
+#: Tensors of single elements, whose number depends on nothing.
+_SMALL_BYTES = 4096
+_SEQUENCE_BYTES = 128
+
+
+@dataclass(frozen=True)
+class PassBytes:
+    """Transient bytes of a forward pass over some number of rows: at most ``fixed + rows * per_row``."""
+
+    fixed: int = 0
+    per_row: int = 0
+
+    def at(self, rows: int) -> int:
+        """The bound for ``rows`` rows, in bytes."""
+        return self.fixed + rows * self.per_row
+
+    @classmethod
+    def fitted(cls, few: tuple[int, Sequence[int]], many: tuple[int, Sequence[int]]) -> Self:
+        """A bound from two passes, given as ``(rows, bytes held after each operator)``.
+
+        Each moment of a pass holds ``a + b * rows`` bytes, so two passes with the same operators tell every moment's
+        ``a`` and ``b``; the largest of both bound all moments at any number of rows. Peaks alone wouldn't do: the
+        moment that is worst for many rows need not be the worst for few. Where the operators differ, all bytes count
+        as if they grew with the rows, which is too much rather than too little.
+
+        Raises:
+            ValueError: no moments, or not more rows in ``many``.
+        """
+        (few_rows, few_bytes), (many_rows, many_bytes) = few, many
+        if not 0 < few_rows < many_rows or not few_bytes or not many_bytes:
+            raise ValueError(
+                f"two passes over growing numbers of rows are needed, got {few_rows} rows with {len(few_bytes)} "
+                f"operators and {many_rows} rows with {len(many_bytes)}"
+            )
+        if len(few_bytes) != len(many_bytes):
+            peak = max(many_bytes)
+            return cls(peak, -(-peak // many_rows))
+        more = many_rows - few_rows
+        slopes = [-((a - b) // more) for a, b in zip(few_bytes, many_bytes, strict=True)]
+        constants = [-(-(a * many_rows - b * few_rows) // more) for a, b in zip(few_bytes, many_bytes, strict=True)]
+        return cls(max(0, *constants), max(0, *slopes))
+
+
+@dataclass(frozen=True)
+class GenerationShape:
+    """What generation memory depends on, of a model, its drafter and its backend.
+
+    Attributes:
+        kv_bytes_per_token: all layers' keys and values.
+        head_bytes: what the drafter holds.
+        forward: a forward pass whose lm_head makes no logits, by its rows.
+        logits: a forward pass that makes the logits of all its rows, where steps can't do without; else nothing.
+        state_bytes: of one sequence between passes (its last hidden state).
+        split_size, split_row_bytes: attention that works on splits of ``split_size`` tokens holds this for each row
+            and split; 0 for a backend without such a workspace.
+        devices: how many devices hold layers; each gets a copy of a step's metadata.
+    """
+
+    kv_bytes_per_token: int
+    head_bytes: int
+    forward: PassBytes
+    logits: PassBytes = PassBytes()
+    state_bytes: int = 0
+    split_size: int = 0
+    split_row_bytes: int = 0
+    devices: int = 1
+
+
+@dataclass(frozen=True)
+class Load:
+    """What runs at once: ``sequences`` trees of ``tree_size`` nodes, prompts in chunks of at most ``chunk`` rows."""
+
+    tree_size: int
+    sequences: int
+    chunk: int
+    page_size: int
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of a step."""
+        return self.tree_size * self.sequences
+
+    @property
+    def rows(self) -> int:
+        """The most rows of a forward pass."""
+        return max(self.chunk, self.nodes)
+
+
+def fixed_parts(shape: GenerationShape, load: Load) -> dict[str, int]:
+    """Bytes by part, pages and what grows with them left out."""
+    splits = -(-load.rows // shape.split_size) + 1 if shape.split_size else 0
+    words = -(-load.tree_size // 64)
+    layout = KEPT_LAYOUTS * (8 * words + 4 + 8 + 8 + 8)  # mask, parent, depth, row; the column of a drafter's choice
+    metadata = load.rows * _ROW_BYTES + load.nodes * layout + load.sequences * _SEQUENCE_BYTES + _SMALL_BYTES
+    return {
+        "heads": shape.head_bytes,
+        "tree_scratch": load.nodes * shape.kv_bytes_per_token,
+        "activations": shape.forward.at(load.rows)
+        + shape.logits.at(load.nodes)
+        + load.sequences * shape.state_bytes
+        + load.rows * splits * shape.split_row_bytes,
+        "metadata": metadata * shape.devices,
+    }
+
+
+def page_parts(shape: GenerationShape, load: Load) -> dict[str, int]:
+    """Bytes by part that each page adds."""
+    tokens = load.page_size
+    split = -(-load.rows * tokens * shape.split_row_bytes // shape.split_size) if shape.split_size else 0
+    # All prompts of a call may be padded to the longest, which may take all pages.
+    ids = load.sequences * tokens * _TOKEN_BYTES
+    return {
+        "kv_pages": tokens * shape.kv_bytes_per_token,
+        "activations": split,
+        "metadata": (ids + load.sequences * _TABLE_BYTES) * shape.devices,
+    }
