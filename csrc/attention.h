@@ -258,9 +258,12 @@ class Attention {
     const float old = state.max[row];
     float now = max(top);
     if (!(now > old)) now = old;
-    if (now == kMinusInf) {  // nothing seen yet
-      std::memset(w.weights + tile_row * (kBlockKeys / Dot::kPerWord), 0, kBlockKeys / Dot::kPerWord * 4);
-      return 1.0f;
+    if (now == kMinusInf) {
+      if (visible == 0) {  // nothing seen yet
+        std::memset(w.weights + tile_row * (kBlockKeys / Dot::kPerWord), 0, kBlockKeys / Dot::kPerWord * 4);
+        return 1.0f;
+      }
+      now = 0.0f;  // scores of NaN or minus infinity only: NaN must reach the sum
     }
     const float factor = now == old ? 1.0f : (old == kMinusInf ? 0.0f : exp2_scalar(old - now));
     VecF total = load<VecF>(w.lane_sums + row * kLanes) * splat(factor);

@@ -69,7 +69,7 @@ inline void transpose(VecF rows[kLanes]) {
   }
 #else
   static_assert(kLanes == 4, "four words a vector");
-  VecF t[4];
+  VecF t[4] = {};
   for (int i = 0; i < 4; ++i)
     for (int j = 0; j < 4; ++j) t[i][j] = rows[j][i];
   for (int i = 0; i < 4; ++i) rows[i] = t[i];

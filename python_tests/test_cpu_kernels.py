@@ -1,0 +1,186 @@
+"""What only the C++ backend promises: every instruction set, the same bits in any batch, chunk and thread count."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cases import ATTENTION_CASES, AttentionCase, attention_budget, attention_inputs, one_sequence
+
+from specmemo_kernels import _cpu, ops
+from specmemo_kernels.backends import cpu
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LONG = AttentionCase("several_splits", (1500, 40, 511), (9, 3, 2), num_qo_heads=4, num_kv_heads=1)
+
+
+@pytest.fixture(params=_cpu.isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = _cpu.isa()
+    _cpu.use_isa(request.param)
+    yield request.param
+    _cpu.use_isa(before)
+
+
+@pytest.fixture
+def threads() -> Iterator[Any]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [*ATTENTION_CASES, LONG], ids=lambda c: c.name)
+def test_attention_of_every_instruction_set(isa: str, case: AttentionCase, dtype: torch.dtype) -> None:
+    inputs = attention_inputs(case, dtype)
+    budget = attention_budget(inputs, dtype)
+    out, lse = ops.tree_attention(**inputs, backend="cpu")
+    assert float((out.double() - budget.out).abs().max()) <= budget.out_error
+    assert float((lse.double() - budget.lse).abs().max()) <= budget.lse_error
+
+
+@pytest.mark.parametrize("head_dim", [2, 12, 20, 40, 104, 200])
+def test_head_dims_that_fill_no_register(isa: str, head_dim: int) -> None:
+    case = AttentionCase("odd", (70, 9), (5, 7), head_dim=head_dim, v_head_dim=head_dim + 2)
+    for dtype in DTYPES:
+        inputs = attention_inputs(case, dtype)
+        budget = attention_budget(inputs, dtype)
+        out, _ = ops.tree_attention(**inputs, backend="cpu")
+        assert float((out.double() - budget.out).abs().max()) <= budget.out_error, dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["ragged", "page_edges", "window", "all_extras", "several_splits"])
+def test_a_sequence_is_the_same_bits_alone_and_in_a_batch(isa: str, name: str, dtype: torch.dtype) -> None:
+    case = next(c for c in [*ATTENTION_CASES, LONG] if c.name == name)
+    inputs = attention_inputs(case, dtype)
+    out, lse = ops.tree_attention(**inputs, backend="cpu")
+    bounds = inputs["qo_indptr"].tolist()
+    for row in (row for row, nodes in enumerate(case.nodes) if nodes):
+        own, own_lse = ops.tree_attention(**one_sequence(inputs, row), backend="cpu")
+        assert torch.equal(own, out[bounds[row] : bounds[row + 1]])
+        assert torch.equal(own_lse, lse[bounds[row] : bounds[row + 1]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_the_number_of_threads_changes_no_bit(threads: Any, kv_heads: int, dtype: torch.dtype) -> None:
+    case = AttentionCase("threads", (2100,), (33,), num_qo_heads=8, num_kv_heads=kv_heads)
+    inputs = attention_inputs(case, dtype)
+    results = []
+    for count in (1, 2, 3, 7):
+        threads(count)
+        results.append(ops.tree_attention(**inputs, backend="cpu"))
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
+
+
+@pytest.mark.parametrize("length", [0, 60, 500, 511])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_chain_is_the_same_bits_as_one_token_after_another(isa: str, length: int, dtype: torch.dtype) -> None:
+    """Attention of a chunk, of a chain of drafts and of single steps: keys keep their places in the blocks."""
+    nodes = 20
+    case = AttentionCase("chain", (length,), (nodes,), tree=False, page_size=16)
+    inputs = attention_inputs(case, dtype)
+    pages = -(-(length + nodes) // 16)
+    room = torch.zeros(pages + 1, *inputs["k_pages"].shape[1:], dtype=dtype)
+    k_pages, v_pages = room.clone(), room.clone()
+    used = inputs["block_table"][0, : -(-length // 16)].long()
+    k_pages[1 : len(used) + 1], v_pages[1 : len(used) + 1] = inputs["k_pages"][used], inputs["v_pages"][used]
+    table = torch.arange(1, pages + 1, dtype=torch.int32)[None]
+    common = {**inputs, "k_pages": k_pages, "v_pages": v_pages, "block_table": table}
+    chunk, _ = ops.tree_attention(**common, backend="cpu")
+    words = torch.tensor([[(2 << i) - 1] for i in range(nodes)], dtype=torch.int64)
+    chain, _ = ops.tree_attention(**{**common, "tree_mask": words}, backend="cpu")
+    assert torch.equal(chunk, chain)
+    for i in range(nodes):
+        at = torch.tensor([length + i], dtype=torch.int32)
+        step = {name: inputs[name][i : i + 1] for name in ("q", "k_new", "v_new")}
+        bounds = torch.tensor([0, 1], dtype=torch.int32)
+        one, _ = ops.tree_attention(**{**common, **step, "seq_lens": at, "qo_indptr": bounds}, backend="cpu")
+        assert torch.equal(one[0], chunk[i])
+        ops.append_paged_kv(step["k_new"], step["v_new"], k_pages, v_pages, table, at, bounds, backend="cpu")
+
+
+@pytest.mark.parametrize("what", ["q", "k_new"])
+def test_nan_comes_through(isa: str, what: str) -> None:
+    """A model that has gone wrong must look wrong, not be given finite numbers."""
+    inputs = attention_inputs(AttentionCase("nan", (30,), (4,), tree=False), torch.float32)
+    inputs[what][1, 0, 0] = float("nan")
+    out, lse = ops.tree_attention(**inputs, backend="cpu")
+    assert out[1, 0].isnan().all()
+    assert lse[1, 0].isnan()
+    assert out[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "vocab", "hidden"), [(1, 7, 3), (5, 1000, 64), (25, 3001, 200), (7, 97, 2085)])
+def test_lm_head_of_every_instruction_set(isa: str, rows: int, vocab: int, hidden: int, dtype: torch.dtype) -> None:
+    """Small integers make every sum exact, so the tokens are those of float64, ties to the lowest."""
+    g = torch.Generator().manual_seed(rows)
+    x = torch.randint(-1, 2, (rows, hidden), generator=g).double()
+    w = torch.randint(-1, 2, (vocab, hidden), generator=g).double()
+    bias = torch.randint(-2, 3, (vocab,), generator=g).double()
+    logits = (x @ w.T + bias).to(dtype)
+    k = min(vocab, 10)
+    values, tokens = ops.lm_head_topk(x.to(dtype), w.to(dtype), bias.to(dtype), k=k, backend="cpu")
+    order = torch.argsort(logits.double(), dim=1, descending=True, stable=True)[:, :k]
+    assert torch.equal(tokens, order)
+    assert torch.equal(values, logits.gather(1, order))
+    assert torch.equal(ops.lm_head_argmax(x.to(dtype), w.to(dtype), bias.to(dtype), backend="cpu"), order[:, 0])
+
+
+def test_lm_head_takes_nan_for_the_largest_as_torch_does(isa: str) -> None:
+    hidden, weight = torch.ones(1, 4), torch.arange(400.0).reshape(100, 4)
+    weight[17, 2] = weight[60, 0] = float("nan")
+    logits = hidden @ weight.T
+    assert ops.lm_head_argmax(hidden, weight, backend="cpu").item() == logits.argmax().item() == 17
+    assert ops.lm_head_topk(hidden, weight, k=3, backend="cpu")[1].tolist() == [[17, 60, 99]]
+
+
+def test_lm_head_rows_that_are_apart(isa: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    wide, weight = torch.randn(6, 3, 64, generator=g), torch.randn(500, 64, generator=g)
+    rows = wide[:, 1]
+    assert not rows.is_contiguous()
+    expected = (rows.double() @ weight.double().T).argmax(1)
+    assert torch.equal(ops.lm_head_argmax(rows, weight, backend="cpu"), expected)
+
+
+def test_float64_is_refused_by_name() -> None:
+    inputs = attention_inputs(ATTENTION_CASES[0], torch.float64)
+    with pytest.raises(ValueError, match=r"q has dtype torch\.float64; backend 'cpu' computes float32"):
+        ops.tree_attention(**inputs, backend="cpu")
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **environment}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+
+
+def test_an_instruction_set_can_be_forced() -> None:
+    code = "import torch; from specmemo_kernels import _cpu; print(_cpu.isa())"
+    assert run_python(code, SPECMEMO_CPU_ISA="baseline").stdout.strip() == "baseline"
+
+
+def test_an_unknown_instruction_set_is_an_error_that_lists_the_known() -> None:
+    code = "import torch; from specmemo_kernels import _cpu; print(_cpu.isa())"
+    result = run_python(code, SPECMEMO_CPU_ISA="mmx")
+    assert result.returncode != 0
+    assert "SPECMEMO_CPU_ISA is 'mmx', this machine can run" in result.stderr
+    with pytest.raises(ValueError, match="instruction set 'mmx' can't be used here; there are .*baseline"):
+        _cpu.use_isa("mmx")
+
+
+def test_kernels_run_on_the_threads_that_torch_has() -> None:
+    """No second OpenMP runtime: the one torch loaded was found."""
+    loaded = open("/proc/self/maps").read() if sys.platform == "linux" else ""
+    expected = "libgomp" if "libgomp" in loaded else "libomp" if "omp" in loaded else "std::thread"
+    assert _cpu.thread_runtime() == expected
+    assert cpu.__name__.endswith("cpu")
