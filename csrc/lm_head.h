@@ -35,10 +35,11 @@ struct RowDot<BFloat16, BFloat16Dot> {
 };
 #endif
 
-// sums[row][vocab] += products of [begin, end) for `HIDDEN` rows and all rows of the vocabulary tile.
-template <class T, class Dot, int HIDDEN, bool PREFETCH>
+// sums[row][vocab] += products of [begin, end) for `HIDDEN` rows and all rows of the vocabulary tile. Meanwhile the
+// same part of the first PREFETCH rows of `ahead` is fetched.
+template <class T, class Dot, int HIDDEN, int PREFETCH>
 inline void dot_tile(const typename T::Raw* hidden, int64_t hidden_stride, const typename T::Raw* const* weight,
-                     int64_t ahead, int64_t begin, int64_t end, VecF (*sums)[kVocabTile]) {
+                     const typename T::Raw* const* ahead, int64_t begin, int64_t end, VecF (*sums)[kVocabTile]) {
   typedef RowDot<T, Dot> Row;
   VecF sum[HIDDEN][kVocabTile];
 #pragma GCC unroll 8
@@ -52,7 +53,7 @@ inline void dot_tile(const typename T::Raw* hidden, int64_t hidden_stride, const
 #pragma GCC unroll 8
     for (int v = 0; v < kVocabTile; ++v) {
       const VecF w = Row::load(weight[v] + i);
-      if (PREFETCH) prefetch(weight[v] + ahead + i);
+      if (v < PREFETCH) prefetch(ahead[v] + i);
 #pragma GCC unroll 8
       for (int r = 0; r < HIDDEN; ++r) sum[r][v] = Row::multiply_add(sum[r][v], h[r], w);
     }
@@ -63,19 +64,37 @@ inline void dot_tile(const typename T::Raw* hidden, int64_t hidden_stride, const
     for (int v = 0; v < kVocabTile; ++v) sums[r][v] = sum[r][v];
 }
 
-template <class T, class Dot, bool PREFETCH>
-inline void dot_rows(int rows, const typename T::Raw* hidden, int64_t stride, const typename T::Raw* const* weight,
-                     int64_t ahead, int64_t begin, int64_t end, VecF (*sums)[kVocabTile]) {
+template <class T, class Dot, int HIDDEN>
+inline void dot_rows(int fetched, const typename T::Raw* hidden, int64_t stride, const typename T::Raw* const* weight,
+                     const typename T::Raw* const* ahead, int64_t begin, int64_t end, VecF (*sums)[kVocabTile]) {
+  switch (fetched) {
+    case 0:
+      return dot_tile<T, Dot, HIDDEN, 0>(hidden, stride, weight, ahead, begin, end, sums);
+    case 1:
+      return dot_tile<T, Dot, HIDDEN, 1>(hidden, stride, weight, ahead, begin, end, sums);
+    case 2:
+      return dot_tile<T, Dot, HIDDEN, 2>(hidden, stride, weight, ahead, begin, end, sums);
+    case 3:
+      return dot_tile<T, Dot, HIDDEN, 3>(hidden, stride, weight, ahead, begin, end, sums);
+    default:
+      return dot_tile<T, Dot, HIDDEN, kVocabTile>(hidden, stride, weight, ahead, begin, end, sums);
+  }
+}
+
+template <class T, class Dot>
+inline void dot_panel(int rows, int fetched, const typename T::Raw* hidden, int64_t stride,
+                      const typename T::Raw* const* weight, const typename T::Raw* const* ahead, int64_t begin,
+                      int64_t end, VecF (*sums)[kVocabTile]) {
   switch (rows) {
     case 1:
-      return dot_tile<T, Dot, 1, PREFETCH>(hidden, stride, weight, ahead, begin, end, sums);
+      return dot_rows<T, Dot, 1>(fetched, hidden, stride, weight, ahead, begin, end, sums);
     case 2:
-      return dot_tile<T, Dot, 2, PREFETCH>(hidden, stride, weight, ahead, begin, end, sums);
+      return dot_rows<T, Dot, 2>(fetched, hidden, stride, weight, ahead, begin, end, sums);
 #if defined(__AVX512F__) || defined(__aarch64__)
     case 3:
-      return dot_tile<T, Dot, 3, PREFETCH>(hidden, stride, weight, ahead, begin, end, sums);
+      return dot_rows<T, Dot, 3>(fetched, hidden, stride, weight, ahead, begin, end, sums);
     case 4:
-      return dot_tile<T, Dot, 4, PREFETCH>(hidden, stride, weight, ahead, begin, end, sums);
+      return dot_rows<T, Dot, 4>(fetched, hidden, stride, weight, ahead, begin, end, sums);
 #endif
   }
 }
@@ -113,15 +132,19 @@ class LmHead {
   // The k best of one piece of the vocabulary, for all rows.
   void run(int64_t piece, char* results) const {
     const int64_t begin = first_token(piece), end = first_token(piece + 1), rows = args_.rows;
-    auto* sums = static_cast<VecF(*)[kVocabTile]>(arena(0, rows * static_cast<int64_t>(sizeof(VecF[kVocabTile]))));
+    const int64_t padded = round_up(rows * kVocabTile, kLanes);
+    auto* memory = static_cast<char*>(arena(0, padded * static_cast<int64_t>(sizeof(VecF) + sizeof(float))));
+    auto* sums = reinterpret_cast<VecF(*)[kVocabTile]>(memory);
+    auto* values = reinterpret_cast<float*>(memory + padded * static_cast<int64_t>(sizeof(VecF)));
     int64_t counts_seen = 0;  // offered so far, the same for every row
     for (int64_t token = begin; token < end; token += kVocabTile) {
       const int64_t count = end - token < kVocabTile ? end - token : kVocabTile;
       logits(token, count, sums);
+      fold(reinterpret_cast<const VecF*>(sums), padded, values);
       for (int64_t r = 0; r < rows; ++r) {
         Best top = best(results, piece, r);
         top.count = counts_seen < args_.k ? counts_seen : args_.k;
-        for (int64_t v = 0; v < count; ++v) top.offer(logit(sums[r][v], r, token + v), token + v);
+        for (int64_t v = 0; v < count; ++v) top.offer(values[r * kVocabTile + v], token + v);
       }
       counts_seen += count;
     }
@@ -148,24 +171,29 @@ class LmHead {
 
   void logits(int64_t token, int64_t count, VecF (*sums)[kVocabTile]) const {
     const auto* hidden = static_cast<const Raw*>(args_.hidden);
-    const Raw* weight[kVocabTile];
-    for (int64_t v = 0; v < kVocabTile; ++v)  // rows past the end repeat the last one; their sums are not used
+    const Raw *weight[kVocabTile], *next[kVocabTile];
+    for (int64_t v = 0; v < kVocabTile; ++v) {  // rows past the end repeat the last one; their sums are not used
       weight[v] = static_cast<const Raw*>(args_.weight) + (token + (v < count ? v : count - 1)) * args_.hidden_size;
-    const int64_t ahead = kVocabTile * args_.hidden_size, rows = args_.rows;
+      next[v] = weight[v] + kVocabTile * args_.hidden_size;
+    }
+    const int64_t rows = args_.rows, tiles = (rows + kHiddenTile - 1) / kHiddenTile;
     const int64_t whole = args_.hidden_size / RowDot<T, Dot>::kStep * RowDot<T, Dot>::kStep;
-    std::memset(sums, 0, static_cast<size_t>(rows) * sizeof(VecF[kVocabTile]));
-    const int64_t tiles = (rows + kHiddenTile - 1) / kHiddenTile;
+    // The next panel is fetched evenly over the tiles: in one burst it would wait for the memory, then leave it idle.
+    const int64_t share = (kVocabTile + tiles - 1) / tiles, fetched = share > 3 ? kVocabTile : share;
+    for (int64_t v = 0; v < kVocabTile; ++v) {
+      VecF start{};
+      if (args_.bias != nullptr)
+        start[0] = T::to_float(static_cast<const Raw*>(args_.bias)[token + (v < count ? v : count - 1)]);
+      for (int64_t r = 0; r < rows; ++r) sums[r][v] = start;
+    }
     for (int64_t begin = 0; begin < whole; begin += kHiddenChunk) {
       const int64_t end = begin + kHiddenChunk < whole ? begin + kHiddenChunk : whole;
       for (int64_t t = 0; t < tiles; ++t) {
-        const int64_t first = rows * t / tiles;
+        const int64_t first = rows * t / tiles, left = kVocabTile - t * fetched;
         const int height = static_cast<int>(rows * (t + 1) / tiles - first);
-        const Raw* h = hidden + first * args_.hidden_stride;
-        if (t == 0) {
-          dot_rows<T, Dot, true>(height, h, args_.hidden_stride, weight, ahead, begin, end, sums + first);
-        } else {
-          dot_rows<T, Dot, false>(height, h, args_.hidden_stride, weight, ahead, begin, end, sums + first);
-        }
+        const int now = static_cast<int>(left <= 0 ? 0 : (left < fetched ? left : fetched));
+        dot_panel<T, Dot>(height, now, hidden + first * args_.hidden_stride, args_.hidden_stride, weight,
+                          next + (now == 0 ? 0 : t * fetched), begin, end, sums + first);
       }
     }
     for (int64_t i = whole; i < args_.hidden_size; ++i)
@@ -174,10 +202,19 @@ class LmHead {
           sums[r][v][0] += T::to_float(hidden[r * args_.hidden_stride + i]) * T::to_float(weight[v][i]);
   }
 
-  float logit(VecF lanes, int64_t, int64_t token) const {
-    float value = sum(lanes);
-    if (args_.bias != nullptr) value += T::to_float(static_cast<const Raw*>(args_.bias)[token]);
-    return T::to_float(T::from_float(value));  // the model's own linear rounds too, and that decides ties
+  // The sum over the lanes of each of `count` vectors (a multiple of kLanes), rounded to the inputs' type: the model's
+  // own linear rounds too, and that decides ties.
+  static void fold(const VecF* sums, int64_t count, float* values) {
+    for (int64_t i = 0; i < count; i += kLanes) {
+      VecF block[kLanes];
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; ++j) block[j] = sums[i + j];
+      transpose(block);
+#pragma GCC unroll 8
+      for (int width = kLanes / 2; width > 0; width /= 2)
+        for (int j = 0; j < width; ++j) block[j] = block[j] + block[j + width];
+      store(values + i, T::round(block[0]));
+    }
   }
 
   const LmHeadArgs& args_;

@@ -146,6 +146,7 @@ struct Float32 {
   static VecF load_vec(const Raw* p) { return load<VecF>(p); }
   static float to_float(Raw x) { return x; }
   static Raw from_float(float x) { return x; }
+  static VecF round(VecF x) { return x; }
 };
 
 struct BFloat16 {
@@ -153,6 +154,7 @@ struct BFloat16 {
   static VecF load_vec(const Raw* p) { return bf16_to_float(load<VecH>(p)); }
   static float to_float(Raw x) { return bf16_to_float(x); }
   static Raw from_float(float x) { return float_to_bf16(x); }
+  static VecF round(VecF x) { return bf16_to_float(float_to_bf16(x)); }
 };
 
 struct Float16 {
@@ -160,6 +162,10 @@ struct Float16 {
   static VecF load_vec(const Raw* p) { return fp16_to_float(load<VecH>(p)); }
   static float to_float(Raw x) { return fp16_to_float(x); }
   static Raw from_float(float x) { return float_to_fp16(x); }
+  static VecF round(VecF x) {
+    for (int i = 0; i < kLanes; ++i) x[i] = fp16_to_float(float_to_fp16(x[i]));
+    return x;
+  }
 };
 
 // --- functions
