@@ -38,7 +38,10 @@ def train_tokenizer(files: list[Path]) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=[EOS], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), max_token_length=24
+        vocab_size=VOCAB,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        max_token_length=24,
     )
     tokenizer.train([str(f) for f in files], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS, model_max_length=CONTEXT)
@@ -141,7 +144,10 @@ def evaluate(model: LlamaForCausalLM, heads: MedusaHeads, tokens: np.ndarray, wi
             count[head] += len(hit)
     model.train()
     accuracy = (correct / count[:, None]).tolist()
-    return {"held_out_loss": loss / windows, "cumulative_topk_accuracy": [[round(a, 4) for a in row] for row in accuracy]}
+    return {
+        "held_out_loss": loss / windows,
+        "cumulative_topk_accuracy": [[round(a, 4) for a in row] for row in accuracy],
+    }
 
 
 def optimisers(model: LlamaForCausalLM, heads: MedusaHeads) -> list[torch.optim.Optimizer]:
@@ -163,7 +169,10 @@ def train(args: argparse.Namespace) -> None:
     held_out = [f for f in library_files(include_tests=False) if is_held_out(f)]
     tokenizer = train_tokenizer([f for f in training if "test" not in f.parts])
     data, test_data = encode(training, tokenizer), encode(held_out, tokenizer)
-    print(f"{len(training)} files, {len(data):,} tokens; held out {len(held_out)} files, {len(test_data):,} tokens", flush=True)
+    print(
+        f"{len(training)} files, {len(data):,} tokens; held out {len(held_out)} files, {len(test_data):,} tokens",
+        flush=True,
+    )
 
     model = build_model()
     heads = MedusaHeads(model.config.hidden_size, VOCAB, NUM_HEADS, HEAD_LAYERS, own_lm_head=False)
@@ -210,11 +219,13 @@ def train(args: argparse.Namespace) -> None:
 def save(
     folder: Path, model: LlamaForCausalLM, heads: MedusaHeads, tokenizer: PreTrainedTokenizerFast, accuracy: Any
 ) -> None:
-    """Weights in bfloat16 (half the size), the model in ``folder``, the heads and their accuracy in ``folder/heads``."""
+    """Weights in bfloat16 (half the size): the model in ``folder``, heads and their accuracy in ``folder/heads``."""
     stored = build_model()
     stored.load_state_dict(model.state_dict())
     stored.to(torch.bfloat16).save_pretrained(folder)
-    stored_heads = MedusaHeads(heads.hidden_size, heads.vocab_size, heads.num_heads, heads.num_layers, own_lm_head=False)
+    stored_heads = MedusaHeads(
+        heads.hidden_size, heads.vocab_size, heads.num_heads, heads.num_layers, own_lm_head=False
+    )
     stored_heads.load_state_dict(heads.state_dict())
     stored_heads.cumulative_topk_accuracy = accuracy
     stored_heads.to(torch.bfloat16).save_pretrained(folder / "heads")

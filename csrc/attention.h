@@ -43,7 +43,7 @@ class Attention {
   typedef typename Dot::Word Word;
 
  public:
-  explicit Attention(const AttentionArgs& args) : args_(args) {
+  Attention(const AttentionArgs& args, int64_t heads) : args_(args), heads_(heads) {
     group_ = args.num_qo_heads / args.num_kv_heads;
     rows_ = nodes_per_task(args) * group_;
     k_words_ = round_up(args.k_dim, Dot::kPerWord) / Dot::kPerWord;
@@ -56,11 +56,8 @@ class Attention {
     max_nodes_ = args.window == 0 ? 0 : nodes;
   }
 
-  int64_t state_floats() const { return round_up(rows_ * (columns_ + 2), 16); }
-
-  State state_at(float* memory) const {
-    return State{memory, memory + rows_ * columns_, memory + rows_ * (columns_ + 1)};
-  }
+  // A state of all heads of a task, one after the other.
+  int64_t state_floats() const { return heads_ * head_floats(); }
 
   // All of a task's splits, merged in order, then written out.
   void run(const AttentionTask& task) const {
@@ -70,24 +67,22 @@ class Attention {
     run_split(task, 0, visibility, w, w.total);
     for (int split = 1; split < task.splits; ++split) {
       run_split(task, split, visibility, w, w.part);
-      merge(w.total, w.part, task.nodes * group_, columns_);
+      merge_heads(task, w.total, w.part);
     }
     finish(task, w.total);
   }
 
-  // One split, left in `state` for finish_splits.
-  void run_one_split(const AttentionTask& task, int split, const State& state) const {
+  // One split, left in `states` for finish_splits.
+  void run_one_split(const AttentionTask& task, int split, float* states) const {
     Workspace w(*this);
     load_queries(task, w);
     const Visibility visibility(args_, task.sequence, w.depths);
-    run_split(task, split, visibility, w, state);
+    run_split(task, split, visibility, w, states);
   }
 
   void finish_splits(const AttentionTask& task, float* states) const {
-    const State total = state_at(states);
-    for (int split = 1; split < task.splits; ++split)
-      merge(total, state_at(states + split * state_floats()), task.nodes * group_, columns_);
-    finish(task, total);
+    for (int split = 1; split < task.splits; ++split) merge_heads(task, states, states + split * state_floats());
+    finish(task, states);
   }
 
  private:
@@ -95,9 +90,9 @@ class Attention {
     explicit Workspace(const Attention& a) {
       const int64_t keys = a.k_words_ * kBlockKeys, values = kBlockKeys / Dot::kPerWord * a.columns_;
       const int64_t widest = a.args_.k_dim > a.args_.v_dim ? a.args_.k_dim : a.args_.v_dim;
-      const int64_t queries = round_up(a.rows_ * a.k_words_, 16), zeros = round_up(widest, 16);
+      const int64_t queries = round_up(a.heads_ * a.rows_ * a.k_words_, 16), zeros = round_up(widest, 16);
       const int64_t tile = kTileRows * kBlockKeys, depth = round_up(a.max_nodes_, 16);
-      const int64_t lanes = a.rows_ * kLanes, words = round_up(2 * a.rows_, 16);
+      const int64_t lanes = a.heads_ * a.rows_ * kLanes, words = round_up(2 * a.rows_, 16);
       const int64_t floats = keys + values + queries + zeros + 2 * tile + depth + lanes + words + 2 * a.state_floats();
       auto* memory = static_cast<float*>(arena(0, floats * 4 + 4096));
       auto take = [&memory](int64_t count) {
@@ -115,8 +110,8 @@ class Attention {
       depths = reinterpret_cast<int32_t*>(take(depth));
       lane_sums = take(lanes);
       visible = reinterpret_cast<uint64_t*>(take(words));
-      total = a.state_at(take(a.state_floats()));
-      part = a.state_at(take(a.state_floats()));
+      total = take(a.state_floats());
+      part = take(a.state_floats());
     }
     float *packed_keys, *packed_values;
     Word *query, *weights;
@@ -124,33 +119,48 @@ class Attention {
     float *scores, *lane_sums;
     int32_t* depths;
     uint64_t* visible;  // [nodes], the block's bits of each node
-    State total, part;
+    float *total, *part;
   };
 
   // The rows of one block's keys and values.
   struct Block {
-    const Raw *keys[kBlockKeys], *values[kBlockKeys];
+    const void *keys[kBlockKeys], *values[kBlockKeys];
   };
+  static constexpr int64_t kRawBytes = sizeof(Raw);
+
+  int64_t head_floats() const { return round_up(rows_ * (columns_ + 2), 16); }
+
+  State state_of(float* states, int64_t head) const {
+    float* memory = states + head * head_floats();
+    return State{memory, memory + rows_ * columns_, memory + rows_ * (columns_ + 1)};
+  }
+
+  void merge_heads(const AttentionTask& task, float* states, float* parts) const {
+    for (int64_t h = 0; h < task.heads; ++h)
+      merge(state_of(states, h), state_of(parts, h), task.nodes * group_, columns_);
+  }
 
   int64_t key_count(const AttentionTask& task) const {
     return args_.seq_lens[task.sequence] + task.first_node + task.nodes;
   }
 
+  // [heads][nodes x group][k_words]
   void load_queries(const AttentionTask& task, const Workspace& w) const {
     const int64_t first = args_.qo_indptr[task.sequence] + task.first_node;
-    for (int64_t node = 0; node < task.nodes; ++node)
-      for (int64_t g = 0; g < group_; ++g) {
-        const Raw* q = static_cast<const Raw*>(args_.q) + (first + node) * args_.q_strides[0] +
-                       (task.head * group_ + g) * args_.q_strides[1];
-        Word* out = w.query + (node * group_ + g) * k_words_;
-        for (int64_t i = 0; i < k_words_; ++i) {
-          const float word = KeyWords<T, Dot>::word(q, i, args_.k_dim);
-          std::memcpy(out + i, &word, 4);
+    Word* out = w.query;
+    for (int64_t h = 0; h < task.heads; ++h)
+      for (int64_t node = 0; node < task.nodes; ++node)
+        for (int64_t g = 0; g < group_; ++g) {
+          const Raw* q = static_cast<const Raw*>(args_.q) + (first + node) * args_.q_strides[0] +
+                         ((task.first_head + h) * group_ + g) * args_.q_strides[1];
+          for (int64_t i = 0; i < k_words_; ++i) {
+            const float word = KeyWords<T, Dot>::word(q, i, args_.k_dim);
+            std::memcpy(out++, &word, 4);
+          }
         }
-      }
   }
 
-  void locate(const AttentionTask& task, int64_t block, const Workspace& w, Block& rows) const {
+  void locate(const AttentionTask& task, int64_t head, int64_t block, const Workspace& w, Block& rows) const {
     const AttentionArgs& a = args_;
     const int64_t length = a.seq_lens[task.sequence], end = key_count(task), page = a.page_size;
     const int32_t* table = a.block_table + task.sequence * a.max_pages;
@@ -164,16 +174,16 @@ class Attention {
         if (run > kBlockKeys - i) run = kBlockKeys - i;
         if (run > length - position) run = length - position;
         const int64_t row = table[position / page] * page + slot;
-        const Raw* k = static_cast<const Raw*>(a.k_pages) + row * k_step + task.head * a.k_dim;
-        const Raw* v = static_cast<const Raw*>(a.v_pages) + row * v_step + task.head * a.v_dim;
+        const Raw* k = static_cast<const Raw*>(a.k_pages) + row * k_step + head * a.k_dim;
+        const Raw* v = static_cast<const Raw*>(a.v_pages) + row * v_step + head * a.v_dim;
         for (int64_t j = 0; j < run; ++j, ++i, ++position) {
           rows.keys[i] = k + j * k_step;
           rows.values[i] = v + j * v_step;
         }
       } else if (position < end) {
         const int64_t row = first_new + position - length;
-        rows.keys[i] = static_cast<const Raw*>(a.k_new) + row * a.k_new_strides[0] + task.head * a.k_new_strides[1];
-        rows.values[i] = static_cast<const Raw*>(a.v_new) + row * a.v_new_strides[0] + task.head * a.v_new_strides[1];
+        rows.keys[i] = static_cast<const Raw*>(a.k_new) + row * a.k_new_strides[0] + head * a.k_new_strides[1];
+        rows.values[i] = static_cast<const Raw*>(a.v_new) + row * a.v_new_strides[0] + head * a.v_new_strides[1];
         ++i, ++position;
       } else {
         rows.keys[i] = rows.values[i] = w.zero_row;
@@ -183,33 +193,47 @@ class Attention {
   }
 
   void run_split(const AttentionTask& task, int split, const Visibility& visibility, const Workspace& w,
-                 const State& state) const {
+                 float* states) const {
     const int64_t rows = task.nodes * group_;
-    std::memset(state.output, 0, static_cast<size_t>(rows * columns_) * 4);
-    std::memset(w.lane_sums, 0, static_cast<size_t>(rows * kLanes) * 4);
-    for (int64_t r = 0; r < rows; ++r) state.max[r] = kMinusInf;
+    for (int64_t h = 0; h < task.heads; ++h) {
+      const State state = state_of(states, h);
+      std::memset(state.output, 0, static_cast<size_t>(rows * columns_) * 4);
+      for (int64_t r = 0; r < rows; ++r) state.max[r] = kMinusInf;
+    }
+    std::memset(w.lane_sums, 0, static_cast<size_t>(task.heads * rows * kLanes) * 4);
     const int64_t first = visibility.first_position(task.first_node, task.nodes) / kBlockKeys;
     const int64_t keys = key_count(task), per_split = kSplitTokens / kBlockKeys;
     int64_t begin = split * per_split, end = begin + per_split;
     if (begin < first) begin = first;
     if (end > (keys + kBlockKeys - 1) / kBlockKeys) end = (keys + kBlockKeys - 1) / kBlockKeys;
-    Block blocks[2];
-    if (begin < end) locate(task, begin, w, blocks[0]);
+    const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+    const int64_t value_steps = kBlockKeys / Dot::kPerWord;
+    const int64_t packing = kBlockKeys * (k_words_ / kLanes) + value_steps * (args_.v_dim / kLanes);
+    const int64_t slots =
+        packing + tiles * (tiles_in(kBlockKeys / kLanes) * k_words_ + tiles_in(columns_ / kLanes) * value_steps);
+    Block now, ahead;
     for (int64_t b = begin; b < end; ++b) {
-      const Block& rows_now = blocks[(b - begin) & 1];
-      Block& rows_next = blocks[(b - begin + 1) & 1];
-      locate(task, b + 1, w, rows_next);  // past the split's end too: the next one reads it
-      pack_keys<T, Dot>(rows_now.keys, rows_next.keys, args_.k_dim, w.packed_keys);
-      pack_values<T, Dot>(rows_now.values, rows_next.values, args_.v_dim, columns_, w.packed_values);
-      run_block(task, b, visibility, w, state);
+      locate(task, task.first_head, b + 1, w, ahead);  // past the split's end too: the next one reads it
+      for (int64_t i = 0; i < task.nodes; ++i) w.visible[i] = visibility.word(task.first_node + i, b);
+      for (int64_t h = 0; h < task.heads; ++h) {
+        locate(task, task.first_head + h, b, w, now);
+        // Each head fetches its share of the next block's tokens, all heads of them.
+        const int64_t from = kBlockKeys * h / task.heads, to = kBlockKeys * (h + 1) / task.heads;
+        Fetch fetch(ahead.keys, ahead.values, from, to, task.heads * args_.k_dim * kRawBytes,
+                    task.heads * args_.v_dim * kRawBytes, slots);
+        pack_keys<T, Dot>(now.keys, fetch, args_.k_dim, w.packed_keys);
+        pack_values<T, Dot>(now.values, fetch, args_.v_dim, columns_, w.packed_values);
+        run_block(rows, w, w.query + h * rows * k_words_, w.lane_sums + h * rows * kLanes, state_of(states, h), fetch);
+      }
     }
-    for (int64_t r = 0; r < rows; ++r) state.sum[r] = sum(load<VecF>(w.lane_sums + r * kLanes));
+    for (int64_t h = 0; h < task.heads; ++h)
+      for (int64_t r = 0; r < rows; ++r)
+        state_of(states, h).sum[r] = sum(load<VecF>(w.lane_sums + (h * rows + r) * kLanes));
   }
 
-  void run_block(const AttentionTask& task, int64_t block, const Visibility& visibility, const Workspace& w,
-                 const State& state) const {
-    const int64_t rows = task.nodes * group_;
-    for (int64_t i = 0; i < task.nodes; ++i) w.visible[i] = visibility.word(task.first_node + i, block);
+  // One head's rows over the packed block.
+  void run_block(int64_t rows, const Workspace& w, const Word* query, float* lane_sums, const State& state,
+                 Fetch& fetch) const {
     // Tiles of nearly equal height: a last tile of one row would leave most of the registers idle.
     const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
     for (int64_t t = 0; t < tiles; ++t) {
@@ -221,21 +245,22 @@ class Attention {
         all &= w.visible[node];
       }
       if (any == 0) continue;
-      multiply<Dot>(count, w.query + first * k_words_, k_words_, w.packed_keys, kBlockKeys, k_words_, w.scores,
-                    kBlockKeys, nullptr, kBlockKeys / kLanes);
+      multiply<Dot>(count, query + first * k_words_, k_words_, w.packed_keys, kBlockKeys, k_words_, w.scores,
+                    kBlockKeys, nullptr, kBlockKeys / kLanes, fetch);
       float factors[kTileRows];
       for (int r = 0; r < count; ++r) {
         const uint64_t visible = w.visible[(first + r) / group_];
-        factors[r] = weigh(w, state, r, first + r, visible, all == ~uint64_t{0});
+        factors[r] = weigh(w, state, lane_sums, r, first + r, visible, all == ~uint64_t{0});
       }
       constexpr int64_t kSteps = kBlockKeys / Dot::kPerWord;
       multiply<Dot>(count, w.weights, kSteps, w.packed_values, columns_, kSteps, state.output + first * columns_,
-                    columns_, factors, columns_ / kLanes);
+                    columns_, factors, columns_ / kLanes, fetch);
     }
   }
 
   // Scores of one row into weights; returns the factor that the row's output so far must be multiplied by.
-  float weigh(const Workspace& w, const State& state, int tile_row, int64_t row, uint64_t visible, bool all) const {
+  float weigh(const Workspace& w, const State& state, float* lane_sums, int tile_row, int64_t row, uint64_t visible,
+              bool all) const {
     constexpr int kVecs = kBlockKeys / kLanes;
     const float* raw = w.scores + tile_row * kBlockKeys;
     VecF score[kVecs];
@@ -266,12 +291,12 @@ class Attention {
       now = 0.0f;  // scores of NaN or minus infinity only: NaN must reach the sum
     }
     const float factor = now == old ? 1.0f : (old == kMinusInf ? 0.0f : exp2_scalar(old - now));
-    VecF total = load<VecF>(w.lane_sums + row * kLanes) * splat(factor);
+    VecF total = load<VecF>(lane_sums + row * kLanes) * splat(factor);
     for (int v = 0; v < kVecs; ++v) {
       score[v] = exp2_nonpositive(score[v] - splat(now));
       total = total + score[v];
     }
-    store(w.lane_sums + row * kLanes, total);
+    store(lane_sums + row * kLanes, total);
     store_weights(w.weights + tile_row * (kBlockKeys / Dot::kPerWord), score);
     state.max[row] = now;
     return factor;
@@ -287,10 +312,14 @@ class Attention {
   }
 #endif
 
-  void finish(const AttentionTask& task, const State& state) const {
+  void finish(const AttentionTask& task, float* states) const {
+    for (int64_t h = 0; h < task.heads; ++h) finish_head(task, task.first_head + h, state_of(states, h));
+  }
+
+  void finish_head(const AttentionTask& task, int64_t kv_head, const State& state) const {
     const int64_t first = args_.qo_indptr[task.sequence] + task.first_node;
     for (int64_t r = 0; r < task.nodes * group_; ++r) {
-      const int64_t node = first + r / group_, head = task.head * group_ + r % group_;
+      const int64_t node = first + r / group_, head = kv_head * group_ + r % group_;
       float top = state.max[r], total = state.sum[r], keep = 1.0f;
       if (args_.sinks != nullptr) {
         const float sink = T::to_float(static_cast<const Raw*>(args_.sinks)[head]) * kLog2e;
@@ -307,50 +336,48 @@ class Attention {
   }
 
   const AttentionArgs& args_;
-  int64_t group_, rows_, k_words_, columns_, max_nodes_;
+  int64_t heads_, group_, rows_, k_words_, columns_, max_nodes_;
 };
 
 template <class T, class Dot>
 void run_attention(const AttentionArgs& args, int threads) {
-  const int64_t count = count_tasks(args);
-  if (count == 0) return;
+  const AttentionPlan plan = plan_tasks(args, threads);
+  if (plan.tasks == 0) return;
   struct Context {
     Attention<T, Dot> attention;
     AttentionTask* tasks;
     float* states;
     int64_t count;
-  } context{Attention<T, Dot>(args), nullptr, nullptr, count};
-  const int64_t task_bytes = round_up(count * static_cast<int64_t>(sizeof(AttentionTask)), 64);
-  context.tasks = static_cast<AttentionTask*>(arena(1, task_bytes));
-  const int64_t splits = make_tasks(args, context.tasks);
-  // Few tasks: the splits are spread over the threads and merged afterwards, in the same order as in one thread.
-  const bool spread = threads > 1 && splits > count && count < 2 * threads && count != threads;
+  } context{Attention<T, Dot>(args, plan.heads_per_task), nullptr, nullptr, plan.tasks};
+  // Few tasks: their splits are spread over the threads and merged afterwards, in the same order as in one thread.
+  const bool spread = plan.splits > plan.tasks && plan.tasks < kTasksPerThread * threads && plan.tasks != threads;
+  const int64_t task_bytes = round_up(plan.tasks * static_cast<int64_t>(sizeof(AttentionTask)), 64);
+  const int64_t state_bytes = spread ? plan.splits * context.attention.state_floats() * 4 : 0;
+  auto* memory = static_cast<char*>(arena(1, task_bytes + state_bytes));
+  context.tasks = reinterpret_cast<AttentionTask*>(memory);
+  context.states = reinterpret_cast<float*>(memory + task_bytes);
+  make_tasks(args, plan, context.tasks);
   if (!spread) {
     auto body = [](void* data, int64_t i) {
       auto& c = *static_cast<Context*>(data);
       c.attention.run(c.tasks[i]);
     };
-    parallel_for(count, threads, body, &context);
+    parallel_for(plan.tasks, threads, body, &context);
     return;
   }
-  auto* memory = static_cast<char*>(arena(1, task_bytes + splits * context.attention.state_floats() * 4));
-  context.tasks = reinterpret_cast<AttentionTask*>(memory);
-  context.states = reinterpret_cast<float*>(memory + task_bytes);
-  make_tasks(args, context.tasks);
   auto one_split = [](void* data, int64_t i) {
     auto& c = *static_cast<Context*>(data);
     int64_t t = c.count - 1;
     while (c.tasks[t].first_split > i) --t;
     const AttentionTask& task = c.tasks[t];
-    float* state = c.states + i * c.attention.state_floats();
-    c.attention.run_one_split(task, static_cast<int>(i - task.first_split), c.attention.state_at(state));
+    c.attention.run_one_split(task, static_cast<int>(i - task.first_split), c.states + i * c.attention.state_floats());
   };
-  parallel_for(splits, threads, one_split, &context);
+  parallel_for(plan.splits, threads, one_split, &context);
   auto finish = [](void* data, int64_t t) {
     auto& c = *static_cast<Context*>(data);
     c.attention.finish_splits(c.tasks[t], c.states + c.tasks[t].first_split * c.attention.state_floats());
   };
-  parallel_for(count, threads, finish, &context);
+  parallel_for(plan.tasks, threads, finish, &context);
 }
 
 }  // namespace

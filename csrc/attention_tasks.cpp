@@ -1,38 +1,56 @@
 #include "attention_tasks.h"
 
 namespace specmemo {
+namespace {
 
-int64_t count_tasks(const AttentionArgs& args) {
-  const int64_t step = nodes_per_task(args);
-  int64_t count = 0;
-  for (int64_t s = 0; s < args.batch; ++s) {
-    const int64_t nodes = args.qo_indptr[s + 1] - args.qo_indptr[s];
-    count += (nodes + step - 1) / step * args.num_kv_heads;
-  }
-  return count;
+int64_t divide_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit; }
+
+int64_t splits_of(const AttentionArgs& args, int64_t sequence, int64_t last_node) {
+  return divide_up(args.seq_lens[sequence] + last_node, kSplitTokens);  // a node sees no node behind it
 }
 
-int64_t make_tasks(const AttentionArgs& args, AttentionTask* tasks) {
+}  // namespace
+
+AttentionPlan plan_tasks(const AttentionArgs& args, int threads) {
+  const int64_t step = nodes_per_task(args);
+  int64_t pieces = 0;
+  for (int64_t s = 0; s < args.batch; ++s) pieces += divide_up(args.qo_indptr[s + 1] - args.qo_indptr[s], step);
+  AttentionPlan plan{args.num_kv_heads, 0, 0};
+  if (pieces == 0) return plan;
+  int64_t groups = divide_up(kTasksPerThread * threads, pieces);
+  if (groups > args.num_kv_heads) groups = args.num_kv_heads;
+  plan.heads_per_task = divide_up(args.num_kv_heads, groups);
+  groups = divide_up(args.num_kv_heads, plan.heads_per_task);
+  plan.tasks = pieces * groups;
+  for (int64_t s = 0; s < args.batch; ++s) {
+    const int64_t nodes = args.qo_indptr[s + 1] - args.qo_indptr[s];
+    for (int64_t first = 0; first < nodes; first += step)
+      plan.splits += groups * splits_of(args, s, first + step < nodes ? first + step : nodes);
+  }
+  return plan;
+}
+
+void make_tasks(const AttentionArgs& args, const AttentionPlan& plan, AttentionTask* tasks) {
   const int64_t step = nodes_per_task(args);
   int64_t splits = 0;
   for (int64_t s = 0; s < args.batch; ++s) {
     const int64_t nodes = args.qo_indptr[s + 1] - args.qo_indptr[s];
     for (int64_t first = 0; first < nodes; first += step) {
       const int64_t count = nodes - first < step ? nodes - first : step;
-      const int64_t keys = args.seq_lens[s] + first + count;  // a node sees no node behind it
-      for (int64_t head = 0; head < args.num_kv_heads; ++head) {
+      for (int64_t head = 0; head < args.num_kv_heads; head += plan.heads_per_task) {
+        const int64_t left = args.num_kv_heads - head;
         AttentionTask& task = *tasks++;
         task.sequence = static_cast<int32_t>(s);
-        task.head = static_cast<int32_t>(head);
+        task.first_head = static_cast<int32_t>(head);
+        task.heads = static_cast<int32_t>(left < plan.heads_per_task ? left : plan.heads_per_task);
         task.first_node = static_cast<int32_t>(first);
         task.nodes = static_cast<int32_t>(count);
-        task.splits = static_cast<int32_t>((keys + kSplitTokens - 1) / kSplitTokens);
+        task.splits = static_cast<int32_t>(splits_of(args, s, first + count));
         task.first_split = static_cast<int32_t>(splits);
         splits += task.splits;
       }
     }
   }
-  return splits;
 }
 
 }  // namespace specmemo

@@ -6,24 +6,32 @@
 
 namespace specmemo {
 
-// Queries of one KV head that read its keys together: `nodes` nodes times the heads of the group.
+// Some nodes of a sequence and some of its KV heads. The heads take turns on each block of keys, so that memory is read
+// nearly in order: a token's heads lie side by side in its page.
 struct AttentionTask {
-  int32_t sequence, head;     // kv head
+  int32_t sequence;
+  int32_t first_head, heads;  // KV heads
   int32_t first_node, nodes;  // inside the sequence
   int32_t splits;             // pieces of kSplitTokens that its keys fall into
   int32_t first_split;        // index among the splits of all tasks
 };
 
-constexpr int64_t kSplitTokens = 512;  // a multiple of the kernels' block of 64 keys
-constexpr int64_t kTaskRows = 128;     // rows (nodes x group) of a task, at most; a node's group is never divided
+constexpr int64_t kSplitTokens = 512;   // a multiple of the kernels' block of 64 keys
+constexpr int64_t kTaskRows = 128;      // rows (nodes x group) of a task, at most; a node's group is never divided
+constexpr int64_t kTasksPerThread = 1;  // wanted, by dividing heads, so that threads end together
 
 inline int64_t nodes_per_task(const AttentionArgs& args) {
   const int64_t group = args.num_qo_heads / args.num_kv_heads;
   return group >= kTaskRows ? 1 : kTaskRows / group;
 }
 
-int64_t count_tasks(const AttentionArgs& args);
-// Fills tasks[count_tasks(args)]; returns the number of splits of all of them.
-int64_t make_tasks(const AttentionArgs& args, AttentionTask* tasks);
+struct AttentionPlan {
+  int64_t heads_per_task;  // at most
+  int64_t tasks;
+  int64_t splits;  // of all tasks
+};
+
+AttentionPlan plan_tasks(const AttentionArgs& args, int threads);
+void make_tasks(const AttentionArgs& args, const AttentionPlan& plan, AttentionTask* tasks);
 
 }  // namespace specmemo

@@ -76,12 +76,6 @@ inline void transpose(VecF rows[kLanes]) {
 #endif
 }
 
-inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
-
-inline void prefetch_row(const void* p, int64_t bytes) {
-  for (int64_t offset = 0; offset < bytes; offset += 64) prefetch(static_cast<const char*>(p) + offset);
-}
-
 // How elements of type T become words of Dot, for one row of keys.
 template <class T, class Dot>
 struct KeyWords {
@@ -100,36 +94,40 @@ struct KeyWords<BFloat16, BFloat16Dot> {
 };
 #endif
 
-// keys[i]: the row of key i; ahead[i]: a row that the next block will read.
+// keys[i]: the row of key i.
 template <class T, class Dot>
-inline void pack_keys(const typename T::Raw* const* keys, const typename T::Raw* const* ahead, int64_t dim,
-                      float* packed) {
+inline void pack_keys(const void* const* keys, Fetch& fetch, int64_t dim, float* packed) {
   typedef KeyWords<T, Dot> Words;
   const int64_t words = round_up(dim, Dot::kPerWord) / Dot::kPerWord;
   const int64_t whole = dim / (Dot::kPerWord * kLanes) * kLanes;
   for (int first = 0; first < kBlockKeys; first += kLanes) {
-    for (int i = 0; i < kLanes; ++i)
-      prefetch_row(ahead[first + i], dim * static_cast<int64_t>(sizeof(typename T::Raw)));
     for (int64_t w = 0; w < whole; w += kLanes) {
       VecF block[kLanes];
 #pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) block[i] = Words::load_words(keys[first + i], w);
+      for (int i = 0; i < kLanes; ++i) {
+        fetch.slot();
+        block[i] = Words::load_words(static_cast<const typename T::Raw*>(keys[first + i]), w);
+      }
       transpose(block);
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) store(packed + (w + i) * kBlockKeys + first, block[i]);
     }
     for (int64_t w = whole; w < words; ++w)
-      for (int i = 0; i < kLanes; ++i) packed[w * kBlockKeys + first + i] = Words::word(keys[first + i], w, dim);
+      for (int i = 0; i < kLanes; ++i)
+        packed[w * kBlockKeys + first + i] = Words::word(static_cast<const typename T::Raw*>(keys[first + i]), w, dim);
   }
 }
 
 template <class T, class Dot>
 struct ValueRows {
   // columns: dim rounded up to whole vectors.
-  static void pack(const typename T::Raw* const* values, int step, int64_t dim, int64_t columns, float* out) {
-    const auto* row = values[step];
+  static void pack(const void* const* values, int step, Fetch& fetch, int64_t dim, int64_t columns, float* out) {
+    const auto* row = static_cast<const typename T::Raw*>(values[step]);
     int64_t c = 0;
-    for (; c + kLanes <= dim; c += kLanes) store(out + c, T::load_vec(row + c));
+    for (; c + kLanes <= dim; c += kLanes) {
+      fetch.slot();
+      store(out + c, T::load_vec(row + c));
+    }
     for (; c < columns; ++c) out[c] = c < dim ? T::to_float(row[c]) : 0.0f;
   }
 };
@@ -137,10 +135,12 @@ struct ValueRows {
 #if defined(__AVX512BF16__)
 template <>
 struct ValueRows<BFloat16, BFloat16Dot> {
-  static void pack(const uint16_t* const* values, int step, int64_t dim, int64_t columns, float* out) {
-    const uint16_t *even = values[2 * step], *odd = values[2 * step + 1];
+  static void pack(const void* const* values, int step, Fetch& fetch, int64_t dim, int64_t columns, float* out) {
+    const auto* even = static_cast<const uint16_t*>(values[2 * step]);
+    const auto* odd = static_cast<const uint16_t*>(values[2 * step + 1]);
     int64_t c = 0;
     for (; c + kLanes <= dim; c += kLanes) {
+      fetch.slot();
       const VecU low = __builtin_convertvector(load<VecH>(even + c), VecU);
       const VecU high = __builtin_convertvector(load<VecH>(odd + c), VecU);
       store(out + c, low | (high << 16));
@@ -154,13 +154,9 @@ struct ValueRows<BFloat16, BFloat16Dot> {
 #endif
 
 template <class T, class Dot>
-inline void pack_values(const typename T::Raw* const* values, const typename T::Raw* const* ahead, int64_t dim,
-                        int64_t columns, float* packed) {
-  for (int step = 0; step < kBlockKeys / Dot::kPerWord; ++step) {
-    for (int i = 0; i < Dot::kPerWord; ++i)
-      prefetch_row(ahead[step * Dot::kPerWord + i], dim * static_cast<int64_t>(sizeof(typename T::Raw)));
-    ValueRows<T, Dot>::pack(values, step, dim, columns, packed + step * columns);
-  }
+inline void pack_values(const void* const* values, Fetch& fetch, int64_t dim, int64_t columns, float* packed) {
+  for (int step = 0; step < kBlockKeys / Dot::kPerWord; ++step)
+    ValueRows<T, Dot>::pack(values, step, fetch, dim, columns, packed + step * columns);
 }
 
 }  // namespace

@@ -88,10 +88,10 @@ def attention_inputs(case: AttentionCase, dtype: torch.dtype, seed: int = 0) -> 
     for row, (count, length) in enumerate(zip(counts, case.seq_lens, strict=True)):
         block_table[row, :count] = order[used : used + count]
         used += count
-        for position in range(length):
-            page, slot = int(block_table[row, position // case.page_size]), position % case.page_size
-            k_pages[page, slot] = torch.randn(k_pages.shape[2:], generator=g).to(dtype)
-            v_pages[page, slot] = torch.randn(v_pages.shape[2:], generator=g).to(dtype)
+        position = torch.arange(length)
+        page, slot = block_table[row, position // case.page_size].long(), position % case.page_size
+        for pages in (k_pages, v_pages):
+            pages[page, slot] = torch.randn(length, *pages.shape[2:], generator=g).to(dtype)
     words = max(1, -(-max(case.nodes) // 64))
     masks = [mask_words(random_parents(n, g), words) for n in case.nodes if n]
 

@@ -1,0 +1,227 @@
+"""The operators against their peers and the machine's floor.
+
+    python bench/bench_ops.py --device cpu --model llama3-8b --dtype bf16 --context 4096 --batch 1 --tree 1,8,32 --json out.json
+    python bench/bench_ops.py --model all --context 128,1024,4096,16384 --batch 1,4,8 --tree 1,8,16,25,32,64 --dtype bf16,fp32
+    pytest bench/bench_ops.py            the same through pytest-benchmark
+
+Every result is checked against float64 before anything is timed; then the operator and its peers take turns.
+``vs_best`` is the fastest peer's time on gathered keys over ours, ``vs_sdpa`` that of SDPA as usually called,
+``vs_paged`` that of the fastest peer with the gather it needs, ``floor_fraction`` the floor over our time, the floor being
+max(bytes / read bandwidth, flops / GEMM rate), both measured in the same turns. Calls rotate over
+copies of keys and values, so that none finds them in a cache.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import op_peers
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from timing import Rotation, Yardstick, environment, take_turns
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python_tests"))
+
+from cases import AttentionCase, attention_budget, attention_inputs
+
+from specmemo_kernels import ops
+
+MODELS = {"llama2-7b": (32, 32, 128), "llama3-8b": (32, 8, 128), "llama-70b-tp8": (8, 1, 128)}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+Row = dict[str, Any]
+
+
+def attention_case(model: str, context: int, batch: int, tree: int) -> AttentionCase:
+    heads, kv_heads, dim = MODELS[model]
+    name = f"{model}-{context}-b{batch}-t{tree}"
+    return AttentionCase(name, (context,) * batch, (tree,) * batch, heads, kv_heads, dim)
+
+
+def check(inputs: dict[str, Any], outputs: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """One KV head of the last sequence in float64 against every output; raises on the first that is off its budget."""
+    start, end = inputs["qo_indptr"][-2:].tolist()
+    group = inputs["q"].shape[1] // inputs["k_new"].shape[1]
+    alone = {
+        **inputs,
+        "q": inputs["q"][start:end, -group:],
+        "k_new": inputs["k_new"][start:end, -1:],
+        "v_new": inputs["v_new"][start:end, -1:],
+        "k_pages": inputs["k_pages"][:, :, -1:].contiguous(),
+        "v_pages": inputs["v_pages"][:, :, -1:].contiguous(),
+        "block_table": inputs["block_table"][-1:],
+        "seq_lens": inputs["seq_lens"][-1:],
+        "qo_indptr": torch.tensor([0, end - start], dtype=torch.int32),
+        "tree_mask": inputs["tree_mask"][start:end],
+    }
+    budget = attention_budget(alone, dtype)
+    for name, out in outputs.items():
+        error = float((out[start:end, -group:].double() - budget.out).abs().max())
+        # Peers may round the scores too: they get twice the room, enough to catch a wrong mask.
+        if not error <= budget.out_error * (1 if name == "ours" else 2):
+            raise AssertionError(f"{name}: error {error:.2e} is over the budget {budget.out_error:.2e}")
+
+
+def attention_row(case: AttentionCase, dtype: torch.dtype, yard: Yardstick, peers: list[str], seconds: float) -> Row:
+    """One row of the table of ``tree_attention``."""
+    # Pages are shuffled like a server's; the masks of all sequences are those of the first (SDPA takes one).
+    inputs = attention_inputs(case, dtype)
+    nodes, batch, context = case.nodes[0], len(case.nodes), case.seq_lens[0]
+    inputs["tree_mask"] = inputs["tree_mask"][:nodes].repeat(batch, 1)  # type: ignore[index]
+    problem = op_peers.dense(inputs)
+    pages = (inputs["k_pages"], inputs["v_pages"])
+    rest = {name: value for name, value in inputs.items() if name not in ("k_pages", "v_pages")}
+    ours = lambda k, v: ops.tree_attention(**rest, k_pages=k, v_pages=v, backend="cpu")  # noqa: E731
+    outputs = {"ours": ours(*pages)[0]}
+    functions: dict[str, Callable[[], Any]] = {"ours": Rotation(ours, pages)}
+    for name in peers:
+        try:
+            run = op_peers.PEERS[name](problem)
+            outputs[name] = problem.rows(run(problem.k, problem.v))
+        except Exception as error:  # a peer that can't do this case is left out, and said so
+            print(f"{case.name}: {name} left out: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
+            continue
+        functions[name] = Rotation(run, (problem.k, problem.v))
+    check(inputs, outputs, dtype)
+    functions["gather"] = Rotation(lambda k, v: op_peers.gather({**rest, "k_pages": k, "v_pages": v}), pages)
+    times = take_turns(functions | yard.functions, seconds=seconds)
+    keys, size = context + nodes, dtype.itemsize
+    nbytes = batch * size * (2 * case.num_kv_heads * keys + 2 * case.num_qo_heads * nodes) * case.head_dim
+    flops = 4 * batch * nodes * case.num_qo_heads * case.head_dim * (context + nodes / 2)
+    floor = yard.floor(times, nbytes, flops)
+    own, gather = times.pop("ours"), times.pop("gather")
+    best = min(times, key=times.__getitem__)
+    return {
+        "ms": own * 1e3,
+        "best_peer": best,
+        "vs_best": times[best] / own,
+        "vs_sdpa": times["sdpa"] / own,
+        "vs_paged": (times[best] + gather) / own,
+        "floor_fraction": floor / own,
+    }
+
+
+def commit_row(case: AttentionCase, dtype: torch.dtype, seconds: float, layers: int = 32, accepted: int = 3) -> Row:
+    """``commit_paged_kv`` of ``accepted`` nodes in every layer against one memcpy of the same bytes."""
+    nodes, heads, dim = case.nodes[0], case.num_kv_heads, case.head_dim
+    batch, length = len(case.nodes), case.seq_lens[0]
+    k, v = (torch.randn(layers, batch * nodes, heads, dim).to(dtype) for _ in range(2))
+    pages = -(-(length + nodes) // 16)
+    k_pages, v_pages = (torch.zeros(layers, batch * pages, 16, heads, dim, dtype=dtype) for _ in range(2))
+    table = torch.randperm(batch * pages).int().view(batch, pages)
+    lengths = torch.full((batch,), length, dtype=torch.int32)
+    bounds = torch.arange(batch + 1, dtype=torch.int32) * nodes
+    kept = min(accepted, nodes)
+    index = torch.arange(nodes - kept, nodes, dtype=torch.int32).repeat(batch, 1)
+    count = torch.full((batch,), kept - 1, dtype=torch.int32)
+    run = lambda *x: ops.commit_paged_kv(*x, table, lengths, bounds, index, count, backend="cpu")  # noqa: E731
+    run(k, v, k_pages, v_pages)
+    at = length + torch.arange(kept)
+    for b in range(batch):
+        assert torch.equal(k_pages[:, table[b, at // 16].long(), at % 16], k[:, b * nodes + index[b].long()])
+    moved = torch.cat([k.flatten(), v.flatten()])[: 2 * layers * batch * kept * heads * dim].clone()
+    room = torch.empty_like(moved)
+    functions = {"ours": Rotation(run, (k, v, k_pages, v_pages)), "memcpy": Rotation(torch.Tensor.copy_, (room, moved))}
+    times = take_turns(functions, seconds=seconds)
+    return {"ms": times["ours"] * 1e3, "best_peer": "memcpy", "vs_best": times["memcpy"] / times["ours"], "bytes": moved.nbytes}
+
+
+def lm_head_row(
+    rows: int, dtype: torch.dtype, yard: Yardstick, seconds: float, vocab: int = 32000, hidden_size: int = 4096
+) -> Row:
+    """``lm_head_argmax`` against the matrix product alone, and against product and argmax."""
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, hidden_size, generator=g).to(dtype)
+    weight = (torch.randn(vocab, hidden_size, generator=g) / hidden_size**0.5).to(dtype)
+    run = lambda: ops.lm_head_argmax(hidden, weight, backend="cpu")  # noqa: E731
+    exact = hidden.double() @ weight.double().T
+    # The chosen token's exact logit may lie below the best by the rounding of two logits, no more.
+    short = (exact.amax(1) - exact.gather(1, run()[:, None])[:, 0]).amax()
+    assert float(short) <= 2 * torch.finfo(dtype).eps * float(exact.abs().amax()), "lm_head_argmax chose a worse token"
+    matmul = lambda: torch.nn.functional.linear(hidden, weight)  # noqa: E731
+    functions = {"ours": run, "matmul": matmul, "matmul+argmax": lambda: matmul().argmax(-1)}
+    times = take_turns(functions | yard.functions, seconds=seconds)
+    floor = yard.floor(times, weight.nbytes, 2.0 * rows * vocab * hidden_size)
+    return {
+        "ms": times["ours"] * 1e3,
+        "best_peer": "matmul",
+        "vs_best": times["matmul"] / times["ours"],
+        "vs_argmax": times["matmul+argmax"] / times["ours"],
+        "floor_fraction": floor / times["ours"],
+    }
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def rows_for(
+    models: list[str], dtypes: list[str], contexts: list[int], batches: list[int], trees: list[int],
+    operators: list[str], peers: list[str], seconds: float,
+) -> Iterator[Row]:  # fmt: skip
+    """One row for each combination, measured when it is asked for."""
+    for dtype in dtypes:
+        kind = DTYPES[dtype]
+        yard = Yardstick(kind)
+        if "lm_head_argmax" in operators:
+            for tree in trees:
+                yield {"op": "lm_head_argmax", "model": "4096x32000", "dtype": dtype, "context": 0, "batch": 1, "tree": tree,
+                       **lm_head_row(tree, kind, yard, seconds)}  # fmt: skip
+        for model in models:
+            for context in contexts:
+                for batch in batches:
+                    for tree in trees:
+                        case = attention_case(model, context, batch, tree)
+                        head = {"model": model, "dtype": dtype, "context": context, "batch": batch, "tree": tree}
+                        if "tree_attention" in operators:
+                            yield {"op": "tree_attention", **head, **attention_row(case, kind, yard, peers, seconds)}
+                        if "commit_paged_kv" in operators:
+                            yield {"op": "commit_paged_kv", **head, **commit_row(case, kind, seconds)}
+
+
+def show(rows: list[Row]) -> None:
+    """The rows as a table."""
+    columns = ["op", "model", "dtype", "context", "batch", "tree", "ms", "best_peer", "vs_best", "vs_sdpa", "vs_paged",
+               "floor_fraction"]  # fmt: skip
+    table = Table(*columns)
+    for row in rows:
+        cells = [row.get(name, "") for name in columns]
+        table.add_row(*[f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells])
+    Console(width=150).print(table)
+
+
+def main(
+    device: Annotated[str, typer.Option(help="cpu")] = "cpu",
+    model: Annotated[str, typer.Option(help="names from " + ", ".join(MODELS) + ", or all")] = "llama3-8b",
+    dtype: Annotated[str, typer.Option(help="bf16, fp32, fp16")] = "bf16",
+    context: Annotated[str, typer.Option(help="committed tokens of each sequence")] = "4096",
+    batch: Annotated[str, typer.Option(help="sequences")] = "1",
+    tree: Annotated[str, typer.Option(help="nodes of each tree")] = "1,8,32",
+    op: Annotated[str, typer.Option(help="operators")] = "tree_attention,commit_paged_kv,lm_head_argmax",
+    peers: Annotated[str, typer.Option(help="of " + ", ".join(op_peers.PEERS))] = "sdpa,sdpa_folded",
+    seconds: Annotated[float, typer.Option(help="time for one row")] = 1.0,
+    json_: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
+) -> None:
+    """Measure, print a table and write JSON."""
+    if device != "cpu":
+        raise typer.BadParameter(f"device is {device!r}; this bench measures the cpu backend", param_hint="--device")
+    models = list(MODELS) if model == "all" else model.split(",")
+    rows = []
+    for row in rows_for(
+        models, dtype.split(","), numbers(context), numbers(batch), numbers(tree), op.split(","), peers.split(","), seconds
+    ):
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    show(rows)
+    if json_ is not None:
+        json_.parent.mkdir(parents=True, exist_ok=True)
+        json_.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,98 @@
+"""Medians of functions that take turns, and what the machine can do, measured in the same run."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def take_turns(
+    functions: Mapping[str, Callable[[], object]],
+    *,
+    seconds: float = 1.0,
+    rounds: tuple[int, int] = (5, 200),
+) -> dict[str, float]:
+    """Median seconds of each function: one call each, in turn, until ``seconds`` are spent or ``rounds[1]`` are done.
+
+    Taking turns exposes all of them to the same noise of the machine, so that their ratios mean something.
+    """
+    for function in functions.values():
+        function()
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    started = time.perf_counter()
+    for done in range(rounds[1]):
+        if done >= rounds[0] and time.perf_counter() - started > seconds:
+            break
+        for name, function in functions.items():
+            begin = time.perf_counter()
+            function()
+            times[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+class Rotation:
+    """The same function over copies of its data in turn, so that no call finds its data in a cache.
+
+    Between two steps of a decoder all layers' weights pass through the caches, so a layer's keys have left them.
+    """
+
+    def __init__(self, function: Callable[..., Any], data: tuple[torch.Tensor, ...], *, nbytes: int = 128 * 2**20) -> None:
+        copies = 1 + nbytes // max(1, sum(x.nbytes for x in data))
+        self._function = function
+        self._data = [data, *(tuple(x.clone() for x in data) for _ in range(min(copies, 64) - 1))]
+        self._next = 0
+
+    def __call__(self) -> Any:
+        self._next = (self._next + 1) % len(self._data)
+        return self._function(*self._data[self._next])
+
+
+class Yardstick:
+    """What the machine does at best, as two functions that take turns with what is measured."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._block = torch.ones(64 * 1024 * 1024)
+        self._a = torch.ones(2048, 4096, dtype=dtype)
+        self._b = torch.ones(4096, 1024, dtype=dtype)
+        self.functions: dict[str, Callable[[], object]] = {"read": self._block.sum, "gemm": lambda: self._a @ self._b}
+
+    def floor(self, times: dict[str, float], nbytes: float, flops: float) -> float:
+        """Seconds that reading ``nbytes`` or computing ``flops`` takes at least, whichever is longer.
+
+        The rates are those of a sum over 256 MiB and of a 2048 x 4096 x 1024 product, medians in the same turns; both
+        are taken out of ``times``.
+        """
+        read = self._block.nbytes / times.pop("read")
+        gemm = 2 * 2048 * 4096 * 1024 / times.pop("gemm")
+        return max(nbytes / read, flops / gemm)
+
+
+def environment() -> dict[str, Any]:
+    """Where and with what a result was measured."""
+    root = Path(__file__).resolve().parents[1]
+    git = subprocess.run(
+        ["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": git.stdout.strip(),
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
