@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import op_peers
+import pytest
 import torch
 import typer
 from rich.console import Console
@@ -221,6 +222,22 @@ def main(
     if json_ is not None:
         json_.parent.mkdir(parents=True, exist_ok=True)
         json_.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+
+
+@pytest.mark.parametrize("tree", [1, 8, 32])
+@pytest.mark.parametrize("side", ["ours", *op_peers.PEERS])
+def test_tree_attention(benchmark: Any, side: str, tree: int) -> None:
+    """Llama-3-8B, 4096 tokens, bf16: one row of pytest-benchmark's table for each side (``--benchmark-json``)."""
+    benchmark.group = f"tree_attention llama3-8b 4096 T={tree}"
+    inputs = attention_inputs(attention_case("llama3-8b", 4096, 1, tree), torch.bfloat16)
+    problem = op_peers.dense(inputs)
+    if side == "ours":
+        run: Callable[[], torch.Tensor] = lambda: ops.tree_attention(**inputs, backend="cpu")[0]  # type: ignore[arg-type]  # noqa: E731
+    else:
+        peer = op_peers.PEERS[side](problem)
+        run = lambda: problem.rows(peer(problem.k, problem.v))  # noqa: E731
+    check(inputs, {side: run()}, torch.bfloat16)
+    benchmark(run)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ namespace {
 
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr float kMinusInf = -__builtin_inff();
+constexpr int kTileRoom = (kTileRows + kLanes - 1) / kLanes * kLanes;  // rows of a tile, in whole vectors
 
 // Softmax state of up to kTaskRows rows: output [rows][columns] not yet divided by `sum`, scores in units of log2.
 struct State {
@@ -206,23 +207,15 @@ class Attention {
     int64_t begin = split * per_split, end = begin + per_split;
     if (begin < first) begin = first;
     if (end > (keys + kBlockKeys - 1) / kBlockKeys) end = (keys + kBlockKeys - 1) / kBlockKeys;
-    const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
-    const int64_t value_steps = kBlockKeys / Dot::kPerWord;
-    const int64_t packing = kBlockKeys * (k_words_ / kLanes) + value_steps * (args_.v_dim / kLanes);
-    const int64_t slots =
-        packing + tiles * (tiles_in(kBlockKeys / kLanes) * k_words_ + tiles_in(columns_ / kLanes) * value_steps);
     Block now, ahead;
     for (int64_t b = begin; b < end; ++b) {
-      locate(task, task.first_head, b + 1, w, ahead);  // past the split's end too: the next one reads it
       for (int64_t i = 0; i < task.nodes; ++i) w.visible[i] = visibility.word(task.first_node + i, b);
       for (int64_t h = 0; h < task.heads; ++h) {
         locate(task, task.first_head + h, b, w, now);
-        // Each head fetches its share of the next block's tokens, all heads of them.
-        const int64_t from = kBlockKeys * h / task.heads, to = kBlockKeys * (h + 1) / task.heads;
-        Fetch fetch(ahead.keys, ahead.values, from, to, task.heads * args_.k_dim * kRawBytes,
-                    task.heads * args_.v_dim * kRawBytes, slots);
-        pack_keys<T, Dot>(now.keys, fetch, args_.k_dim, w.packed_keys);
-        pack_values<T, Dot>(now.values, fetch, args_.v_dim, columns_, w.packed_values);
+        locate(task, task.first_head + h, b + 1, w, ahead);  // past the split's end too: the next one reads it
+        Fetch fetch(ahead.values, kBlockKeys, args_.v_dim * kRawBytes);
+        pack_keys<T, Dot>(now.keys, ahead.keys, args_.k_dim, w.packed_keys);
+        pack_values<T, Dot>(now.values, args_.v_dim, columns_, w.packed_values);
         run_block(rows, w, w.query + h * rows * k_words_, w.lane_sums + h * rows * kLanes, state_of(states, h), fetch);
       }
     }
@@ -247,59 +240,66 @@ class Attention {
       if (any == 0) continue;
       multiply<Dot>(count, query + first * k_words_, k_words_, w.packed_keys, kBlockKeys, k_words_, w.scores,
                     kBlockKeys, nullptr, kBlockKeys / kLanes, fetch);
-      float factors[kTileRows];
-      for (int r = 0; r < count; ++r) {
-        const uint64_t visible = w.visible[(first + r) / group_];
-        factors[r] = weigh(w, state, lane_sums, r, first + r, visible, all == ~uint64_t{0});
-      }
+      alignas(64) float factors[kTileRoom];
+      weigh(w, state, lane_sums, first, count, all == ~uint64_t{0}, factors);
       constexpr int64_t kSteps = kBlockKeys / Dot::kPerWord;
       multiply<Dot>(count, w.weights, kSteps, w.packed_values, columns_, kSteps, state.output + first * columns_,
                     columns_, factors, columns_ / kLanes, fetch);
     }
   }
 
-  // Scores of one row into weights; returns the factor that the row's output so far must be multiplied by.
-  float weigh(const Workspace& w, const State& state, float* lane_sums, int tile_row, int64_t row, uint64_t visible,
-              bool all) const {
+  // A tile's scores into weights, and the factor that each row's output so far must be multiplied by. One pass over the
+  // rows for their maxima and one for the weights: rows are independent, so the second has much to do at once.
+  void weigh(const Workspace& w, const State& state, float* lane_sums, int64_t first, int count, bool all,
+             float* factors) const {
     constexpr int kVecs = kBlockKeys / kLanes;
-    const float* raw = w.scores + tile_row * kBlockKeys;
-    VecF score[kVecs];
-    VecF top = splat(kMinusInf);
-    for (int v = 0; v < kVecs; ++v) {
-      VecF s = load<VecF>(raw + v * kLanes);
-      if (args_.softcap == 0.0f) {
-        s = s * splat(args_.scale * kLog2e);
-      } else {
-        s = tanh(s * splat(args_.scale / args_.softcap)) * splat(args_.softcap * kLog2e);
+    // Scores become units of log2 while they are weighed, or before where that takes more than a factor.
+    const bool before = args_.softcap != 0.0f || args_.scale <= 0.0f;
+    const float unit = before ? 1.0f : args_.scale * kLog2e;
+    alignas(64) float old[kTileRoom] = {}, now[kTileRoom] = {};
+    for (int r = 0; r < count; ++r) {
+      float* scores = w.scores + r * kBlockKeys;
+      const uint64_t visible = w.visible[(first + r) / group_];
+      VecF top = splat(kMinusInf);
+      for (int v = 0; v < kVecs; ++v) {
+        VecF s = load<VecF>(scores + v * kLanes);
+        if (before) s = log2_units(s);
+        if (!all) s = hide(s, visible >> (v * kLanes));
+        if (before || !all) store(scores + v * kLanes, s);
+        top = vmax(top, s);
       }
-      if (!all) {
-        const uint32_t bits = static_cast<uint32_t>(visible >> (v * kLanes));
-        const VecU seen = ((VecU{} + bits) >> bits_as<VecU>(lane_index())) & 1u;
-        s = (seen != 0u) ? s : splat(kMinusInf);
+      old[r] = state.max[first + r];
+      now[r] = max(top) * unit;
+      if (!(now[r] > old[r])) now[r] = old[r];
+      // Only scores of NaN or minus infinity: they must reach the sum.
+      if (now[r] == kMinusInf && visible != 0) now[r] = 0.0f;
+      state.max[first + r] = now[r];
+      if (now[r] == kMinusInf) now[r] = 0.0f;  // nothing seen yet: any reference gives weights of zero
+    }
+    for (int r = 0; r < kTileRoom; r += kLanes)
+      store(factors + r, exp2_nonpositive(load<VecF>(old + r) - load<VecF>(now + r)));
+    for (int r = 0; r < count; ++r) {
+      const float* scores = w.scores + r * kBlockKeys;
+      float* sums = lane_sums + (first + r) * kLanes;
+      VecF weights[kVecs], total = load<VecF>(sums) * splat(factors[r]);
+      for (int v = 0; v < kVecs; ++v) {
+        weights[v] = exp2_nonpositive(load<VecF>(scores + v * kLanes) * splat(unit) - splat(now[r]));
+        total = total + weights[v];
       }
-      score[v] = s;
-      top = vmax(top, s);
+      store(sums, total);
+      store_weights(w.weights + r * (kBlockKeys / Dot::kPerWord), weights);
     }
-    const float old = state.max[row];
-    float now = max(top);
-    if (!(now > old)) now = old;
-    if (now == kMinusInf) {
-      if (visible == 0) {  // nothing seen yet
-        std::memset(w.weights + tile_row * (kBlockKeys / Dot::kPerWord), 0, kBlockKeys / Dot::kPerWord * 4);
-        return 1.0f;
-      }
-      now = 0.0f;  // scores of NaN or minus infinity only: NaN must reach the sum
-    }
-    const float factor = now == old ? 1.0f : (old == kMinusInf ? 0.0f : exp2_scalar(old - now));
-    VecF total = load<VecF>(lane_sums + row * kLanes) * splat(factor);
-    for (int v = 0; v < kVecs; ++v) {
-      score[v] = exp2_nonpositive(score[v] - splat(now));
-      total = total + score[v];
-    }
-    store(lane_sums + row * kLanes, total);
-    store_weights(w.weights + tile_row * (kBlockKeys / Dot::kPerWord), score);
-    state.max[row] = now;
-    return factor;
+  }
+
+  VecF log2_units(VecF s) const {
+    if (args_.softcap == 0.0f) return s * splat(args_.scale * kLog2e);
+    return tanh(s * splat(args_.scale / args_.softcap)) * splat(args_.softcap * kLog2e);
+  }
+
+  // Minus infinity for neighbouring keys whose bit (lowest first) isn't set.
+  static VecF hide(VecF s, uint64_t visible) {
+    const VecU seen = ((VecU{} + static_cast<uint32_t>(visible)) >> bits_as<VecU>(lane_index())) & 1u;
+    return (seen != 0u) ? s : splat(kMinusInf);
   }
 
   static void store_weights(float* out, const VecF* weights) {

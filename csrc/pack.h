@@ -94,10 +94,11 @@ struct KeyWords<BFloat16, BFloat16Dot> {
 };
 #endif
 
-// keys[i]: the row of key i.
+// keys[i]: the row of key i; ahead[i]: the row of the next block that is fetched meanwhile.
 template <class T, class Dot>
-inline void pack_keys(const void* const* keys, Fetch& fetch, int64_t dim, float* packed) {
+inline void pack_keys(const void* const* keys, const void* const* ahead, int64_t dim, float* packed) {
   typedef KeyWords<T, Dot> Words;
+  typedef const typename T::Raw* Row;
   const int64_t words = round_up(dim, Dot::kPerWord) / Dot::kPerWord;
   const int64_t whole = dim / (Dot::kPerWord * kLanes) * kLanes;
   for (int first = 0; first < kBlockKeys; first += kLanes) {
@@ -105,8 +106,8 @@ inline void pack_keys(const void* const* keys, Fetch& fetch, int64_t dim, float*
       VecF block[kLanes];
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) {
-        fetch.slot();
-        block[i] = Words::load_words(static_cast<const typename T::Raw*>(keys[first + i]), w);
+        prefetch(static_cast<Row>(ahead[first + i]) + w * Dot::kPerWord);
+        block[i] = Words::load_words(static_cast<Row>(keys[first + i]), w);
       }
       transpose(block);
 #pragma GCC unroll 16
@@ -114,20 +115,17 @@ inline void pack_keys(const void* const* keys, Fetch& fetch, int64_t dim, float*
     }
     for (int64_t w = whole; w < words; ++w)
       for (int i = 0; i < kLanes; ++i)
-        packed[w * kBlockKeys + first + i] = Words::word(static_cast<const typename T::Raw*>(keys[first + i]), w, dim);
+        packed[w * kBlockKeys + first + i] = Words::word(static_cast<Row>(keys[first + i]), w, dim);
   }
 }
 
 template <class T, class Dot>
 struct ValueRows {
   // columns: dim rounded up to whole vectors.
-  static void pack(const void* const* values, int step, Fetch& fetch, int64_t dim, int64_t columns, float* out) {
+  static void pack(const void* const* values, int step, int64_t dim, int64_t columns, float* out) {
     const auto* row = static_cast<const typename T::Raw*>(values[step]);
     int64_t c = 0;
-    for (; c + kLanes <= dim; c += kLanes) {
-      fetch.slot();
-      store(out + c, T::load_vec(row + c));
-    }
+    for (; c + kLanes <= dim; c += kLanes) store(out + c, T::load_vec(row + c));
     for (; c < columns; ++c) out[c] = c < dim ? T::to_float(row[c]) : 0.0f;
   }
 };
@@ -135,15 +133,22 @@ struct ValueRows {
 #if defined(__AVX512BF16__)
 template <>
 struct ValueRows<BFloat16, BFloat16Dot> {
-  static void pack(const void* const* values, int step, Fetch& fetch, int64_t dim, int64_t columns, float* out) {
+  // Picks elements start, start + 1, ... of two vectors in turn.
+  static __m512i interleaving(int start) {
+    alignas(64) uint16_t index[32];
+    for (int i = 0; i < 32; ++i) index[i] = static_cast<uint16_t>(start + i / 2 + (i % 2) * 32);
+    return _mm512_load_si512(index);
+  }
+
+  static void pack(const void* const* values, int step, int64_t dim, int64_t columns, float* out) {
     const auto* even = static_cast<const uint16_t*>(values[2 * step]);
     const auto* odd = static_cast<const uint16_t*>(values[2 * step + 1]);
     int64_t c = 0;
-    for (; c + kLanes <= dim; c += kLanes) {
-      fetch.slot();
-      const VecU low = __builtin_convertvector(load<VecH>(even + c), VecU);
-      const VecU high = __builtin_convertvector(load<VecH>(odd + c), VecU);
-      store(out + c, low | (high << 16));
+    const __m512i first = interleaving(0), second = interleaving(16);
+    for (; c + 32 <= dim; c += 32) {
+      const __m512i low = load<__m512i>(even + c), high = load<__m512i>(odd + c);
+      store(out + c, _mm512_permutex2var_epi16(low, first, high));
+      store(out + c + 16, _mm512_permutex2var_epi16(low, second, high));
     }
     for (; c < columns; ++c) {
       const uint32_t low = c < dim ? even[c] : 0u, high = c < dim ? odd[c] : 0u;
@@ -154,9 +159,9 @@ struct ValueRows<BFloat16, BFloat16Dot> {
 #endif
 
 template <class T, class Dot>
-inline void pack_values(const void* const* values, Fetch& fetch, int64_t dim, int64_t columns, float* packed) {
+inline void pack_values(const void* const* values, int64_t dim, int64_t columns, float* packed) {
   for (int step = 0; step < kBlockKeys / Dot::kPerWord; ++step)
-    ValueRows<T, Dot>::pack(values, step, fetch, dim, columns, packed + step * columns);
+    ValueRows<T, Dot>::pack(values, step, dim, columns, packed + step * columns);
 }
 
 }  // namespace

@@ -28,9 +28,10 @@ struct BFloat16Dot {
 #endif
 
 // C tile of ROWS x VECS vectors. `scale` null: C starts at zero; else C is multiplied by scale[row] first.
-template <class Dot, int ROWS, int VECS>
-inline void tile(const typename Dot::Word* a, int64_t lda, const float* b, int64_t ldb, int64_t steps, float* c,
-                 int64_t ldc, const float* scale, Fetch& fetch) {
+// Never inlined: alone, the accumulators stay in registers.
+template <class Dot, int ROWS, int VECS, bool FETCH>
+__attribute__((noinline)) void tile(const typename Dot::Word* a, int64_t lda, const float* b, int64_t ldb,
+                                    int64_t steps, float* c, int64_t ldc, const float* scale, Fetch& fetch) {
   VecF sum[ROWS][VECS];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r)
@@ -38,7 +39,7 @@ inline void tile(const typename Dot::Word* a, int64_t lda, const float* b, int64
     for (int v = 0; v < VECS; ++v)
       sum[r][v] = scale == nullptr ? VecF{} : load<VecF>(c + r * ldc + v * kLanes) * splat(scale[r]);
   for (int64_t s = 0; s < steps; ++s) {
-    fetch.slot();
+    if (FETCH) fetch.step();
     VecF column[VECS];
 #pragma GCC unroll 8
     for (int v = 0; v < VECS; ++v) column[v] = load<VecF>(b + s * ldb + v * kLanes);
@@ -53,37 +54,46 @@ inline void tile(const typename Dot::Word* a, int64_t lda, const float* b, int64
     for (int v = 0; v < VECS; ++v) store(c + r * ldc + v * kLanes, sum[r][v]);
 }
 
-constexpr int64_t tiles_in(int64_t vecs) { return vecs / kTileVecs + vecs % kTileVecs; }
-
 // The same for a whole strip of `vecs` vectors of columns.
-template <class Dot, int ROWS>
+template <class Dot, int ROWS, bool FETCH>
 inline void strip(const typename Dot::Word* a, int64_t lda, const float* b, int64_t ldb, int64_t steps, float* c,
                   int64_t ldc, const float* scale, int64_t vecs, Fetch& fetch) {
   int64_t v = 0;
   for (; v + kTileVecs <= vecs; v += kTileVecs)
-    tile<Dot, ROWS, kTileVecs>(a, lda, b + v * kLanes, ldb, steps, c + v * kLanes, ldc, scale, fetch);
-  for (; v < vecs; ++v) tile<Dot, ROWS, 1>(a, lda, b + v * kLanes, ldb, steps, c + v * kLanes, ldc, scale, fetch);
+    tile<Dot, ROWS, kTileVecs, FETCH>(a, lda, b + v * kLanes, ldb, steps, c + v * kLanes, ldc, scale, fetch);
+  for (; v < vecs; ++v)
+    tile<Dot, ROWS, 1, FETCH>(a, lda, b + v * kLanes, ldb, steps, c + v * kLanes, ldc, scale, fetch);
+}
+
+template <class Dot, bool FETCH>
+inline void multiply_rows(int rows, const typename Dot::Word* a, int64_t lda, const float* b, int64_t ldb,
+                          int64_t steps, float* c, int64_t ldc, const float* scale, int64_t vecs, Fetch& fetch) {
+  static_assert(kTileRows <= 6, "one case per tile height");
+  switch (rows) {
+    case 1:
+      return strip<Dot, 1, FETCH>(a, lda, b, ldb, steps, c, ldc, scale, vecs, fetch);
+    case 2:
+      return strip<Dot, 2, FETCH>(a, lda, b, ldb, steps, c, ldc, scale, vecs, fetch);
+    case 3:
+      return strip<Dot, 3, FETCH>(a, lda, b, ldb, steps, c, ldc, scale, vecs, fetch);
+#if defined(__AVX512F__) || defined(__aarch64__)
+    case 4:
+      return strip<Dot, 4, FETCH>(a, lda, b, ldb, steps, c, ldc, scale, vecs, fetch);
+    case 5:
+      return strip<Dot, 5, FETCH>(a, lda, b, ldb, steps, c, ldc, scale, vecs, fetch);
+    case 6:
+      return strip<Dot, 6, FETCH>(a, lda, b, ldb, steps, c, ldc, scale, vecs, fetch);
+#endif
+  }
 }
 
 template <class Dot>
 inline void multiply(int rows, const typename Dot::Word* a, int64_t lda, const float* b, int64_t ldb, int64_t steps,
                      float* c, int64_t ldc, const float* scale, int64_t vecs, Fetch& fetch) {
-  static_assert(kTileRows <= 6, "one case per tile height");
-  switch (rows) {
-    case 1:
-      return strip<Dot, 1>(a, lda, b, ldb, steps, c, ldc, scale, vecs, fetch);
-    case 2:
-      return strip<Dot, 2>(a, lda, b, ldb, steps, c, ldc, scale, vecs, fetch);
-    case 3:
-      return strip<Dot, 3>(a, lda, b, ldb, steps, c, ldc, scale, vecs, fetch);
-#if defined(__AVX512F__) || defined(__aarch64__)
-    case 4:
-      return strip<Dot, 4>(a, lda, b, ldb, steps, c, ldc, scale, vecs, fetch);
-    case 5:
-      return strip<Dot, 5>(a, lda, b, ldb, steps, c, ldc, scale, vecs, fetch);
-    case 6:
-      return strip<Dot, 6>(a, lda, b, ldb, steps, c, ldc, scale, vecs, fetch);
-#endif
+  if (fetch.done()) {
+    multiply_rows<Dot, false>(rows, a, lda, b, ldb, steps, c, ldc, scale, vecs, fetch);
+  } else {
+    multiply_rows<Dot, true>(rows, a, lda, b, ldb, steps, c, ldc, scale, vecs, fetch);
   }
 }
 
