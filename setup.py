@@ -46,7 +46,9 @@ class CMakeBuild(build_ext):
         subprocess.run(configure, check=True)
         subprocess.run([cmake, "--build", str(build)], check=True)
         if not target.exists():
-            raise FileNotFoundError(f"the build left no {target}; is sys.executable ({sys.executable}) the Python it was for?")
+            raise FileNotFoundError(
+                f"the build left no {target}; is sys.executable ({sys.executable}) the Python it was for?"
+            )
 
 
 setup(ext_modules=[Extension("specmemo_kernels._cpu", sources=[])], cmdclass={"build_ext": CMakeBuild})

@@ -129,7 +129,12 @@ def commit_row(case: AttentionCase, dtype: torch.dtype, seconds: float, layers: 
     room = torch.empty_like(moved)
     functions = {"ours": Rotation(run, (k, v, k_pages, v_pages)), "memcpy": Rotation(torch.Tensor.copy_, (room, moved))}
     times = take_turns(functions, seconds=seconds)
-    return {"ms": times["ours"] * 1e3, "best_peer": "memcpy", "vs_best": times["memcpy"] / times["ours"], "bytes": moved.nbytes}
+    return {
+        "ms": times["ours"] * 1e3,
+        "best_peer": "memcpy",
+        "vs_best": times["memcpy"] / times["ours"],
+        "bytes": moved.nbytes,
+    }
 
 
 def lm_head_row(
@@ -214,7 +219,14 @@ def main(
     models = list(MODELS) if model == "all" else model.split(",")
     rows = []
     for row in rows_for(
-        models, dtype.split(","), numbers(context), numbers(batch), numbers(tree), op.split(","), peers.split(","), seconds
+        models,
+        dtype.split(","),
+        numbers(context),
+        numbers(batch),
+        numbers(tree),
+        op.split(","),
+        peers.split(","),
+        seconds,
     ):
         rows.append(row)
         print(json.dumps(row), flush=True)

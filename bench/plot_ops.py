@@ -1,6 +1,6 @@
 """Fraction of the machine's floor and ratio to the best peer over context, from the JSON of bench_ops.py.
 
-    python bench/plot_ops.py bench/results/ops_cpu.json ops_cpu.png
+python bench/plot_ops.py bench/results/ops_cpu.json ops_cpu.png
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def curves(rows: list[dict[str, Any]], value: str, axes: Axes) -> None:
         points = sorted((row["context"], row[value]) for row in rows if row["tree"] == tree)
         axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=f"{tree} nodes")
     axes.set_xscale("log", base=2)
-    axes.set_xticks(sorted({row["context"] for row in rows}), labels=sorted({str(row["context"]) for row in rows}, key=int))
+    axes.set_xticks(
+        sorted({row["context"] for row in rows}), labels=sorted({str(row["context"]) for row in rows}, key=int)
+    )
     axes.set_ylim(bottom=0)
     axes.axhline(1, color="grey", linewidth=0.8)
     axes.grid(alpha=0.3)
@@ -39,7 +41,9 @@ def main(
     groups = sorted({(row["model"], row["dtype"]) for row in rows})
     if not groups:
         raise typer.BadParameter(f"{results} has no rows of tree_attention with batch {batch}")
-    figure, panels = plt.subplots(2, len(groups), figsize=(3.6 * len(groups), 6), squeeze=False, sharey="row", sharex=True)
+    figure, panels = plt.subplots(
+        2, len(groups), figsize=(3.6 * len(groups), 6), squeeze=False, sharey="row", sharex=True
+    )
     for column, (model, dtype) in enumerate(groups):
         own = [row for row in rows if (row["model"], row["dtype"]) == (model, dtype)]
         for line, (value, label) in enumerate(PANELS):
@@ -50,7 +54,9 @@ def main(
         panels[1][column].set_xlabel("tokens of context")
     panels[0][0].legend(fontsize=8)
     where = data["environment"]
-    figure.suptitle(f"tree_attention, batch {batch}: {where['cpu']}, {where['threads']} threads, {where['date']}", fontsize=10)
+    figure.suptitle(
+        f"tree_attention, batch {batch}: {where['cpu']}, {where['threads']} threads, {where['date']}", fontsize=10
+    )
     figure.tight_layout()
     figure.savefig(picture, dpi=130)
 

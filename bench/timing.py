@@ -44,7 +44,9 @@ class Rotation:
     Between two steps of a decoder all layers' weights pass through the caches, so a layer's keys have left them.
     """
 
-    def __init__(self, function: Callable[..., Any], data: tuple[torch.Tensor, ...], *, nbytes: int = 128 * 2**20) -> None:
+    def __init__(
+        self, function: Callable[..., Any], data: tuple[torch.Tensor, ...], *, nbytes: int = 128 * 2**20
+    ) -> None:
         copies = 1 + nbytes // max(1, sum(x.nbytes for x in data))
         self._function = function
         self._data = [data, *(tuple(x.clone() for x in data) for _ in range(min(copies, 64) - 1))]

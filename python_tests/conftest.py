@@ -1,4 +1,4 @@
-"""Fresh memory is NaN (floats) or its largest value (integers) in every test, so that reading what was never written shows."""
+"""Fresh memory is NaN (floats) or its largest value (integers) in every test: reading what was never written shows."""
 
 from __future__ import annotations
 

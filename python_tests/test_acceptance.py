@@ -23,7 +23,7 @@ Heads = list[list[float]]
 
 @st.composite
 def accuracies(draw: st.DrawFn) -> Heads:
-    """Cumulative accuracies of any shape: ranks that are never right and late ranks better than early ones among them."""
+    """Cumulative accuracies of any shape: with ranks that are never right, and late ranks better than early ones."""
     heads = []
     for _ in range(draw(st.integers(1, 3))):
         weights = draw(st.lists(st.integers(0, 20), min_size=1, max_size=3))
@@ -61,7 +61,8 @@ def test_more_nodes_are_worth_more(heads: Heads) -> None:
     paths = best_first_paths(heads, 40)
     worth = [expected_tokens_per_step(paths[:n], heads) for n in range(len(paths) + 1)]
     gains = [b - a for a, b in itertools.pairwise(worth)]
-    assert worth[0] == 1.0 and all(gain > 0 for gain in gains)
+    assert worth[0] == 1.0
+    assert all(gain > 0 for gain in gains)
     assert all(b <= a * (1 + 1e-6) + 1e-12 for a, b in itertools.pairwise(gains))
     assert all(best_first_paths(heads, n) == paths[:n] for n in range(0, len(paths), 7))
     assert worth[-1] <= 1 + len(heads)
@@ -95,7 +96,8 @@ def test_default_heads() -> None:
     """The published heads: their best guess is the first node, and 63 nodes go four deep."""
     paths = best_first_paths(DEFAULT_ACCURACY, 63)
     assert paths[:3] == [(0,), (0, 0), (1,)]
-    assert max(map(len, paths)) == 4 and sum(len(path) == 1 for path in paths) == 5
+    assert max(map(len, paths)) == 4
+    assert sum(len(path) == 1 for path in paths) == 5
     assert expected_tokens_per_step([(0,)], DEFAULT_ACCURACY) == pytest.approx(1.5604)
     assert expected_tokens_per_step([(0,), (0, 1)], DEFAULT_ACCURACY) == pytest.approx(1.5604 + 0.5604 * 0.1072)
 

@@ -25,7 +25,10 @@ def dense_oracle(inputs: dict[str, object]) -> torch.Tensor:
 
         for node in range(end - start):
             position = length + len(seen(node)) - 1
-            slots = [(t, i["k_pages"][table[b, t // page], t % page], i["v_pages"][table[b, t // page], t % page]) for t in range(length)]
+            slots = [
+                (t, i["k_pages"][table[b, t // page], t % page], i["v_pages"][table[b, t // page], t % page])
+                for t in range(length)
+            ]
             slots += [(length + len(seen(j)) - 1, i["k_new"][start + j], i["v_new"][start + j]) for j in seen(node)]
             slots = [s for s in slots if i["window"] is None or position - s[0] < i["window"]]
             for head in range(q.shape[1]):
@@ -38,7 +41,9 @@ def dense_oracle(inputs: dict[str, object]) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("case", [c for c in ATTENTION_CASES if max(c.seq_lens) < 140 and max(c.nodes) < 30], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", [c for c in ATTENTION_CASES if max(c.seq_lens) < 140 and max(c.nodes) < 30], ids=lambda c: c.name
+)
 def test_reference_is_attention(case: AttentionCase) -> None:
     inputs = attention_inputs(case, torch.float64)
     out, _ = ops.tree_attention(**inputs, backend="reference")
@@ -52,6 +57,7 @@ def test_within_budget(backend: str, case: AttentionCase, dtype: torch.dtype) ->
     inputs = attention_inputs(case, dtype)
     budget = attention_budget(inputs, dtype)
     out, lse = ops.tree_attention(**inputs, backend=backend)
-    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
     assert float((out.double() - budget.out).abs().max()) <= budget.out_error
     assert float((lse.double() - budget.lse).abs().max()) <= budget.lse_error

@@ -92,7 +92,8 @@ def test_chat_replies_with_the_models_own_tokens(plain_model: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(plain_model)
     own = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
     assert tokenizer.decode(own[0, ids.shape[1] :], skip_special_tokens=True) in result.output
-    assert "tokens per step" in result.output and "kv_pages" in result.output
+    assert "tokens per step" in result.output
+    assert "kv_pages" in result.output
     assert "no chat template" in result.output
 
 
@@ -101,7 +102,8 @@ def test_chat_uses_the_template_and_resets(chat_model: Path) -> None:
     assert result.exit_code == 0, result.output
     first, second = result.output.split("the conversation starts anew\n")
     reply = first.split("\n", 1)[1]
-    assert reply.strip() and second.startswith(reply)  # the same question after a reset: the same answer
+    assert reply.strip()
+    assert second.startswith(reply)
     assert "/exit leaves" in second
 
 
@@ -120,7 +122,8 @@ def test_chat_drops_old_turns_when_the_context_is_full(chat_model: Path) -> None
 def test_chat_keeps_within_the_budget(plain_model: Path) -> None:
     result = chat(plain_model, f"{'x' * 400}\n/stats\n", "--memory-budget", "400KiB")
     assert result.exit_code == 0, result.output
-    assert "budget 400.0 KiB" in result.output and "specmemo:" not in result.output
+    assert "budget 400.0 KiB" in result.output
+    assert "specmemo:" not in result.output
 
 
 @pytest.mark.parametrize(
@@ -155,7 +158,8 @@ def assert_one_line(result: Result, says: str) -> None:
     """Status 2, and on stderr one line that begins with the command's name (after what transformers prints)."""
     assert result.exit_code == 2, result.output
     lines = [line for line in result.stderr.splitlines() if line.startswith("specmemo: ")]
-    assert len(lines) == 1 and says in lines[0], result.stderr
+    assert len(lines) == 1, result.stderr
+    assert says in lines[0], result.stderr
     assert "Traceback" not in result.output
 
 
@@ -165,9 +169,11 @@ def test_demo_on_a_users_file(plain_model: Path, tmp_path: Path) -> None:
     few = ("--max-new-tokens", 16, "--rounds", 1, "--tree", 5)
     result = run("demo", "--model", plain_model, "--prompt-file", file, "--json", out, *few)
     assert result.exit_code == 0, result.output
-    assert "mine.txt" in result.output and "1 of 1 prompts" in result.output
+    assert "mine.txt" in result.output
+    assert "1 of 1 prompts" in result.output
     figures = json.loads(out.read_text())
-    assert figures["equal_prompts"] == 1 and figures["tree_nodes"] == 5
+    assert figures["equal_prompts"] == 1
+    assert figures["tree_nodes"] == 5
     assert figures["prompts"][0]["new_tokens"] <= 16
     assert figures["memory_bytes"]["patched"]["heads"] > 0
 
@@ -184,7 +190,8 @@ def test_demo_fails_when_tokens_differ(plain_model: Path, tmp_path: Path, monkey
     monkeypatch.setattr(Pair, "generate", other_tokens)
     result = run("demo", "--model", plain_model, "--prompt-file", file, "--max-new-tokens", 8, "--rounds", 1)
     assert result.exit_code == 1, result.output
-    assert "NO" in result.output and "0 of 1 prompts" in result.output
+    assert "NO" in result.output
+    assert "0 of 1 prompts" in result.output
 
 
 def test_demo_completes_held_out_files_with_the_bundled_model(tmp_path: Path) -> None:

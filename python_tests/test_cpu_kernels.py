@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,13 +175,13 @@ def test_an_unknown_instruction_set_is_an_error_that_lists_the_known() -> None:
     result = run_python(code, SPECMEMO_CPU_ISA="mmx")
     assert result.returncode != 0
     assert "SPECMEMO_CPU_ISA is 'mmx', this machine can run" in result.stderr
-    with pytest.raises(ValueError, match="instruction set 'mmx' can't be used here; there are .*baseline"):
+    with pytest.raises(ValueError, match=r"instruction set 'mmx' can't be used here; there are .*baseline"):
         _cpu.use_isa("mmx")
 
 
 def test_kernels_run_on_the_threads_that_torch_has() -> None:
     """No second OpenMP runtime: the one torch loaded was found."""
-    loaded = open("/proc/self/maps").read() if sys.platform == "linux" else ""
+    loaded = Path("/proc/self/maps").read_text() if sys.platform == "linux" else ""
     expected = "libgomp" if "libgomp" in loaded else "libomp" if "omp" in loaded else "std::thread"
     assert _cpu.thread_runtime() == expected
     assert cpu.__name__.endswith("cpu")

@@ -27,7 +27,9 @@ def greedy(model: PreTrainedModel, inputs: dict[str, torch.Tensor], new: int, **
 
 def answers(inputs: dict[str, torch.Tensor], output: torch.Tensor) -> list[list[int]]:
     """Each row's real tokens, padding of the prompt left out."""
-    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, output.shape[1] - inputs["input_ids"].shape[1]), value=1)
+    mask = torch.nn.functional.pad(
+        inputs["attention_mask"], (0, output.shape[1] - inputs["input_ids"].shape[1]), value=1
+    )
     return [row[keep.bool()].tolist() for row, keep in zip(output, mask, strict=True)]
 
 
@@ -140,11 +142,32 @@ def test_published_tree() -> None:
     paths = [[0], [1], [0, 0], [0, 3], [2]]
     inputs = batch((14,), seed=7)
     expected = greedy(model, inputs, 16)
-    with pytest.raises(ValueError, match="3 deep.*guesses 2"):
+    with pytest.raises(ValueError, match=r"3 deep.*guesses 2"):
         sk.patch(model, heads, tree=[*paths, [0, 0, 0]])
     with sk.patch(model, heads, tree=paths) as handle:
         assert torch.equal(greedy(model, inputs, 16), expected)
         assert handle.plan.tree.size == 6
+
+
+class Backwards(torch.nn.Linear):
+    """An lm_head whose weight doesn't tell which token is best."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden).flip(-1)
+
+
+@pytest.mark.parametrize("processed", [{}, {"repetition_penalty": 1.3}])
+def test_lm_head_of_its_own_kind(processed: dict[str, float]) -> None:
+    """Where the lm_head isn't a plain linear layer the model's own logits decide."""
+    model = tiny_model("llama", seed=8)
+    model.lm_head.__class__ = Backwards
+    inputs = batch((14, 5), seed=8)
+    expected = greedy(model, inputs, 16, **processed)
+    with sk.patch(model, OracleDrafter(answers(inputs, expected), 0.6), tree=sk.DraftTree.chain(4)) as handle:
+        assert not handle.facts.plain_lm_head
+        assert not handle.facts.exact_lm_head
+        assert torch.equal(greedy(model, inputs, 16, **processed), expected)
+        assert handle.stats.tokens_per_step > 1
 
 
 @pytest.mark.parametrize(
@@ -153,10 +176,16 @@ def test_published_tree() -> None:
 )
 def test_refused_by_name(family: str, reason: str) -> None:
     """Models whose attention can't be expressed are refused before anything is changed."""
-    small = {"num_hidden_layers": 4, "hidden_size": 32, "vocab_size": VOCAB, "intermediate_size": 32, "num_local_experts": 2}
+    small = {
+        "num_hidden_layers": 4,
+        "hidden_size": 32,
+        "vocab_size": VOCAB,
+        "intermediate_size": 32,
+        "num_local_experts": 2,
+    }
     config = CONFIG_MAPPING[family](**small)
     from specmemo_kernels.integrations.hf_attention import UnsupportedModel
-    from specmemo_kernels.integrations.hf_target import check_config
+    from specmemo_kernels.integrations.hf_probe import check_config
 
     with pytest.raises(UnsupportedModel, match=reason):
         check_config(config)
@@ -167,7 +196,8 @@ def test_model_outside_the_interface_is_refused() -> None:
     config = CONFIG_MAPPING["bloom"](vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4)
     model = AutoModelForCausalLM.from_config(config).eval()
     before = type(model)
-    with pytest.raises(sk.UnsupportedModel, match="Bloom|bloom"):
+    with pytest.raises(sk.UnsupportedModel, match=r"Bloom|bloom"):
         sk.patch(model, OracleDrafter([], 1.0))
-    assert type(model) is before and "specmemo" not in vars(model)
+    assert type(model) is before
+    assert "specmemo" not in vars(model)
     model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=3, do_sample=False)

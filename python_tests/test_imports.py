@@ -127,6 +127,16 @@ def test_nobody_imports_the_top() -> None:
             assert not imports(path)
 
 
+def test_type_checkers_see_the_public_names() -> None:
+    """They read the imports made for them and the literal list, which is what runs."""
+    front = ast.parse(SOURCES[Path("__init__.py")].read_text())
+    blocks = [node for node in front.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    seen = {(node.module, a.name) for block in blocks for node in block.body for a in node.names}
+    assert seen == {(f"{NAME}.{home}", name) for name, home in specmemo_kernels._HOME.items()}
+    lists = [ast.literal_eval(n.value) for n in front.body if ast.unparse(n).startswith("__all__ = ")]
+    assert lists == [specmemo_kernels.__all__]
+
+
 def test_the_package_itself_is_no_source_of_names() -> None:
     """Inside the package only ``__version__`` is taken from its front; all else from where it is defined."""
     for path, file in SOURCES.items():
@@ -174,6 +184,7 @@ def test_lazy_names_are_the_public_ones() -> None:
     assert set(specmemo_kernels.__all__) >= {"patch", "unpatch", "Drafter", "DraftTree", "MedusaHeads", "BudgetError"}
     for name in specmemo_kernels.__all__:
         assert getattr(specmemo_kernels, name) is not None
+    assert {*specmemo_kernels._HOME, "__version__"} == set(specmemo_kernels.__all__)
     assert specmemo_kernels.DraftTree.__module__ == f"{NAME}.tree"
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         specmemo_kernels.nonsense  # noqa: B018

@@ -1,135 +1,23 @@
-"""Heads load from every layout there is, say what is wrong with the others, and never run what a pickle holds."""
+"""Heads of every source are what was stored; what can't be heads of this model is refused by key, shape and file."""
 
 from __future__ import annotations
 
 import json
-import pickle
 import random
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from head_cases import HIDDEN, VOCAB, Tensors, as_vllm, assert_same, medusa_state, with_prefix, without
+from safetensors.torch import save_file
 from torch import nn
 
-from specmemo_kernels.drafting import load_heads as loading
 from specmemo_kernels.drafting.load_heads import HeadsError, load_heads
 from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.drafting.medusa_heads import MedusaHeads
-
-HIDDEN, VOCAB = 8, 21
-Tensors = dict[str, torch.Tensor]
-
-
-def medusa_state(heads: int = 3, layers: int = 1, own: bool = True, seed: int = 0, hidden: int = HIDDEN) -> Tensors:
-    """Random weights under Medusa's names."""
-    generator = torch.Generator().manual_seed(seed)
-    state = {}
-    for head in range(heads):
-        for layer in range(layers):
-            state[f"{head}.{layer}.linear.weight"] = torch.randn(hidden, hidden, generator=generator)
-            state[f"{head}.{layer}.linear.bias"] = torch.randn(hidden, generator=generator)
-        if own:
-            state[f"{head}.{layers}.weight"] = torch.randn(VOCAB, hidden, generator=generator)
-    return state
-
-
-def as_vllm(state: Tensors) -> Tensors:
-    """The same tensors under vLLM's names."""
-    renamed = {}
-    for key, tensor in state.items():
-        head, layer, *rest = key.split(".")
-        renamed[f"lm_heads.{head}.weight" if rest == ["weight"] else f"blocks.{head}.layers.{layer}.{rest[1]}"] = tensor
-    return renamed
-
-
-def with_prefix(state: Tensors, prefix: str = "medusa_head.") -> Tensors:
-    """The heads inside a whole model's tensors; the model's are of a size that would be refused in heads."""
-    model = {"model.embed_tokens.weight": torch.randn(50, 6), "lm_head.weight": torch.randn(50, 6)}
-    model["model.layers.0.mlp.up_proj.weight"] = torch.randint(0, 9, (6, 6), dtype=torch.uint8)
-    return model | {prefix + key: tensor for key, tensor in state.items()}
-
-
-def expected_logits(
-    state: Tensors, heads: int, layers: int, hidden: torch.Tensor, shared: torch.Tensor
-) -> torch.Tensor:
-    """The formula, written out: x + silu(W x + b) per layer, then the lm_head."""
-    rows = []
-    for head in range(heads):
-        x = hidden
-        for layer in range(layers):
-            y = x @ state[f"{head}.{layer}.linear.weight"].T + state[f"{head}.{layer}.linear.bias"]
-            x = x + y / (1 + torch.exp(-y))
-        rows.append(x @ state.get(f"{head}.{layers}.weight", shared).T)
-    return torch.stack(rows)
-
-
-def assert_same(loaded: MedusaHeads, state: Tensors, heads: int = 3, layers: int = 1, own: bool = True) -> None:
-    assert (loaded.num_heads, loaded.num_layers, loaded.own_lm_head) == (heads, layers, own)
-    assert (loaded.hidden_size, loaded.vocab_size) == (HIDDEN, VOCAB)
-    hidden, shared = torch.randn(4, HIDDEN, dtype=torch.float64), torch.randn(VOCAB, HIDDEN, dtype=torch.float64)
-    double = {key: tensor.double() for key, tensor in state.items()}
-    with torch.no_grad():
-        actual = load_heads(loaded, HIDDEN, VOCAB, dtype=torch.float64).logits(hidden, shared)
-    torch.testing.assert_close(actual, expected_logits(double, heads, layers, hidden, shared), rtol=1e-12, atol=1e-12)
-
-
-def write_shards(folder: Path, state: Tensors, kind: str) -> None:
-    """The tensors dealt over three shards, with an index; the last shard has the model's own tensors only."""
-    folder.mkdir(exist_ok=True)
-    stem, suffix = ("model", "safetensors") if kind == "safetensors" else ("pytorch_model", "bin")
-    shards: list[Tensors] = [{}, {}, {}]
-    for place, (key, tensor) in enumerate(state.items()):
-        shards[place % 2 if "medusa_head" in key or "blocks" in key else 2][key] = tensor
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        name = f"{stem}-{number:05}-of-00003.{suffix}"
-        weight_map |= dict.fromkeys(shard, name)
-        save_file(shard, folder / name) if kind == "safetensors" else torch.save(shard, folder / name)
-    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-
-def _pt(name: str) -> Callable[[Path, Tensors], Any]:
-    return lambda folder, state: torch.save(state, folder / name)
-
-
-def _safetensors(name: str) -> Callable[[Path, Tensors], Any]:
-    return lambda folder, state: save_file(state, folder / name)
-
-
-def _legacy(folder: Path, state: Tensors) -> None:
-    torch.save(state, folder / "medusa_lm_head.pt", _use_new_zipfile_serialization=False)
-
-
-LAYOUTS: dict[str, Callable[[Path, Tensors], Any]] = {
-    "medusa-1 safetensors": _safetensors("medusa_lm_head.safetensors"),
-    "medusa-1 pt": _pt("medusa_lm_head.pt"),
-    "medusa-1 old pt": _legacy,
-    "medusa-2 safetensors": lambda f, s: save_file(with_prefix(s), f / "model.safetensors"),
-    "medusa-2 bin": lambda f, s: torch.save(with_prefix(s), f / "pytorch_model.bin"),
-    "medusa-2 deeper prefix": lambda f, s: save_file(with_prefix(s, "module.medusa_head."), f / "model.safetensors"),
-    "medusa-2 safetensors shards": lambda f, s: write_shards(f, with_prefix(s), "safetensors"),
-    "medusa-2 bin shards": lambda f, s: write_shards(f, with_prefix(s), "bin"),
-    "vllm": lambda f, s: save_file(as_vllm(s), f / "model.safetensors"),
-    "vllm prefixed": lambda f, s: save_file(with_prefix(as_vllm(s), "medusa_heads."), f / "model.safetensors"),
-    "vllm bin": lambda f, s: torch.save(as_vllm(s), f / "pytorch_model.bin"),
-}
-
-
-@pytest.mark.parametrize("own", [True, False], ids=["own", "shared"])
-@pytest.mark.parametrize("heads, layers", [(1, 1), (3, 1), (2, 3), (11, 2)])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout: str, heads: int, layers: int, own: bool, tmp_path: Path) -> None:
-    state = medusa_state(heads, layers, own)
-    LAYOUTS[layout](tmp_path, state)
-    # Published Vicuna heads say 2 and hold 5.
-    (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 7}))
-    for source in (tmp_path, str(tmp_path)):
-        assert_same(load_heads(source, HIDDEN, VOCAB), state, heads, layers, own)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -197,21 +85,17 @@ class TestVllm:
             load_heads(short | {"token_map": kept}, HIDDEN, VOCAB)
 
 
-def _without(*keys: str) -> Callable[[Tensors], Tensors]:
-    return lambda state: {key: tensor for key, tensor in state.items() if key not in keys}
-
-
 def _changed(key: str, change: Callable[[torch.Tensor], Any]) -> Callable[[Tensors], Tensors]:
     return lambda state: {k: change(tensor) if k == key else tensor for k, tensor in state.items()}
 
 
 # In a message "~" stands where the prefix of a whole model's file goes.
 BROKEN: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
-    "gap in the heads": (_without("1.0.linear.weight", "1.0.linear.bias", "1.1.weight"),
+    "gap in the heads": (without("1.0.linear.weight", "1.0.linear.bias", "1.1.weight"),
                          r"~1\.0\.linear\.weight is missing \(its keys speak of 3"),
-    "bias missing": (_without("2.0.linear.bias"), r"~2\.0\.linear\.bias is missing"),
-    "first weight missing": (_without("0.0.linear.weight"), r"~0\.0\.linear\.weight is missing"),
-    "one lm_head missing": (_without("1.1.weight"), r"~1\.1\.weight is missing .*own lm_heads"),
+    "bias missing": (without("2.0.linear.bias"), r"~2\.0\.linear\.bias is missing"),
+    "first weight missing": (without("0.0.linear.weight"), r"~0\.0\.linear\.weight is missing"),
+    "one lm_head missing": (without("1.1.weight"), r"~1\.1\.weight is missing .*own lm_heads"),
     "only lm_heads": (lambda s: {k: t for k, t in s.items() if "linear" not in k},
                       r"~0\.0\.linear\.weight is missing"),
     "another layer in one head": (lambda s: s | {"0.1.linear.weight": torch.ones(HIDDEN, HIDDEN)},
@@ -280,204 +164,6 @@ class TestOtherModel:
         assert load_heads(tmp_path, HIDDEN, 999).vocab_size == 999
 
 
-class TestFiles:
-    def test_safetensors_before_pickle_and_heads_before_models(self, tmp_path: Path) -> None:
-        for seed, name in reversed(list(enumerate(loading.CANDIDATES))):
-            state = medusa_state(seed=seed)
-            if name.endswith("index.json"):
-                write_shards(tmp_path, with_prefix(state), "safetensors" if name.startswith("model") else "bin")
-            elif name.endswith("safetensors"):
-                save_file(state, tmp_path / name)
-            else:
-                torch.save(state, tmp_path / name)
-            assert_same(load_heads(tmp_path, HIDDEN, VOCAB), state)
-
-    @pytest.mark.parametrize("name", ["mine.safetensors", "mine.pt"])
-    def test_a_single_file(self, name: str, tmp_path: Path) -> None:
-        state = medusa_state()
-        (_safetensors if name.endswith("safetensors") else _pt)(name)(tmp_path, state)
-        assert_same(load_heads(tmp_path / name, HIDDEN, VOCAB), state)
-        assert_same(MedusaHeads.from_pretrained(str(tmp_path / name)), state)
-
-    @pytest.mark.parametrize("kind", ["safetensors", "bin"])
-    def test_only_shards_with_heads_are_opened(self, kind: str, tmp_path: Path) -> None:
-        state = medusa_state()
-        write_shards(tmp_path, with_prefix(state), kind)
-        next(tmp_path.glob("*-00003-of-*")).unlink()
-        assert_same(load_heads(tmp_path, HIDDEN, VOCAB), state)
-        gone = next(tmp_path.glob("*-00002-of-*"))
-        gone.unlink()
-        with pytest.raises(HeadsError, match=rf"index\.json: its shard {re.escape(gone.name)} is missing"):
-            load_heads(tmp_path, HIDDEN, VOCAB)
-
-    def test_a_key_that_its_shard_lacks(self, tmp_path: Path) -> None:
-        write_shards(tmp_path, with_prefix(medusa_state()), "safetensors")
-        shard = next(tmp_path.glob("*-00001-of-*"))
-        save_file(_without("medusa_head.0.0.linear.bias", "medusa_head.0.0.linear.weight")(load_file(shard)), shard)
-        with pytest.raises(HeadsError, match=r"index\.json: medusa_head\.0\.0\.linear\.\w+ is missing"):
-            load_heads(tmp_path, HIDDEN, VOCAB)
-
-    @pytest.mark.parametrize("layout", [name for name in LAYOUTS if "safetensors" in name])
-    def test_each_tensor_of_the_heads_is_read_once_and_no_other(
-        self, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        state = medusa_state()
-        LAYOUTS[layout](tmp_path, state)
-        read: list[str] = []
-        original = loading._Entry.read
-
-        def recording(entry: loading._Entry) -> torch.Tensor:
-            read.append(entry.name.removeprefix("medusa_head."))
-            return original(entry)
-
-        monkeypatch.setattr(loading._Entry, "read", recording)
-        load_heads(tmp_path, HIDDEN, VOCAB)
-        assert sorted(read) == sorted(state)
-
-    @pytest.mark.parametrize(
-        "index", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"0.0.linear.bias": "../x.safetensors"}}']
-    )
-    def test_bad_index(self, index: str, tmp_path: Path) -> None:
-        (tmp_path / "model.safetensors.index.json").write_text(index)
-        with pytest.raises(HeadsError, match=r"index\.json"):
-            load_heads(tmp_path, HIDDEN, VOCAB)
-
-    def test_bad_config(self, tmp_path: Path) -> None:
-        save_file(medusa_state(), tmp_path / "medusa_lm_head.safetensors")
-        for text in ("{", "[1]"):
-            (tmp_path / "config.json").write_text(text)
-            with pytest.raises(HeadsError, match=r"config\.json"):
-                load_heads(tmp_path, HIDDEN, VOCAB)
-
-    @pytest.mark.parametrize("name", loading.CANDIDATES)
-    def test_garbage(self, name: str, tmp_path: Path) -> None:
-        for content in (b"", b"\x00" * 100, b"version https://git-lfs.github.com/spec/v1\n", b"PK\x03\x04 cut off"):
-            (tmp_path / name).write_bytes(content)
-            with pytest.raises(HeadsError, match=re.escape(str(tmp_path / name))):
-                load_heads(tmp_path, HIDDEN, VOCAB)
-
-    def test_truncated_files(self, tmp_path: Path) -> None:
-        for name in ("medusa_lm_head.safetensors", "medusa_lm_head.pt"):
-            (_safetensors if name.endswith("safetensors") else _pt)(name)(tmp_path, medusa_state())
-            content = (tmp_path / name).read_bytes()
-            (tmp_path / name).write_bytes(content[: len(content) // 2])
-            with pytest.raises(HeadsError, match=re.escape(name)):
-                load_heads(tmp_path / name, HIDDEN, VOCAB)
-
-    def test_pickle_of_something_else(self, tmp_path: Path) -> None:
-        torch.save([torch.ones(2)], tmp_path / "medusa_lm_head.pt")
-        with pytest.raises(HeadsError, match=r"medusa_lm_head\.pt holds a list"):
-            load_heads(tmp_path, HIDDEN, VOCAB)
-        torch.save(medusa_state() | {"0.1.weight": 3}, tmp_path / "medusa_lm_head.pt")
-        with pytest.raises(HeadsError, match=r"0\.1\.weight is a int"):
-            load_heads(tmp_path, HIDDEN, VOCAB)
-
-    @pytest.mark.parametrize("zipped", [True, False])
-    @pytest.mark.parametrize("name", ["medusa_lm_head.pt", "pytorch_model.bin"])
-    def test_a_malicious_pickle_runs_nothing(self, name: str, zipped: bool, tmp_path: Path) -> None:
-        touched = tmp_path / "touched"
-
-        class Evil:
-            def __reduce__(self) -> Any:
-                return Path.touch, (touched,)
-
-        content = medusa_state() | {"9.0.linear.weight": Evil()}
-        torch.save(content, tmp_path / name, _use_new_zipfile_serialization=zipped)
-        with pytest.raises(HeadsError, match=rf"{re.escape(str(tmp_path / name))} does not load as plain tensors"):
-            load_heads(tmp_path, HIDDEN, VOCAB)
-        (tmp_path / name).write_bytes(pickle.dumps(Evil(), protocol=2))
-        with pytest.raises(HeadsError, match=re.escape(str(tmp_path / name))):
-            load_heads(tmp_path, HIDDEN, VOCAB)
-        assert not touched.exists()
-        pickle.loads((tmp_path / name).read_bytes())
-        assert touched.exists(), "the pickle was harmless, the test proves nothing"
-
-    def test_loaded_heads_outlive_their_file(self, tmp_path: Path) -> None:
-        state = medusa_state()
-        for name in ("medusa_lm_head.safetensors", "medusa_lm_head.pt"):
-            (_safetensors if name.endswith("safetensors") else _pt)(name)(tmp_path, state)
-            loaded = load_heads(tmp_path / name, HIDDEN, VOCAB)
-            with (tmp_path / name).open("r+b") as file:
-                file.write(b"\xff" * (tmp_path / name).stat().st_size)
-                file.truncate(10)
-            assert_same(loaded, state)
-
-
-class TestPlaces:
-    def test_nothing_there(self, tmp_path: Path) -> None:
-        with pytest.raises(
-            HeadsError, match=r"no file of heads in it; one of medusa_lm_head\.safetensors, .* is needed"
-        ):
-            load_heads(tmp_path, HIDDEN, VOCAB)
-        for source in (tmp_path / "absent", Path("org/name"), str(tmp_path / "absent"), "a/b/c", "../name"):
-            with pytest.raises(HeadsError, match=rf"{re.escape(str(source))}: there is no such folder"):
-                load_heads(source, HIDDEN, VOCAB)
-        for wrong in (3, None, [torch.ones(2)]):
-            with pytest.raises(HeadsError, match="a folder, a file, a hub id, a module or a dict, not a"):
-                load_heads(wrong, HIDDEN, VOCAB)  # type: ignore[arg-type]
-
-    def test_offline(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        import huggingface_hub.constants as constants
-
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-        with pytest.raises(HeadsError, match=r"'org/heads' is neither a folder or file here nor a hub repository"):
-            load_heads("org/heads", HIDDEN, VOCAB)
-        repository = tmp_path / "models--org--heads"
-        snapshot = repository / "snapshots" / ("a" * 40)
-        snapshot.mkdir(parents=True)
-        (repository / "refs").mkdir()
-        (repository / "refs" / "main").write_text("a" * 40)
-        state = medusa_state(own=False)
-        torch.save(state, snapshot / "medusa_lm_head.pt")
-        (snapshot / "config.json").write_text(json.dumps({"vocab_size": VOCAB}))
-        assert_same(load_heads("org/heads", HIDDEN, VOCAB), state, own=False)
-        assert_same(MedusaHeads.from_pretrained("org/heads"), state, own=False)
-
-    @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_only_needed_files_are_downloaded(
-        self, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        import huggingface_hub
-
-        remote, cache, state = tmp_path / "remote", tmp_path / "cache", medusa_state()
-        remote.mkdir()
-        cache.mkdir()
-        LAYOUTS[layout](remote, state)
-        for name in ("config.json", "README.md", "optimizer.pt", "tokenizer.model", "training_args.bin"):
-            (remote / name).write_text("{}")
-
-        def snapshot_download(repository: str, allow_patterns: list[str]) -> str:
-            assert repository == "org/heads"
-            for pattern in allow_patterns:
-                for file in remote.glob(pattern):
-                    shutil.copy(file, cache)
-            return str(cache)
-
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-        monkeypatch.chdir(tmp_path)
-        assert_same(load_heads("org/heads", HIDDEN, VOCAB), state)
-        shards = {file.name for file in remote.glob("*-of-*")}
-        weights = {file.name for file in remote.iterdir() if file.name in loading.CANDIDATES} | {
-            name for name in shards if "-00003-of-" not in name
-        }
-        assert {file.name for file in cache.iterdir()} == weights | {"config.json"}
-
-    def test_a_model_without_heads_is_not_downloaded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        import huggingface_hub
-
-        index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-
-        def snapshot_download(repository: str, allow_patterns: list[str]) -> str:
-            assert not any("-of-" in pattern for pattern in allow_patterns)
-            return str(tmp_path)
-
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-        with pytest.raises(HeadsError, match=r"no Medusa heads in it; its keys are model\.norm\.weight"):
-            load_heads("org/model", HIDDEN, VOCAB)
-
-
 class TestModules:
     def test_a_module_list_of_medusas_own(self) -> None:
         class Block(nn.Module):
@@ -510,7 +196,8 @@ class TestModules:
         for key, tensor in loaded.state_dict().items():
             assert tensor.data_ptr() == state[key].data_ptr()
         half = load_heads(loaded.eval(), HIDDEN, VOCAB, dtype=torch.float16)
-        assert half is not loaded and not half.training
+        assert half is not loaded
+        assert not half.training
         assert {p.dtype for p in loaded.parameters()} == {torch.float32}
         assert {p.dtype for p in half.parameters()} == {torch.float16}
 
@@ -545,7 +232,7 @@ class TestModules:
 class TestPretrained:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("own", [True, False], ids=["own", "shared"])
-    @pytest.mark.parametrize("heads, layers", [(1, 1), (4, 1), (3, 2)])
+    @pytest.mark.parametrize(("heads", "layers"), [(1, 1), (4, 1), (3, 2)])
     def test_round_trip(self, heads: int, layers: int, own: bool, dtype: torch.dtype, tmp_path: Path) -> None:
         folder = tmp_path / "new" / "folder"
         state = {key: tensor.to(dtype) for key, tensor in medusa_state(heads, layers, own).items()}
@@ -594,7 +281,8 @@ class TestTruncated:
         heads.cumulative_topk_accuracy = [[0.4], [0.3], [0.2], [0.1]]
         first = heads.truncated(2)
         assert_same(first, state, 2, 2, own)
-        assert not first.training and first.cumulative_topk_accuracy == [[0.4], [0.3]]
+        assert not first.training
+        assert first.cumulative_topk_accuracy == [[0.4], [0.3]]
         assert heads.num_heads == len(heads) == 4
         mine = dict(heads.named_parameters())
         assert all(parameter is mine[name] for name, parameter in first.named_parameters())

@@ -32,11 +32,25 @@ def test_views_and_changes_in_place_are_free() -> None:
         rows = a[1:3].reshape(-1).view(2, -1)
         a.add_(1).mul_(2)
         rows.copy_(rows * 0 + 1)
-        assert tracker.live == 4096 and tracker.peak == 4096 + 2 * 2048
+        assert tracker.live == 4096
+        assert tracker.peak == 4096 + 2 * 2048
         del a
         assert tracker.live == 4096
         del rows
         assert tracker.live == 0
+
+
+def test_trace() -> None:
+    """Bytes after each operator, in order; only where it was asked for."""
+    with MemoryTracker(trace=True) as tracker, MemoryTracker() as silent:
+        a = torch.zeros(KIB)
+        b = a + 1
+        a.view(2, -1)
+        del a
+        b.mul_(2)
+    assert tracker.trace == [1024, 2048, 2048, 1024]
+    assert max(tracker.trace) == tracker.peak == silent.peak
+    assert silent.trace == []
 
 
 def test_what_was_there_before_is_left_out() -> None:
@@ -100,4 +114,5 @@ def test_modules_and_gradients_off() -> None:
     layer = torch.nn.Linear(KIB, 2 * KIB)
     with torch.no_grad(), MemoryTracker() as tracker:
         y = layer(torch.ones(3, KIB))
-    assert tracker.live == y.nbytes and tracker.peak == y.nbytes + 3 * 1024
+    assert tracker.live == y.nbytes
+    assert tracker.peak == y.nbytes + 3 * 1024

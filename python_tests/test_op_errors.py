@@ -188,10 +188,31 @@ def test_an_explicit_backend_never_falls_back(monkeypatch: pytest.MonkeyPatch, f
     """Without the C++ extension, asking for it says how to build it; not asking gives the reference."""
     monkeypatch.setitem(dispatch.BACKENDS, "cpu", "specmemo_kernels.backends.not_built")
     hidden, weight = torch.zeros(1, 4), torch.zeros(3, 4)
-    with pytest.raises(ops.BackendUnavailable, match="backend 'cpu' can't be imported.*C\\+\\+17 compiler"):
+    with pytest.raises(ops.BackendUnavailable, match=r"backend 'cpu' can't be imported.*C\+\+17 compiler"):
         ops.lm_head_argmax(hidden, weight, backend="cpu")
     assert ops.backend_name(None, torch.device("cpu")) == "reference"
     assert ops.lm_head_argmax(hidden, weight).tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (ModuleNotFoundError("No module named 'triton'", name="triton"), "; pip install triton"),
+        (ModuleNotFoundError("No module named 'triton.knobs'", name="triton.knobs"), ""),
+        (ImportError("libtriton.so: undefined symbol"), ""),
+        (AttributeError("module 'triton' has no attribute 'knobs'"), ""),
+    ],
+)
+def test_triton_that_is_not_there_or_broken(
+    error: Exception, hint: str, monkeypatch: pytest.MonkeyPatch, fresh_dispatch: None
+) -> None:
+    """Only a missing triton is to be installed; a broken one says itself what is wrong with it."""
+
+    def fail(_: str) -> None:
+        raise error
+
+    monkeypatch.setattr(dispatch, "_load", fail)
+    assert ops.unavailable("triton") == f"backend 'triton' can't be imported ({type(error).__name__}: {error}){hint}"
 
 
 def test_unknown_backend() -> None:

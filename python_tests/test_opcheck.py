@@ -17,9 +17,11 @@ PAGED = PagedCase("opcheck", (3, 0, 9), (4, 0, 2), (2, -1, 1), v_head_dim=24, pa
 
 
 def finite(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments with zeros for what can't be compared (NaN is never equal to itself) and page ids in range."""
+    """The same arguments without what can't be compared: NaN, never equal to itself, what overflows in a sum of
+    products (pages that are only copied hold any bits), and page ids out of range."""
     numbers = {
-        n: x.nan_to_num(0, 0, 0) if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in inputs.items()
+        n: x.nan_to_num(0, 0, 0).clamp(-9, 9) if isinstance(x, Tensor) and x.is_floating_point() else x
+        for n, x in inputs.items()
     }
     if "block_table" in numbers:
         numbers["block_table"] = torch.where(numbers["block_table"] == 2**30, 0, numbers["block_table"])
@@ -53,7 +55,8 @@ def test_opcheck(problem: str, backend: str) -> None:
     """All of opcheck's utilities: schema, autograd registration, fake tensors, compilation with dynamic shapes."""
     name, arguments = PROBLEMS[problem]
     result = torch.library.opcheck(getattr(torch.ops.specmemo, name).default, (*arguments, backend))
-    assert set(result.values()) == {"SUCCESS"} and len(result) == 4
+    assert set(result.values()) == {"SUCCESS"}
+    assert len(result) == 4
 
 
 def step(inputs: dict[str, Any], commit: dict[str, Any], verify: dict[str, Any], head: Tensor, backend: str) -> Any:
@@ -75,14 +78,14 @@ def problem() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], Tensor]:
     verify = verify_inputs(VerifyCase("compile", (5, 8), 4, tokens=1))
     commit = finite(commit_inputs(case, torch.float32))
     commit = {n: x for n, x in commit.items() if not n.startswith("accept")}
-    return append | {"q": query, "scale": 0.25}, commit, verify, torch.randn(40, 16)
+    head = torch.randn(40, 16, generator=torch.Generator().manual_seed(4))
+    return append | {"q": query, "scale": 0.25}, commit, verify, head
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_step_is_the_step(backend: str) -> None:
     """One graph without breaks; results are the same, pools change in place and stay where they are."""
     eager, compiled = problem(), problem()
-    eager[3].copy_(compiled[3])
     pools = [inputs[name] for inputs in compiled[:2] for name in ("k_pages", "v_pages")]
     places, before = [pool.data_ptr() for pool in pools], [pool.clone() for pool in pools]
     wanted = step(*eager, backend)

@@ -74,7 +74,8 @@ def test_append_writes_its_slots_only(backend: str, dtype: torch.dtype, case: Pa
     inputs = append_inputs(case, dtype)
     k_pages, v_pages = after_append(inputs)
     ops.append_paged_kv(**inputs, backend=backend)
-    assert same_bits(inputs["k_pages"], k_pages) and same_bits(inputs["v_pages"], v_pages)
+    assert same_bits(inputs["k_pages"], k_pages)
+    assert same_bits(inputs["v_pages"], v_pages)
 
 
 @each_backend
@@ -86,7 +87,8 @@ def test_append_of_slices(backend: str) -> None:
     inputs |= {"k_new": fused[:, 1:3], "v_new": fused[:, 4:6]}
     k_pages, v_pages = after_append(inputs)
     ops.append_paged_kv(**inputs, backend=backend)
-    assert same_bits(inputs["k_pages"], k_pages) and same_bits(inputs["v_pages"], v_pages)
+    assert same_bits(inputs["k_pages"], k_pages)
+    assert same_bits(inputs["v_pages"], v_pages)
 
 
 @each_backend
@@ -97,7 +99,8 @@ def test_commit_writes_accepted_slots_only(backend: str, dtype: torch.dtype, cas
     inputs = commit_inputs(case, dtype)
     k_pages, v_pages = after_commit(inputs)
     ops.commit_paged_kv(**inputs, backend=backend)
-    assert same_bits(inputs["k_pages"], k_pages) and same_bits(inputs["v_pages"], v_pages)
+    assert same_bits(inputs["k_pages"], k_pages)
+    assert same_bits(inputs["v_pages"], v_pages)
 
 
 @each_backend
@@ -110,7 +113,8 @@ def test_commit_does_not_depend_on_the_tree_size(backend: str, nodes: int) -> No
         inputs[name] = torch.cat([inputs[name][:, :4], torch.full((2, nodes, 2, 16), float("nan"))], dim=1)
     inputs["qo_indptr"] = torch.tensor([0, nodes], dtype=torch.int32)
     ops.commit_paged_kv(**inputs, backend=backend)
-    assert same_bits(inputs["k_pages"], k_pages) and same_bits(inputs["v_pages"], v_pages)
+    assert same_bits(inputs["k_pages"], k_pages)
+    assert same_bits(inputs["v_pages"], v_pages)
 
 
 def walked(inputs: Inputs, max_depth: int) -> list[tuple[list[int], int, int]]:
@@ -179,7 +183,8 @@ def test_lm_head_is_exact_on_integers(backend: str, dtype: torch.dtype, case: Lm
     logits = inputs["hidden"].long() @ inputs["weight"].long().T + (inputs["bias"].long() if case.bias else 0)
     best = [sorted(range(case.vocab), key=lambda t, row=row: (-row[t], t))[: case.k] for row in logits.tolist()]
     tokens = ops.lm_head_argmax(**inputs, backend=backend)
-    assert tokens.dtype == torch.int64 and tokens.tolist() == [row[0] for row in best]
+    assert tokens.dtype == torch.int64
+    assert tokens.tolist() == [row[0] for row in best]
     values, indices = ops.lm_head_topk(**inputs, k=case.k, backend=backend)
     assert (values.dtype, indices.dtype, values.shape) == (dtype, torch.int64, (case.rows, case.k))
     assert indices.tolist() == best
@@ -195,7 +200,8 @@ def test_lm_head_rounds_before_it_compares(backend: str, dtype: torch.dtype, lar
     hidden = torch.ones(2, 40, dtype=dtype)
     assert ops.lm_head_argmax(hidden, weight, backend=backend).tolist() == [70, 70]
     values, indices = ops.lm_head_topk(hidden, weight, k=4, backend=backend)
-    assert indices.tolist() == [[70, 150, 299, 0]] * 2 and values.tolist() == [[large, large, large, 0]] * 2
+    assert indices.tolist() == [[70, 150, 299, 0]] * 2
+    assert values.tolist() == [[large, large, large, 0]] * 2
 
 
 @each_backend

@@ -43,7 +43,8 @@ class Allocator(RuleBasedStateMachine):
                 self.pool.open()
             return
         slot = self.pool.open()
-        assert slot not in self.tokens and 0 <= slot < self.max_sequences
+        assert slot not in self.tokens
+        assert 0 <= slot < self.max_sequences
         self.tokens[slot], self.pages[slot] = 0, []
 
     @rule(data=st.data(), tokens=st.integers(0, 50))
@@ -56,7 +57,8 @@ class Allocator(RuleBasedStateMachine):
             table, free = self.pool.block_table.clone(), self.pool.free_pages
             with pytest.raises(OutOfPages, match=f"{tokens} tokens need {missing} more pages of {self.page_size}"):
                 self.pool.reserve(slot, tokens)
-            assert torch.equal(self.pool.block_table, table) and self.pool.free_pages == free
+            assert torch.equal(self.pool.block_table, table)
+            assert self.pool.free_pages == free
             return
         self.pool.reserve(slot, tokens)
         self.tokens[slot] = max(self.tokens[slot], tokens)
@@ -81,7 +83,8 @@ class Allocator(RuleBasedStateMachine):
         for count in range(self.max_sequences + 2):
             assert self.pool.fits_sequences(count) == (len(self.tokens) + count <= self.max_sequences)
         every = [page for pages in self.pages.values() for page in pages]
-        assert len(set(every)) == len(every) and all(0 <= page < self.num_pages for page in every)
+        assert len(set(every)) == len(every)
+        assert all(0 <= page < self.num_pages for page in every)
         for slot, pages in self.pages.items():
             assert self.pool.block_table[slot, : len(pages)].tolist() == pages
 
@@ -95,12 +98,15 @@ def test_unlike_layers_are_stacked_by_kind() -> None:
     other = LayerKV(1, 6, 4, torch.bfloat16, CPU)
     pool = PagedKVPool([LAYER, other, LAYER], num_pages=3, page_size=4, max_sequences=2, max_nodes=5)
     assert [group.layers for group in pool.groups] == [(0, 2), (1,)]
-    assert pool.k_pages[1].shape == (3, 4, 1, 6) and pool.v_pages[1].shape == (3, 4, 1, 4)
-    assert pool.k_scratch[1].shape == (5, 1, 6) and pool.v_scratch[2].shape == (5, 2, 8)
+    assert pool.k_pages[1].shape == (3, 4, 1, 6)
+    assert pool.v_pages[1].shape == (3, 4, 1, 4)
+    assert pool.k_scratch[1].shape == (5, 1, 6)
+    assert pool.v_scratch[2].shape == (5, 2, 8)
     for layer, (group, place) in enumerate([(0, 0), (1, 0), (0, 1)]):
         for name in ("k_pages", "v_pages", "k_scratch", "v_scratch"):
             view, whole = getattr(pool, name)[layer], getattr(pool.groups[group], name)
-            assert view.data_ptr() == whole[place].data_ptr() and view.dtype == pool.layers[layer].dtype
+            assert view.data_ptr() == whole[place].data_ptr()
+            assert view.dtype == pool.layers[layer].dtype
 
 
 def test_bytes_are_what_is_allocated() -> None:
@@ -137,7 +143,8 @@ def test_the_whole_pool_for_one_sequence() -> None:
     pool = small_pool()
     slot = pool.open()
     pool.reserve(slot, 32)
-    assert sorted(pool.block_table[slot].tolist()) == list(range(8)) and pool.free_pages == 0
+    assert sorted(pool.block_table[slot].tolist()) == list(range(8))
+    assert pool.free_pages == 0
     with pytest.raises(OutOfPages, match="33 tokens need 1 more pages of 4 tokens, 0 of 8 are free"):
         pool.reserve(slot, 33)
     pool.close(slot)

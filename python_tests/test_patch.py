@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_families import answers, batch, greedy
-from tiny_models import VOCAB, OracleDrafter, tiny_model
+from tiny_models import OracleDrafter, tiny_model
 from transformers import LlamaForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import BaseStreamer, LogitsProcessor, LogitsProcessorList
 
@@ -39,7 +39,8 @@ def test_unpatch_restores_everything(model: PreTrainedModel) -> None:
     inputs = batch((8,))
     drafter = oracle(model, inputs)
     sk.patch(model, drafter)
-    assert model.specmemo.drafter is drafter and type(model).__name__ == "LlamaForCausalLM"
+    assert model.specmemo.drafter is drafter
+    assert type(model).__name__ == "LlamaForCausalLM"
     assert list(model.state_dict()) == before[4]
     greedy(model, inputs, 5)
     sk.unpatch(model)
@@ -62,19 +63,18 @@ def test_restored_after_an_exception(model: PreTrainedModel) -> None:
                 raise RuntimeError("drafter broke")
             return super().propose(inputs)
 
-    with pytest.raises(RuntimeError, match="drafter broke"), sk.patch(model, Broken([], 0.0)) as handle:
-        try:
+    with sk.patch(model, Broken([], 0.0)) as handle:
+        with pytest.raises(RuntimeError, match="drafter broke"):
             greedy(model, inputs, 20)
-        finally:
-            pool = handle._pool
-            pool.check_integrity()
-            assert pool.free_pages == pool.num_pages
-            assert torch.equal(greedy(model, inputs, 20), expected), "a failed call spoiled the next one"
+        pool = handle._pool
+        pool.check_integrity()
+        assert pool.free_pages == pool.num_pages
+        assert torch.equal(greedy(model, inputs, 20), expected), "a failed call spoiled the next one"
     assert snapshot(model) == before
 
 
 def test_patching_twice_says_so(model: PreTrainedModel) -> None:
-    with sk.patch(model, OracleDrafter([], 0.0)), pytest.raises(ValueError, match="patched already.*unpatch"):
+    with sk.patch(model, OracleDrafter([], 0.0)), pytest.raises(ValueError, match=r"patched already.*unpatch"):
         sk.patch(model, OracleDrafter([], 0.0))
 
 
@@ -88,7 +88,8 @@ def test_two_models_do_not_see_each_other(model: PreTrainedModel) -> None:
             assert torch.equal(greedy(model, inputs, 15), expected)
             steps = first.stats.steps
             assert torch.equal(greedy(other, inputs, 15), expected_other)
-            assert first.stats.steps == steps and second.stats.steps > 0
+            assert first.stats.steps == steps
+            assert second.stats.steps > 0
         assert torch.equal(greedy(model, inputs, 15), expected)
 
 
@@ -108,7 +109,8 @@ def test_copies_and_pickles_are_plain(model: PreTrainedModel, tmp_path: Path) ->
     expected = greedy(model, inputs, 8)
     with sk.patch(model, OracleDrafter([], 0.0)):
         for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert "specmemo" not in vars(twin) and type(twin) is LlamaForCausalLM
+            assert "specmemo" not in vars(twin)
+            assert type(twin) is LlamaForCausalLM
             assert not twin.lm_head._forward_pre_hooks
             assert torch.equal(greedy(twin, inputs, 8), expected)
         model.save_pretrained(tmp_path)
@@ -133,7 +135,8 @@ def test_threads_share_a_model(model: PreTrainedModel) -> None:
         for thread in threads:
             thread.join()
     for result, wanted in zip(results, expected, strict=True):
-        assert result is not None and torch.equal(result, wanted)
+        assert result is not None
+        assert torch.equal(result, wanted)
 
 
 class Collecting(BaseStreamer):
@@ -157,7 +160,8 @@ def test_streamer_gets_what_it_always_got(model: PreTrainedModel, lengths: tuple
     greedy(model, inputs, 30, eos_token_id=eos, pad_token_id=0, streamer=plain)
     with sk.patch(model, oracle(model, inputs), tree=sk.DraftTree.chain(4)):
         greedy(model, inputs, 30, eos_token_id=eos, pad_token_id=0, streamer=patched)
-    assert patched.pieces == plain.pieces and patched.ended == plain.ended == 1
+    assert patched.pieces == plain.pieces
+    assert patched.ended == plain.ended == 1
 
 
 class Until(StoppingCriteria):

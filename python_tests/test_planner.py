@@ -9,15 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from specmemo_kernels.planner import (
-    BudgetError,
-    GenerationShape,
-    MemoryPlan,
-    format_bytes,
-    parse_bytes,
-    plan_memory,
-    row_bytes,
-)
+from specmemo_kernels.footprint import GenerationShape, Load, PassBytes, fixed_parts, page_parts
+from specmemo_kernels.planner import BudgetError, MemoryPlan, format_bytes, parse_bytes, plan_memory
 from specmemo_kernels.tree import DraftTree
 
 TREES = [
@@ -26,15 +19,20 @@ TREES = [
     DraftTree.from_paths([[0], [1], [0, 0], [0, 1], [2]]),
     DraftTree.chain(63),
 ]
+shapes = st.builds(
+    GenerationShape,
+    kv_bytes_per_token=st.integers(1, 600_000),
+    head_bytes=st.integers(0, 2 * 10**9),
+    forward=st.builds(PassBytes, st.integers(0, 10**7), st.integers(0, 300_000)),
+    logits=st.builds(PassBytes, st.integers(0, 10**5), st.integers(0, 600_000)),
+    state_bytes=st.integers(0, 10**5),
+    split_size=st.sampled_from([0, 512, 1000]),
+    split_row_bytes=st.integers(0, 20_000),
+    devices=st.integers(1, 3),
+)
 problems = st.fixed_dictionaries(
     {
-        "shape": st.builds(
-            GenerationShape,
-            kv_bytes_per_token=st.integers(1, 600_000),
-            row_bytes=st.integers(0, 300_000),
-            head_bytes=st.integers(0, 2 * 10**9),
-            logits_row_bytes=st.integers(0, 600_000),
-        ),
+        "shape": shapes,
         "tree": st.sampled_from(TREES),
         "page_size": st.sampled_from([1, 7, 16, 64]),
         "max_sequences": st.integers(1, 20),
@@ -85,26 +83,41 @@ def test_a_plan_stays_within_its_budget(problem: dict[str, object], budget: int)
     try:
         plan = plan_memory(**problem, budget=budget)
     except BudgetError as error:
-        assert format_bytes(budget) in str(error)
-        enough = parse_bytes(re.search(r"give at least ([\d.]+ \w+)", str(error))[1])
+        plan, refusal = None, str(error)
+    if plan is None:
+        assert format_bytes(budget) in refusal
+        enough = parse_bytes(re.search(r"give at least ([\d.]+ \w+)", refusal)[1])
         assert enough > budget
         assert plan_memory(**problem, budget=enough).max_pages >= 1
         return
     check_parts(plan, problem)
-    assert plan.max_pages >= 1 and sum(plan.parts.values()) <= budget == plan.budget
-    assert 1 <= plan.max_sequences <= problem["max_sequences"] and 1 <= plan.prefill_chunk <= problem["prefill_chunk"]
-    left = budget - sum(plan.parts.values())
-    assert left < problem["shape"].kv_bytes_per_token * problem["page_size"], "one more page would have fitted"
+    assert plan.max_pages >= 1
+    assert sum(plan.parts.values()) <= budget == plan.budget
+    assert 1 <= plan.max_sequences <= problem["max_sequences"]
+    assert 1 <= plan.prefill_chunk <= problem["prefill_chunk"]
+    page = page_parts(problem["shape"], load_of(plan))
+    assert budget - sum(plan.parts.values()) < sum(page.values()), "one more page would have fitted"
+
+
+def load_of(plan: MemoryPlan) -> Load:
+    return Load(plan.tree.size, plan.max_sequences, plan.prefill_chunk, plan.page_size)
 
 
 def check_parts(plan: MemoryPlan, problem: dict[str, object]) -> None:
     """Each part from its meaning."""
     shape, nodes = problem["shape"], plan.tree.size * plan.max_sequences
-    assert plan.max_nodes == nodes and plan.tree is problem["tree"] and plan.page_size == problem["page_size"]
+    assert plan.max_nodes == nodes
+    assert plan.tree is problem["tree"]
+    assert plan.page_size == problem["page_size"]
+    load, pages = load_of(plan), plan.max_pages or 0
+    fixed, page = fixed_parts(shape, load), page_parts(shape, load)
+    assert plan.parts == {
+        name: fixed.get(name, 0) + pages * page.get(name, 0) for name in plan.parts.keys() | fixed.keys()
+    }
     assert plan.parts["heads"] == shape.head_bytes
     assert plan.parts["tree_scratch"] == nodes * shape.kv_bytes_per_token
-    rows = max(nodes, plan.prefill_chunk)
-    assert plan.parts["activations"] == rows * shape.row_bytes + nodes * shape.logits_row_bytes
+    assert plan.parts["activations"] >= shape.forward.at(nodes) + shape.logits.at(nodes)
+    assert plan.parts["activations"] >= shape.forward.at(plan.prefill_chunk)
     if plan.max_pages is not None:
         assert plan.max_tokens == plan.max_pages * plan.page_size
         assert plan.parts["kv_pages"] == plan.max_tokens * shape.kv_bytes_per_token
@@ -113,7 +126,7 @@ def check_parts(plan: MemoryPlan, problem: dict[str, object]) -> None:
 @settings(max_examples=200, deadline=None)
 @given(problems, budgets, st.integers(0, 10**9))
 def test_more_memory_never_hurts(problem: dict[str, object], budget: int, more: int) -> None:
-    """A larger budget never fails where a smaller one worked; it has no fewer sequences, and of alike plans no fewer pages."""
+    """A larger budget never fails where a smaller one worked; no fewer sequences, and of alike plans no fewer pages."""
     try:
         small = plan_memory(**problem, budget=budget)
     except BudgetError:
@@ -131,38 +144,54 @@ def test_more_memory_never_hurts(problem: dict[str, object], budget: int, more: 
 def test_without_a_budget_nothing_is_cut(problem: dict[str, object]) -> None:
     plan = plan_memory(**problem, budget=None)
     check_parts(plan, problem)
-    assert plan.max_pages is None and plan.max_tokens is None and "kv_pages" not in plan.parts
+    assert plan.max_pages is None
+    assert plan.max_tokens is None
+    assert "kv_pages" not in plan.parts
     assert (plan.max_sequences, plan.prefill_chunk) == (problem["max_sequences"], problem["prefill_chunk"])
 
 
-SHAPE = GenerationShape(kv_bytes_per_token=1024, row_bytes=4096, head_bytes=2**20, logits_row_bytes=512)
+SHAPE = GenerationShape(kv_bytes_per_token=1024, head_bytes=2**20, forward=PassBytes(0, 4096), logits=PassBytes(0, 512))
 
 
 def test_the_chunk_gives_way_before_the_batch() -> None:
     """From plenty to hardly anything: first the chunk halves down to 32, then the sequences, then it is refused."""
-    seen = []
+    seen, refusal = [], ""
     for kib in range(4000, 900, -20):
         try:
             plan = plan_memory(SHAPE, TREES[1], budget=kib * 1024, page_size=16)
         except BudgetError as error:
-            assert "one page of 16 tokens (16.0 KiB)" in str(error) and "heads 1.0 MiB" in str(error)
+            refusal = str(error)
             break
         if not seen or seen[-1] != (plan.prefill_chunk, plan.max_sequences):
             seen.append((plan.prefill_chunk, plan.max_sequences))
     else:
         pytest.fail("a budget below the heads' own size was accepted")
-    assert seen[0] == (256, 8) and seen[-1] == (32, 1)
+    assert "one page of 16 tokens (16.4 KiB)" in refusal
+    assert "heads 1.0 MiB" in refusal
+    assert seen[0] == (256, 8)
+    assert seen[-1] == (32, 1)
     assert [s for _, s in seen] == sorted((s for _, s in seen), reverse=True)
     assert [c for c, s in seen if s == 8] == [256, 128, 64, 32]
 
 
 def test_exact_edge() -> None:
     """One byte less than one page and the least of everything else is refused; that much is accepted."""
-    least = SHAPE.head_bytes + 5 * 1024 + 32 * 4096 + 5 * 512 + 16 * 1024
+    load = Load(tree_size=5, sequences=1, chunk=32, page_size=16)
+    least = sum(fixed_parts(SHAPE, load).values()) + sum(page_parts(SHAPE, load).values())
+    assert least > SHAPE.head_bytes + 5 * 1024 + 32 * 4096 + 16 * 1024
     plan = plan_memory(SHAPE, TREES[1], budget=least, page_size=16)
     assert (plan.max_pages, plan.max_sequences, plan.prefill_chunk) == (1, 1, 32)
-    with pytest.raises(BudgetError, match="memory_budget 1.1 MiB is too small for one page"):
+    with pytest.raises(BudgetError, match=r"memory_budget 1\.2 MiB is too small for one page.*: 1 B missing"):
         plan_memory(SHAPE, TREES[1], budget=least - 1, page_size=16)
+
+
+def test_a_refusal_names_the_largest_part() -> None:
+    """And how much is missing."""
+    with pytest.raises(BudgetError, match=r": \d+\.\d KiB missing, the largest part is heads; give at least"):
+        plan_memory(SHAPE, TREES[1], budget=900 * 1024, page_size=16)
+    wide = GenerationShape(kv_bytes_per_token=1024, head_bytes=0, forward=PassBytes(0, 2**20))
+    with pytest.raises(BudgetError, match=r"activations 32\.0 MiB.*, the largest part is activations; give at least"):
+        plan_memory(wide, TREES[1], budget=2**20, page_size=16)
 
 
 @pytest.mark.parametrize("budget", [None, 2**28])
@@ -175,15 +204,13 @@ def test_plans_are_json_and_text(budget: int | None) -> None:
         "prefill_chunk": plan.prefill_chunk, "budget": budget, "parts": plan.parts,
     }  # fmt: skip
     text = str(plan)
-    assert "tree of 6 nodes, depth 2" in text and "heads 1.0 MiB" in text
+    assert "at most 8 sequences at once" in text
+    one = str(plan_memory(SHAPE, TREES[0], budget=budget, page_size=16, max_sequences=1))
+    assert "tree of 1 node, depth 0" in one
+    assert "at most 1 sequence at once" in one
+    assert "tree of 6 nodes, depth 2" in text
+    assert "heads 1.0 MiB" in text
     assert ("budget none" in text and "KV: as needed" in text) == (budget is None)
     assert (f"budget 256.0 MiB; tree of 6 nodes, depth 2; KV: {plan.max_pages} pages of 16 tokens" in text) == (
         budget is not None
     )
-
-
-def test_row_bytes() -> None:
-    """The wider of MLP, attention and float32 norm beside the residual stream and its copy."""
-    assert row_bytes(4096, 11008, 3 * 4096 + 4 * 4096, 2) == 2 * 4096 * 2 + 4 * 11008 * 2
-    assert row_bytes(4096, 1024, 3 * 4096 + 4 * 4096, 2) == 2 * 4096 * 2 + 7 * 4096 * 2
-    assert row_bytes(4096, 64, 64, 2) == 2 * 4096 * 2 + 3 * 4096 * 4

@@ -40,12 +40,14 @@ def ancestors(tree: DraftTree, node: int) -> set[int]:
 @given(trees())
 def test_mask_is_the_ancestors(tree: DraftTree) -> None:
     """Bit j of row i (bit 63 and later words among them) says that j is i or above it; depth counts those above."""
-    assert tree.mask.shape == (tree.size, (tree.size + 63) // 64) and tree.mask.dtype == torch.int64
+    assert tree.mask.shape == (tree.size, (tree.size + 63) // 64)
+    assert tree.mask.dtype == torch.int64
     for node, row in enumerate(tree.mask.tolist()):
         number = sum((word % 2**64) << (64 * place) for place, word in enumerate(row))
         assert {j for j in range(number.bit_length()) if number >> j & 1} == ancestors(tree, node)
         assert tree.depths[node] == len(ancestors(tree, node)) - 1
-    assert tree.max_depth == max(tree.depths) and tree.width == max(tree.ranks) + 1
+    assert tree.max_depth == max(tree.depths)
+    assert tree.width == max(tree.ranks) + 1
 
 
 @pytest.mark.parametrize("size", [63, 64, 65, 128, 129])
@@ -134,7 +136,8 @@ def test_tree_batch_packs_sequences(tree: DraftTree, lengths: list[int]) -> None
     assert batch.tree_mask.tolist() == tree.mask.tolist() * len(lengths)
     assert (batch.max_qo_len, batch.max_seq_len, batch.max_depth) == (tree.size, max(lengths), tree.max_depth)
     assert batch.num_sequences == len(lengths)
-    assert batch.tree_mask.is_contiguous() and batch.parents.dtype == batch.qo_indptr.dtype == torch.int32
+    assert batch.tree_mask.is_contiguous()
+    assert batch.parents.dtype == batch.qo_indptr.dtype == torch.int32
 
 
 def test_chunk_batch_continues_sequences() -> None:
@@ -142,8 +145,10 @@ def test_chunk_batch_continues_sequences() -> None:
     batch = chunk_batch(chunks, [4, 0], torch.zeros(2, 3, dtype=torch.int32))
     assert batch.tokens.tolist() == [7, 8, 9, 5]
     assert batch.positions.tolist() == [4, 5, 6, 0]
-    assert batch.qo_indptr.tolist() == [0, 3, 4] and batch.seq_lens.tolist() == [4, 0]
-    assert batch.parents is None and batch.tree_mask is None
+    assert batch.qo_indptr.tolist() == [0, 3, 4]
+    assert batch.seq_lens.tolist() == [4, 0]
+    assert batch.parents is None
+    assert batch.tree_mask is None
     assert (batch.max_qo_len, batch.max_seq_len, batch.max_depth) == (3, 4, 0)
     assert batch.qo_indptr.dtype == batch.seq_lens.dtype == torch.int32
 
@@ -153,5 +158,7 @@ def test_batch_moves_once() -> None:
     batch = chunk_batch([torch.tensor([1, 2])], [0], torch.zeros(1, 3, dtype=torch.int32))
     assert batch.to(torch.device("cpu")) is batch
     moved = batch.to(torch.device("meta"))
-    assert moved is batch.to(torch.device("meta")) and moved.max_qo_len == 2 and moved.tree_mask is None
+    assert moved is batch.to(torch.device("meta"))
+    assert moved.max_qo_len == 2
+    assert moved.tree_mask is None
     assert {x.device.type for x in vars(moved).values() if isinstance(x, torch.Tensor)} == {"meta"}

@@ -107,7 +107,7 @@ def test_devices_find_their_rule() -> None:
     assert {c: target_for_capability(*c) for c in capabilities} == capabilities
     assert target_for_arch("gfx90a:sramecc+:xnack-") == "gfx90a"
     assert target_for_arch("gfx1101") == "gfx1100"
-    with pytest.raises(ValueError, match="7.5 or newer"):
+    with pytest.raises(ValueError, match=r"7\.5 or newer"):
         target_for_capability(7, 0)
     with pytest.raises(ValueError, match="gfx803"):
         target_for_arch("gfx803")

@@ -69,7 +69,8 @@ def check_attention(case: AttentionCase, dtype: torch.dtype, **options: Any) -> 
     inputs = problem(case, dtype)
     budget = attention_budget(inputs, dtype)
     out, lse = run_attention(inputs, **options)
-    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
     assert float((out.double() - budget.out).abs().max()) <= budget.out_error
     assert float((lse.double() - budget.lse).abs().max()) <= budget.lse_error
 
@@ -206,6 +207,21 @@ class TestInterpreter:
         assert launched_classes(classes, 199, 8, 25, 4000) == (classes[:2], 8)
         assert launched_classes(classes, 200, 8, 25, 4000, replayed=True) == (classes[:2], 8)
 
+    def test_workspace_is_bounded(self) -> None:
+        """What a memory plan is told covers the states of every step's splits."""
+        from specmemo_kernels.backends.triton import split_workspace
+        from specmemo_kernels.backends.triton.config import attention_configs, launched_classes, split_state_bytes
+
+        for heads, kv_heads, head_dim, v_dim in ((8, 2, 64, 64), (32, 1, 128, 128), (16, 16, 48, 32)):
+            sizes = (heads, kv_heads, head_dim, v_dim, 16)
+            split_size, row_bytes = split_workspace(torch.device("cpu"), torch.float16, *sizes)
+            classes = attention_configs("interpreter", head_dim, v_dim, heads // kv_heads, torch.float16, 16)
+            for rows, batch, nodes in ((256, 1, 256), (256, 2, 200), (40, 8, 5), (1, 1, 1), (70, 1, 70)):
+                for slots in (nodes, 511, 512, 513, 5000, 32_768):
+                    _, splits = launched_classes(classes, rows, batch, nodes, slots)
+                    least = split_state_bytes(rows, heads, v_dim, splits)
+                    assert least <= rows * row_bytes * -(-slots // split_size)
+
     def test_invariant_is_one_class(self) -> None:
         from specmemo_kernels.backends.triton.config import TARGETS, attention_configs
 
@@ -280,5 +296,6 @@ class TestInterpreter:
         from specmemo_kernels.backends import triton
 
         out, lse = run_attention(problem(AttentionCase("none", (3, 4), (0, 0), tree=False), torch.float32))
-        assert out.shape == (0, 4, 64) and lse.shape == (0, 4)
+        assert out.shape == (0, 4, 64)
+        assert lse.shape == (0, 4)
         assert triton.lm_head_argmax(torch.empty(0, 8), torch.ones(5, 8), None).shape == (0,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from transformers import AutoModelForCausalLM, CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from specmemo_kernels.drafting import DraftInput
 
@@ -49,7 +49,11 @@ FAMILIES: dict[str, dict[str, object]] = {
     "phi3": {},
     "gemma": {},
     "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0},
-    "gemma3_text": {"sliding_window": 24, "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3_text": {
+        "sliding_window": 24,
+        "query_pre_attn_scalar": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "granite": {"logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
     "olmo2": {},
     "cohere": {"logit_scale": 0.25},

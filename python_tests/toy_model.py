@@ -69,10 +69,13 @@ class ToyTarget:
             out = attention(layer, q, k, v, scale=0.5, window=window, softcap=None, sinks=None)
             x = torch.tanh(x + out.flatten(1) @ self.projections[layer][3])
         x = x if keep is None else x[keep]
-        return TargetOutput(x, x @ self.lm_head.T if logits else None)
+        return TargetOutput(x, None)
 
-    def argmax(self, hidden: Tensor) -> Tensor:
-        return ops.lm_head_argmax(hidden, self.lm_head, backend=self.backend)
+    def argmax(self, output: TargetOutput) -> Tensor:
+        return ops.lm_head_argmax(output.hidden, self.lm_head, backend=self.backend)
+
+    def row_logits(self, output: TargetOutput, row: int) -> Tensor:
+        return output.hidden[row] @ self.lm_head.T
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """``[VOCAB]`` after ``tokens``: one pass over all of them with dense causal attention."""
@@ -141,7 +144,8 @@ class ToyDrafter:
         self.calls.append(inputs)
         tree, shape = inputs.tree, (len(inputs.token_ids), inputs.tree.size)
         assert inputs.root_tokens.tolist() == [tokens[-1] for tokens in inputs.token_ids]
-        assert self.target.argmax(inputs.hidden.to(self.target.lm_head.dtype)).tolist() == inputs.root_tokens.tolist()
+        hidden = TargetOutput(inputs.hidden.to(self.target.lm_head.dtype), None)
+        assert self.target.argmax(hidden).tolist() == inputs.root_tokens.tolist()
         if self.kind == "none":
             return torch.full(shape, -1)
         if self.kind == "random":
@@ -210,9 +214,11 @@ def finish(spec: SpecDecoder, waves: list[list[SequenceState]]) -> None:
 
 def empty(pool: PagedKVPool) -> None:
     pool.check_integrity()
-    assert pool.free_pages == pool.num_pages and pool.fits_sequences(pool.block_table.shape[0])
+    assert pool.free_pages == pool.num_pages
+    assert pool.fits_sequences(pool.block_table.shape[0])
 
 
 def same_as_plain(sequence: SequenceState) -> None:
     expected = plain(TARGET, sequence.prompt, sequence.max_new_tokens, sequence.eos_token_ids, sequence.stop)
-    assert sequence.new_tokens == expected and sequence.finished
+    assert sequence.new_tokens == expected
+    assert sequence.finished

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specmemo_kernels.drafting import Drafter, DraftInput, MedusaHeads
+    from specmemo_kernels.drafting.load_heads import HeadsError, load_heads
     from specmemo_kernels.integrations.hf import SpecMemo, patch, unpatch
     from specmemo_kernels.integrations.hf_attention import UnsupportedModel
     from specmemo_kernels.planner import BudgetError, MemoryPlan
@@ -17,26 +18,43 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_PUBLIC = {
-    "BudgetError": "specmemo_kernels.planner",
-    "DraftInput": "specmemo_kernels.drafting",
-    "DraftTree": "specmemo_kernels.tree",
-    "Drafter": "specmemo_kernels.drafting",
-    "MedusaHeads": "specmemo_kernels.drafting",
-    "MemoryPlan": "specmemo_kernels.planner",
-    "SpecMemo": "specmemo_kernels.integrations.hf",
-    "UnsupportedModel": "specmemo_kernels.integrations.hf_attention",
-    "patch": "specmemo_kernels.integrations.hf",
-    "unpatch": "specmemo_kernels.integrations.hf",
+# A literal, in step with the imports above: type checkers read both.
+__all__ = [
+    "BudgetError",
+    "DraftInput",
+    "DraftTree",
+    "Drafter",
+    "HeadsError",
+    "MedusaHeads",
+    "MemoryPlan",
+    "SpecMemo",
+    "UnsupportedModel",
+    "__version__",
+    "load_heads",
+    "patch",
+    "unpatch",
+]
+_HOME = {
+    "BudgetError": "planner",
+    "DraftInput": "drafting",
+    "DraftTree": "tree",
+    "Drafter": "drafting",
+    "HeadsError": "drafting.load_heads",
+    "MedusaHeads": "drafting",
+    "MemoryPlan": "planner",
+    "SpecMemo": "integrations.hf",
+    "UnsupportedModel": "integrations.hf_attention",
+    "load_heads": "drafting.load_heads",
+    "patch": "integrations.hf",
+    "unpatch": "integrations.hf",
 }
 
-__all__ = sorted([*_PUBLIC, "__version__"])
+if not TYPE_CHECKING:  # a checker would take every name for a public one
 
+    def __getattr__(name: str) -> Any:
+        """Public names load on first use, so that ``import specmemo_kernels`` stays light."""
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import importlib
 
-def __getattr__(name: str) -> Any:
-    """Public names load on first use, so that ``import specmemo_kernels`` stays light."""
-    if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -43,7 +44,7 @@ class TreeBatch:
         if device == self.seq_lens.device:
             return self
         if device not in self._elsewhere:
-            moved = {n: v.to(device) for n, v in vars(self).items() if isinstance(v, Tensor)}
+            moved: dict[str, Any] = {n: v.to(device) for n, v in vars(self).items() if isinstance(v, Tensor)}
             self._elsewhere[device] = replace(self, **moved, _elsewhere={})
         return self._elsewhere[device]
 
@@ -71,7 +72,9 @@ def tree_layout(tree: DraftTree, sequences: int, device: torch.device) -> TreeLa
     return TreeLayout(*(part.to(device) for part in parts))
 
 
-def tree_batch(tree: DraftTree, draft_tokens: Tensor, seq_lens: Tensor, block_table: Tensor, max_seq_len: int) -> TreeBatch:
+def tree_batch(
+    tree: DraftTree, draft_tokens: Tensor, seq_lens: Tensor, block_table: Tensor, max_seq_len: int
+) -> TreeBatch:
     """A verification step: ``draft_tokens`` ``[B, T]`` int64 over the same tree for every sequence."""
     sequences = seq_lens.shape[0]
     layout = tree_layout(tree, sequences, seq_lens.device)

@@ -65,7 +65,7 @@ class SequenceState:
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """Of the kept rows: the lm_head's input ``[K, hidden_size]``, and its output ``[K, V]`` if asked for."""
+    """Of the kept rows: the lm_head's input ``[K, hidden_size]``, and the logits ``[K, V]`` if the model made them."""
 
     hidden: Tensor
     logits: Tensor | None
@@ -78,10 +78,16 @@ class TargetModel(Protocol):
     vocab_size: int
 
     def forward(self, batch: TreeBatch, attention: StepAttention, keep: Tensor | None, logits: bool) -> TargetOutput:
-        """Run all layers on the batch's nodes; ``keep`` (``[K]`` int64, default all) are the rows wanted."""
+        """Run all layers on the batch's nodes; ``keep`` (``[K]`` int64, default all) are the rows wanted.
 
-    def argmax(self, hidden: Tensor) -> Tensor:
-        """The target's token ``[K]`` int64 for each of ``forward``'s hidden rows."""
+        ``logits``: :meth:`row_logits` will be asked for.
+        """
+
+    def argmax(self, output: TargetOutput) -> Tensor:
+        """The target's token ``[K]`` int64 for each row of ``forward``'s output."""
+
+    def row_logits(self, output: TargetOutput, row: int) -> Tensor:
+        """The logits ``[V]`` of one row of ``forward``'s output."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ class Verdict:
 
 
 class Verifier(Protocol):
-    """Decides which nodes are accepted. ``needs_logits``: it wants ``[N, V]`` logits rather than hidden states alone."""
+    """Decides which nodes are accepted. ``needs_logits``: it asks for rows of logits, not for the best tokens alone."""
 
     needs_logits: bool
 
@@ -111,7 +117,8 @@ class GreedyVerifier:
         self.target, self.backend = target, backend
 
     def __call__(self, batch: TreeBatch, sequences: Sequence[SequenceState], output: TargetOutput) -> Verdict:
-        target_tokens = self.target.argmax(output.hidden)
+        assert batch.parents is not None, "a prefill chunk has no tree to verify"
+        target_tokens = self.target.argmax(output)
         index, length, bonus = ops.verify_tree_greedy(
             batch.tokens, target_tokens, batch.parents, batch.qo_indptr, max_depth=batch.max_depth, backend=self.backend
         )
@@ -192,6 +199,9 @@ class SpecDecoder:
             if ended:
                 roots += [emitted[0] for emitted in self._first_tokens(ended, output)]
                 hidden.append(output.hidden)
+        # Before they join: a stop function that raises leaves nothing of them behind.
+        for sequence, root in zip(sequences, roots, strict=True):
+            sequence.take([root])
         self.stats.prefill_tokens += sum(done)
         self.stats.slots_written += sum(done)
         device = self.target.device
@@ -200,8 +210,6 @@ class SpecDecoder:
         self._roots = torch.cat([self._roots, torch.tensor(roots, device=device)])
         self._seq_lens = torch.cat([self._seq_lens, torch.tensor(done, dtype=torch.int32, device=device)])
         self.sequences += sequences
-        for sequence, root in zip(sequences, roots, strict=True):
-            sequence.take([root])
 
     def _prefill_chunk(
         self, sequences: Sequence[SequenceState], chunk: list[tuple[int, int]], done: list[int]

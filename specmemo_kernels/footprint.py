@@ -64,8 +64,8 @@ class GenerationShape:
     Attributes:
         kv_bytes_per_token: all layers' keys and values.
         head_bytes: what the drafter holds.
-        forward: a forward pass whose lm_head makes no logits, by its rows.
-        logits: a forward pass that makes the logits of all its rows, where steps can't do without; else nothing.
+        forward: a forward pass up to its lm_head, by its rows.
+        logits: what the rows add whose logits the model makes, where steps can't do without; else nothing.
         state_bytes: of one sequence between passes (its last hidden state).
         split_size, split_row_bytes: attention that works on splits of ``split_size`` tokens holds this for each row
             and split; 0 for a backend without such a workspace.
@@ -104,6 +104,9 @@ class Load:
 
 def fixed_parts(shape: GenerationShape, load: Load) -> dict[str, int]:
     """Bytes by part, pages and what grows with them left out."""
+    # Of a prompt only the last row gets logits, of a step all nodes may.
+    prefill = shape.forward.at(load.chunk) + shape.logits.at(load.sequences)
+    step = shape.forward.at(load.nodes) + shape.logits.at(load.nodes)
     splits = -(-load.rows // shape.split_size) + 1 if shape.split_size else 0
     words = -(-load.tree_size // 64)
     layout = KEPT_LAYOUTS * (8 * words + 4 + 8 + 8 + 8)  # mask, parent, depth, row; the column of a drafter's choice
@@ -111,8 +114,7 @@ def fixed_parts(shape: GenerationShape, load: Load) -> dict[str, int]:
     return {
         "heads": shape.head_bytes,
         "tree_scratch": load.nodes * shape.kv_bytes_per_token,
-        "activations": shape.forward.at(load.rows)
-        + shape.logits.at(load.nodes)
+        "activations": max(prefill, step)
         + load.sequences * shape.state_bytes
         + load.rows * splits * shape.split_row_bytes,
         "metadata": metadata * shape.devices,

@@ -161,6 +161,7 @@ class PagedKVPool:
             table = self.block_table[slot, : len(pages)].tolist()
             assert table == pages, f"block table of sequence {slot} says {table}, the allocator {pages}"
         wrong = {page: count for page, count in owners.items() if count != 1 or not 0 <= page < self.num_pages}
-        assert not wrong and len(owners) == self.num_pages, f"pages owned not once: {wrong}, {len(owners)} known"
+        assert not wrong, f"pages owned not once: {wrong}"
+        assert len(owners) == self.num_pages, f"pages owned not once: {self.num_pages - len(owners)} have no owner"
         slots = Counter(self._free_slots) + Counter(self._pages.keys())
         assert slots == Counter(range(self.block_table.shape[0])), f"sequence rows owned not once: {slots}"

@@ -88,14 +88,23 @@ class MemoryPlan:
         return asdict(self) | {"tree": [list(path) for path in self.tree.paths]}
 
     def __str__(self) -> str:
-        pages = "as needed" if self.max_pages is None else f"{self.max_pages} pages of {self.page_size} tokens"
-        budget = "none" if self.budget is None else format_bytes(self.budget)
-        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.parts.items())
-        sequences = f"{self.max_sequences} sequence{'s' if self.max_sequences != 1 else ''}"
-        return (
-            f"budget {budget}; tree of {self.tree.size} node{'s' if self.tree.size != 1 else ''}, depth {self.tree.max_depth}; KV: {pages}; "
-            f"prefill chunk {self.prefill_chunk}; at most {sequences} at once; {parts}"
+        pages = "as needed"
+        if self.max_pages is not None:
+            pages = f"{_count(self.max_pages, 'page')} of {_count(self.page_size, 'token')}"
+        return "; ".join(
+            (
+                f"budget {'none' if self.budget is None else format_bytes(self.budget)}",
+                f"tree of {_count(self.tree.size, 'node')}, depth {self.tree.max_depth}",
+                f"KV: {pages}",
+                f"prefill chunk {self.prefill_chunk}",
+                f"at most {_count(self.max_sequences, 'sequence')} at once",
+                ", ".join(f"{name} {format_bytes(size)}" for name, size in self.parts.items()),
+            )
         )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def plan_memory(
@@ -141,7 +150,7 @@ def _too_small(budget: int, page_size: int, parts: dict[str, int], page_bytes: i
     largest = max(parts, key=lambda name: parts[name])
     return (
         f"memory_budget {format_bytes(budget)} is too small for one page of {page_size} tokens "
-        f"({format_bytes(page_bytes)}) beside {needed}: {format_bytes(least - budget)} are missing, the largest part is "
+        f"({format_bytes(page_bytes)}) beside {needed}: {format_bytes(least - budget)} missing, the largest part is "
         f"{largest}; give at least {_at_least(least)}, or a smaller tree or fewer heads"
     )
 

@@ -27,7 +27,9 @@ class DraftTree:
 
     def __post_init__(self) -> None:
         if len(self.parents) != len(self.ranks) or not self.parents:
-            raise ValueError(f"a tree needs one rank per node, got {len(self.parents)} parents, {len(self.ranks)} ranks")
+            raise ValueError(
+                f"a tree needs one rank per node, got {len(self.parents)} parents, {len(self.ranks)} ranks"
+            )
         for node, (parent, rank) in enumerate(zip(self.parents, self.ranks, strict=True)):
             if (parent != -1) if node == 0 else not 0 <= parent < node:
                 raise ValueError(f"node {node} has parent {parent}; the root has -1, others an earlier node")

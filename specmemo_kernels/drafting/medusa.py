@@ -51,15 +51,12 @@ class MedusaDrafter:
         x = hidden.expand(depth, *hidden.shape)
         for weight, bias in zip(self._weights, self._biases, strict=True):
             x = x + nn.functional.silu(torch.baddbmm(bias[:depth], x, weight[:depth].transpose(1, 2)))
+        shared, shared_bias = self._lm_head
         if self.heads.own_lm_head:
-            layers = self.heads.num_layers
-            rows = [
-                ops.lm_head_topk(x[h], self.heads[h][layers].weight.data, k=width, backend=self.backend)[1]
-                for h in range(depth)
-            ]
+            own = [self.heads.lm_head_weight(head, shared).detach() for head in range(depth)]
+            rows = [ops.lm_head_topk(x[h], own[h], k=width, backend=self.backend)[1] for h in range(depth)]
             return torch.cat(rows, dim=1)
-        weight, bias = self._lm_head
-        tokens = ops.lm_head_topk(x.flatten(0, 1), weight, bias, k=width, backend=self.backend)[1]
+        tokens = ops.lm_head_topk(x.flatten(0, 1), shared, shared_bias, k=width, backend=self.backend)[1]
         return tokens.view(depth, len(hidden), width).transpose(0, 1).flatten(1)
 
 
@@ -70,7 +67,7 @@ def _stack_blocks(heads: MedusaHeads) -> tuple[list[torch.Tensor], list[torch.Te
     """
     weights, biases = [], []
     for layer in range(heads.num_layers):
-        linears = [heads[h][layer].linear for h in range(heads.num_heads)]
+        linears = [heads.linear(head, layer) for head in range(heads.num_heads)]
         weight = torch.stack([linear.weight.data for linear in linears])
         bias = torch.stack([linear.bias.data for linear in linears])[:, None]
         for h, linear in enumerate(linears):

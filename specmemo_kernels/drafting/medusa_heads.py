@@ -90,6 +90,10 @@ class MedusaHeads(nn.ModuleList):
         """The ``[vocab_size, hidden_size]`` matrix behind head ``head``; ``shared`` is the model's."""
         return cast(nn.Linear, self._layers(head)[self.num_layers]).weight if self.own_lm_head else shared
 
+    def linear(self, head: int, layer: int) -> nn.Linear:
+        """The linear layer ``[hidden_size, hidden_size]`` of a residual block."""
+        return cast(ResidualBlock, self._layers(head)[layer]).linear
+
     def _layers(self, head: int) -> nn.Sequential:
         return cast(nn.Sequential, self[head])
 

@@ -15,11 +15,13 @@ from specmemo_kernels.acceptance import DEFAULT_ACCURACY, Accuracy, best_first_p
 from specmemo_kernels.drafting.base import Drafter
 from specmemo_kernels.drafting.load_heads import load_heads
 from specmemo_kernels.drafting.medusa import MedusaDrafter
+from specmemo_kernels.footprint import GenerationShape
 from specmemo_kernels.integrations.hf_attention import install_views, remove_views
 from specmemo_kernels.integrations.hf_generate import Generator
-from specmemo_kernels.integrations.hf_target import HFTarget, ModelFacts, check_config, lm_head, lm_head_hook, probe
+from specmemo_kernels.integrations.hf_probe import check_config, measure_passes, probe
+from specmemo_kernels.integrations.hf_target import HFTarget, ModelFacts, lm_head, lm_head_hook
 from specmemo_kernels.paged_kv import PagedKVPool
-from specmemo_kernels.planner import BudgetError, GenerationShape, MemoryPlan, parse_bytes, plan_memory, row_bytes
+from specmemo_kernels.planner import BudgetError, MemoryPlan, parse_bytes, plan_memory
 from specmemo_kernels.stats import DecodeStats
 from specmemo_kernels.tree import DraftTree
 
@@ -181,7 +183,7 @@ def patch(
         drafter, accuracy = _drafter(heads, model, facts, name)
         chosen = _tree(tree, drafter, accuracy, facts)
         plan = plan_memory(
-            _shape(model, facts, drafter), chosen,
+            _shape(model, facts, drafter, name, page_size), chosen,
             budget=budget, page_size=page_size, max_sequences=max_batch_size, prefill_chunk=prefill_chunk,
         )  # fmt: skip
     except BaseException:
@@ -233,14 +235,23 @@ def _tree(tree: Any, drafter: Drafter, accuracy: Accuracy, facts: ModelFacts) ->
     return chosen
 
 
-def _shape(model: Any, facts: ModelFacts, drafter: Drafter) -> GenerationShape:
-    config = model.config.get_text_config()
-    kv = facts.layers[0]
-    attention = facts.num_qo_heads * (2 * kv.head_dim + kv.v_head_dim) + 2 * kv.num_kv_heads * (kv.head_dim + kv.v_head_dim)
-    width = getattr(config, "intermediate_size", None) or 4 * facts.hidden_size
+def _shape(model: Any, facts: ModelFacts, drafter: Drafter, backend: str, page_size: int) -> GenerationShape:
+    """What the plan has to know, measured where it depends on the model's code."""
+    splits = [
+        ops.split_workspace(
+            backend, layer.device, layer.dtype, heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim, page_size
+        )
+        for layer, heads in set(zip(facts.layers, facts.num_qo_heads, strict=True))
+    ]
+    forward, logits = measure_passes(model, facts)
     return GenerationShape(
         kv_bytes_per_token=sum(layer.bytes_per_token for layer in facts.layers),
-        row_bytes=row_bytes(facts.hidden_size, width, attention, facts.dtype.itemsize),
         head_bytes=drafter.nbytes,
-        logits_row_bytes=0 if facts.plain_lm_head else facts.vocab_size * facts.dtype.itemsize,
+        forward=forward,
+        logits=logits,
+        # The last steps', the new prompts' so far, and those of the chunk before.
+        state_bytes=3 * facts.hidden_size * facts.dtype.itemsize,
+        split_size=min(size for size, _ in splits),
+        split_row_bytes=max(row for _, row in splits),
+        devices=len({layer.device for layer in facts.layers} | {facts.device}),
     )

@@ -20,9 +20,11 @@ ATTENTION_NAME = "specmemo"
 #: Arguments of attention functions that don't change what is computed here: positions are known from the batch,
 #: there is no dropout outside training, and the mask is the tree's.
 _HARMLESS = frozenset(
-    "dropout is_causal position_ids cache_position past_key_values past_key_value use_cache output_attentions "
-    "output_hidden_states return_dict position_embeddings deterministic target_dtype logits_to_keep "
-    "num_items_in_batch seq_idx cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k output_router_logits".split()
+    """
+    dropout is_causal position_ids cache_position past_key_values past_key_value use_cache output_attentions
+    output_hidden_states return_dict position_embeddings deterministic target_dtype logits_to_keep num_items_in_batch
+    seq_idx cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k output_router_logits
+    """.split()  # noqa: SIM905 - a name per line says no more
 )
 
 
@@ -72,13 +74,15 @@ def specmemo_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function registered with transformers: ``query`` is ``[1, heads, N, head_dim]``, the result ``[1, N, ...]``."""
+    """The function registered with transformers: ``query`` ``[1, heads, N, head_dim]``, the result ``[1, N, ...]``."""
     call = _current.get()
     if call is None:
         raise RuntimeError("the specmemo attention function was called outside of a specmemo step")
     for name, argument in kwargs.items():
         if argument is not None and name not in _HARMLESS:
-            raise UnsupportedModel(f"{type(module).__name__} passes {name!r} to its attention, which can't be expressed")
+            raise UnsupportedModel(
+                f"{type(module).__name__} passes {name!r} to its attention, which can't be expressed"
+            )
     out = call(
         int(module.layer_idx),  # type: ignore[arg-type]
         query[0].transpose(0, 1),

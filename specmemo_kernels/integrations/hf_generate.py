@@ -9,13 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.generation import (
-    EosTokenCriteria,
-    GenerateDecoderOnlyOutput,
-    MaxLengthCriteria,
-    StoppingCriteriaList,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from specmemo_kernels.decode import GreedyVerifier, SequenceState, SpecDecoder, Verifier
 from specmemo_kernels.integrations.hf_verifier import ProcessedVerifier
@@ -106,11 +102,17 @@ class Generator:
             (call.synced_gpus, "synced_gpus (FSDP, ZeRO-3) is not supported"),
             (self.handle.model.training, "the model is in training mode"),
             (cache is not None and cache.get_seq_length() > 0, "past_key_values can't be continued; pass all tokens"),
-            (config.cache_implementation is not None, f"cache_implementation={config.cache_implementation!r} was asked for"),
+            (
+                config.cache_implementation is not None,
+                f"cache_implementation={config.cache_implementation!r} was asked for",
+            ),
             (not kwargs.get("use_cache", True), "use_cache=False was asked for"),
             (call.wants("output_attentions"), "output_attentions needs the attention weights"),
             (call.wants("output_hidden_states"), "output_hidden_states needs every layer's states"),
-            (batch > 1 and (call.wants("output_scores") or call.wants("output_logits")), "scores of a batch are not kept"),
+            (
+                batch > 1 and (call.wants("output_scores") or call.wants("output_logits")),
+                "scores of a batch are not kept",
+            ),
             (bool(extra), f"the arguments {extra} are not supported"),
             (call.stopping_criteria.max_length is None, "there is no max_length"),
             (batch > 1 and bool(other) and not call.eos_token_ids, "batches with own criteria need an eos_token_id"),
@@ -134,7 +136,10 @@ class Generator:
         kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
         if not any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds):
             return False
-        limits = [getattr(config, "original_max_position_embeddings", None), config.max_position_embeddings]
+        limits: list[int | None] = [
+            getattr(config, "original_max_position_embeddings", None),
+            config.max_position_embeddings,
+        ]
         limits += [kind.get("original_max_position_embeddings") for kind in kinds]
         longest = int(call.stopping_criteria.max_length or 0) + self.handle.plan.tree.max_depth
         return longest > min(limit for limit in limits if limit)
@@ -151,13 +156,14 @@ class Generator:
             prefill_chunk=plan.prefill_chunk, backend=handle.backend, stats=handle.stats,
         )  # fmt: skip
         columns = _Columns(call, sequences)
-        waiting = list(zip(sequences, lengths, strict=True))
-        running: dict[int, int] = {}  # sequence -> pages that it may come to need
+        # With each sequence the pages that it may come to need.
+        waiting = [(s, pool.pages_for(length)) for s, length in zip(sequences, lengths, strict=True)]
+        running: list[tuple[SequenceState, int]] = []
         try:
             while waiting or decoder.sequences:
-                finished = [] if not decoder.sequences else decoder.step()
-                admitted = self._admit(waiting, running, finished, pool.num_pages, pool.pages_for)
-                if admitted:
+                if decoder.sequences:
+                    decoder.step()
+                if admitted := self._admit(waiting, running, pool.num_pages):
                     decoder.start(admitted)
                 columns.put()
         finally:
@@ -166,23 +172,16 @@ class Generator:
         return self._result(call, columns.padded(), verifier)
 
     def _admit(
-        self,
-        waiting: list[tuple[SequenceState, int]],
-        running: dict[int, int],
-        finished: Sequence[SequenceState],
-        pages: int,
-        pages_for: Callable[[int], int],
+        self, waiting: list[tuple[SequenceState, int]], running: list[tuple[SequenceState, int]], num_pages: int
     ) -> list[SequenceState]:
         """The next sequences, in order, as long as the pages that all may come to need are there."""
-        for sequence in finished:
-            running.pop(sequence.index)
+        running[:] = [(sequence, pages) for sequence, pages in running if not sequence.finished]
         admitted = []
         while waiting and len(running) < self.handle.plan.max_sequences:
-            sequence, length = waiting[0]
-            if sum(running.values()) + pages_for(length) > pages:
+            if sum(pages for _, pages in running) + waiting[0][1] > num_pages:
                 break
-            running[sequence.index] = pages_for(length)
-            admitted.append(waiting.pop(0)[0])
+            running.append(waiting.pop(0))
+            admitted.append(running[-1][0])
         return admitted
 
     def _sequences(self, call: _Call) -> list[SequenceState]:
@@ -203,14 +202,16 @@ class Generator:
         scores, logits = call.wants("output_scores"), call.wants("output_logits")
         if not call.logits_processor and not scores and not logits:
             return GreedyVerifier(self.handle.target, self.handle.backend)
-        return ProcessedVerifier(call.logits_processor, call.input_ids, keep=scores or logits)
+        return ProcessedVerifier(self.handle.target, call.logits_processor, call.input_ids, keep=scores or logits)
 
     def _result(self, call: _Call, ids: Tensor, verifier: Verifier) -> Any:
         if not call.config.return_dict_in_generate:
             return ids
         new = ids.shape[1] - call.input_ids.shape[1]
         kept = verifier if isinstance(verifier, ProcessedVerifier) else None
-        return GenerateDecoderOnlyOutput(
+        # Its fields are annotated as LongTensor and one-element tuples; transformers itself puts these there.
+        result: Any = GenerateDecoderOnlyOutput
+        return result(
             sequences=ids,
             scores=tuple(kept.scores[:new]) if kept and call.wants("output_scores") else None,
             logits=tuple(kept.logits[:new]) if kept and call.wants("output_logits") else None,

@@ -1,8 +1,7 @@
-"""A transformers model as the target of the speculative loop, and what one probing forward pass tells about it."""
+"""A transformers model as the target of the speculative loop."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,36 +14,35 @@ from torch import nn
 from specmemo_kernels import ops
 from specmemo_kernels.batch import TreeBatch
 from specmemo_kernels.decode import TargetOutput
-from specmemo_kernels.integrations.hf_attention import UnsupportedModel, attention_call
+from specmemo_kernels.integrations.hf_attention import attention_call
 from specmemo_kernels.paged_kv import LayerKV
 from specmemo_kernels.step_attention import StepAttention
 
 Tensor = torch.Tensor
 
-#: Layer kinds whose mask is "causal, maybe with a window"; anything else (chunked, linear, ...) has other rules.
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
-
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a one-token forward pass showed.
+    """What a one-token forward pass showed (:func:`specmemo_kernels.integrations.hf_probe.probe`).
 
     Attributes:
         layers: what each attention layer stores per token.
-        num_qo_heads: the most query heads of a layer.
+        num_qo_heads: query heads of each layer.
         hidden_size, dtype, device: of the lm_head's input.
         vocab_size: rows of the lm_head.
         plain_lm_head: the lm_head is an ``nn.Linear`` whose output order the model keeps, so that
             :func:`ops.lm_head_argmax` finds the model's own token; else logits are made by the model.
+        exact_lm_head: its output is the model's logits as they are, so that those of one row can be had alone.
     """
 
     layers: tuple[LayerKV, ...]
-    num_qo_heads: int
+    num_qo_heads: tuple[int, ...]
     hidden_size: int
     vocab_size: int
     dtype: torch.dtype
     device: torch.device
     plain_lm_head: bool
+    exact_lm_head: bool
 
 
 class HFTarget:
@@ -58,14 +56,22 @@ class HFTarget:
         self.device, self.vocab_size = facts.device, facts.vocab_size
 
     def forward(self, batch: TreeBatch, attention: StepAttention, keep: Tensor | None, logits: bool) -> TargetOutput:
-        want_logits = logits or not self.facts.plain_lm_head
-        with tapped(cut=not want_logits) as tap:
-            output = _run(self.model, batch.tokens.clamp(min=0), batch.positions, attention, keep)
-        return TargetOutput(tap.hidden, output[0] if want_logits else None)
+        by_model = not self.facts.plain_lm_head or (logits and not self.facts.exact_lm_head)
+        with tapped(cut=not by_model) as tap:
+            output = run_packed(self.model, batch.tokens.clamp(min=0), batch.positions, attention, keep)
+        return TargetOutput(tap.hidden, output[0] if by_model else None)
 
-    def argmax(self, hidden: Tensor) -> Tensor:
+    def argmax(self, output: TargetOutput) -> Tensor:
+        if output.logits is not None:
+            return output.logits.argmax(dim=-1)
         weight, bias = lm_head(self.model)
-        return ops.lm_head_argmax(hidden, weight, bias, backend=self.backend)
+        return ops.lm_head_argmax(output.hidden, weight, bias, backend=self.backend)
+
+    def row_logits(self, output: TargetOutput, row: int) -> Tensor:
+        if output.logits is not None:
+            return output.logits[row]
+        weight, bias = lm_head(self.model)
+        return nn.functional.linear(output.hidden[row : row + 1], weight, bias)[0]
 
 
 def lm_head(model: Any) -> tuple[Tensor, Tensor | None]:
@@ -74,8 +80,11 @@ def lm_head(model: Any) -> tuple[Tensor, Tensor | None]:
     return head.weight.detach(), None if getattr(head, "bias", None) is None else head.bias.detach()
 
 
-def _run(model: Any, tokens: Tensor, positions: Tensor, call: Any, keep: Tensor | None) -> Tensor:
-    """One forward pass over packed nodes; returns the logits ``[1, K, V]``."""
+def run_packed(model: Any, tokens: Tensor, positions: Tensor, call: Any, keep: Tensor | None) -> Tensor:
+    """The logits ``[1, K, V]`` of one forward pass over packed nodes (``tokens`` and ``positions`` ``[N]`` int64).
+
+    ``call`` stands in for attention; ``keep`` (``[K]`` int64, default all) are the rows that reach the lm_head.
+    """
     # A 4-D mask is handed through as it is; ours is never read, it only keeps the model from making one.
     no_mask = torch.zeros(1, 1, 1, 1, device=tokens.device)
     with attention_call(call):
@@ -120,97 +129,3 @@ def tapped(cut: bool) -> Iterator[LmHeadTap]:
         yield tap
     finally:
         _tap.reset(token)
-
-
-class _Probe:
-    """Stands in for attention in a one-token pass: notes shapes, returns the value (one token sees itself alone)."""
-
-    def __init__(self) -> None:
-        self.layers: dict[int, LayerKV] = {}
-        self.num_qo_heads = 0
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None, **_: Any) -> Tensor:
-        if layer in self.layers:
-            raise UnsupportedModel(f"attention layer {layer} runs twice in one forward pass")
-        self.layers[layer] = LayerKV(k.shape[1], k.shape[2], v.shape[2], k.dtype, k.device)
-        self.num_qo_heads = max(self.num_qo_heads, q.shape[1])
-        return v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-
-
-def check_config(config: Any) -> None:
-    """Refuse by name what the operator can't express, before anything runs.
-
-    Raises:
-        UnsupportedModel: naming the model and the setting.
-    """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    name = text.model_type
-    if text.is_encoder_decoder:
-        raise UnsupportedModel(f"{name} is an encoder-decoder model; only decoders can be patched")
-    kinds = set(getattr(text, "layer_types", None) or ())
-    if kinds - _LAYER_TYPES:
-        raise UnsupportedModel(f"{name} has layers of type {sorted(kinds - _LAYER_TYPES)}, which can't be expressed")
-    for setting in ("attention_chunk_size", "alibi", "use_bidirectional_attention"):
-        if getattr(text, setting, None):
-            raise UnsupportedModel(f"{name} sets {setting}={getattr(text, setting)!r}, which can't be expressed")
-
-
-@torch.no_grad()
-def probe(model: Any) -> ModelFacts:
-    """One forward pass of one token, with which the model shows its layers and its lm_head.
-
-    The model needs :func:`install_views` and :func:`lm_head_hook` in place. The lm_head's output is replaced by a rising ramp: when the model's logits rise as well, whatever it does
-    after the lm_head (scaling, soft caps) keeps the order of tokens.
-
-    Raises:
-        UnsupportedModel: an attention layer didn't come through, or came through twice.
-    """
-    missing = {"position_ids", "logits_to_keep"} - set(inspect.signature(model.forward).parameters)
-    if missing:
-        raise UnsupportedModel(f"{type(model).__name__}.forward doesn't take {sorted(missing)}, which packed nodes need")
-    head = model.get_output_embeddings()
-    if head is None:
-        raise UnsupportedModel(f"{type(model).__name__} has no lm_head")
-    device = model.get_input_embeddings().weight.device
-    if device.type == "meta":
-        raise UnsupportedModel(f"{type(model).__name__} has its weights on the meta device; load them first")
-    seen, token = _Probe(), torch.zeros(1, dtype=torch.int64, device=device)
-    with tapped(cut=False) as tap, _Ramp(head) as ramp:
-        logits = _run(model, token, token, seen, None)[0, 0]
-    expected = (model.config.get_text_config()).num_hidden_layers
-    if sorted(seen.layers) != list(range(expected)):
-        missing = sorted(set(range(expected)) ^ set(seen.layers))
-        raise UnsupportedModel(
-            f"{type(model).__name__}: attention layers {missing} of {expected} don't use the attention interface"
-        )
-    # Below float32 a soft cap makes ties of different logits, so there nothing may come after the lm_head.
-    rises = bool((logits.diff() >= 0).all())
-    same_order = torch.equal(logits, ramp.values) or (rises and tap.hidden.dtype == torch.float32)
-    plain = type(head) is nn.Linear and type(head.weight) in (nn.Parameter, Tensor) and not head.weight.is_meta
-    return ModelFacts(
-        layers=tuple(seen.layers[i] for i in range(expected)),
-        num_qo_heads=seen.num_qo_heads,
-        hidden_size=tap.hidden.shape[-1],
-        vocab_size=len(ramp.values),
-        dtype=tap.hidden.dtype,
-        device=device,
-        plain_lm_head=plain and same_order,
-    )
-
-
-class _Ramp:
-    """Replaces the lm_head's output by -1 ... 1 along the vocabulary."""
-
-    def __init__(self, head: nn.Module) -> None:
-        self._head, self.values = head, torch.empty(0)
-
-    def __enter__(self) -> _Ramp:
-        self._hook = self._head.register_forward_hook(self._replace)
-        return self
-
-    def _replace(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
-        self.values = torch.linspace(-1, 1, output.shape[-1], device=output.device).to(output.dtype)
-        return self.values.expand_as(output)
-
-    def __exit__(self, *_: object) -> None:
-        self._hook.remove()

@@ -26,7 +26,7 @@ from __future__ import annotations
 import torch
 
 from specmemo_kernels.ops import checks, schema
-from specmemo_kernels.ops.dispatch import BackendUnavailable, backend_name, unavailable
+from specmemo_kernels.ops.dispatch import BackendUnavailable, backend_name, split_workspace, unavailable
 
 Tensor = torch.Tensor
 _ops = torch.ops.specmemo
@@ -39,6 +39,7 @@ __all__ = [
     "lm_head_argmax",
     "lm_head_topk",
     "schema",
+    "split_workspace",
     "tree_attention",
     "unavailable",
     "verify_tree_greedy",

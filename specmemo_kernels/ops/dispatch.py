@@ -30,10 +30,41 @@ def unavailable(name: str) -> str | None:
         return f"unknown backend {name!r}; there are {', '.join(BACKENDS)}"
     try:
         _load(name)
-    except ImportError as error:
-        hints = {"cpu": "build it with a C++17 compiler: pip install .", "triton": "pip install triton"}
-        return f"backend {name!r} can't be imported ({error}); {hints.get(name, 'reinstall the package')}"
+    except Exception as error:  # a broken installation raises anything
+        reason = f"backend {name!r} can't be imported ({type(error).__name__}: {error})"
+        return reason + _hint(name, error)
     return None
+
+
+def _hint(name: str, error: Exception) -> str:
+    """What to do about an import that failed, where that is known; else the error speaks for itself."""
+    if name == "triton":
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "triton"
+        return "; pip install triton" if missing else ""
+    if name == "cpu":
+        return "; build it with a C++17 compiler: pip install ." if isinstance(error, ImportError) else ""
+    return "; reinstall the package"
+
+
+def split_workspace(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    page_size: int,
+) -> tuple[int, int]:
+    """What backend ``name`` allocates inside ``tree_attention``, as tokens per split and bytes per row and split.
+
+    ``(0, 0)`` for a backend whose workspace doesn't grow with the context.
+    """
+    hook = getattr(_load(name), "split_workspace", None)
+    if hook is None:
+        return 0, 0
+    split_size, row_bytes = hook(device, dtype, num_qo_heads, num_kv_heads, head_dim, v_head_dim, page_size)
+    return int(split_size), int(row_bytes)
 
 
 @functools.cache

@@ -74,7 +74,8 @@ FAKES: dict[str, Callable[..., Any]] = {
     ),
 }
 
-library = torch.library.Library("specmemo", "DEF")
+_Library: Any = torch.library.Library  # torch gives it no types
+library = _Library("specmemo", "DEF")
 for _name, _schema in SCHEMAS.items():
     library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
     for _key in ("CPU", "CUDA"):

@@ -5,7 +5,7 @@ package's operators. Importing this package needs triton (``ImportError`` withou
 except in Triton's interpreter (``TRITON_INTERPRET=1``), which runs the same kernels on the CPU.
 """
 
-from specmemo_kernels.backends.triton.attention import tree_attention
+from specmemo_kernels.backends.triton.attention import split_workspace, tree_attention
 from specmemo_kernels.backends.triton.lm_head import lm_head_argmax, lm_head_topk
 from specmemo_kernels.backends.triton.paged import append_paged_kv, commit_paged_kv
 from specmemo_kernels.backends.triton.verify import verify_tree_greedy
@@ -15,6 +15,7 @@ __all__ = [
     "commit_paged_kv",
     "lm_head_argmax",
     "lm_head_topk",
+    "split_workspace",
     "tree_attention",
     "verify_tree_greedy",
 ]

@@ -21,6 +21,7 @@ from specmemo_kernels.backends.triton.config import (
     attention_configs,
     block_dim,
     launched_classes,
+    split_state_bytes,
 )
 from specmemo_kernels.backends.triton.primitives import (
     LN_2,
@@ -249,3 +250,25 @@ def tree_attention(
             **launch_options(q.device, MERGE_CONFIG),
         )  # fmt: skip
     return out, lse
+
+
+def split_workspace(
+    device: torch.device,
+    dtype: torch.dtype,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    page_size: int,
+) -> tuple[int, int]:
+    """What :func:`tree_attention` allocates for itself, for a memory plan.
+
+    Returns:
+        Slots per split (the smallest that it chooses for these sizes) and the bytes of one row in one split.
+
+    Raises:
+        ValueError: a device or dtype that can't be served.
+    """
+    group = num_qo_heads // num_kv_heads
+    configs = attention_configs(target_of(device), head_dim, v_head_dim, group, dtype, page_size, INVARIANT)
+    return min(config.split_size for config in configs), split_state_bytes(1, num_qo_heads, v_head_dim, 2) // 2

@@ -1,0 +1,80 @@
+"""The bundled model: what it holds, and the same tokens as without patching on files it has never seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import specmemo_kernels
+from specmemo_kernels.cli.common import load_model, load_tokenizer
+from specmemo_kernels.demo_data import is_held_out, library_files
+
+FOLDER = Path(specmemo_kernels.__file__).parent / "demo_model"
+PROMPTS = 50
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[torch.Tensor]:
+    """Held-out files cut at 1 to 500 tokens, some of them several times at different places."""
+    tokenizer = load_tokenizer(FOLDER)
+    files = [file for file in library_files() if is_held_out(file)]
+    texts = [file.read_text(encoding="utf-8", errors="ignore")[:40_000] for file in files]
+    ids = [tokenizer(text, return_tensors="pt", verbose=False).input_ids for text in texts]
+    cut = []
+    for i in range(PROMPTS):
+        row, length = ids[i % len(ids)], 1 + (i * 499) // (PROMPTS - 1)
+        start = min((i // len(ids)) * 700, max(0, row.shape[1] - length))
+        cut.append(row[:, start : start + length])
+    return cut
+
+
+def test_it_writes_the_same_tokens_as_without_patching(prompts: list[torch.Tensor]) -> None:
+    plain = load_model(FOLDER, torch.float32, torch.device("cpu"))
+    patched = load_model(FOLDER, torch.float32, torch.device("cpu"))
+    with specmemo_kernels.patch(patched, heads=FOLDER / "heads") as handle:
+        for ids in prompts:
+            arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40, "do_sample": False}
+            expected = plain.generate(ids, **arguments)
+            assert torch.equal(patched.generate(ids, **arguments), expected), f"prompt of {ids.shape[1]} tokens"
+        assert handle.stats.tokens_per_step >= 1.8
+
+
+def test_a_batch_of_prompts_of_different_lengths(prompts: list[torch.Tensor]) -> None:
+    tokenizer = load_tokenizer(FOLDER)
+    rows = [prompts[i][0] for i in (3, 30, 11, 42)]
+    padded = torch.nn.utils.rnn.pad_sequence(
+        rows, batch_first=True, padding_side="left", padding_value=tokenizer.pad_token_id
+    )
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(r) for r in rows], batch_first=True, padding_side="left")
+    model = load_model(FOLDER, torch.float32, torch.device("cpu"))
+    expected = model.generate(padded, attention_mask=mask, max_new_tokens=40, do_sample=False)
+    with specmemo_kernels.patch(model, heads=FOLDER / "heads"):
+        assert torch.equal(model.generate(padded, attention_mask=mask, max_new_tokens=40, do_sample=False), expected)
+
+
+def test_what_it_holds() -> None:
+    files = [file for file in FOLDER.rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) < 16 * 2**20
+    assert not [file for file in files if file.suffix in {".bin", ".pt", ".pkl"}]
+    model = load_model(FOLDER, torch.float32, torch.device("cpu"))
+    assert 5e6 <= sum(p.numel() for p in model.parameters()) <= 20e6
+    card = (FOLDER / "README.md").read_text()
+    for word in ("held-out", "accuracy", "tokens per step", "training"):
+        assert word in card
+
+
+def test_its_heads_know_their_accuracy() -> None:
+    heads = specmemo_kernels.MedusaHeads.from_pretrained(FOLDER / "heads")
+    assert heads.cumulative_topk_accuracy is not None
+    assert len(heads.cumulative_topk_accuracy) == heads.num_heads
+    for row in heads.cumulative_topk_accuracy:
+        assert row == sorted(row)
+        assert 0 < row[0] < row[-1] <= 1
+
+
+def test_its_tokenizer_gives_every_text_back() -> None:
+    tokenizer = load_tokenizer(FOLDER)
+    for text in ("def f(x):\n    return x ** 2  # ünïcödé\n", "\t\r\n \x00", "日本語 🙂"):
+        assert tokenizer.decode(tokenizer(text).input_ids) == text

@@ -1,0 +1,170 @@
+"""What a few small forward passes tell about a transformers model: its layers, its lm_head, the memory of a pass."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from specmemo_kernels.footprint import PassBytes
+from specmemo_kernels.integrations.hf_attention import UnsupportedModel
+from specmemo_kernels.integrations.hf_target import ModelFacts, run_packed, tapped
+from specmemo_kernels.memory_tracker import MemoryTracker
+from specmemo_kernels.paged_kv import LayerKV
+
+Tensor = torch.Tensor
+
+#: Layer kinds whose mask is "causal, maybe with a window"; anything else (chunked, linear, ...) has other rules.
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+#: Rows of the passes whose memory is measured: few, so that patching is quick; not one, which models may treat apart.
+_MEASURED_ROWS = (8, 16)
+
+
+def check_config(config: Any) -> None:
+    """Refuse by name what the operator can't express, before anything runs.
+
+    Raises:
+        UnsupportedModel: naming the model and the setting.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    name = text.model_type
+    if text.is_encoder_decoder:
+        raise UnsupportedModel(f"{name} is an encoder-decoder model; only decoders can be patched")
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if kinds - _LAYER_TYPES:
+        raise UnsupportedModel(f"{name} has layers of type {sorted(kinds - _LAYER_TYPES)}, which can't be expressed")
+    for setting in ("attention_chunk_size", "alibi", "use_bidirectional_attention"):
+        if getattr(text, setting, None):
+            raise UnsupportedModel(f"{name} sets {setting}={getattr(text, setting)!r}, which can't be expressed")
+
+
+@torch.no_grad()
+def probe(model: Any) -> ModelFacts:
+    """One forward pass of one token, with which the model shows its layers and its lm_head.
+
+    The model needs :func:`install_views` and :func:`lm_head_hook` in place. The lm_head's output is replaced by a
+    rising ramp: when the model's logits rise as well, whatever it does after the lm_head (scaling, soft caps) keeps
+    the order of tokens.
+
+    Raises:
+        UnsupportedModel: an attention layer didn't come through, or came through twice.
+    """
+    device, head = _lm_head_module(model)
+    seen, token = _Layers(), torch.zeros(1, dtype=torch.int64, device=device)
+    with tapped(cut=False) as tap, _Ramp(head) as ramp:
+        logits = run_packed(model, token, token, seen, None)[0, 0]
+    expected = range(model.config.get_text_config().num_hidden_layers)
+    if missing := sorted(set(expected) ^ set(seen.layers)):
+        raise UnsupportedModel(
+            f"{type(model).__name__}: attention layers {missing} of {len(expected)} don't use the attention interface"
+        )
+    if not len(ramp.values):
+        raise UnsupportedModel(f"{type(model).__name__} makes its logits without its lm_head ({type(head).__name__})")
+    plain = type(head) is nn.Linear and type(head.weight) in (nn.Parameter, Tensor) and not head.weight.is_meta
+    exact = torch.equal(logits, ramp.values)
+    # Below float32 a soft cap makes ties of different logits, so there nothing may come after the lm_head.
+    rises = bool((logits.diff() >= 0).all()) and tap.hidden.dtype == torch.float32
+    return ModelFacts(
+        layers=tuple(seen.layers[i] for i in expected),
+        num_qo_heads=tuple(seen.num_qo_heads[i] for i in expected),
+        hidden_size=tap.hidden.shape[-1],
+        vocab_size=len(ramp.values),
+        dtype=tap.hidden.dtype,
+        device=device,
+        plain_lm_head=plain and (exact or rises),
+        exact_lm_head=plain and exact,
+    )
+
+
+def _lm_head_module(model: Any) -> tuple[torch.device, nn.Module]:
+    """Where tokens go in, and the module that they come out of; refuses models in which one of them is missing."""
+    name = type(model).__name__
+    missing = {"position_ids", "logits_to_keep"} - set(inspect.signature(model.forward).parameters)
+    if missing:
+        raise UnsupportedModel(f"{name}.forward doesn't take {sorted(missing)}, which packed nodes need")
+    head = model.get_output_embeddings()
+    if head is None:
+        raise UnsupportedModel(f"{name} has no lm_head")
+    device = model.get_input_embeddings().weight.device
+    if device.type == "meta":
+        raise UnsupportedModel(f"{name} has its weights on the meta device; load them first")
+    return device, head
+
+
+class _Layers:
+    """Stands in for attention in a one-token pass: notes shapes, returns the value (one token sees itself alone)."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerKV] = {}
+        self.num_qo_heads: dict[int, int] = {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        if layer in self.layers:
+            raise UnsupportedModel(f"attention layer {layer} runs twice in one forward pass")
+        self.layers[layer] = LayerKV(k.shape[1], k.shape[2], v.shape[2], k.dtype, k.device)
+        self.num_qo_heads[layer] = q.shape[1]
+        return v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+
+
+class _Ramp:
+    """Replaces the lm_head's output by -1 ... 1 along the vocabulary."""
+
+    def __init__(self, head: nn.Module) -> None:
+        self._head, self.values = head, torch.empty(0)
+
+    def __enter__(self) -> _Ramp:
+        self._hook = self._head.register_forward_hook(self._replace)
+        return self
+
+    def _replace(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+        self.values = torch.linspace(-1, 1, output.shape[-1], device=output.device).to(output.dtype)
+        return self.values.expand_as(output)
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+
+
+def measure_passes(model: Any, facts: ModelFacts) -> tuple[PassBytes, PassBytes]:
+    """The bytes that a forward pass makes and drops, the operators' own workspace apart.
+
+    Args:
+        model: as for :func:`probe`, which made ``facts``.
+
+    Returns:
+        What a pass holds at most up to its lm_head, by its rows, and what the rows that the lm_head gets add to that.
+        The latter is nothing with an exact lm_head: logits are then made of one row at a time, if at all.
+    """
+    few, many = (_trace(model, rows, facts) for rows in _MEASURED_ROWS)
+    forward, logits = (
+        PassBytes.fitted((_MEASURED_ROWS[0], a), (_MEASURED_ROWS[1], b)) for a, b in zip(few, many, strict=True)
+    )
+    return forward, PassBytes() if facts.exact_lm_head else logits
+
+
+@torch.no_grad()
+def _trace(model: Any, rows: int, facts: ModelFacts) -> tuple[list[int], list[int]]:
+    """Bytes held after each operator of a pass over ``rows`` rows: up to the lm_head, and on top of that from there on.
+
+    All rows are the same token at the same place: a mixture of experts sends them all to the same experts, which is
+    the most that one expert can get.
+    """
+    tokens = torch.zeros(rows, dtype=torch.int64, device=facts.device)
+    before: list[int] = []
+    tracker = MemoryTracker(trace=True)
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda *_: before.extend(tracker.trace))
+    try:
+        with tracker, tapped(cut=facts.exact_lm_head):
+            run_packed(model, tokens, tokens, _like_attention, None)
+    finally:
+        hook.remove()
+    return before, [max(0, held - before[-1]) for held in tracker.trace[len(before) :]]
+
+
+def _like_attention(_: int, q: Tensor, k: Tensor, v: Tensor, **__: Any) -> Tensor:
+    """Makes what the attention operator makes: its result, and its logarithms while it runs."""
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    result = v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    del lse
+    return result
