@@ -17,13 +17,13 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent.resolve()
 
 
-class CMakeBuild(build_ext):
+class CMakeBuild(build_ext):  # type: ignore[misc]  # setuptools has no types
     """``build_ext`` whose only extension is the CMake project beside this file."""
 
     def run(self) -> None:
         if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")))):
             print("no C++ compiler found: installing without the cpu backend", file=sys.stderr)
-            self.extensions = []
+            self.extensions: list[Extension] = []
         super().run()
 
     def build_extension(self, ext: Extension) -> None:

@@ -1,14 +1,16 @@
 """The operators against their peers and the machine's floor.
 
-    python bench/bench_ops.py --device cpu --model llama3-8b --dtype bf16 --context 4096 --batch 1 --tree 1,8,32 --json out.json
-    python bench/bench_ops.py --model all --context 128,1024,4096,16384 --batch 1,4,8 --tree 1,8,16,25,32,64 --dtype bf16,fp32
-    pytest bench/bench_ops.py            the same through pytest-benchmark
+    python bench/bench_ops.py --device cpu --model llama3-8b --dtype bf16 --context 4096 --batch 1 --tree 1,8,32 \\
+        --json out.json
+    python bench/bench_ops.py --model all --context 128,1024,4096,16384 --batch 1,4,8 --tree 1,8,16,25,32,64 \\
+        --dtype bf16,fp32
+    pytest bench/bench_ops.py            the first through pytest-benchmark
 
 Every result is checked against float64 before anything is timed; then the operator and its peers take turns.
 ``vs_best`` is the fastest peer's time on gathered keys over ours, ``vs_sdpa`` that of SDPA as usually called,
-``vs_paged`` that of the fastest peer with the gather it needs, ``floor_fraction`` the floor over our time, the floor being
-max(bytes / read bandwidth, flops / GEMM rate), both measured in the same turns. Calls rotate over
-copies of keys and values, so that none finds them in a cache.
+``vs_paged`` that of the fastest peer with the gather it needs, ``floor_fraction`` the floor over our time. The floor is
+max(bytes / read bandwidth, flops / GEMM rate), both measured in the same turns. Calls rotate over copies of keys and
+values, so that none finds them in a cache.
 """
 
 from __future__ import annotations
@@ -176,8 +178,8 @@ def rows_for(
         yard = Yardstick(kind)
         if "lm_head_argmax" in operators:
             for tree in trees:
-                yield {"op": "lm_head_argmax", "model": "4096x32000", "dtype": dtype, "context": 0, "batch": 1, "tree": tree,
-                       **lm_head_row(tree, kind, yard, seconds)}  # fmt: skip
+                head = {"model": "4096x32000", "dtype": dtype, "context": 0, "batch": 1, "tree": tree}
+                yield {"op": "lm_head_argmax", **head, **lm_head_row(tree, kind, yard, seconds)}
         for model in models:
             for context in contexts:
                 for batch in batches:

@@ -60,6 +60,8 @@ class Attention {
   // A state of all heads of a task, one after the other.
   int64_t state_floats() const { return heads_ * head_floats(); }
 
+  int64_t workspace_bytes() const { return Workspace(*this, nullptr).bytes; }
+
   // All of a task's splits, merged in order, then written out.
   void run(const AttentionTask& task) const {
     Workspace w(*this);
@@ -87,33 +89,35 @@ class Attention {
   }
 
  private:
+  // What one thread works in. Constructed twice: over no memory to learn its size, then over the thread's arena.
   struct Workspace {
-    explicit Workspace(const Attention& a) {
-      const int64_t keys = a.k_words_ * kBlockKeys, values = kBlockKeys / Dot::kPerWord * a.columns_;
-      const int64_t widest = a.args_.k_dim > a.args_.v_dim ? a.args_.k_dim : a.args_.v_dim;
-      const int64_t queries = round_up(a.heads_ * a.rows_ * a.k_words_, 16), zeros = round_up(widest, 16);
-      const int64_t tile = kTileRows * kBlockKeys, depth = round_up(a.max_nodes_, 16);
-      const int64_t lanes = a.heads_ * a.rows_ * kLanes, words = round_up(2 * a.rows_, 16);
-      const int64_t floats = keys + values + queries + zeros + 2 * tile + depth + lanes + words + 2 * a.state_floats();
-      auto* memory = static_cast<float*>(arena(0, floats * 4 + 4096));
-      auto take = [&memory](int64_t count) {
-        float* mine = memory;
-        memory += count;
-        return mine;
-      };
-      packed_keys = take(round_up(keys, 16));
-      packed_values = take(round_up(values, 16));
-      query = reinterpret_cast<Word*>(take(queries));
-      zero_row = reinterpret_cast<Raw*>(take(zeros));
-      std::memset(zero_row, 0, static_cast<size_t>(zeros) * 4);
-      scores = take(tile);
-      weights = reinterpret_cast<Word*>(take(tile));
-      depths = reinterpret_cast<int32_t*>(take(depth));
-      lane_sums = take(lanes);
-      visible = reinterpret_cast<uint64_t*>(take(words));
-      total = take(a.state_floats());
-      part = take(a.state_floats());
+    explicit Workspace(const Attention& a) : Workspace(a, nullptr) {
+      *this = Workspace(a, static_cast<char*>(arena(0, bytes)));
+      std::memset(zero_row, 0, static_cast<size_t>(a.widest_row()) * sizeof(Raw));
     }
+
+    Workspace(const Attention& a, char* memory) {
+      const int64_t rows = a.heads_ * a.rows_;
+      take(memory, packed_keys, a.k_words_ * kBlockKeys);
+      take(memory, packed_values, kBlockKeys / Dot::kPerWord * a.columns_);
+      take(memory, query, rows * a.k_words_);
+      take(memory, zero_row, a.widest_row());
+      take(memory, scores, kTileRows * kBlockKeys);
+      take(memory, weights, kTileRows * kBlockKeys);
+      take(memory, depths, a.max_nodes_);
+      take(memory, lane_sums, rows * kLanes);
+      take(memory, visible, a.rows_);
+      take(memory, total, a.state_floats());
+      take(memory, part, a.state_floats());
+    }
+
+    template <class Item>
+    void take(char* memory, Item*& place, int64_t count) {
+      place = reinterpret_cast<Item*>(memory + bytes);
+      bytes += round_up(count * static_cast<int64_t>(sizeof(Item)), 64);
+    }
+
+    int64_t bytes = 0;
     float *packed_keys, *packed_values;
     Word *query, *weights;
     Raw* zero_row;
@@ -122,6 +126,8 @@ class Attention {
     uint64_t* visible;  // [nodes], the block's bits of each node
     float *total, *part;
   };
+
+  int64_t widest_row() const { return args_.k_dim > args_.v_dim ? args_.k_dim : args_.v_dim; }
 
   // The rows of one block's keys and values.
   struct Block {

@@ -20,6 +20,7 @@ AttentionPlan plan_tasks(const AttentionArgs& args, int threads) {
   int64_t groups = divide_up(kTasksPerThread * threads, pieces);
   if (groups > args.num_kv_heads) groups = args.num_kv_heads;
   plan.heads_per_task = divide_up(args.num_kv_heads, groups);
+  if (plan.heads_per_task > max_heads_per_task(args)) plan.heads_per_task = max_heads_per_task(args);
   groups = divide_up(args.num_kv_heads, plan.heads_per_task);
   plan.tasks = pieces * groups;
   for (int64_t s = 0; s < args.batch; ++s) {

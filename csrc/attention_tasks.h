@@ -20,9 +20,18 @@ constexpr int64_t kSplitTokens = 512;   // a multiple of the kernels' block of 6
 constexpr int64_t kTaskRows = 128;      // rows (nodes x group) of a task, at most; a node's group is never divided
 constexpr int64_t kTasksPerThread = 1;  // wanted, by dividing heads, so that threads end together
 
+constexpr int64_t kTaskStates = 512;  // rows times heads whose running softmax a thread keeps, at most
+
 inline int64_t nodes_per_task(const AttentionArgs& args) {
   const int64_t group = args.num_qo_heads / args.num_kv_heads;
   return group >= kTaskRows ? 1 : kTaskRows / group;
+}
+
+// Heads that a task may have at most.
+inline int64_t max_heads_per_task(const AttentionArgs& args) {
+  const int64_t rows = nodes_per_task(args) * (args.num_qo_heads / args.num_kv_heads);
+  const int64_t heads = rows >= kTaskStates ? 1 : kTaskStates / rows;
+  return heads < args.num_kv_heads ? heads : args.num_kv_heads;
 }
 
 struct AttentionPlan {

@@ -46,6 +46,13 @@ void tree_attention(int dtype, Address q, Pair q_strides, Address k_new, Pair k_
   table.tree_attention(args, threads);
 }
 
+int64_t attention_workspace(int dtype, int64_t num_qo_heads, int64_t num_kv_heads, int64_t k_dim, int64_t v_dim) {
+  AttentionArgs args{};
+  args.dtype = static_cast<DType>(dtype);
+  args.num_qo_heads = num_qo_heads, args.num_kv_heads = num_kv_heads, args.k_dim = k_dim, args.v_dim = v_dim;
+  return kernels().attention_workspace(args);
+}
+
 void lm_head_topk(int dtype, Address hidden, int64_t hidden_stride, Address weight, Address bias, int64_t rows,
                   int64_t vocab, int64_t hidden_size, int64_t k, Address tokens, Address values, int threads) {
   LmHeadArgs args{static_cast<DType>(dtype),
@@ -112,6 +119,7 @@ std::vector<std::string> isas() {
 PYBIND11_MODULE(_cpu, m) {
   m.doc() = "C++ kernels of the cpu backend; specmemo_kernels.ops is the interface.";
   m.def("tree_attention", &tree_attention);
+  m.def("attention_workspace", &attention_workspace, "Bytes that each thread of tree_attention works in, at most.");
   m.def("lm_head_topk", &lm_head_topk);
   m.def("append_paged_kv", &append_paged_kv);
   m.def("commit_paged_kv", &commit_paged_kv);
@@ -127,5 +135,6 @@ PYBIND11_MODULE(_cpu, m) {
         throw py::value_error("instruction set '" + name + "' can't be used here; there are " + known);
       },
       "Use one of isas() from now on.");
+  m.def("arena_bytes", &arena_bytes, "Bytes that the kernels hold in all threads, between calls too.");
   m.def("thread_runtime", [] { return std::string(thread_runtime()); });
 }

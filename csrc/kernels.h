@@ -46,6 +46,7 @@ struct LmHeadArgs {
 struct Kernels {
   const char* name;
   void (*tree_attention)(const AttentionArgs&, int threads);
+  int64_t (*attention_workspace)(const AttentionArgs&);  // bytes of one thread, for any number of nodes
   void (*lm_head_topk)(const LmHeadArgs&, int threads);
 };
 

@@ -29,6 +29,22 @@ void tree_attention(const AttentionArgs& args, int threads) {
   }
 }
 
+template <class T, class Dot>
+int64_t workspace_of(const AttentionArgs& args) {
+  return Attention<T, Dot>(args, max_heads_per_task(args)).workspace_bytes();
+}
+
+int64_t attention_workspace(const AttentionArgs& args) {
+  switch (args.dtype) {
+    case DType::kBFloat16:
+      return workspace_of<BFloat16, DotOfBFloat16>(args);
+    case DType::kFloat16:
+      return workspace_of<Float16, Float32Dot>(args);
+    default:
+      return workspace_of<Float32, Float32Dot>(args);
+  }
+}
+
 void lm_head_topk(const LmHeadArgs& args, int threads) {
   switch (args.dtype) {
     case DType::kFloat32:
@@ -43,6 +59,7 @@ void lm_head_topk(const LmHeadArgs& args, int threads) {
 }  // namespace
 
 extern const Kernels SPECMEMO_TABLE(SPECMEMO_ISA);
-const Kernels SPECMEMO_TABLE(SPECMEMO_ISA) = {SPECMEMO_NAME(SPECMEMO_ISA), tree_attention, lm_head_topk};
+const Kernels SPECMEMO_TABLE(SPECMEMO_ISA) = {SPECMEMO_NAME(SPECMEMO_ISA), tree_attention, attention_workspace,
+                                              lm_head_topk};
 
 }  // namespace specmemo

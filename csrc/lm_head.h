@@ -226,7 +226,7 @@ void run_lm_head(const LmHeadArgs& args, int threads) {
   if (args.rows == 0) return;
   constexpr int64_t kPieceTokens = 16 * kVocabTile;
   int64_t pieces = (args.vocab + kPieceTokens - 1) / kPieceTokens;
-  if (pieces > 16 * static_cast<int64_t>(threads)) pieces = 16 * static_cast<int64_t>(threads);
+  if (pieces > 8 * static_cast<int64_t>(threads)) pieces = 8 * static_cast<int64_t>(threads);
   struct Context {
     LmHead<T, Dot> head;
     char* results;

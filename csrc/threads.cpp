@@ -84,11 +84,19 @@ void work(void* data) {
   }
 }
 
+std::atomic<int64_t> all_arenas{0};
+
 struct Arena {
   void* memory[kArenaSlots] = {};
   int64_t size[kArenaSlots] = {};
   ~Arena() {
-    for (void* slot : memory) std::free(slot);
+    for (int slot = 0; slot < kArenaSlots; ++slot) release(slot);
+  }
+  void release(int slot) {
+    std::free(memory[slot]);
+    memory[slot] = nullptr;
+    all_arenas -= size[slot];
+    size[slot] = 0;
   }
 };
 
@@ -117,15 +125,17 @@ void parallel_for(int64_t count, int threads, Task task, void* context) {
 
 const char* thread_runtime() { return runtime().name; }
 
+int64_t arena_bytes() { return all_arenas; }
+
 void* arena(int slot, int64_t bytes) {
   thread_local Arena mine;
   if (mine.size[slot] < bytes) {
-    std::free(mine.memory[slot]);
-    mine.size[slot] = 0;
+    mine.release(slot);
     const int64_t rounded = (bytes + 4095) / 4096 * 4096;
     mine.memory[slot] = std::aligned_alloc(4096, static_cast<size_t>(rounded));
     if (mine.memory[slot] == nullptr) throw std::bad_alloc();
     mine.size[slot] = rounded;
+    all_arenas += rounded;
   }
   return mine.memory[slot];
 }

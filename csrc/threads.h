@@ -19,4 +19,7 @@ const char* thread_runtime();
 constexpr int kArenaSlots = 2;
 void* arena(int slot, int64_t bytes);
 
+// Bytes of all threads' arenas.
+int64_t arena_bytes();
+
 }  // namespace specmemo

@@ -154,6 +154,31 @@ def test_lm_head_rows_that_are_apart(isa: str) -> None:
     assert torch.equal(ops.lm_head_argmax(rows, weight, backend="cpu"), expected)
 
 
+@pytest.mark.parametrize("threads_set", [1, 2, 5])
+@pytest.mark.parametrize("heads", [(32, 8), (8, 1), (4, 4)])
+def test_the_workspace_is_no_larger_than_declared(heads: tuple[int, int], threads_set: int) -> None:
+    """What the kernels hold after trees, chunks and batches, in a fresh process."""
+    code = f"""
+import sys, torch
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+from cases import AttentionCase, attention_inputs
+from specmemo_kernels import _cpu, ops
+torch.set_num_threads({threads_set})
+splits = 0
+for lengths, nodes, tree in (((3000,), (64,), True), ((900, 5), (7, 64), True), ((0, 100), (300, 200), False)):
+    case = AttentionCase("", lengths, nodes, *{heads}, 64, tree=tree)
+    ops.tree_attention(**attention_inputs(case, torch.float32), backend="cpu")
+    splits = max(splits, sum(n * (-(-(length + n) // 512) + 1) for length, n in zip(lengths, nodes)))
+fixed = ops.fixed_workspace("cpu", torch.float32, *{heads}, 64, 64)
+_, row_bytes = ops.split_workspace("cpu", None, torch.float32, *{heads}, 64, 64, 16)
+print(_cpu.arena_bytes(), fixed + splits * row_bytes)
+"""
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+    held, declared = map(int, result.stdout.split())
+    assert 0 < held <= declared + (threads_set + 1) * 4096, "arenas are whole pages"
+
+
 def test_float64_is_refused_by_name() -> None:
     inputs = attention_inputs(ATTENTION_CASES[0], torch.float64)
     with pytest.raises(ValueError, match=r"q has dtype torch\.float64; backend 'cpu' computes float32"):

@@ -36,18 +36,25 @@ def peak_of(handle: sk.SpecMemo, inputs: dict[str, torch.Tensor], new: int, **kw
     return tracker.peak
 
 
+def with_workspace(model: PreTrainedModel, budget: int) -> int:
+    """``budget`` and what the backend keeps for itself, which is a lot beside such small models."""
+    with sk.patch(model, OracleDrafter([], 0.0)) as handle:
+        return budget + handle.plan.parts["workspace"]
+
+
 # The heads own an lm_head: 285 KiB. What else the least plan has depends on the family, 200 KiB to 900 KiB.
-BUDGETS = [(family, budget) for family in FAMILIES for budget in (1_600_000, "4 MiB")]
+BUDGETS = [(family, budget) for family in FAMILIES for budget in (1_600_000, 4 * 2**20)]
 
 
 @pytest.mark.parametrize(("family", "budget"), [("llama", 700_000), ("gemma2", 700_000), *BUDGETS])
-def test_peak_stays_within_the_budget(family: str, budget: int | str) -> None:
+def test_peak_stays_within_the_budget(family: str, budget: int) -> None:
     """Peak bytes of live tensors plus the heads, measured independently, for prompts far longer than a chunk.
 
     And the plan is no luxury: what it sets aside beside heads and pages is nearly what is used.
     """
     model = wide_model(family, seed=20)
     heads = sk.MedusaHeads(128, VOCAB, 3)
+    budget = with_workspace(model, budget)
     with sk.patch(model, heads, memory_budget=budget, tree=8, max_batch_size=2) as handle:
         plan = handle.plan
         assert plan.budget is not None
@@ -77,7 +84,7 @@ def test_the_least_budget_is_enough(family: str) -> None:
         plan = handle.plan
         assert plan.max_sequences == 1
         assert plan.max_tokens is not None
-        assert plan.max_tokens <= 64
+        assert plan.max_tokens <= 96  # what is named is rounded up, to 0.1 MiB at most
         new = 4
         inputs = batch((plan.max_tokens - plan.tree.max_depth - new, 3, 5))
         assert peak_of(handle, inputs, new) + handle.drafter.nbytes <= sum(plan.parts.values())
@@ -139,7 +146,7 @@ def test_more_rows_than_places() -> None:
     inputs = batch(lengths)
     expected = greedy(model, inputs, new)
     drafter = OracleDrafter(answers(inputs, expected), 0.7)
-    for places, budget in ((2, None), (5, 100_000), (8, 75_000)):
+    for places, budget in ((2, None), (5, with_workspace(model, 100_000)), (8, with_workspace(model, 75_000))):
         with sk.patch(model, drafter, tree=6, max_batch_size=places, memory_budget=budget, page_size=page) as handle:
             needed = sum(-(-(length + new + handle.plan.tree.max_depth) // page) for length in lengths)
             assert budget is None or handle.plan.max_pages < needed, "all rows would fit: nothing has to wait"
@@ -186,7 +193,7 @@ def test_budget_too_small_for_a_page() -> None:
 def test_prompt_longer_than_the_plan() -> None:
     """The error names what was asked and what there is; the model goes on working."""
     model = tiny_model("llama", seed=25)
-    with sk.patch(model, OracleDrafter([], 0.0), tree=4, memory_budget=60_000) as handle:
+    with sk.patch(model, OracleDrafter([], 0.0), tree=4, memory_budget=with_workspace(model, 60_000)) as handle:
         limit = handle.plan.max_tokens
         with pytest.raises(sk.BudgetError, match=rf"may take \d+ slots, the plan holds {limit}"):
             greedy(model, batch((limit,)), 10)

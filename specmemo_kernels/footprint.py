@@ -69,6 +69,7 @@ class GenerationShape:
         state_bytes: of one sequence between passes (its last hidden state).
         split_size, split_row_bytes: attention that works on splits of ``split_size`` tokens holds this for each row
             and split; 0 for a backend without such a workspace.
+        workspace_bytes: what the backend keeps beside torch's allocator, whatever runs.
         devices: how many devices hold layers; each gets a copy of a step's metadata.
     """
 
@@ -79,6 +80,7 @@ class GenerationShape:
     state_bytes: int = 0
     split_size: int = 0
     split_row_bytes: int = 0
+    workspace_bytes: int = 0
     devices: int = 1
 
 
@@ -118,6 +120,7 @@ def fixed_parts(shape: GenerationShape, load: Load) -> dict[str, int]:
         + load.sequences * shape.state_bytes
         + load.rows * splits * shape.split_row_bytes,
         "metadata": metadata * shape.devices,
+        "workspace": shape.workspace_bytes,
     }
 
 

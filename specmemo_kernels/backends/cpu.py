@@ -1,4 +1,4 @@
-"""The C++ operators (``csrc/``): this module hands pointers over, :mod:`specmemo_kernels.ops` has checked the arguments.
+"""The C++ operators (``csrc/``): this module hands pointers over; :mod:`specmemo_kernels.ops` checked the arguments.
 
 Built with the package; importing this module fails with ``ImportError`` where it was not. The kernels run on the
 threads that torch uses (``torch.get_num_threads()``) and the best instruction set of the machine;
@@ -13,6 +13,7 @@ from specmemo_kernels import _cpu
 
 Tensor = torch.Tensor
 
+SPLIT_TOKENS = 512  # of csrc/attention_tasks.h
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -63,6 +64,31 @@ def tree_attention(
         scale, softcap or 0.0, window or 0, torch.get_num_threads(),
     )  # fmt: skip
     return out, lse
+
+
+def fixed_workspace(dtype: torch.dtype, num_qo_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int) -> int:
+    """Bytes that :func:`tree_attention` works in on all threads, however long the context; kept between calls."""
+    each = _cpu.attention_workspace(_DTYPES[dtype], num_qo_heads, num_kv_heads, head_dim, v_head_dim)
+    return torch.get_num_threads() * each
+
+
+def split_workspace(
+    device: torch.device,
+    dtype: torch.dtype,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    page_size: int,
+) -> tuple[int, int]:
+    """Tokens per split, and bytes of one row in one split where splits are kept until all are done.
+
+    That is where one sequence's KV heads are too few for the threads; else a thread merges each split at once.
+    """
+    if num_kv_heads >= torch.get_num_threads():
+        return 0, 0
+    columns = -(-v_head_dim // 16) * 16
+    return SPLIT_TOKENS, num_qo_heads * 4 * (columns + 2)
 
 
 def append_paged_kv(

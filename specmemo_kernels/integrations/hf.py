@@ -237,12 +237,9 @@ def _tree(tree: Any, drafter: Drafter, accuracy: Accuracy, facts: ModelFacts) ->
 
 def _shape(model: Any, facts: ModelFacts, drafter: Drafter, backend: str, page_size: int) -> GenerationShape:
     """What the plan has to know, measured where it depends on the model's code."""
-    splits = [
-        ops.split_workspace(
-            backend, layer.device, layer.dtype, heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim, page_size
-        )
-        for layer, heads in set(zip(facts.layers, facts.num_qo_heads, strict=True))
-    ]
+    kinds = set(zip(facts.layers, facts.num_qo_heads, strict=True))
+    shapes = [(kind, (heads, kind.num_kv_heads, kind.head_dim, kind.v_head_dim)) for kind, heads in kinds]
+    splits = [ops.split_workspace(backend, kind.device, kind.dtype, *sizes, page_size) for kind, sizes in shapes]
     forward, logits = measure_passes(model, facts)
     return GenerationShape(
         kv_bytes_per_token=sum(layer.bytes_per_token for layer in facts.layers),
@@ -253,5 +250,6 @@ def _shape(model: Any, facts: ModelFacts, drafter: Drafter, backend: str, page_s
         state_bytes=3 * facts.hidden_size * facts.dtype.itemsize,
         split_size=min(size for size, _ in splits),
         split_row_bytes=max(row for _, row in splits),
+        workspace_bytes=max(ops.fixed_workspace(backend, kind.dtype, *sizes) for kind, sizes in shapes),
         devices=len({layer.device for layer in facts.layers} | {facts.device}),
     )

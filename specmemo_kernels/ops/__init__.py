@@ -26,7 +26,13 @@ from __future__ import annotations
 import torch
 
 from specmemo_kernels.ops import checks, schema
-from specmemo_kernels.ops.dispatch import BackendUnavailable, backend_name, split_workspace, unavailable
+from specmemo_kernels.ops.dispatch import (
+    BackendUnavailable,
+    backend_name,
+    fixed_workspace,
+    split_workspace,
+    unavailable,
+)
 
 Tensor = torch.Tensor
 _ops = torch.ops.specmemo
@@ -36,6 +42,7 @@ __all__ = [
     "append_paged_kv",
     "backend_name",
     "commit_paged_kv",
+    "fixed_workspace",
     "lm_head_argmax",
     "lm_head_topk",
     "schema",

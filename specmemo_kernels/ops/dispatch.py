@@ -67,6 +67,14 @@ def split_workspace(
     return int(split_size), int(row_bytes)
 
 
+def fixed_workspace(
+    name: str, dtype: torch.dtype, num_qo_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int
+) -> int:
+    """Bytes that backend ``name`` keeps for ``tree_attention`` outside of torch's allocator."""
+    hook = getattr(_load(name), "fixed_workspace", None)
+    return 0 if hook is None else int(hook(dtype, num_qo_heads, num_kv_heads, head_dim, v_head_dim))
+
+
 @functools.cache
 def _default(device_type: str) -> str:
     if device_type == "cuda":
