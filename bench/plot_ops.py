@@ -54,9 +54,7 @@ def main(
         panels[1][column].set_xlabel("tokens of context")
     panels[0][0].legend(fontsize=8)
     where = data["environment"]
-    figure.suptitle(
-        f"tree_attention, batch {batch}: {where['cpu']}, {where['threads']} threads, {where['date']}", fontsize=10
-    )
+    figure.suptitle(f"tree_attention, batch {batch}: {where['processor']}, {where['date']}", fontsize=10)
     figure.tight_layout()
     figure.savefig(picture, dpi=130)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import platform
 import statistics
 import subprocess
 import time
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from specmemo_kernels.cli.env import collect_env
 
 
 def take_turns(
@@ -77,24 +78,11 @@ class Yardstick:
         return max(nbytes / read, flops / gemm)
 
 
-def environment() -> dict[str, Any]:
-    """Where and with what a result was measured."""
+def environment() -> dict[str, str]:
+    """Where, when and with what a result was measured."""
     root = Path(__file__).resolve().parents[1]
     git = subprocess.run(
         ["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
     )
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": git.stdout.strip(),
-        "cpu": _cpu_name(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return {"date": date, "commit": git.stdout.strip(), **collect_env()}

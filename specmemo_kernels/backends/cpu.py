@@ -17,6 +17,11 @@ SPLIT_TOKENS = 512  # of csrc/attention_tasks.h
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
+def isa() -> str:
+    """The instruction set in use and the thread pool, for reports."""
+    return f"{_cpu.isa()} on {_cpu.thread_runtime()}"
+
+
 def _dtype(name: str, tensor: Tensor) -> int:
     code = _DTYPES.get(tensor.dtype)
     if code is None:
