@@ -182,6 +182,7 @@ def measure_memory(pair: Pair, prompt: Prompt) -> dict[str, dict[str, int]]:
         "KV cache": parts["kv_pages"],
         "candidates' KV": parts["tree_scratch"],
         "everything else at the peak": tracker.peak - held,
+        "kernels' workspace": pair.handle.plan.parts["workspace"],
         "heads": parts["heads"],
     }
     return {"plain": plain, "patched": patched}

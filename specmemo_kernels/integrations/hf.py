@@ -26,7 +26,7 @@ from specmemo_kernels.stats import DecodeStats
 from specmemo_kernels.tree import DraftTree
 
 #: Nodes of a tree when nobody says otherwise. On a CPU each node costs compute; on a GPU they ride along.
-DEFAULT_TREE_SIZE = {"cpu": 12}
+DEFAULT_TREE_SIZE = {"cpu": 8}
 _GPU_TREE_SIZE = 42
 
 
