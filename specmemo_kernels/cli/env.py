@@ -24,6 +24,7 @@ def collect_env() -> dict[str, str]:
         "processor": f"{_cpu_name()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads",
     }
     facts |= {name: _version(name) for name in _PACKAGES}
+    facts["torch"] = torch.__version__  # with the build, which the package's metadata may leave out
     facts["gpu"] = _gpus()
     for name in BACKENDS:
         facts[f"backend {name}"] = unavailable(name) or "available" + _details(name)
