@@ -262,6 +262,8 @@ class Attention {
     // Scores become units of log2 while they are weighed, or before where that takes more than a factor.
     const bool before = args_.softcap != 0.0f || args_.scale <= 0.0f;
     const float unit = before ? 1.0f : args_.scale * kLog2e;
+    // What float32 can't hold of the factor: it would cost float32 inputs a digit, others round more themselves.
+    const float rest = before ? 0.0f : static_cast<float>(double(args_.scale) * 1.4426950408889634 - unit);
     alignas(64) float old[kTileRoom] = {}, now[kTileRoom] = {};
     for (int r = 0; r < count; ++r) {
       float* scores = w.scores + r * kBlockKeys;
@@ -289,7 +291,10 @@ class Attention {
       float* sums = lane_sums + (first + r) * kLanes;
       VecF weights[kVecs], total = load<VecF>(sums) * splat(factors[r]);
       for (int v = 0; v < kVecs; ++v) {
-        weights[v] = exp2_nonpositive(load<VecF>(scores + v * kLanes) * splat(unit) - splat(now[r]));
+        const VecF score = load<VecF>(scores + v * kLanes);
+        VecF power = score * splat(unit) - splat(now[r]);
+        if (T::kBits == 32) power = power + vmax(score, splat(-1e30f)) * splat(rest);  // hidden keys stay hidden
+        weights[v] = exp2_nonpositive(power);
         total = total + weights[v];
       }
       store(sums, total);

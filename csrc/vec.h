@@ -143,6 +143,7 @@ inline VecF fp16_to_float(VecH h) {
 
 struct Float32 {
   typedef float Raw;
+  static constexpr int kBits = 32;
   static VecF load_vec(const Raw* p) { return load<VecF>(p); }
   static float to_float(Raw x) { return x; }
   static Raw from_float(float x) { return x; }
@@ -151,6 +152,7 @@ struct Float32 {
 
 struct BFloat16 {
   typedef uint16_t Raw;
+  static constexpr int kBits = 16;
   static VecF load_vec(const Raw* p) { return bf16_to_float(load<VecH>(p)); }
   static float to_float(Raw x) { return bf16_to_float(x); }
   static Raw from_float(float x) { return float_to_bf16(x); }
@@ -159,6 +161,7 @@ struct BFloat16 {
 
 struct Float16 {
   typedef uint16_t Raw;
+  static constexpr int kBits = 16;
   static VecF load_vec(const Raw* p) { return fp16_to_float(load<VecH>(p)); }
   static float to_float(Raw x) { return fp16_to_float(x); }
   static Raw from_float(float x) { return float_to_fp16(x); }

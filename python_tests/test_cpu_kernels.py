@@ -18,6 +18,7 @@ from specmemo_kernels.backends import cpu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LONG = AttentionCase("several_splits", (1500, 40, 511), (9, 3, 2), num_qo_heads=4, num_kv_heads=1)
+LONGER = AttentionCase("long_context", (4096,), (8,), num_qo_heads=4, num_kv_heads=1, head_dim=128)
 
 
 @pytest.fixture(params=_cpu.isas())
@@ -36,7 +37,7 @@ def threads() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", [*ATTENTION_CASES, LONG], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [*ATTENTION_CASES, LONG, LONGER], ids=lambda c: c.name)
 def test_attention_of_every_instruction_set(isa: str, case: AttentionCase, dtype: torch.dtype) -> None:
     inputs = attention_inputs(case, dtype)
     budget = attention_budget(inputs, dtype)
