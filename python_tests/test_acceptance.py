@@ -14,6 +14,7 @@ from specmemo_kernels.acceptance import (
     DEFAULT_ACCURACY,
     best_first_paths,
     expected_tokens_per_step,
+    extrapolated,
     rank_probabilities,
 )
 from specmemo_kernels.tree import DraftTree
@@ -127,5 +128,57 @@ def test_path_deeper_than_the_heads_is_refused() -> None:
         expected_tokens_per_step([(0, 0, 0)], [[0.5], [0.5]])
 
 
-def test_rank_without_an_accuracy_is_worth_nothing() -> None:
-    assert expected_tokens_per_step([(0,), (7,)], [[0.5, 0.6]]) == pytest.approx(1.5)
+#: Published by FasterDecoding/Medusa: the tree of its MT-Bench runs, the heads' accuracies (assets/medusa_acc.csv), and
+#: the totals of the 7B run's answer file. Steps are counted from 0 there, so each of the 160 turns took one more.
+PUBLISHED_TREE = [
+    [0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [1, 0], [0, 2], [3], [0, 3], [4], [0, 4], [2, 0], [0, 5], [0, 0, 1], [5],
+    [0, 6], [6], [0, 7], [0, 1, 0], [1, 1], [7], [0, 8], [0, 0, 2], [3, 0], [0, 9], [8], [9], [1, 0, 0], [0, 2, 0],
+    [1, 2], [0, 0, 3], [4, 0], [2, 1], [0, 0, 4], [0, 0, 5], [0, 0, 0, 0], [0, 1, 1], [0, 0, 6], [0, 3, 0], [5, 0],
+    [1, 3], [0, 0, 7], [0, 0, 8], [0, 0, 9], [6, 0], [0, 4, 0], [1, 4], [7, 0], [0, 1, 2], [2, 0, 0], [3, 1], [2, 2],
+    [8, 0], [0, 5, 0], [1, 5], [1, 0, 1], [0, 2, 1], [9, 0], [0, 6, 0], [0, 0, 0, 1], [1, 6], [0, 7, 0],
+]  # fmt: skip
+MEASURED_TOKENS, MEASURED_STEPS = 43754, 17058
+
+
+def test_published_run() -> None:
+    """Within 8 % of what the published run counted, whichever way steps are counted; a tree or its paths alike."""
+    predicted = expected_tokens_per_step(PUBLISHED_TREE, DEFAULT_ACCURACY)
+    assert predicted == pytest.approx(MEASURED_TOKENS / MEASURED_STEPS, rel=0.08)
+    assert predicted == pytest.approx(MEASURED_TOKENS / (MEASURED_STEPS + 160), rel=0.08)
+    assert expected_tokens_per_step(DraftTree.from_paths(PUBLISHED_TREE), DEFAULT_ACCURACY) == predicted
+
+
+#: Top-1 to top-10 of heads that were measured to rank 10 (the bundled model's, on held-out files).
+TEN_RANKS = [
+    [0.3972, 0.5192, 0.5888, 0.631, 0.6623, 0.6866, 0.7078, 0.7243, 0.7375, 0.7494],
+    [0.2773, 0.3925, 0.4634, 0.5119, 0.5483, 0.5766, 0.5998, 0.6204, 0.6375, 0.6525],
+    [0.2222, 0.3261, 0.3958, 0.4422, 0.4776, 0.5046, 0.5297, 0.55, 0.5687, 0.5835],
+    [0.1907, 0.2848, 0.3456, 0.3952, 0.4331, 0.4615, 0.4861, 0.507, 0.5256, 0.5425],
+]
+
+
+def test_extrapolation_finds_what_was_measured() -> None:
+    """From the first five ranks alone the next five come out within 2 points, for heads made by somebody else."""
+    found = extrapolated([row[:5] for row in TEN_RANKS], 10)
+    for row, measured in zip(found, TEN_RANKS, strict=True):
+        assert row[:5] == measured[:5]
+        assert row == pytest.approx(measured, abs=0.02)
+
+
+@settings(max_examples=100, deadline=None)
+@given(accuracies(), st.integers(1, 12))
+def test_extrapolated_tables_are_tables(heads: Heads, ranks: int) -> None:
+    """They rise within 0..1 and begin with what was given."""
+    found = extrapolated(heads, ranks)
+    rank_probabilities(found)
+    assert [len(row) for row in found] == [max(len(row), ranks) for row in heads]
+    assert all(row[: len(given)] == given for row, given in zip(found, heads, strict=True))
+
+
+def test_ranks_beyond_the_table() -> None:
+    """By hand: misses 0.5, 0.4 fall by 0.4 / 0.5 for each doubling; one rank alone or a full table says nothing."""
+    assert extrapolated([[0.5, 0.6]], 4)[0] == pytest.approx([0.5, 0.6, 1 - 0.4 * 1.5 ** math.log2(0.8), 0.68])
+    assert extrapolated([[0.5], [0.4, 1.0]], 3) == [[0.5, 0.5, 0.5], [0.4, 1.0, 1.0]]
+    assert expected_tokens_per_step([(0,), (3,)], [[0.5, 0.6]]) == pytest.approx(
+        1.5 + 0.4 * (1.5 ** math.log2(0.8) - 0.8)
+    )

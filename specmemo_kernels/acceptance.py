@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 Accuracy = Sequence[Sequence[float]]
 
@@ -56,12 +57,54 @@ def best_first_paths(cumulative: Accuracy, nodes: int) -> list[tuple[int, ...]]:
     return paths
 
 
-def expected_tokens_per_step(paths: Sequence[Sequence[int]], cumulative: Accuracy) -> float:
-    """``1 + sum over paths of their probability``: each node adds the chance that the walk reaches it."""
-    chance = rank_probabilities(cumulative)
+def extrapolated(cumulative: Accuracy, ranks: int) -> list[list[float]]:
+    """The same table with at least ``ranks`` columns, longer rows as they are.
+
+    Beyond a row's last rank n its misses ``1 - c[k]`` are taken to fall on as a power of the rank, at the pace of the
+    later half of the table: ``1 - c[k] = (1 - c[n]) * (k / n) ** -a`` with ``a`` from ranks ``n // 2`` and n. This
+    never leaves 0..1 and continues the table without a step. A row of a single rank tells no pace; nothing is added
+    to its accuracy.
+
+    Raises:
+        ValueError: a row that doesn't rise within 0..1.
+    """
+    rank_probabilities(cumulative)  # refuses what isn't a table
+    return [[*row, *(_beyond(row, rank) for rank in range(len(row) + 1, ranks + 1))] for row in cumulative]
+
+
+def _beyond(row: Sequence[float], rank: int) -> float:
+    """The accuracy of the best ``rank`` guesses, ``rank`` past the end of ``row`` (see :func:`extrapolated`)."""
+    last, half = len(row), len(row) // 2
+    if not half or row[-1] >= 1:
+        return row[-1]
+    pace = math.log((1 - row[half - 1]) / (1 - row[-1])) / math.log(last / half)
+    return max(row[-1], 1.0 - (1.0 - row[-1]) * math.pow(rank / last, -pace))  # rounding must not make it fall
+
+
+class RankTree(Protocol):
+    """What of a :class:`specmemo_kernels.tree.DraftTree` matters here: the rank path of each node but the root."""
+
+    @property
+    def paths(self) -> Sequence[Sequence[int]]: ...
+
+
+def expected_tokens_per_step(tree: RankTree | Sequence[Sequence[int]], cumulative_topk_accuracy: Accuracy) -> float:
+    """``1 + sum over nodes of the chance that the walk reaches them``, heads taken as independent.
+
+    Args:
+        tree: a :class:`specmemo_kernels.tree.DraftTree`, or its rank paths as Medusa publishes them.
+        cumulative_topk_accuracy: ``[head][k]``, how often one of the head's best ``k + 1`` guesses is right. Ranks
+            beyond the table are extrapolated (:func:`extrapolated`).
+
+    Raises:
+        ValueError: a path deeper than there are heads, or a table that doesn't rise within 0..1.
+    """
+    paths = tree if isinstance(tree, Sequence) else tree.paths
+    widest = max((rank for path in paths for rank in path), default=0)
+    chance = rank_probabilities(extrapolated(cumulative_topk_accuracy, widest + 1))
     total = 1.0
     for path in paths:
         if len(path) > len(chance):
             raise ValueError(f"path {list(path)} needs {len(path)} heads, accuracies are there for {len(chance)}")
-        total += math.prod(chance[d][r] if r < len(chance[d]) else 0.0 for d, r in enumerate(path))
+        total += math.prod(chance[d][r] for d, r in enumerate(path))
     return total
