@@ -87,6 +87,19 @@ def chat(
 
 
 @app.command()
+def probe(
+    device: Device = "cpu",
+    output: Annotated[Path | None, typer.Option(help="A file for the profile (default: in the user's cache).")] = None,
+    seconds: Annotated[float, typer.Option(help="How long to measure.", min=0.1)] = 3.0,
+) -> None:
+    """Measure this machine, for plans: bandwidth, products of a few rows, the cost of an operator."""
+    with one_line_errors():
+        from specmemo_kernels.cli.probe import run_probe
+
+        run_probe(device, output, seconds)
+
+
+@app.command()
 def env() -> None:
     """Print versions, devices and backends; paste it into a bug report."""
     from specmemo_kernels.cli.env import collect_env

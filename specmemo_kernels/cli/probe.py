@@ -1,0 +1,40 @@
+"""``specmemo probe``: measure this machine once, so that plans know it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from specmemo_kernels.cli.common import setting_up
+from specmemo_kernels.device import DeviceProfile, cache_file, probe
+from specmemo_kernels.planner import format_bytes
+
+
+def run_probe(device: str, output: Path | None, seconds: float) -> None:
+    """Measure, show and keep a profile in ``output`` (default: the cache, where patching finds it)."""
+    console, started = Console(highlight=False), time.perf_counter()
+    with console.status(f"measuring {device}"), setting_up():
+        profile = probe(device, seconds)
+    taken = time.perf_counter() - started
+    path = output or cache_file(device)
+    with setting_up():
+        profile.save(path)
+    console.print(profile_table(profile))
+    console.print(f"measured in {taken:.1f} s, kept in {path}", soft_wrap=True)
+
+
+def profile_table(profile: DeviceProfile) -> Table:
+    """The profile for reading: rates, and what rows cost beside one row."""
+    table = Table("property", "value", title=profile.name)
+    table.add_row("memory", format_bytes(profile.memory))
+    table.add_row("reads", f"{profile.read_rate / 1e9:.1f} GB/s")
+    for dtype, rate in profile.matmul_rate.items():
+        table.add_row(f"products in {dtype}", f"{rate / 1e12:.2f} TFLOP/s")
+    for dtype, curve in profile.curves.items():
+        costs = ", ".join(f"{rows}: {cost / curve[0][1]:.1f}" for rows, cost in curve)
+        table.add_row(f"rows in {dtype}, beside one", costs)
+    table.add_row("one operator", f"{profile.launch_seconds * 1e6:.1f} us")
+    return table

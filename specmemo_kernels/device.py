@@ -1,0 +1,310 @@
+"""What a device has: memory, bandwidth, matrix rates, overheads. A table of known devices, and a probe for this one."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+GIB = 1024**3
+
+#: Shares of a data sheet's rates that large kernels reach. Measured on an H200: a copy moves 4.3 of 4.8 TB/s, a bf16
+#: product makes 788 of 989 TFLOP/s.
+READ_SHARE, MATMUL_SHARE = 0.9, 0.8
+#: One operator of a transformers model in eager mode on a GPU: Python, torch's dispatcher and the launch itself.
+EAGER_LAUNCH = 8e-6
+
+Curve = tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """A device as the planner sees it.
+
+    Attributes:
+        memory: bytes in all.
+        read_rate: bytes per second that a large kernel reads.
+        matmul_rate: FLOP/s of large dense products, by dtype name (``"float16"``); a dtype that is missing can't be
+            computed in.
+        launch_seconds: host time of one operator called from a module.
+        overlaps: reading and computing overlap inside a kernel, and the host runs ahead of the device; else all
+            three add up.
+        shared_memory: bytes of shared memory (LDS) of one program; 0 where there is none.
+        kernel_target: name of the Triton target (``"sm_80"``, ``"gfx90a"``), or ``None``.
+        curves: by dtype, measured seconds per weight of ``linear`` at some row counts; they replace the roofline.
+        source: where the numbers come from.
+    """
+
+    name: str
+    memory: int
+    read_rate: float
+    matmul_rate: Mapping[str, float]
+    launch_seconds: float
+    overlaps: bool = True
+    shared_memory: int = 0
+    kernel_target: str | None = None
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+    source: str = "data sheet"
+
+    def __post_init__(self) -> None:
+        numbers = {"memory": self.memory, "read_rate": self.read_rate, "launch_seconds": self.launch_seconds}
+        numbers |= {f"matmul_rate[{name}]": rate for name, rate in self.matmul_rate.items()}
+        for name, value in numbers.items():
+            if not value > 0:
+                raise ValueError(f"DeviceProfile {self.name}: {name} is {value}, it must be above 0")
+        if not self.matmul_rate:
+            raise ValueError(f"DeviceProfile {self.name}: matmul_rate is empty, it needs at least one dtype")
+
+    def compute_dtype(self, dtype: str) -> str:
+        """``dtype`` where the device computes in it, else the 16-bit or 32-bit type that it has."""
+        return next(name for name in (dtype, "float16", "float32", *self.matmul_rate) if name in self.matmul_rate)
+
+    def linear_seconds(self, weights: float, weight_bytes: float, rows: int, dtype: str) -> float:
+        """A product of ``rows`` rows with matrices of ``weights`` elements that take ``weight_bytes`` bytes.
+
+        Roofline (Williams et al. 2009): the larger of reading and computing where the device overlaps them, else
+        their sum; or the measured curve, straight between its points and beyond the last.
+        """
+        curve = self.curves.get(dtype)
+        if curve:
+            return weights * _interpolated(curve, rows)
+        return self.kernel_seconds(weight_bytes, 2.0 * weights * rows, dtype)
+
+    def kernel_seconds(self, read: float, flops: float, dtype: str) -> float:
+        """Reading ``read`` bytes and computing ``flops`` by the roofline."""
+        reading, computing = read / self.read_rate, flops / self.matmul_rate[dtype]
+        return max(reading, computing) if self.overlaps else reading + computing
+
+    def with_host(self, device_seconds: float, operators: int) -> float:
+        """A pass that takes ``device_seconds`` on the device and launches ``operators``."""
+        host = operators * self.launch_seconds
+        return max(device_seconds, host) if self.overlaps else device_seconds + host
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict for ``json.dump``; inverse of :meth:`from_json`."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """From :meth:`to_json`'s dict.
+
+        Raises:
+            ValueError: a field is missing, unknown or out of range.
+        """
+        curves = {k: tuple((int(n), float(s)) for n, s in points) for k, points in data.get("curves", {}).items()}
+        try:
+            return cls(**{**data, "curves": curves})
+        except TypeError as error:
+            raise ValueError(f"not a device profile: {error}; make a new one with `specmemo probe`") from error
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON; folders are made."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ValueError: the file holds something else; the message names it.
+        """
+        try:
+            return cls.from_json(json.loads(path.read_text()))
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def _interpolated(curve: Curve, rows: int) -> float:
+    """Straight lines through the points; the last line goes on, below the first point its value holds."""
+    if rows <= curve[0][0] or len(curve) == 1:
+        return curve[0][1]
+    place = next((i for i in range(1, len(curve)) if rows <= curve[i][0]), len(curve) - 1)
+    (x0, y0), (x1, y1) = curve[place - 1], curve[place]
+    return max(y0 + (y1 - y0) * (rows - x0) / (x1 - x0), y0 if rows > x1 else 0.0)
+
+
+def _gpu(
+    name: str, gib: int, tb_per_s: float, tflops16: float, tflops32: float, shared_kib: int, target: str, bf16: bool
+) -> DeviceProfile:
+    """A GPU from its data sheet: dense 16-bit matrix rate with float32 sums, float32 vector rate."""
+    kinds = {"float16": tflops16, "float32": tflops32} | ({"bfloat16": tflops16} if bf16 else {})
+    return DeviceProfile(
+        name, gib * GIB, tb_per_s * 1e12 * READ_SHARE, {k: v * 1e12 * MATMUL_SHARE for k, v in kinds.items()},
+        EAGER_LAUNCH, True, shared_kib << 10, target,
+    )  # fmt: skip
+
+
+#: By the name that the command line takes. Shared memory per program: CUDA C++ programming guide, table of compute
+#: capabilities; 64 KiB of LDS on CDNA.
+KNOWN_DEVICES: dict[str, DeviceProfile] = {
+    # NVIDIA Titan RTX product page: 24 GB, 672 GB/s, 130 TFLOPS tensor, 16.3 float32. Turing has no bfloat16.
+    "titan-rtx": _gpu("NVIDIA TITAN RTX", 24, 0.672, 130.5, 16.3, 64, "sm_75", bf16=False),
+    # NVIDIA Ampere GA102/GA106 whitepapers: 12 GB, 360 GB/s, 25.5 TFLOPS fp16 with fp32 sums (half of 51), 12.7.
+    "rtx-3060": _gpu("NVIDIA GeForce RTX 3060", 12, 0.360, 25.5, 12.7, 99, "sm_86", bf16=True),
+    # NVIDIA Ada GPU architecture whitepaper, appendix A: 24 GB, 1008 GB/s, 165.2 with fp32 sums, 82.6.
+    "rtx-4090": _gpu("NVIDIA GeForce RTX 4090", 24, 1.008, 165.2, 82.6, 99, "sm_89", bf16=True),
+    # NVIDIA A100 80GB SXM data sheet: 2039 GB/s, 312, 19.5.
+    "a100": _gpu("NVIDIA A100-SXM4-80GB", 80, 2.039, 312.0, 19.5, 163, "sm_80", bf16=True),
+    # NVIDIA H100 SXM data sheet: 80 GB, 3.35 TB/s, 989 dense (1979 with sparsity), 67.
+    "h100": _gpu("NVIDIA H100 80GB HBM3", 80, 3.35, 989.4, 66.9, 227, "sm_90", bf16=True),
+    # NVIDIA H200 data sheet: 141 GB (140 GiB as the driver counts), 4.8 TB/s, rates of the H100.
+    "h200": _gpu("NVIDIA H200", 140, 4.8, 989.4, 66.9, 227, "sm_90", bf16=True),
+    # AMD Instinct MI250 data sheet, halved: the card is two devices. 128 GB, 3.2768 TB/s, 362.1, 45.3 in all.
+    "mi250": _gpu("AMD Instinct MI250", 64, 1.638, 181.0, 22.6, 64, "gfx90a", bf16=True),
+    # AMD Instinct MI300X data sheet: 192 GB, 5.3 TB/s, 1307.4, 163.4.
+    "mi300x": _gpu("AMD Instinct MI300X", 192, 5.3, 1307.4, 163.4, 64, "gfx942", bf16=True),
+    # NVIDIA Jetson AGX Orin series technical brief: 64 GB shared with the host, 204.8 GB/s, 42.5 dense fp16, 5.3.
+    "jetson-orin": _gpu("Jetson AGX Orin", 64, 0.2048, 42.5, 5.3, 163, "sm_86", bf16=True),
+    # Eight cores with AVX2 at 3.5 GHz (32 float32 operations a cycle and core), two channels of DDR4-3200.
+    "cpu": DeviceProfile(
+        "CPU, 8 cores", 16 * GIB, 51.2e9 * 0.7, {"float32": 8 * 3.5e9 * 32 * 0.7}, 5e-6, overlaps=False
+    ),
+}
+
+
+def known_device(name: str) -> DeviceProfile:
+    """The entry of :data:`KNOWN_DEVICES`, by its key or the name that a driver gives.
+
+    Raises:
+        ValueError: no such entry; the message lists them.
+    """
+    if name in KNOWN_DEVICES:
+        return KNOWN_DEVICES[name]
+    squeezed = name.lower().replace("-", " ")
+    for key, profile in KNOWN_DEVICES.items():
+        words = key.replace("-", " ").split()
+        if key != "cpu" and all(word in squeezed.split() or word in squeezed for word in words):
+            return replace(profile, name=name)
+    raise ValueError(f"unknown device {name!r}, known are {', '.join(KNOWN_DEVICES)}; measure others: specmemo probe")
+
+
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+_SIDE = 1536
+_MATRICES = 12
+
+
+def probe(device: str = "cpu", seconds: float = 3.0) -> DeviceProfile:
+    """Measure a torch device of this machine, in about ``seconds``.
+
+    Bandwidth by copying far more than caches hold; products of several row counts with matrices that take turns, so
+    that none is found in a cache; operators by a chain of tiny modules. Each figure is the best of several runs: what
+    the device can do when nobody disturbs it.
+
+    Raises:
+        ValueError: no such device here.
+    """
+    import torch
+
+    try:
+        where = torch.device(device)
+        torch.empty(1, device=where)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device!r}: {str(error).splitlines()[0]}") from error
+    sync: Callable[[], None] = torch.cuda.synchronize if where.type == "cuda" else lambda: None
+    on_cpu = where.type == "cpu"
+    names = ["float32", "bfloat16"] if on_cpu else ["float32", "float16", "bfloat16"]
+    share = seconds / (len(names) * len(_ROWS) + 4)
+    with torch.inference_mode():
+        curves = {name: _linear_curve(torch, where, name, share, sync) for name in names}
+        big = torch.zeros(2, 2**24 if on_cpu else 2**28, dtype=torch.float32, device=where)
+        read_rate = big.nbytes / _best(lambda: big[0].copy_(big[1]), 2 * share, sync)
+        launch = _launch_seconds(torch, where, 2 * share, sync)
+    rates = {name: 2 * rows / cost for name, points in curves.items() for rows, cost in points[-1:]}
+    common: dict[str, Any] = {"read_rate": read_rate, "matmul_rate": rates, "launch_seconds": launch, "curves": curves}
+    if on_cpu:
+        return DeviceProfile(_machine(torch), _host_memory(), overlaps=False, source="measured", **common)
+    properties = torch.cuda.get_device_properties(where)
+    shared = int(getattr(properties, "shared_memory_per_block_optin", 0))
+    return DeviceProfile(properties.name, properties.total_memory, shared_memory=shared, source="measured", **common)
+
+
+def _linear_curve(torch: Any, where: Any, name: str, share: float, sync: Callable[[], None]) -> Curve:
+    dtype = getattr(torch, name)
+    weights = [torch.ones(_SIDE, _SIDE, dtype=dtype, device=where) for _ in range(_MATRICES)]
+    points = []
+    for rows in _ROWS:
+        x, turn = torch.ones(rows, _SIDE, dtype=dtype, device=where), iter(range(10**9))
+
+        def product(x: Any = x, turn: Any = turn) -> Any:
+            return torch.nn.functional.linear(x, weights[next(turn) % _MATRICES])
+
+        points.append((rows, _best(product, share, sync, least=_MATRICES) / _SIDE**2))
+    return tuple(points)
+
+
+def _launch_seconds(torch: Any, where: Any, share: float, sync: Callable[[], None]) -> float:
+    """Host time per operator of a chain of tiny modules: a linear layer and an activation each."""
+    chain = torch.nn.Sequential(*[m for _ in range(16) for m in (torch.nn.Linear(8, 8), torch.nn.SiLU())]).to(where)
+    x = torch.ones(1, 8, device=where)
+    return _best(lambda: chain(x), share, sync) / len(chain)
+
+
+def _best(call: Callable[[], Any], share: float, sync: Callable[[], None], least: int = 3) -> float:
+    """Seconds of the fastest of as many calls as ``share`` seconds hold, at least ``least``, after one to warm up."""
+    call()
+    sync()
+    best, ends, count = float("inf"), time.perf_counter() + share, 0
+    while count < least or time.perf_counter() < ends:
+        start = time.perf_counter()
+        call()
+        sync()
+        best, count = min(best, time.perf_counter() - start), count + 1
+    return best
+
+
+def _machine(torch: Any) -> str:
+    """The processor and the threads that torch uses, which is what a CPU profile is valid for."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = platform.processor() or platform.machine()
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+def _host_memory() -> int:
+    """Bytes of main memory, or of the control group's limit where that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):
+        return total
+
+
+def cache_file(device: str) -> Path:
+    """Where `specmemo probe` keeps the profile of a torch device: the user's cache folder (XDG base directories)."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    folder = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
+    return folder / "specmemo_kernels" / f"device-{device.replace(':', '-')}.json"
+
+
+@functools.cache
+def profile_of(device: str) -> DeviceProfile:
+    """The profile of a torch device of this process: cached by `specmemo probe`, known by name, or probed in a second.
+
+    Probes once per process at most, and writes no file. A cached CPU profile counts only for the same processor and
+    number of threads.
+    """
+    import torch
+
+    where = torch.device(device)
+    name = _machine(torch) if where.type == "cpu" else torch.cuda.get_device_name(where)
+    try:
+        cached = DeviceProfile.load(cache_file(device))
+    except (OSError, ValueError):
+        cached = None
+    if cached is not None and cached.name == name:
+        return cached
+    if where.type == "cuda":
+        try:
+            return replace(known_device(name), memory=torch.cuda.get_device_properties(where).total_memory)
+        except ValueError:
+            pass
+    return probe(device, seconds=0.7)
