@@ -1,10 +1,16 @@
-"""The bytes of every part of generation: what was measured of a forward pass, and formulas for the rest."""
+"""The bytes of every part of generation: what was measured of a forward pass, and formulas for the rest.
+
+Where a model is loaded, :class:`PassBytes` is measured on it; where there is only a configuration,
+:func:`predicted_shape` derives it. Everything after that is the same.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
+
+from specmemo_kernels.model_spec import ModelSpec
 
 #: A prefill row or tree node outside of the model: int64 tokens (as drafted, packed, clamped), positions, and a spare.
 _ROW_BYTES = 5 * 8
@@ -135,3 +141,89 @@ def page_parts(shape: GenerationShape, load: Load) -> dict[str, int]:
         "activations": split,
         "metadata": (ids + load.sequences * _TABLE_BYTES) * shape.devices,
     }
+
+
+@dataclass(frozen=True)
+class HeadsSpec:
+    """Medusa heads by their sizes: ``num_layers`` residual blocks each, and a vocabulary matrix if ``own_lm_head``."""
+
+    num_heads: int = 5
+    num_layers: int = 1
+    own_lm_head: bool = True
+
+    def weights(self, spec: ModelSpec, heads: int, tp: int = 1) -> int:
+        """Matrix elements of the first ``heads`` heads on one rank; the vocabulary is divided, blocks are not."""
+        block = spec.hidden_size * (spec.hidden_size + 1)
+        own = -(-spec.vocab_weights // tp) if self.own_lm_head else 0
+        return heads * (self.num_layers * block + own)
+
+
+def weight_bytes(spec: ModelSpec, tp: int = 1) -> int:
+    """The model's own weights on one of ``tp`` ranks: layers and lm_head divided, embedding and vectors on each.
+
+    That is transformers' tensor parallel plan for Llama; a tied lm_head is the embedding and stays whole.
+    """
+    whole = spec.parameters - spec.layer_weights - (0 if spec.tied else spec.vocab_weights)
+    divided = spec.weight_bytes - whole * spec.dtype_bytes
+    return whole * spec.dtype_bytes + -(-divided // tp)
+
+
+def pass_row_bytes(spec: ModelSpec, tp: int = 1) -> int:
+    """Bytes that a row of a forward pass takes at the pass's worst moment, up to the lm_head.
+
+    With H the hidden size, Q, K and V the widths of queries, keys and values, I of the feed-forward layer and s bytes
+    per element, transformers' Llama holds at some time (what comes before a layer: embeddings, the layer's input)
+
+    - in a norm, which computes in float32: ``3 H s + 2 * 4 H``: also what it normalises, twice in float32;
+    - while rotating queries: ``3 H s + (Q + K + V + 3 Q) s``: q cos, the turned q and its product with sin;
+    - while rotating keys: ``3 H s + (Q + K + V + Q + 3 K) s``: the rotated queries are there by then;
+    - in the feed-forward layer: ``4 H s + 3 I s``: gate, up, their product (2 I without a gate); in a mixture of
+      experts of k per token ``4 H s + k (2 H + 4 I) s``, as grouped products hold it;
+
+    beside cos and sin, ``2 D s``. On one of ``tp`` ranks Q, K, V and I are divided.
+    """
+    size, hidden = spec.dtype_bytes, spec.hidden_size
+    q = -(-spec.num_qo_heads * spec.head_dim // tp)
+    k, v = (-(-spec.num_kv_heads * dim // tp) for dim in (spec.head_dim, spec.v_head_dim))
+    moments = [3 * hidden * size + 8 * hidden, (3 * hidden + q + k + v + max(3 * q, q + 3 * k)) * size]
+    if spec.dense_layers:
+        moments.append((4 * hidden + (3 if spec.gated else 2) * -(-spec.intermediate_size // tp)) * size)
+    if spec.moe_layers:
+        grouped = spec.experts_per_token * (2 * hidden + 4 * -(-spec.expert_size // tp))
+        moments.append((4 * hidden + grouped + 3 * -(-spec.shared_size // tp)) * size)
+    return max(moments) + 2 * spec.head_dim * size
+
+
+def predicted_shape(
+    spec: ModelSpec,
+    heads: HeadsSpec,
+    num_heads: int,
+    *,
+    tp: int = 1,
+    split_size: int = 0,
+    workspace_bytes: int = 0,
+) -> GenerationShape:
+    """What patching would measure, from a configuration: one rank of ``tp``, the first ``num_heads`` heads loaded.
+
+    Args:
+        split_size: tokens per split of attention that keeps the states of its splits in memory (0: it doesn't);
+            float32, ``v_head_dim`` and two numbers per query head.
+        workspace_bytes: what the backend keeps for itself.
+
+    Raises:
+        ValueError: heads that ``tp`` doesn't divide.
+    """
+    if tp < 1 or spec.num_kv_heads % tp or spec.num_qo_heads % tp:
+        raise ValueError(
+            f"{spec.name} has {spec.num_qo_heads} query and {spec.num_kv_heads} key/value heads; "
+            f"tp is {tp}, it must divide both"
+        )
+    return GenerationShape(
+        kv_bytes_per_token=spec.kv_bytes_per_token // tp,
+        head_bytes=heads.weights(spec, num_heads, tp) * spec.dtype_bytes,
+        forward=PassBytes(0, pass_row_bytes(spec, tp)),
+        state_bytes=3 * spec.hidden_size * spec.dtype_bytes,
+        split_size=split_size,
+        split_row_bytes=4 * (spec.num_qo_heads // tp) * (spec.v_head_dim + 2) if split_size else 0,
+        workspace_bytes=workspace_bytes,
+    )
