@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from specmemo_kernels.footprint import GenerationShape, Load, PassBytes, fixed_parts, page_parts
-from specmemo_kernels.planner import BudgetError, MemoryPlan, format_bytes, parse_bytes, plan_memory
+from specmemo_kernels.planner import BudgetError, MemoryPlan, divide_budget, format_bytes, parse_bytes
 from specmemo_kernels.tree import DraftTree
 
 TREES = [
@@ -81,14 +81,14 @@ def test_written_sizes_are_read_back(size: int) -> None:
 def test_a_plan_stays_within_its_budget(problem: dict[str, object], budget: int) -> None:
     """Its parts are what its own numbers cost, together at most the budget; or the error names a budget that works."""
     try:
-        plan = plan_memory(**problem, budget=budget)
+        plan = divide_budget(**problem, budget=budget)
     except BudgetError as error:
         plan, refusal = None, str(error)
     if plan is None:
         assert format_bytes(budget) in refusal
         enough = parse_bytes(re.search(r"give at least ([\d.]+ \w+)", refusal)[1])
         assert enough > budget
-        assert plan_memory(**problem, budget=enough).max_pages >= 1
+        assert divide_budget(**problem, budget=enough).max_pages >= 1
         return
     check_parts(plan, problem)
     assert plan.max_pages >= 1
@@ -128,10 +128,10 @@ def check_parts(plan: MemoryPlan, problem: dict[str, object]) -> None:
 def test_more_memory_never_hurts(problem: dict[str, object], budget: int, more: int) -> None:
     """A larger budget never fails where a smaller one worked; no fewer sequences, and of alike plans no fewer pages."""
     try:
-        small = plan_memory(**problem, budget=budget)
+        small = divide_budget(**problem, budget=budget)
     except BudgetError:
         assume(False)
-    large = plan_memory(**problem, budget=budget + more)
+    large = divide_budget(**problem, budget=budget + more)
     assert large.max_sequences >= small.max_sequences
     if (large.max_sequences, large.prefill_chunk) == (small.max_sequences, small.prefill_chunk):
         assert large.max_pages >= small.max_pages
@@ -142,7 +142,7 @@ def test_more_memory_never_hurts(problem: dict[str, object], budget: int, more: 
 @settings(deadline=None)
 @given(problems)
 def test_without_a_budget_nothing_is_cut(problem: dict[str, object]) -> None:
-    plan = plan_memory(**problem, budget=None)
+    plan = divide_budget(**problem, budget=None)
     check_parts(plan, problem)
     assert plan.max_pages is None
     assert plan.max_tokens is None
@@ -158,7 +158,7 @@ def test_the_chunk_gives_way_before_the_batch() -> None:
     seen, refusal = [], ""
     for kib in range(4000, 900, -20):
         try:
-            plan = plan_memory(SHAPE, TREES[1], budget=kib * 1024, page_size=16)
+            plan = divide_budget(SHAPE, TREES[1], budget=kib * 1024, page_size=16)
         except BudgetError as error:
             refusal = str(error)
             break
@@ -179,25 +179,28 @@ def test_exact_edge() -> None:
     load = Load(tree_size=5, sequences=1, chunk=32, page_size=16)
     least = sum(fixed_parts(SHAPE, load).values()) + sum(page_parts(SHAPE, load).values())
     assert least > SHAPE.head_bytes + 5 * 1024 + 32 * 4096 + 16 * 1024
-    plan = plan_memory(SHAPE, TREES[1], budget=least, page_size=16)
+    plan = divide_budget(SHAPE, TREES[1], budget=least, page_size=16)
     assert (plan.max_pages, plan.max_sequences, plan.prefill_chunk) == (1, 1, 32)
     with pytest.raises(BudgetError, match=r"memory_budget 1\.2 MiB is too small for one page.*: 1 B missing"):
-        plan_memory(SHAPE, TREES[1], budget=least - 1, page_size=16)
+        divide_budget(SHAPE, TREES[1], budget=least - 1, page_size=16)
 
 
 def test_a_refusal_names_the_largest_part() -> None:
     """And how much is missing."""
     with pytest.raises(BudgetError, match=r": \d+\.\d KiB missing, the largest part is heads; give at least"):
-        plan_memory(SHAPE, TREES[1], budget=900 * 1024, page_size=16)
+        divide_budget(SHAPE, TREES[1], budget=900 * 1024, page_size=16)
     wide = GenerationShape(kv_bytes_per_token=1024, head_bytes=0, forward=PassBytes(0, 2**20))
     with pytest.raises(BudgetError, match=r"activations 32\.0 MiB.*, the largest part is activations; give at least"):
-        plan_memory(wide, TREES[1], budget=2**20, page_size=16)
+        divide_budget(wide, TREES[1], budget=2**20, page_size=16)
 
 
 @pytest.mark.parametrize("budget", [None, 2**28])
 def test_plans_are_json_and_text(budget: int | None) -> None:
-    plan = plan_memory(SHAPE, TREES[2], budget=budget, page_size=16)
+    plan = divide_budget(SHAPE, TREES[2], budget=budget, page_size=16)
     data = json.loads(json.dumps(plan.to_json()))
+    for name in ("heads", "kv_dtype", "tokens_per_step", "tokens_per_second", "step_seconds"):
+        assert data.pop(name) is None, "nothing is predicted where no device is known"
+    assert data.pop("reasons") == []
     assert DraftTree.from_paths(data.pop("tree")) == plan.tree
     assert data == {
         "max_sequences": plan.max_sequences, "page_size": 16, "max_pages": plan.max_pages,
@@ -205,7 +208,7 @@ def test_plans_are_json_and_text(budget: int | None) -> None:
     }  # fmt: skip
     text = str(plan)
     assert "at most 8 sequences at once" in text
-    one = str(plan_memory(SHAPE, TREES[0], budget=budget, page_size=16, max_sequences=1))
+    one = str(divide_budget(SHAPE, TREES[0], budget=budget, page_size=16, max_sequences=1))
     assert "tree of 1 node, depth 0" in one
     assert "at most 1 sequence at once" in one
     assert "tree of 6 nodes, depth 2" in text

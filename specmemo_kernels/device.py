@@ -36,6 +36,7 @@ class DeviceProfile:
         overlaps: reading and computing overlap inside a kernel, and the host runs ahead of the device; else all
             three add up.
         shared_memory: bytes of shared memory (LDS) of one program; 0 where there is none.
+        link_rate: bytes per second, each way, to another device of the same kind.
         kernel_target: name of the Triton target (``"sm_80"``, ``"gfx90a"``), or ``None``.
         curves: by dtype, measured seconds per weight of ``linear`` at some row counts; they replace the roofline.
         source: where the numbers come from.
@@ -49,11 +50,13 @@ class DeviceProfile:
     overlaps: bool = True
     shared_memory: int = 0
     kernel_target: str | None = None
+    link_rate: float = 25e9  # PCI Express 4.0 x16, less its overhead
     curves: Mapping[str, Curve] = field(default_factory=dict)
     source: str = "data sheet"
 
     def __post_init__(self) -> None:
         numbers = {"memory": self.memory, "read_rate": self.read_rate, "launch_seconds": self.launch_seconds}
+        numbers["link_rate"] = self.link_rate
         numbers |= {f"matmul_rate[{name}]": rate for name, rate in self.matmul_rate.items()}
         for name, value in numbers.items():
             if not value > 0:
@@ -131,17 +134,26 @@ def _interpolated(curve: Curve, rows: int) -> float:
 
 
 def _gpu(
-    name: str, gib: int, tb_per_s: float, tflops16: float, tflops32: float, shared_kib: int, target: str, bf16: bool
+    name: str,
+    gib: int,
+    tb_per_s: float,
+    tflops16: float,
+    tflops32: float,
+    shared_kib: int,
+    target: str,
+    bf16: bool,
+    link_gb: float = 25.0,
 ) -> DeviceProfile:
     """A GPU from its data sheet: dense 16-bit matrix rate with float32 sums, float32 vector rate."""
     kinds = {"float16": tflops16, "float32": tflops32} | ({"bfloat16": tflops16} if bf16 else {})
     return DeviceProfile(
         name, gib * GIB, tb_per_s * 1e12 * READ_SHARE, {k: v * 1e12 * MATMUL_SHARE for k, v in kinds.items()},
-        EAGER_LAUNCH, True, shared_kib << 10, target,
+        EAGER_LAUNCH, True, shared_kib << 10, target, link_gb * 1e9,
     )  # fmt: skip
 
 
-#: By the name that the command line takes. Shared memory per program: CUDA C++ programming guide, table of compute
+#: By the name that the command line takes. Links: NVLink 3 and 4, one Infinity Fabric link; elsewhere PCI Express.
+#: Shared memory per program: CUDA C++ programming guide, table of compute
 #: capabilities; 64 KiB of LDS on CDNA.
 KNOWN_DEVICES: dict[str, DeviceProfile] = {
     # NVIDIA Titan RTX product page: 24 GB, 672 GB/s, 130 TFLOPS tensor, 16.3 float32. Turing has no bfloat16.
@@ -151,15 +163,15 @@ KNOWN_DEVICES: dict[str, DeviceProfile] = {
     # NVIDIA Ada GPU architecture whitepaper, appendix A: 24 GB, 1008 GB/s, 165.2 with fp32 sums, 82.6.
     "rtx-4090": _gpu("NVIDIA GeForce RTX 4090", 24, 1.008, 165.2, 82.6, 99, "sm_89", bf16=True),
     # NVIDIA A100 80GB SXM data sheet: 2039 GB/s, 312, 19.5.
-    "a100": _gpu("NVIDIA A100-SXM4-80GB", 80, 2.039, 312.0, 19.5, 163, "sm_80", bf16=True),
+    "a100": _gpu("NVIDIA A100-SXM4-80GB", 80, 2.039, 312.0, 19.5, 163, "sm_80", True, 300.0),
     # NVIDIA H100 SXM data sheet: 80 GB, 3.35 TB/s, 989 dense (1979 with sparsity), 67.
-    "h100": _gpu("NVIDIA H100 80GB HBM3", 80, 3.35, 989.4, 66.9, 227, "sm_90", bf16=True),
+    "h100": _gpu("NVIDIA H100 80GB HBM3", 80, 3.35, 989.4, 66.9, 227, "sm_90", True, 450.0),
     # NVIDIA H200 data sheet: 141 GB (140 GiB as the driver counts), 4.8 TB/s, rates of the H100.
-    "h200": _gpu("NVIDIA H200", 140, 4.8, 989.4, 66.9, 227, "sm_90", bf16=True),
+    "h200": _gpu("NVIDIA H200", 140, 4.8, 989.4, 66.9, 227, "sm_90", True, 450.0),
     # AMD Instinct MI250 data sheet, halved: the card is two devices. 128 GB, 3.2768 TB/s, 362.1, 45.3 in all.
-    "mi250": _gpu("AMD Instinct MI250", 64, 1.638, 181.0, 22.6, 64, "gfx90a", bf16=True),
+    "mi250": _gpu("AMD Instinct MI250", 64, 1.638, 181.0, 22.6, 64, "gfx90a", True, 50.0),
     # AMD Instinct MI300X data sheet: 192 GB, 5.3 TB/s, 1307.4, 163.4.
-    "mi300x": _gpu("AMD Instinct MI300X", 192, 5.3, 1307.4, 163.4, 64, "gfx942", bf16=True),
+    "mi300x": _gpu("AMD Instinct MI300X", 192, 5.3, 1307.4, 163.4, 64, "gfx942", True, 64.0),
     # NVIDIA Jetson AGX Orin series technical brief: 64 GB shared with the host, 204.8 GB/s, 42.5 dense fp16, 5.3.
     "jetson-orin": _gpu("Jetson AGX Orin", 64, 0.2048, 42.5, 5.3, 163, "sm_86", bf16=True),
     # Eight cores with AVX2 at 3.5 GHz (32 float32 operations a cycle and core), two channels of DDR4-3200.

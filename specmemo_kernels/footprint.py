@@ -143,6 +143,11 @@ def page_parts(shape: GenerationShape, load: Load) -> dict[str, int]:
     }
 
 
+def equal_length_metadata(load: Load, pages: int) -> int:
+    """Bytes of ids and block tables for ``pages`` pages of sequences of one length, where nothing is padded."""
+    return pages * (load.page_size * _TOKEN_BYTES + load.sequences * _TABLE_BYTES)
+
+
 @dataclass(frozen=True)
 class HeadsSpec:
     """Medusa heads by their sizes: ``num_layers`` residual blocks each, and a vocabulary matrix if ``own_lm_head``."""

@@ -1,12 +1,23 @@
-"""The memory plan: what generation may use, part by part, decided before anything is allocated."""
+"""The memory plan: what generation may use, part by part, decided before anything is allocated.
+
+:func:`plan_memory` chooses everything for a model that needn't be loaded, by predicted speed;
+:func:`divide_budget` divides a budget for a loaded model and a tree, on what was measured of it.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
-from specmemo_kernels.footprint import GenerationShape, Load, fixed_parts, page_parts
+from specmemo_kernels.acceptance import DEFAULT_ACCURACY, Accuracy
+from specmemo_kernels.baselines import Workload
+from specmemo_kernels.device import DeviceProfile, known_device
+from specmemo_kernels.footprint import GenerationShape, HeadsSpec, Load, fixed_parts, page_parts
+from specmemo_kernels.model_spec import ModelSpec
+from specmemo_kernels.search import Choice, Problem, candidates, fastest, on_device, parts_of, tree_paths
 from specmemo_kernels.tree import DraftTree
 
 _UNITS = {"": 1, "B": 1} | {
@@ -60,9 +71,14 @@ class MemoryPlan:
         page_size: tokens per page. max_pages: the most pages there will ever be (``None``: no budget was given, a
             call of generate gets what its lengths need).
         prefill_chunk: most prompt tokens per forward pass.
-        budget: bytes of generation memory (all but the model's weights), or ``None``.
+        budget: bytes that the parts may take together, or ``None``. Plans of :func:`plan_memory` count the model's
+            weights among the parts, those of patching don't.
         parts: bytes of each part at most; with a budget their sum stays within it. Prompts of more rows than
             ``max_sequences`` add their ids, 24 bytes per padded token.
+        heads: Medusa heads to load, where the plan chose them.
+        kv_dtype: of keys and values.
+        tokens_per_step, tokens_per_second, step_seconds: predicted, where the plan knows the device.
+        reasons: what decided, in sentences.
     """
 
     tree: DraftTree
@@ -72,6 +88,27 @@ class MemoryPlan:
     prefill_chunk: int
     budget: int | None
     parts: dict[str, int] = field(default_factory=dict)
+    heads: int | None = None
+    kv_dtype: str | None = None
+    tokens_per_step: float | None = None
+    tokens_per_second: float | None = None
+    step_seconds: float | None = None
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def num_pages(self) -> int | None:
+        """The same as ``max_pages``."""
+        return self.max_pages
+
+    @property
+    def total_bytes(self) -> int:
+        """Predicted peak: all parts together."""
+        return sum(self.parts.values())
+
+    @property
+    def generation_bytes(self) -> int:
+        """All parts but the model's weights, which is what ``patch(memory_budget=...)`` bounds."""
+        return self.total_bytes - self.parts.get("weights", 0)
 
     @property
     def max_nodes(self) -> int:
@@ -91,6 +128,9 @@ class MemoryPlan:
         pages = "as needed"
         if self.max_pages is not None:
             pages = f"{_count(self.max_pages, 'page')} of {_count(self.page_size, 'token')}"
+        speed: tuple[str, ...] = ()
+        if self.tokens_per_second is not None:
+            speed = (f"predicted {self.tokens_per_second:.1f} tokens/s, {self.tokens_per_step:.2f} tokens per step",)
         return "; ".join(
             (
                 f"budget {'none' if self.budget is None else format_bytes(self.budget)}",
@@ -99,6 +139,7 @@ class MemoryPlan:
                 f"prefill chunk {self.prefill_chunk}",
                 f"at most {_count(self.max_sequences, 'sequence')} at once",
                 ", ".join(f"{name} {format_bytes(size)}" for name, size in self.parts.items()),
+                *speed,
             )
         )
 
@@ -107,7 +148,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def plan_memory(
+def divide_budget(
     shape: GenerationShape,
     tree: DraftTree,
     *,
@@ -160,3 +201,143 @@ def _halvings(start: int, least: int) -> list[int]:
     while values[-1] > least:
         values.append(max(least, values[-1] // 2))
     return values
+
+
+Model = ModelSpec | str | Path
+Device = DeviceProfile | str
+
+
+def problem_of(
+    model: Model | Any,
+    device: Device,
+    workload: Workload,
+    *,
+    heads: HeadsSpec | None = None,
+    accuracy: Accuracy = DEFAULT_ACCURACY,
+    tp: int = 1,
+    max_nodes: int = 64,
+    workspace_bytes: int = 0,
+) -> Problem:
+    """What :func:`plan_memory` and :func:`minimum_budget` work on, from what a caller has.
+
+    Args:
+        model: a :class:`ModelSpec`, a configuration (object, file, folder or hub id).
+        device: a profile, or the name of a known device.
+        heads: the heads that could be loaded; five with vocabulary matrices of their own, as Medusa publishes.
+
+    Raises:
+        ValueError: an unknown device, sizes that make no sense.
+    """
+    if not isinstance(model, ModelSpec):
+        model = ModelSpec.load(model) if isinstance(model, str | Path) else ModelSpec.from_config(model)
+    profile = known_device(device) if isinstance(device, str) else device
+    return Problem(
+        on_device(model, profile), profile, workload, heads or HeadsSpec(), accuracy, tp, max_nodes, workspace_bytes
+    )
+
+
+def plan_memory(
+    model: Model | Any, device: Device, budget: int | str | None, workload: Workload, **options: Any
+) -> MemoryPlan:
+    """The plan with the most predicted tokens per second whose parts, the model's weights included, fit ``budget``.
+
+    Every combination of heads, tree, sequences at once, prefill chunk and page size is tried (:mod:`search`), so no
+    other is better by the same formulas; of equally fast ones the smallest is taken.
+
+    Args:
+        model, device, options: as for :func:`problem_of`.
+        budget: bytes, or ``"16GiB"``; at most the device's memory, which ``None`` stands for.
+
+    Raises:
+        BudgetError: nothing fits; it names the part and what would.
+    """
+    problem = problem_of(model, device, workload, **options)
+    return choose(problem, candidates(problem), budget)
+
+
+def choose(problem: Problem, choices: list[Choice], budget: int | str | None) -> MemoryPlan:
+    """:func:`plan_memory` over choices that are there already."""
+    asked = problem.device.memory if budget is None else parse_bytes(budget)
+    limit = min(asked, problem.device.memory)
+    best, free = fastest(choices, limit), fastest(choices, math.inf)
+    if best is None or free is None:
+        raise BudgetError(_nothing_fits(problem, choices, limit))
+    paths = tree_paths(problem, best.heads, best.tree_size)
+    return MemoryPlan(
+        tree=DraftTree.from_paths(paths), max_sequences=best.sequences, page_size=best.page_size,
+        max_pages=best.num_pages, prefill_chunk=best.chunk, budget=limit, parts=parts_of(problem, best),
+        heads=best.heads, kv_dtype=problem.spec.dtype, tokens_per_step=best.tokens_per_step,
+        tokens_per_second=best.speed.tokens_per_second, step_seconds=best.speed.step_seconds,
+        reasons=tuple(_reasons(problem, choices, best, free, asked)),
+    )  # fmt: skip
+
+
+def minimum_budget(model: Model | Any, device: Device, workload: Workload, retain: float = 0.96, **options: Any) -> int:
+    """The smallest budget that keeps ``retain`` of the speed that unlimited memory allows, in bytes.
+
+    ``retain=0`` is the smallest that runs at all. The same options and formulas as :func:`plan_memory`.
+
+    Raises:
+        ValueError: ``retain`` outside 0..1.
+    """
+    problem = problem_of(model, device, workload, **options)
+    return smallest_budget(candidates(problem), retain)
+
+
+def smallest_budget(choices: list[Choice], retain: float) -> int:
+    """:func:`minimum_budget` over choices that are there already."""
+    if not 0 <= retain <= 1:
+        raise ValueError(f"retain is {retain}, it must lie within 0..1")
+    wanted = retain * max(c.speed.tokens_per_second for c in choices)
+    return min(c.total_bytes for c in choices if c.speed.tokens_per_second >= wanted)
+
+
+def _reasons(problem: Problem, choices: list[Choice], best: Choice, free: Choice, asked: int) -> list[str]:
+    """Why this tree, whether memory or the device decided, and what was adapted."""
+    device = problem.device
+    alike = [c for c in choices if (c.sequences, c.chunk) == (best.sequences, best.chunk)]
+    plain = next(c for c in alike if c.heads == 0)
+    widest = max(alike, key=lambda c: (c.tree_size, c.tokens_per_step))
+    lines = []
+    for other in (best, widest) if widest.tree_size > best.tree_size else (best,):
+        cost = other.speed.step_seconds / plain.speed.step_seconds
+        lines.append(
+            f"a step over {_count(other.tree_size, 'node')} takes {cost:.2f} times a plain step and writes "
+            f"{other.tokens_per_step:.2f} tokens: {other.tokens_per_step / cost:.2f} times the plain speed"
+        )
+    if widest.tree_size > best.tree_size and widest.total_bytes <= min(asked, device.memory):
+        lines.append(f"a larger tree would fit, but costs more time on {device.name} than it gains")
+    if best.speed.tokens_per_second < free.speed.tokens_per_second:
+        share = best.speed.tokens_per_second / free.speed.tokens_per_second
+        lines.append(f"memory is the limit: {share:.1%} of the speed that {format_bytes(free.total_bytes)} would allow")
+    if best.sequences < problem.workload.batch:
+        lines.append(f"{problem.workload.batch} sequences run {best.sequences} at a time")
+    if asked > device.memory:
+        lines.append(f"{device.name} has {format_bytes(device.memory)}, less than the budget")
+    return lines
+
+
+def _nothing_fits(problem: Problem, choices: list[Choice], limit: int) -> str:
+    """Which parts the least plan has, how much is missing, and what would do."""
+    spec = problem.spec
+    least = min(choices, key=lambda c: c.total_bytes)
+    parts = parts_of(problem, least)
+    needed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+    largest = max(parts, key=lambda name: parts[name])
+    advice = [f"a budget of {_at_least(least.total_bytes)}"]
+    others = least.total_bytes - parts["weights"]
+    for bits in (8.0, 4.5):
+        smaller = spec.with_weights(bits)
+        if spec.weight_bits is None and smaller.weight_bytes // problem.tp + others <= limit:
+            advice.append(f"weights in {bits:g} bits ({format_bytes(smaller.weight_bytes)})")
+            break
+    if others and limit > least.total_bytes - parts["kv_pages"]:
+        tokens = (limit - (least.total_bytes - parts["kv_pages"])) // (spec.kv_bytes_per_token // problem.tp)
+        advice.append(f"a context of about {tokens // least.sequences} tokens")
+    if (ranks := -(-least.total_bytes // limit)) > 1 and spec.num_kv_heads % ranks == 0 and problem.tp == 1:
+        advice.append(f"more devices (tp={2 * ranks if spec.num_kv_heads % (2 * ranks) == 0 else ranks})")
+    return (
+        f"{format_bytes(limit)} is too small for {spec.name} on {problem.device.name}: the least plan needs {needed}; "
+        f"{format_bytes(least.total_bytes - limit)} missing, the largest part is {largest}. What would do: "
+        + "; or ".join(advice)
+    )

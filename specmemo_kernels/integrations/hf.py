@@ -21,7 +21,7 @@ from specmemo_kernels.integrations.hf_generate import Generator
 from specmemo_kernels.integrations.hf_probe import check_config, measure_passes, probe
 from specmemo_kernels.integrations.hf_target import HFTarget, ModelFacts, lm_head, lm_head_hook
 from specmemo_kernels.paged_kv import PagedKVPool
-from specmemo_kernels.planner import BudgetError, MemoryPlan, parse_bytes, plan_memory
+from specmemo_kernels.planner import BudgetError, MemoryPlan, divide_budget, parse_bytes
 from specmemo_kernels.stats import DecodeStats
 from specmemo_kernels.tree import DraftTree
 
@@ -182,7 +182,7 @@ def patch(
         facts = probe(model)
         drafter, accuracy = _drafter(heads, model, facts, name)
         chosen = _tree(tree, drafter, accuracy, facts)
-        plan = plan_memory(
+        plan = divide_budget(
             _shape(model, facts, drafter, name, page_size), chosen,
             budget=budget, page_size=page_size, max_sequences=max_batch_size, prefill_chunk=prefill_chunk,
         )  # fmt: skip

@@ -1,0 +1,140 @@
+"""How long a forward pass takes: a roofline over what it reads and computes, and the host's share.
+
+All times are predictions from a :class:`DeviceProfile`; nothing here is measured on the model itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specmemo_kernels.baselines import Workload
+from specmemo_kernels.device import DeviceProfile
+from specmemo_kernels.footprint import HeadsSpec
+from specmemo_kernels.model_spec import ModelSpec
+
+#: Operators of transformers 5 in a layer of Llama and outside of layers, views included, counted in a traced pass.
+OPERATORS_PER_LAYER, OPERATORS_BESIDE = 84, 30
+#: Operators of a step around the model: drafting, metadata, verification, the commit.
+OPERATORS_AROUND = 60
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass.
+
+    Attributes:
+        rows: packed nodes or prompt tokens, over all sequences.
+        sequences: how many sequences they belong to.
+        slots: committed tokens that each sequence's rows attend to.
+        lm_rows: rows that reach the lm_head.
+        heads, head_rows: Medusa heads that run, and on how many rows.
+    """
+
+    rows: int
+    sequences: int
+    slots: float
+    lm_rows: int
+    heads: int = 0
+    head_rows: int = 0
+
+
+def pass_seconds(spec: ModelSpec, device: DeviceProfile, run: Pass, heads: HeadsSpec, tp: int = 1) -> float:
+    """Predicted seconds of a forward pass and what belongs to it, on each of ``tp`` devices.
+
+    - the layers' matrices: read once, multiplied with every row (a mixture's with the rows that its experts get);
+    - attention: keys and values of all slots read once, ``4 * heads * dim`` operations per row and slot;
+    - the lm_head on ``lm_rows``; each head's blocks and vocabulary matrix (its own, or one more product with the
+      model's for all heads) on ``head_rows``;
+    - two all-reduces of the residual stream per layer for ``tp > 1``: ``2 (tp - 1) / tp`` of its bytes over a link;
+    - the host, which launches every operator.
+    """
+    dtype = device.compute_dtype(spec.dtype)
+    size = spec.dtype_bytes
+    read = spec.read_weights(run.rows)
+    rows_each = max(1, round(run.rows * spec.active_weights / read))
+    seconds = device.linear_seconds(read / tp, read * spec.bytes_per_weight / tp, rows_each, dtype)
+    vocabulary = spec.vocab_weights / tp
+    if run.lm_rows:
+        seconds += device.linear_seconds(vocabulary, vocabulary * size, run.lm_rows, dtype)
+    width = spec.num_qo_heads * (spec.head_dim + spec.v_head_dim) / tp
+    flops = 2.0 * width * spec.num_layers * run.rows * (run.slots + run.rows / run.sequences / 2)
+    kv = spec.kv_bytes_per_token / tp
+    seconds += device.kernel_seconds(kv * (run.sequences * run.slots + 2 * run.rows), flops, dtype)
+    if run.heads:
+        blocks = run.heads * heads.num_layers * spec.hidden_size**2
+        seconds += device.linear_seconds(blocks, blocks * size, run.head_rows, dtype)
+        own, rows = (run.heads, run.head_rows) if heads.own_lm_head else (1, run.heads * run.head_rows)
+        seconds += device.linear_seconds(own * vocabulary, own * vocabulary * size, rows, dtype)
+    if tp > 1:
+        stream = run.rows * spec.hidden_size * size
+        seconds += 2 * spec.num_layers * 2 * (tp - 1) / tp * stream / device.link_rate
+    launches = spec.num_layers * (OPERATORS_PER_LAYER + (2 if tp > 1 else 0)) + OPERATORS_BESIDE + OPERATORS_AROUND
+    return device.with_host(seconds, launches)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Predicted seconds of a step, and tokens per second over a whole workload, prefill included."""
+
+    step_seconds: float
+    tokens_per_second: float
+
+
+def generation_speed(
+    workload: Workload, prefill_seconds: float, step_seconds: float, tokens_per_step: float, sequences: int
+) -> Speed:
+    """All of a workload in rounds of ``sequences`` at once.
+
+    ``prefill_seconds`` is that of a round; a round has ``new_tokens / tokens_per_step`` steps.
+    """
+    rounds = -(-workload.batch // sequences)
+    seconds = rounds * (prefill_seconds + workload.new_tokens / tokens_per_step * step_seconds)
+    return Speed(step_seconds, workload.batch * workload.new_tokens / seconds)
+
+
+def decode_pass(workload: Workload, sequences: int, tree_size: int, heads: int) -> Pass:
+    """A step half-way through the answer."""
+    slots = workload.prompt + workload.new_tokens / 2
+    rows = sequences * tree_size
+    return Pass(rows, sequences, slots, rows, heads, sequences if heads else 0)
+
+
+def prefill_seconds(
+    spec: ModelSpec, device: DeviceProfile, workload: Workload, sequences: int, chunk: int, tp: int = 1
+) -> float:
+    """All prompts of a round in chunks, which attend to half of their prompt on average."""
+    tokens = sequences * workload.prompt
+    full, rest = divmod(tokens, chunk)
+    no_heads = HeadsSpec(0)
+    seconds = 0.0
+    for count, rows in ((full, chunk), (1, rest)):
+        if count and rows:
+            run = Pass(rows, min(sequences, rows), workload.prompt / 2, min(sequences, rows))
+            seconds += count * pass_seconds(spec, device, run, no_heads, tp)
+    return seconds
+
+
+def plain_speed(spec: ModelSpec, device: DeviceProfile, workload: Workload, tp: int = 1) -> Speed:
+    """transformers' own generate: one pass over all prompts; a step also copies the cache to add one token to it."""
+    chunk, none = workload.batch * workload.prompt, HeadsSpec(0)
+    step = pass_seconds(spec, device, decode_pass(workload, workload.batch, 1, 0), none, tp)
+    cache = 2 * workload.batch * (workload.prompt + workload.new_tokens / 2) * spec.kv_bytes_per_token / tp
+    step += cache / device.read_rate
+    return generation_speed(
+        workload, prefill_seconds(spec, device, workload, workload.batch, chunk, tp), step, 1.0, workload.batch
+    )
+
+
+def medusa_speed(
+    spec: ModelSpec, device: DeviceProfile, workload: Workload, heads: HeadsSpec, nodes: int, tokens_per_step: float,
+    tp: int = 1,
+) -> Speed:  # fmt: skip
+    """Medusa as published: one pass over the prompt with all heads on every row, and all heads on every node."""
+    batch = workload.batch
+    decode = decode_pass(workload, batch, nodes, heads.num_heads)
+    step = pass_seconds(
+        spec, device, Pass(decode.rows, batch, decode.slots, decode.rows, heads.num_heads, decode.rows), heads, tp
+    )
+    rows = batch * workload.prompt
+    prefill = pass_seconds(spec, device, Pass(rows, batch, 0, rows, heads.num_heads, rows), heads, tp)
+    return generation_speed(workload, prefill, step, tokens_per_step, batch)
