@@ -155,7 +155,7 @@ def test_medusa_as_published() -> None:
     step = medusa_parts(spec, Workload(128, prompt=8))
     assert step["kv_cache"] == 1024 * MIB
     assert step["logits"] == pytest.approx(120 * MIB, rel=0.05)
-    scores = medusa_parts(spec, Workload(8192, prompt=8000))["attention scores"]
+    scores = medusa_parts(spec, Workload(8192, prompt=8000))["attention_scores"]
     assert scores == 8000 * 8000 * 32 * 8, "beyond some length scores outgrow the logits"
     wide = medusa_parts(spec, Workload(1024), MedusaRun(HeadsSpec(4, own_lm_head=False)))
     assert wide["heads"] == 4 * 4096 * 4097 * 2

@@ -92,7 +92,7 @@ def medusa_parts(spec: ModelSpec, workload: Workload, run: MedusaRun | None = No
     step = batch * (run.nodes * vocab_row * (1 + 2 * heads) + gathered)
     hidden = batch * length * 3 * spec.hidden_size * size
     moments = (
-        {"attention scores": scores, "activations": hidden + batch * length * 4 * spec.hidden_size * size},
+        {"attention_scores": scores, "activations": hidden + batch * length * 4 * spec.hidden_size * size},
         {"logits": logits, "activations": hidden},
         {"logits": step, "activations": batch * run.nodes * pass_row_bytes(spec, tp)},
         {"activations": batch * length * pass_row_bytes(spec, tp)},

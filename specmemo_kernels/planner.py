@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from specmemo_kernels.baselines import Workload
 from specmemo_kernels.device import DeviceProfile, known_device
 from specmemo_kernels.footprint import GenerationShape, HeadsSpec, Load, fixed_parts, page_parts
 from specmemo_kernels.model_spec import ModelSpec
-from specmemo_kernels.search import Choice, Problem, candidates, fastest, on_device, parts_of, tree_paths
+from specmemo_kernels.search import Choice, Problem, candidates, fastest, least_bytes, on_device, parts_of, tree_paths
 from specmemo_kernels.tree import DraftTree
 
 _UNITS = {"": 1, "B": 1} | {
@@ -79,6 +79,7 @@ class MemoryPlan:
         kv_dtype: of keys and values.
         tokens_per_step, tokens_per_second, step_seconds: predicted, where the plan knows the device.
         reasons: what decided, in sentences.
+        kernels: the GPU kernels' block sizes, one per class of sequences, where the device has such kernels.
     """
 
     tree: DraftTree
@@ -94,6 +95,7 @@ class MemoryPlan:
     tokens_per_second: float | None = None
     step_seconds: float | None = None
     reasons: tuple[str, ...] = ()
+    kernels: tuple[Any, ...] = ()
 
     @property
     def num_pages(self) -> int | None:
@@ -334,8 +336,10 @@ def _nothing_fits(problem: Problem, choices: list[Choice], limit: int) -> str:
     if others and limit > least.total_bytes - parts["kv_pages"]:
         tokens = (limit - (least.total_bytes - parts["kv_pages"])) // (spec.kv_bytes_per_token // problem.tp)
         advice.append(f"a context of about {tokens // least.sequences} tokens")
-    if (ranks := -(-least.total_bytes // limit)) > 1 and spec.num_kv_heads % ranks == 0 and problem.tp == 1:
-        advice.append(f"more devices (tp={2 * ranks if spec.num_kv_heads % (2 * ranks) == 0 else ranks})")
+    for ranks in (2, 4, 8):
+        if problem.tp == 1 and not spec.num_kv_heads % ranks and least_bytes(replace(problem, tp=ranks)) <= limit:
+            advice.append(f"{ranks} such devices (tp={ranks})")
+            break
     return (
         f"{format_bytes(limit)} is too small for {spec.name} on {problem.device.name}: the least plan needs {needed}; "
         f"{format_bytes(least.total_bytes - limit)} missing, the largest part is {largest}. What would do: "

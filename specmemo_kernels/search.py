@@ -127,6 +127,11 @@ def _parts(
     return parts, sequences * each
 
 
+def least_bytes(problem: Problem) -> int:
+    """What one sequence of plain decoding needs at least."""
+    return min(sum(_parts(problem, 0, 1, 1, CHUNKS[0], page)[0].values()) for page in PAGE_SIZES)
+
+
 def batch_limits(batch: int) -> list[int]:
     """Sequences at once that make different numbers of rounds, largest first: fewer would only idle."""
     return sorted({-(-batch // rounds) for rounds in range(1, batch + 1)}, reverse=True)
@@ -182,3 +187,19 @@ def frontier(choices: Sequence[Choice]) -> list[Choice]:
         if not kept or choice.speed.tokens_per_second > kept[-1].speed.tokens_per_second:
             kept.append(choice)
     return kept
+
+
+def best_tree(problem: Problem, with_heads: bool) -> tuple[Choice, Choice]:
+    """The tree of at least one draft with the most tokens per second of decoding, and plain decoding beside it.
+
+    For a model that is loaded already: memory is divided afterwards, so bytes are left at 0. ``with_heads``: drafting
+    costs what Medusa heads cost; else it is taken to be free.
+    """
+
+    def timed(heads: int, size: int, tokens: float) -> Choice:
+        run = decode_pass(problem.workload, 1, size, heads if with_heads else 0)
+        step = pass_seconds(problem.spec, problem.device, run, problem.heads, problem.tp)
+        return Choice(heads, size, 1, 0, 0, 0, 0, tokens, Speed(step, tokens / step))
+
+    plain, *trees = (timed(*tree) for tree in shapes_of_trees(problem))
+    return max(trees, key=lambda c: (c.speed.tokens_per_second, -c.tree_size), default=plain), plain

@@ -100,6 +100,47 @@ def probe(
 
 
 @app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="A config.json, a folder with one, or a hub id; no weights are needed.")],
+    device: Annotated[
+        str,
+        typer.Option(help="titan-rtx, rtx-3060, ..., a file of specmemo probe, cuda, or this (this machine's CPU)."),
+    ] = "this",
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Memory for weights and generation together (default: all that the device has)."),
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens per sequence, prompt and answer.", min=2)] = 4096,
+    prompt: Annotated[int | None, typer.Option(help="How many of them are prompt (default: half).", min=1)] = None,
+    batch: Annotated[int, typer.Option(help="Sequences wanted at once.", min=1)] = 1,
+    tp: Annotated[int, typer.Option(help="Devices that share the model; figures are for each.", min=1)] = 1,
+    heads: Annotated[int, typer.Option(help="Medusa heads that could be loaded.", min=0)] = 5,
+    shared_lm_head: Annotated[
+        bool, typer.Option("--shared-lm-head", help="The heads use the model's lm_head instead of owning one each.")
+    ] = False,
+    weight_bits: Annotated[
+        float | None, typer.Option(help="Plan for layers quantised to so many bits, scales included.", min=1, max=32)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Also draw speed over memory to this .png or .svg.")] = None,
+) -> None:
+    """Predict what generation will need and how fast it should be, and choose heads, tree and pages for a budget.
+
+    Works from the configuration alone, for devices that aren't here. Nothing is measured but, with --device this,
+    the machine itself.
+    """
+    with one_line_errors():
+        from specmemo_kernels.cli.plan import PlanOptions, run_plan
+
+        run_plan(
+            PlanOptions(
+                model=model, device=device, budget=budget, context=context, prompt=prompt, batch=batch, tp=tp,
+                num_heads=heads, own_lm_head=not shared_lm_head, weight_bits=weight_bits, as_json=as_json, plot=plot,
+            )
+        )  # fmt: skip
+
+
+@app.command()
 def env() -> None:
     """Print versions, devices and backends; paste it into a bug report."""
     from specmemo_kernels.cli.env import collect_env

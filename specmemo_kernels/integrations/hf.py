@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from specmemo_kernels.drafting.load_heads import load_heads
 from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.footprint import GenerationShape
 from specmemo_kernels.integrations.hf_attention import install_views, remove_views
+from specmemo_kernels.integrations.hf_device import device_tree
 from specmemo_kernels.integrations.hf_generate import Generator
 from specmemo_kernels.integrations.hf_probe import check_config, measure_passes, probe
 from specmemo_kernels.integrations.hf_target import HFTarget, ModelFacts, lm_head, lm_head_hook
@@ -24,10 +26,6 @@ from specmemo_kernels.paged_kv import PagedKVPool
 from specmemo_kernels.planner import BudgetError, MemoryPlan, divide_budget, parse_bytes
 from specmemo_kernels.stats import DecodeStats
 from specmemo_kernels.tree import DraftTree
-
-#: Nodes of a tree when nobody says otherwise. On a CPU each node costs compute; on a GPU they ride along.
-DEFAULT_TREE_SIZE = {"cpu": 8}
-_GPU_TREE_SIZE = 42
 
 
 class SpecMemo:
@@ -154,7 +152,9 @@ def patch(
         memory_budget: bytes (or ``"2GiB"``) of generation memory: everything but the model's own weights.
             ``None``: no limit, each call takes what its lengths need.
         tree: a :class:`DraftTree`, a list of rank paths (as Medusa publishes them), or a number of nodes;
-            ``None`` takes the best nodes for the heads' accuracies and the device.
+            ``None`` takes the best nodes for the heads' accuracies and the device, which is known by name or
+            measured once per process, in about a second (``specmemo probe`` keeps that); heads that this tree
+            doesn't use are dropped.
         backend: ``"reference"``, ``"cpu"``, ``"triton"`` or ``None`` (by device).
         page_size: tokens per page of the KV cache.
         prefill_chunk: most prompt tokens per forward pass; the plan may lower it to keep the budget.
@@ -181,11 +181,17 @@ def patch(
     try:
         facts = probe(model)
         drafter, accuracy = _drafter(heads, model, facts, name)
-        chosen = _tree(tree, drafter, accuracy, facts)
+        forecast: dict[str, Any] = {}
+        if tree is None:
+            chosen, forecast = device_tree(model, facts, drafter, accuracy)
+            drafter = _without_unused_heads(drafter, chosen, model, name)
+        else:
+            chosen = _tree(tree, drafter, accuracy, facts)
         plan = divide_budget(
             _shape(model, facts, drafter, name, page_size), chosen,
             budget=budget, page_size=page_size, max_sequences=max_batch_size, prefill_chunk=prefill_chunk,
         )  # fmt: skip
+        plan = dataclasses.replace(plan, **forecast)
     except BaseException:
         hook.remove()
         remove_views(model)
@@ -220,13 +226,20 @@ def _drafter(heads: Any, model: Any, facts: ModelFacts, backend: str) -> tuple[D
     return MedusaDrafter(loaded, lm_head(model), backend), accuracy
 
 
+def _without_unused_heads(drafter: Drafter, tree: DraftTree, model: Any, backend: str) -> Drafter:
+    """The same drafter with no more heads than the tree is deep, at least one."""
+    depth = max(1, tree.max_depth)
+    if not isinstance(drafter, MedusaDrafter) or depth >= drafter.max_depth:
+        return drafter
+    return MedusaDrafter(drafter.heads.truncated(depth), lm_head(model), backend)
+
+
 def _tree(tree: Any, drafter: Drafter, accuracy: Accuracy, facts: ModelFacts) -> DraftTree:
-    """The tree asked for, or the best one of a size that suits the device."""
-    if tree is None or isinstance(tree, int):
-        size = DEFAULT_TREE_SIZE.get(facts.device.type, _GPU_TREE_SIZE) if tree is None else tree
-        if size < 1:
-            raise ValueError(f"tree is {size}, it needs at least the root")
-        return DraftTree.from_paths(best_first_paths(accuracy[: drafter.max_depth], size - 1))
+    """The tree asked for, or the best one of that many nodes."""
+    if isinstance(tree, int):
+        if tree < 1:
+            raise ValueError(f"tree is {tree}, it needs at least the root")
+        return DraftTree.from_paths(best_first_paths(accuracy[: drafter.max_depth], tree - 1))
     chosen = tree if isinstance(tree, DraftTree) else DraftTree.from_paths(tree)
     if chosen.max_depth > drafter.max_depth:
         raise ValueError(f"the tree is {chosen.max_depth} deep, the drafter guesses {drafter.max_depth} tokens ahead")

@@ -30,6 +30,7 @@ from specmemo_kernels.ops.dispatch import (
     BackendUnavailable,
     backend_name,
     fixed_workspace,
+    kernel_configs,
     split_workspace,
     unavailable,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "backend_name",
     "commit_paged_kv",
     "fixed_workspace",
+    "kernel_configs",
     "lm_head_argmax",
     "lm_head_topk",
     "schema",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -73,6 +74,29 @@ def fixed_workspace(
     """Bytes that backend ``name`` keeps for ``tree_attention`` outside of torch's allocator."""
     hook = getattr(_load(name), "fixed_workspace", None)
     return 0 if hook is None else int(hook(dtype, num_qo_heads, num_kv_heads, head_dim, v_head_dim))
+
+
+def kernel_configs(
+    target: str,
+    dtype: torch.dtype,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    page_size: int,
+) -> tuple[Any, ...]:
+    """The triton backend's block sizes of ``tree_attention`` on ``target``, which needn't be this machine.
+
+    Its classes of sequences in order; none where triton isn't installed.
+
+    Raises:
+        ValueError: an unknown target, or a dtype that it can't compute in.
+    """
+    if unavailable("triton"):
+        return ()
+    rules = importlib.import_module(BACKENDS["triton"] + ".config")
+    group = num_qo_heads // num_kv_heads
+    return tuple(rules.attention_configs(target, head_dim, v_head_dim, group, dtype, page_size))
 
 
 @functools.cache

@@ -1,0 +1,138 @@
+"""``specmemo plan`` and ``specmemo probe``: what they print and write, offline, from configurations alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from meta_models import CONFIGS
+from transformers import CONFIG_MAPPING
+from typer.testing import CliRunner, Result
+
+from specmemo_kernels.cli import app
+from specmemo_kernels.device import DeviceProfile
+from specmemo_kernels.planner import parse_bytes
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in args], env={"COLUMNS": "100", "TERM": "dumb"})
+
+
+@pytest.fixture(scope="module")
+def vicuna(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vicuna-7b")
+    sizes = CONFIGS["Llama-2-7B"] | {"max_position_embeddings": 2048}
+    CONFIG_MAPPING["llama"](**sizes, dtype="float16").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama-8b")
+    CONFIG_MAPPING["llama"](**CONFIGS["Llama-3.1-8B"], dtype="bfloat16").save_pretrained(folder)
+    return folder
+
+
+def plan_json(*args: object) -> dict:
+    result = run("plan", *args, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+def test_tables(vicuna: Path) -> None:
+    """The plan with its parts, why, and the alternatives; labelled as predicted; no line wider than the terminal."""
+    result = run("plan", "--model", vicuna / "config.json", "--device", "titan-rtx", "--budget", "16GiB",
+                 "--context", 4096)  # fmt: skip
+    assert result.exit_code == 0, result.output
+    for text in ("all figures are predicted", "budget 16.00 GiB", "64 nodes, depth 3", "kv pages", "12.55 GiB",
+                 "Medusa as published", "plain generate", "least that runs"):  # fmt: skip
+        assert text in result.output
+    tables = [line for line in result.output.splitlines() if line.startswith(("│", "┃", "|"))]
+    assert max(map(len, tables)) <= 100
+
+
+def test_json(vicuna: Path) -> None:
+    """Every figure for programs: the plan's parts add up, the frontier rises, alternatives are named."""
+    data = plan_json("--model", vicuna, "--device", "titan-rtx", "--budget", "16GiB", "--context", 2048, "--batch", 2)
+    plan, frontier = data["plan"], data["frontier"]
+    assert plan["total_bytes"] == sum(plan["parts"].values()) <= parse_bytes("16GiB") == plan["budget"]
+    assert data["predicted"] is True
+    assert data["workload"] == {"context": 2048, "prompt": 1024, "batch": 2, "tp": 1}
+    speeds = [point["tokens_per_second"] for point in frontier]
+    assert speeds == sorted(speeds)
+    assert [p["total_bytes"] for p in frontier] == sorted(p["total_bytes"] for p in frontier)
+    assert all(sum(p["parts"].values()) == p["total_bytes"] for p in frontier)
+    assert plan["tokens_per_second"] == max(
+        p["tokens_per_second"] for p in frontier if p["total_bytes"] <= plan["budget"]
+    )
+    assert [row["name"] for row in data["alternatives"]][-2:] == ["plain generate", "Medusa as published"]
+
+
+def test_options(vicuna: Path, llama: Path) -> None:
+    """Each option changes what it says: heads, shared vocabulary matrices, weights, prompt, ranks."""
+    base = plan_json("--model", llama, "--device", "h100", "--context", 1024)["plan"]
+    shared = plan_json("--model", llama, "--device", "h100", "--context", 1024, "--shared-lm-head")["plan"]
+    assert shared["parts"]["heads"] < base["parts"]["heads"] / 10
+    few = plan_json("--model", llama, "--device", "h100", "--context", 1024, "--heads", 1)["plan"]
+    assert few["heads"] == 1 < base["heads"]
+    small = plan_json("--model", llama, "--device", "h100", "--context", 1024, "--weight-bits", 4.5)["plan"]
+    assert small["parts"]["weights"] < base["parts"]["weights"] / 2
+    short = plan_json("--model", llama, "--device", "h100", "--context", 1024, "--prompt", 100)
+    assert short["workload"]["prompt"] == 100
+    ranks = plan_json("--model", llama, "--device", "h100", "--context", 1024, "--tp", 4)["plan"]
+    assert ranks["parts"]["kv_pages"] == base["parts"]["kv_pages"] // 4
+
+
+def test_pictures(vicuna: Path, tmp_path: Path) -> None:
+    """A picture of the kind that its name says, not an empty one; another kind is refused in one line."""
+    for name, start in (("plan.png", b"\x89PNG"), ("plan.svg", b"<?xml")):
+        file = tmp_path / name
+        result = run("plan", "--model", vicuna, "--device", "titan-rtx", "--context", 512, "--plot", file)
+        assert result.exit_code == 0, result.output
+        assert file.read_bytes().startswith(start)
+        assert file.stat().st_size > 10_000
+    assert b"this plan" in (tmp_path / "plan.svg").read_bytes() or b"<text" not in (tmp_path / "plan.svg").read_bytes()
+    result = run("plan", "--model", vicuna, "--device", "titan-rtx", "--plot", tmp_path / "plan.nonsense")
+    assert result.exit_code == 2
+    assert "--plot" in result.output
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [(("--device", "gtx-970"), "unknown device 'gtx-970'"), (("--budget", "lots"), "'lots'"),
+     (("--budget", "4GiB"), "the largest part is weights"), (("--tp", "5"), "tp is 5"),
+     (("--context", "100", "--prompt", "100"), "prompt < context"), (("--device", "none.json"), "none.json")],
+)  # fmt: skip
+def test_one_line_errors(vicuna: Path, args: tuple[str, ...], message: str) -> None:
+    options = ("--device", "titan-rtx") if "--device" not in args else ()
+    result = run("plan", "--model", vicuna, *options, *args)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert len(result.output.strip().splitlines()) == 1
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    result = run("plan", "--model", tmp_path / "config.json", "--device", "titan-rtx")
+    assert result.exit_code == 2
+    assert "config.json, a folder with one, or a hub id" in result.output
+
+
+def test_probe_and_plan_for_what_it_found(vicuna: Path, tmp_path: Path) -> None:
+    """A profile is measured and written, and a plan is made for it."""
+    file = tmp_path / "device.json"
+    result = run("probe", "--output", file, "--seconds", 0.2)
+    assert result.exit_code == 0, result.output
+    profile = DeviceProfile.load(file)
+    assert "one operator" in result.output
+    assert profile.source == "measured"
+    big = DeviceProfile.from_json(profile.to_json() | {"memory": 1 << 40})
+    big.save(file)
+    plan = plan_json("--model", vicuna, "--device", file, "--context", 256)["plan"]
+    assert plan["kv_dtype"] == "float32", "float16 products weren't measured here"
+
+
+def test_probe_of_no_device() -> None:
+    result = run("probe", "--device", "gpu7")
+    assert result.exit_code == 2
+    assert "gpu7" in result.output

@@ -1,0 +1,95 @@
+"""What patching does with a device's profile when nobody names a tree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_models import VOCAB, OracleDrafter, tiny_model
+
+import specmemo_kernels as sk
+from specmemo_kernels.device import GIB, DeviceProfile
+from specmemo_kernels.integrations import hf_device
+
+#: The model's 2 layers launch 258 operators: 0.3 ms, beside which a row is nothing (or everything).
+FREE_ROWS = DeviceProfile("rows are free", GIB, 1e12, {"float32": 1e15}, 1e-6)
+COSTLY_ROWS = replace(
+    FREE_ROWS, name="rows cost all", matmul_rate={"float32": 1e6}, launch_seconds=1e-9, overlaps=False
+)
+
+
+def patched(profile: DeviceProfile, monkeypatch: pytest.MonkeyPatch, heads: object = None) -> sk.SpecMemo:
+    monkeypatch.setattr(hf_device, "profile_of", lambda _: profile)
+    model = tiny_model("llama", seed=40)
+    return sk.patch(model, sk.MedusaHeads(32, VOCAB, 5) if heads is None else heads)
+
+
+def test_rows_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rows are free the tree is as large as may be; where they cost everything it is one draft; both say so."""
+    large, small = patched(FREE_ROWS, monkeypatch), patched(COSTLY_ROWS, monkeypatch)
+    assert large.plan.tree.size == 64
+    assert small.plan.tree.size == 2
+    assert large.plan.tokens_per_step > 2.4 > small.plan.tokens_per_step
+    assert "on rows are free a step over 64 nodes is predicted to take 1.00 times" in large.plan.reasons[0]
+    assert "on rows cost all a step over 2 nodes" in small.plan.reasons[0]
+    assert large.plan.tokens_per_second > small.plan.tokens_per_second
+
+
+def test_heads_that_the_tree_does_not_use_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They leave the memory and the plan; a tree that is named keeps all of them."""
+    one = patched(COSTLY_ROWS, monkeypatch)
+    alone = sum(p.nbytes for p in sk.MedusaHeads(32, VOCAB, 1).parameters())
+    assert one.drafter.max_depth == one.plan.tree.max_depth == 1
+    assert one.drafter.nbytes == one.plan.parts["heads"] == alone
+    sk.unpatch(one.model)
+    assert sk.patch(one.model, sk.MedusaHeads(32, VOCAB, 5), tree=2).drafter.nbytes == 5 * alone
+
+
+def test_same_tokens_whatever_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.randint(3, VOCAB, (1, 20))
+    model = tiny_model("llama", seed=40)
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+    for profile in (FREE_ROWS, COSTLY_ROWS):
+        found = patched(profile, monkeypatch).model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False
+        )
+        assert torch.equal(found, expected)
+
+
+def test_a_drafter_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is kept as it is, and its depth bounds the tree."""
+    drafter = OracleDrafter([], 0.0, max_depth=2)
+    handle = patched(FREE_ROWS, monkeypatch, drafter)
+    assert handle.drafter is drafter
+    assert handle.plan.tree.max_depth == 2
+
+
+def test_dtypes_without_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bfloat16 on a device whose profile lacks it is taken at the slowest rate there is, not refused."""
+    monkeypatch.setattr(hf_device, "profile_of", lambda _: FREE_ROWS)
+    with sk.patch(tiny_model("llama").to(torch.bfloat16), sk.MedusaHeads(32, VOCAB, 2).to(torch.bfloat16)) as handle:
+        assert handle.plan.tree.size > 2
+
+
+def test_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration without sizes: a few nodes, no prediction, and the plan says why."""
+    model = tiny_model("llama")
+    monkeypatch.setattr(model.config, "to_dict", lambda: {"model_type": "odd"})
+    with sk.patch(model, sk.MedusaHeads(32, VOCAB, 3)) as handle:
+        assert handle.plan.tree.size == 12
+        assert "odd has hidden_size=None, a size of at least 1 is needed, so the tree" in handle.plan.reasons[0]
+        assert handle.plan.tokens_per_second is None
+
+
+def test_this_machine() -> None:
+    """With the real profile: some drafts, a prediction, and no second wait in the same process."""
+    import time
+
+    with sk.patch(tiny_model("llama"), sk.MedusaHeads(32, VOCAB, 3)):
+        pass
+    start = time.perf_counter()
+    with sk.patch(tiny_model("llama"), sk.MedusaHeads(32, VOCAB, 3)) as handle:
+        assert 2 <= handle.plan.tree.size <= 64
+        assert handle.plan.tokens_per_second > 0
+    assert time.perf_counter() - start < 1.0

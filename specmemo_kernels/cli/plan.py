@@ -1,0 +1,248 @@
+"""``specmemo plan``: what generation will need and how fast it should be, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from specmemo_kernels.acceptance import expected_tokens_per_step
+from specmemo_kernels.baselines import Workload, medusa_parts, plain_parts
+from specmemo_kernels.cli.common import UserError, setting_up
+from specmemo_kernels.cost import Speed, medusa_speed, plain_speed
+from specmemo_kernels.device import KNOWN_DEVICES, DeviceProfile, known_device, profile_of
+from specmemo_kernels.footprint import HeadsSpec, weight_bytes
+from specmemo_kernels.model_spec import ModelSpec
+from specmemo_kernels.planner import MemoryPlan, choose, format_bytes, problem_of, smallest_budget
+from specmemo_kernels.search import MAX_NODES, Choice, Problem, candidates, fastest, frontier, parts_of, tree_paths
+
+RETAIN = 0.96
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The command line of ``specmemo plan``."""
+
+    model: str
+    device: str
+    budget: str | None
+    context: int
+    prompt: int | None
+    batch: int
+    tp: int
+    num_heads: int
+    own_lm_head: bool
+    weight_bits: float | None
+    as_json: bool
+    plot: Path | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way to run the workload: generation bytes are all but the model's weights, on one rank."""
+
+    name: str
+    generation_bytes: int
+    total_bytes: int
+    tokens_per_step: float
+    speed: Speed
+    heads: int = 0
+    nodes: int = 1
+    chunk: int | None = None
+    sequences: int | None = None
+
+
+def device_profile(name: str) -> DeviceProfile:
+    """A known device, a file that ``specmemo probe`` wrote, or ``this`` / a torch device of this machine."""
+    if Path(name).suffix == ".json":
+        return DeviceProfile.load(Path(name))
+    if name in KNOWN_DEVICES:
+        return known_device(name)
+    if name == "this" or name.split(":")[0] == "cuda":
+        return profile_of("cpu" if name == "this" else name)
+    return known_device(name)
+
+
+def run_plan(options: PlanOptions) -> None:
+    """Choose, compare with the alternatives, print and draw.
+
+    Raises:
+        UserError: a model or device that isn't there, a workload that makes no sense.
+        BudgetError: nothing fits; it says what would.
+    """
+    with setting_up():
+        spec = ModelSpec.load(options.model)
+        if options.weight_bits is not None:
+            spec = spec.with_weights(options.weight_bits)
+        workload = Workload(options.context, options.batch, options.prompt or 0)
+        heads = HeadsSpec(options.num_heads, own_lm_head=options.own_lm_head)
+        problem = problem_of(spec, device_profile(options.device), workload, heads=heads, tp=options.tp)
+        choices = candidates(problem)
+        plan = with_kernels(problem, choose(problem, choices, options.budget))
+    rows = alternatives(problem, choices, plan)
+    if options.as_json:
+        print(json.dumps(to_json(problem, choices, plan, rows), indent=1))
+    else:
+        show(Console(highlight=False), problem, choices, plan, rows)
+    if options.plot is not None:
+        from specmemo_kernels.cli.plan_plot import draw
+
+        draw(options.plot, problem, choices, plan, rows)
+
+
+def with_kernels(problem: Problem, plan: MemoryPlan) -> MemoryPlan:
+    """The plan with the block sizes that the GPU kernels will have, as far as triton is here to tell."""
+    import torch
+
+    from specmemo_kernels import ops
+
+    spec, target = problem.spec, problem.device.kernel_target
+    if target is None:
+        return plan
+    sizes = (spec.num_qo_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim)
+    return replace(plan, kernels=ops.kernel_configs(target, getattr(torch, spec.dtype), *sizes, plan.page_size))
+
+
+def alternatives(problem: Problem, choices: list[Choice], plan: MemoryPlan) -> list[Row]:
+    """The plan, what nearly the same speed costs at least, and what other ways to generate cost."""
+    spec, device, work, tp = problem.spec, problem.device, problem.workload, problem.tp
+    weights = weight_bytes(spec, tp)
+
+    def row(name: str, choice: Choice) -> Row:
+        return Row(
+            name, choice.total_bytes - weights, choice.total_bytes, choice.tokens_per_step, choice.speed,
+            choice.heads, choice.tree_size, choice.chunk, choice.sequences,
+        )  # fmt: skip
+
+    best = fastest(choices, plan.budget or 0)
+    enough = smallest_budget(choices, RETAIN)
+    lean = fastest(choices, enough)
+    least = min(choices, key=lambda c: c.total_bytes)
+    free = max(choices, key=lambda c: (c.speed.tokens_per_second, -c.total_bytes))
+    assert best is not None, "a plan was made, so something fits"
+    assert lean is not None, "the budget is that of a choice"
+    plain, medusa = plain_parts(spec, work, tp), medusa_parts(spec, work, tp=tp)
+    published = HeadsSpec()
+    paths = tree_paths(problem, min(4, len(problem.accuracy)), MAX_NODES)
+    tokens = expected_tokens_per_step(paths, problem.accuracy)
+    theirs = medusa_speed(spec, device, work, published, MAX_NODES, tokens, tp)
+    size, dense = sum(plain.values()), sum(medusa.values())
+    return [
+        row("this plan", best),
+        row("fastest of all", free),
+        row(f"{RETAIN:.0%} of that, at least", lean),
+        row("least that runs", least),
+        Row("plain generate", size, size + weights, 1.0, plain_speed(spec, device, work, tp)),
+        Row("Medusa as published", dense, dense + weights, tokens, theirs, published.num_heads, MAX_NODES),
+    ]
+
+
+def show(console: Console, problem: Problem, choices: list[Choice], plan: MemoryPlan, rows: list[Row]) -> None:
+    """The plan part by part, why, and the alternatives. Everything is predicted."""
+    spec, work = problem.spec, problem.workload
+    where = problem.device.name + (f", each of {problem.tp} ranks" if problem.tp > 1 else "")
+    console.print(f"[bold]{spec.name}[/bold] on {where}; all figures are predicted", soft_wrap=True)
+    console.print(
+        f"workload: {work.batch} x {work.context} tokens, {work.prompt} of them prompt; "
+        f"budget {format_bytes(plan.budget or 0)}, model weights included",
+        soft_wrap=True,
+    )
+    chosen = Table("chosen", "value")
+    for name, value in _chosen(plan).items():
+        chosen.add_row(name, value)
+    parts = Table("part", "bytes")
+    for name, size in plan.parts.items():
+        parts.add_row(name.replace("_", " "), format_bytes(size))
+    parts.add_section()
+    parts.add_row("generation", format_bytes(plan.generation_bytes))
+    parts.add_row("all", format_bytes(plan.total_bytes))
+    both = Table.grid(padding=(0, 2))
+    both.add_row(chosen, parts)
+    console.print(both)
+    for reason in plan.reasons:
+        console.print(f"- {reason}", soft_wrap=True)
+    table = Table("alternative", "heads", "nodes", "chunk", "at once", "generation", "tokens/s", "fits")
+    for row in rows:
+        fits = "yes" if row.total_bytes <= (plan.budget or 0) else "no"
+        table.add_row(
+            row.name, str(row.heads), str(row.nodes), str(row.chunk or "all"), str(row.sequences or "all"),
+            format_bytes(row.generation_bytes), f"{row.speed.tokens_per_second:.1f}", fits,
+        )  # fmt: skip
+    console.print(table)
+    console.print(_against_medusa(choices, rows), soft_wrap=True)
+
+
+def _against_medusa(choices: list[Choice], rows: list[Row]) -> str:
+    """The least memory that keeps 96 % of Medusa's speed, beside Medusa's."""
+    medusa, weights = rows[-1], rows[-1].total_bytes - rows[-1].generation_bytes
+    wanted = RETAIN * medusa.speed.tokens_per_second
+    enough = [c.total_bytes - weights for c in choices if c.speed.tokens_per_second >= wanted]
+    if not enough:
+        return f"no plan reaches {RETAIN:.0%} of the speed of Medusa as published"
+    least = min(enough)
+    return (
+        f"{RETAIN:.0%} of the speed of Medusa as published needs {format_bytes(least)} of generation memory, "
+        f"{1 - least / medusa.generation_bytes:.1%} less than its {format_bytes(medusa.generation_bytes)}"
+    )
+
+
+def _chosen(plan: MemoryPlan) -> dict[str, str]:
+    return {
+        "heads": str(plan.heads),
+        "tree": f"{plan.tree.size} nodes, depth {plan.tree.max_depth}",
+        "pages": f"{plan.num_pages} of {plan.page_size} tokens, {plan.kv_dtype}",
+        "prefill chunk": f"{plan.prefill_chunk} tokens",
+        "sequences at once": str(plan.max_sequences),
+        "tokens per step": f"{plan.tokens_per_step:.2f}",
+        "step": f"{1e3 * (plan.step_seconds or 0):.2f} ms",
+        "tokens/s": f"{plan.tokens_per_second:.1f}",
+    } | {
+        f"kernel, {c.min_nodes}+ nodes": f"{c.block_m} x {c.block_n}, split {c.split_size}"
+        for c in plan.kernels
+    }  # fmt: skip
+
+
+def to_json(problem: Problem, choices: list[Choice], plan: MemoryPlan, rows: list[Row]) -> dict[str, Any]:
+    """Everything that is printed, and the frontier; bytes and seconds."""
+
+    def point(row: Row) -> dict[str, Any]:
+        return {
+            "name": row.name, "heads": row.heads, "nodes": row.nodes, "generation_bytes": row.generation_bytes,
+            "total_bytes": row.total_bytes, "tokens_per_step": row.tokens_per_step,
+            "tokens_per_second": row.speed.tokens_per_second, "step_seconds": row.speed.step_seconds,
+        }  # fmt: skip
+
+    work = problem.workload
+    return {
+        "model": problem.spec.to_json(),
+        "device": problem.device.to_json(),
+        "workload": {"context": work.context, "prompt": work.prompt, "batch": work.batch, "tp": problem.tp},
+        "predicted": True,
+        "plan": plan.to_json() | {"generation_bytes": plan.generation_bytes, "total_bytes": plan.total_bytes},
+        "alternatives": [point(row) for row in rows],
+        "frontier": [
+            {"total_bytes": c.total_bytes, "tokens_per_second": c.speed.tokens_per_second, "heads": c.heads,
+             "tree_size": c.tree_size, "chunk": c.chunk, "sequences": c.sequences, "parts": parts_of(problem, c)}
+            for c in frontier(choices)
+        ],
+    }  # fmt: skip
+
+
+def require_matplotlib() -> Any:
+    """matplotlib's pyplot, drawing to files alone.
+
+    Raises:
+        UserError: it isn't installed.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise UserError("--plot needs matplotlib: pip install matplotlib") from error
+    return plt

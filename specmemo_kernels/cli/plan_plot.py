@@ -1,0 +1,70 @@
+"""The picture of ``specmemo plan --plot``: predicted speed over generation memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specmemo_kernels.cli.common import UserError
+from specmemo_kernels.cli.plan import RETAIN, Row, require_matplotlib
+from specmemo_kernels.footprint import weight_bytes
+from specmemo_kernels.planner import MemoryPlan
+from specmemo_kernels.search import Choice, Problem, frontier
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+GIB = 2**30
+
+
+def draw(path: Path, problem: Problem, choices: list[Choice], plan: MemoryPlan, rows: list[Row]) -> None:
+    """Write the frontier and the alternatives as a picture; the ending of ``path`` decides its format.
+
+    Raises:
+        UserError: no matplotlib, or a file that can't be written.
+    """
+    plt = require_matplotlib()
+    figure, axes = plt.subplots(figsize=(7.5, 4.5))
+    _curve(axes, problem, choices)
+    _points(axes, rows)
+    room = (plan.budget or 0) - plan.parts["weights"]
+    if room <= 1.5 * max(row.generation_bytes for row in rows):
+        axes.axvline(room / GIB, color="grey", linestyle="--", linewidth=1, label="budget")
+    work = problem.workload
+    axes.set_title(
+        f"{Path(problem.spec.name).name} on {problem.device.name}, {work.batch} x {work.context} tokens (predicted)",
+        fontsize=10,
+    )
+    axes.set_xlabel("generation memory in GiB (model weights not included)")
+    axes.set_ylabel("tokens per second")
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, loc="lower right")
+    figure.tight_layout()
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--plot {path}: {error}") from error
+    finally:
+        plt.close(figure)
+
+
+def _curve(axes: Axes, problem: Problem, choices: list[Choice]) -> None:
+    """The frontier as steps, and the line of 96 % of its highest speed."""
+    weights = weight_bytes(problem.spec, problem.tp)
+    best = frontier(choices)
+    sizes = [(c.total_bytes - weights) / GIB for c in best]
+    speeds = [c.speed.tokens_per_second for c in best]
+    axes.step([*sizes, sizes[-1] * 1.05 + 0.1], [*speeds, speeds[-1]], where="post", label="best plan of each size")
+    axes.axhline(
+        RETAIN * speeds[-1], color="tab:green", linewidth=0.8, linestyle=":", label=f"{RETAIN:.0%} of the fastest"
+    )
+
+
+def _points(axes: Axes, rows: list[Row]) -> None:
+    marks = {"this plan": "o", "plain generate": "s", "Medusa as published": "^"}
+    for row in rows:
+        if row.name in marks:
+            x, y = row.generation_bytes / GIB, row.speed.tokens_per_second
+            axes.plot([x], [y], marks[row.name], markersize=8, label=row.name)

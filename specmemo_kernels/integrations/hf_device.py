@@ -1,0 +1,69 @@
+"""Which tree suits a loaded model on the device that it lies on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from specmemo_kernels.acceptance import Accuracy, best_first_paths
+from specmemo_kernels.baselines import Workload
+from specmemo_kernels.device import profile_of
+from specmemo_kernels.drafting.base import Drafter
+from specmemo_kernels.drafting.medusa import MedusaDrafter
+from specmemo_kernels.footprint import HeadsSpec
+from specmemo_kernels.integrations.hf_target import ModelFacts
+from specmemo_kernels.model_spec import DTYPE_BYTES, ModelSpec
+from specmemo_kernels.search import Problem, best_tree, tree_paths
+from specmemo_kernels.tree import DraftTree
+
+#: Tokens of context for which the step is timed: attention is a small part of it up to there.
+_CONTEXT = 1024
+#: Nodes where there is no profile to ask: devices that are neither CPUs nor CUDA or HIP, models of unknown sizes.
+_UNKNOWN_TREE = 12
+
+
+def device_tree(
+    model: Any, facts: ModelFacts, drafter: Drafter, accuracy: Accuracy
+) -> tuple[DraftTree, dict[str, Any]]:
+    """The tree with the most predicted tokens per second for one sequence, and what the plan says about it.
+
+    The times are those of :mod:`specmemo_kernels.cost` for the device of :func:`profile_of`, for a context of 1024
+    tokens (or all that the model was made for).
+
+    Returns:
+        The tree, and the plan's fields ``tokens_per_step``, ``tokens_per_second``, ``step_seconds`` and ``reasons``.
+    """
+    dtype = str(facts.dtype).removeprefix("torch.")
+    known = accuracy[: drafter.max_depth]
+    heads, with_heads = HeadsSpec(len(known)), isinstance(drafter, MedusaDrafter)
+    if isinstance(drafter, MedusaDrafter):
+        heads = HeadsSpec(len(known), drafter.heads.num_layers, drafter.heads.own_lm_head)
+    try:
+        spec = ModelSpec.from_config(model.config)
+    except ValueError as error:
+        return _unknown(known, str(error))
+    if facts.device.type not in ("cpu", "cuda") or dtype not in DTYPE_BYTES:
+        return _unknown(known, f"there is no profile for {dtype} on {facts.device}")
+    spec = dataclasses.replace(spec, dtype=dtype)
+    profile = profile_of(str(facts.device))
+    if profile.compute_dtype(dtype) != dtype:
+        rates = dict(profile.matmul_rate) | {dtype: min(profile.matmul_rate.values())}
+        profile = dataclasses.replace(profile, matmul_rate=rates)
+    problem = Problem(spec, profile, Workload(max(2, min(_CONTEXT, spec.max_context))), heads, known)
+    best, plain = best_tree(problem, with_heads)
+    gain = best.speed.tokens_per_second / plain.speed.tokens_per_second
+    cost = best.speed.step_seconds / plain.speed.step_seconds
+    reason = (
+        f"on {profile.name} a step over {best.tree_size} nodes is predicted to take {cost:.2f} times a plain step and "
+        f"to write {best.tokens_per_step:.2f} tokens: {gain:.2f} times the plain speed; no other tree gives more"
+    )
+    return DraftTree.from_paths(tree_paths(problem, best.heads, best.tree_size)), {
+        "tokens_per_step": best.tokens_per_step, "tokens_per_second": best.speed.tokens_per_second,
+        "step_seconds": best.speed.step_seconds, "reasons": (reason,),
+    }  # fmt: skip
+
+
+def _unknown(accuracy: Accuracy, why: str) -> tuple[DraftTree, dict[str, Any]]:
+    """A tree of a few nodes, which pays nearly everywhere."""
+    paths = best_first_paths(accuracy, _UNKNOWN_TREE - 1)
+    return DraftTree.from_paths(paths), {"reasons": (f"{why}, so the tree has at most {_UNKNOWN_TREE} nodes",)}
