@@ -19,7 +19,16 @@ from specmemo_kernels.cost import Pass, medusa_speed, pass_seconds, plain_speed
 from specmemo_kernels.device import GIB, KNOWN_DEVICES, DeviceProfile, known_device
 from specmemo_kernels.footprint import HeadsSpec, Load, fixed_parts, page_parts, predicted_shape
 from specmemo_kernels.model_spec import ModelSpec
-from specmemo_kernels.planner import BudgetError, MemoryPlan, minimum_budget, parse_bytes, plan_memory, problem_of
+from specmemo_kernels.planner import (
+    BudgetError,
+    MemoryPlan,
+    choose,
+    minimum_budget,
+    parse_bytes,
+    plan_memory,
+    problem_of,
+    smallest_budget,
+)
 from specmemo_kernels.search import candidates, frontier
 from specmemo_kernels.tree import DraftTree
 
@@ -104,12 +113,13 @@ workloads = st.builds(lambda c, b, share: Workload(c, b, max(1, int(c * share)))
 def test_more_memory_is_never_slower(work: Workload, name: str, own: bool, scales: list[float]) -> None:
     """A larger budget never predicts less speed nor fails; parts stay within; pages hold the workload."""
     device = replace(known_device(name), memory=1 << 45)
-    options = {"heads": HeadsSpec(4, 1, own)}
-    least = minimum_budget(VICUNA, device, work, 0.0, **options)
+    problem = problem_of(VICUNA, device, work, heads=HeadsSpec(4, 1, own))
+    choices = candidates(problem)
+    least = smallest_budget(choices, 0.0)
     before = 0.0
     for budget in sorted(int(least * scale) for scale in scales):
         try:
-            plan = plan_memory(VICUNA, device, budget, work, **options)
+            plan = choose(problem, choices, budget)
         except BudgetError:
             assert budget < least
             continue
@@ -126,14 +136,24 @@ def test_more_memory_is_never_slower(work: Workload, name: str, own: bool, scale
 def test_minimum_budget(work: Workload, name: str, retain: float) -> None:
     """It is enough for that share of the speed, one byte less is not; and it grows with the share."""
     device = replace(known_device(name), memory=1 << 45)
-    free = plan_memory(VICUNA, device, None, work).tokens_per_second
-    least = minimum_budget(VICUNA, device, work, retain)
-    assert plan_memory(VICUNA, device, least, work).tokens_per_second >= retain * free
+    problem = problem_of(VICUNA, device, work)
+    choices = candidates(problem)
+    free, least = choose(problem, choices, None).tokens_per_second, smallest_budget(choices, retain)
+    assert choose(problem, choices, least).tokens_per_second >= retain * free
     try:
-        assert plan_memory(VICUNA, device, least - 1, work).tokens_per_second < retain * free
+        assert choose(problem, choices, least - 1).tokens_per_second < retain * free
     except BudgetError:
-        assert least == minimum_budget(VICUNA, device, work, 0.0)
-    assert least >= minimum_budget(VICUNA, device, work, retain / 2)
+        assert least == smallest_budget(choices, 0.0)
+    assert least >= smallest_budget(choices, retain / 2)
+
+
+def test_from_outside() -> None:
+    """The public functions say the same as each other: the budget that keeps 96 % of the speed does, no less does."""
+    work = Workload(700, 2)
+    least = minimum_budget(VICUNA, "a100", work)
+    free = plan_memory(VICUNA, "a100", None, work).tokens_per_second
+    assert plan_memory(VICUNA, "a100", least, work).tokens_per_second >= 0.96 * free
+    assert plan_memory(VICUNA, "a100", least - 1, work).tokens_per_second < 0.96 * free
 
 
 def test_small_trees_on_a_cpu() -> None:
