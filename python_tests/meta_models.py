@@ -43,11 +43,11 @@ def meta_model(name: str, dtype: torch.dtype = torch.float16, layers: int | None
 
 
 @torch.no_grad()
-def pass_bytes(model: PreTrainedModel, rows: int) -> int:
+def pass_bytes(model: PreTrainedModel, rows: int, device: str = "meta") -> int:
     """Peak bytes of our forward pass over packed rows, up to the lm_head, the operator's result included."""
     hook = model.get_output_embeddings().register_forward_pre_hook(lm_head_hook)
     install_views(model)
-    tokens = torch.zeros(rows, dtype=torch.int64, device="meta")
+    tokens = torch.zeros(rows, dtype=torch.int64, device=device)
     try:
         with MemoryTracker() as tracker, tapped(cut=True):
             run_packed(model, tokens, tokens, _like_attention, None)

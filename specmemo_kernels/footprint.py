@@ -182,19 +182,21 @@ def pass_row_bytes(spec: ModelSpec, tp: int = 1) -> int:
     - in a norm, which computes in float32: ``3 H s + 2 * 4 H``: also what it normalises, twice in float32;
     - while rotating queries: ``3 H s + (Q + K + V + 3 Q) s``: q cos, the turned q and its product with sin;
     - while rotating keys: ``3 H s + (Q + K + V + Q + 3 K) s``: the rotated queries are there by then;
-    - in the feed-forward layer: ``4 H s + 3 I s``: gate, up, their product (2 I without a gate); in a mixture of
-      experts of k per token ``4 H s + k (2 H + 4 I) s``, as grouped products hold it;
+    - in the feed-forward layer: ``4 H s + 3 I s``: gate, up, their product (2 I without a gate, 4 I where gate and up
+      are one matrix); in a mixture of experts of k per token ``4 H s + k (2 H + 4 I) s``, as grouped products hold it
+      (9 I in gpt-oss);
 
-    beside cos and sin, ``2 D s``. On one of ``tp`` ranks Q, K, V and I are divided.
+    beside cos and sin, ``2 D s``. Other families differ in their norms and rotary embeddings by some per cent (up to an
+    eighth: stablelm); a loaded model is measured instead. On one of ``tp`` ranks Q, K, V and I are divided.
     """
     size, hidden = spec.dtype_bytes, spec.hidden_size
     q = -(-spec.num_qo_heads * spec.head_dim // tp)
     k, v = (-(-spec.num_kv_heads * dim // tp) for dim in (spec.head_dim, spec.v_head_dim))
     moments = [3 * hidden * size + 8 * hidden, (3 * hidden + q + k + v + max(3 * q, q + 3 * k)) * size]
     if spec.dense_layers:
-        moments.append((4 * hidden + (3 if spec.gated else 2) * -(-spec.intermediate_size // tp)) * size)
+        moments.append((4 * hidden + spec.ffn_tensors * -(-spec.intermediate_size // tp)) * size)
     if spec.moe_layers:
-        grouped = spec.experts_per_token * (2 * hidden + 4 * -(-spec.expert_size // tp))
+        grouped = spec.experts_per_token * (2 * hidden + spec.expert_tensors * -(-spec.expert_size // tp))
         moments.append((4 * hidden + grouped + 3 * -(-spec.shared_size // tp)) * size)
     return max(moments) + 2 * spec.head_dim * size
 

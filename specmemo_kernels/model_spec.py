@@ -22,6 +22,7 @@ class ModelSpec:
         intermediate_size: width of a dense feed-forward layer. dense_layers: how many layers have one.
         gated: feed-forward layers have two matrices into the middle (gate and up) instead of one.
         num_experts, experts_per_token, expert_size, shared_size: of the other layers, mixtures of experts.
+        ffn_tensors, expert_tensors: how many tensors of the middle's width a dense layer and an expert hold at once.
         norm_weights, bias_weights: vector elements of one layer.
         tied: the lm_head is the embedding.
         dtype: of activations, keys and values, and of weights that aren't quantised.
@@ -46,6 +47,8 @@ class ModelSpec:
     experts_per_token: int
     expert_size: int
     shared_size: int
+    ffn_tensors: int
+    expert_tensors: int
     norm_weights: int
     bias_weights: int
     tied: bool
@@ -222,6 +225,8 @@ def _sizes(text: Mapping[str, Any], name: str) -> dict[str, Any]:
         "gated": text.get("model_type") not in _UNGATED, "num_experts": experts,
         "experts_per_token": get("num_experts_per_tok") if experts else 0, "expert_size": expert_size,
         "shared_size": shared if experts else 0,
+        "ffn_tensors": _ffn_tensors(str(text.get("model_type"))),
+        "expert_tensors": 9 if text.get("model_type") == "gpt_oss" else 4,
         "norm_weights": hidden * (4 if text.get("model_type") in _FOUR_NORMS else 2),
         "tied": bool(text.get("tie_word_embeddings", text.get("model_type") in _TIED)), "dtype": dtype,
         "max_context": get("max_position_embeddings", "n_positions") or 1 << 20,
@@ -231,7 +236,17 @@ def _sizes(text: Mapping[str, Any], name: str) -> dict[str, Any]:
 #: Families that differ from Llama in ways that a config.json doesn't spell out.
 _UNGATED = {"gpt2", "gpt_neox", "phi", "opt", "starcoder2", "nemotron"}
 _FOUR_NORMS = {"gemma2", "gemma3", "gemma3_text"}
+_FUSED = {"phi3", "glm", "glm4"}
 _TIED = {"gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "cohere", "cohere2"}
+
+
+def _ffn_tensors(family: str) -> int:
+    """Gate, up and their product; both halves of a fused matrix, the gate's activation and the product; or two.
+
+    gpt-oss's experts hold nine: the fused pair, both clamped, three to make the gate of one, the other plus one, the
+    product; other experts hold four as fused layers do.
+    """
+    return 2 if family in _UNGATED else 4 if family in _FUSED else 3
 
 
 def _attention(text: Mapping[str, Any], hidden: int, heads: int) -> dict[str, int]:
