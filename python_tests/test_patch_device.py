@@ -46,6 +46,26 @@ def test_heads_that_the_tree_does_not_use_are_dropped(monkeypatch: pytest.Monkey
     assert sk.patch(one.model, sk.MedusaHeads(32, VOCAB, 5), tree=2).drafter.nbytes == 5 * alone
 
 
+def test_a_budget_too_small_for_the_fastest_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes and then heads give way until it fits; a tree that was asked for never does."""
+    monkeypatch.setattr(hf_device, "profile_of", lambda _: FREE_ROWS)
+    sizes = []
+    for budget in (3_000_000, 1_600_000, 1_200_000, 700_000):
+        model = tiny_model("llama", seed=40, vocab_size=3000)
+        handle = sk.patch(model, sk.MedusaHeads(32, 3000, 5), memory_budget=budget, max_batch_size=1)
+        plan = handle.plan
+        assert plan.total_bytes <= budget
+        assert plan.tree.max_depth == handle.drafter.max_depth
+        assert (plan.tree.size == 64) == (plan.tokens_per_second is not None)
+        assert plan.tree.size == 64 or f"the budget holds a tree of {plan.tree.size} nodes" in plan.reasons[0]
+        sizes.append(plan.tree.size)
+        sk.unpatch(model)
+        if plan.tree.size < 64:
+            with pytest.raises(sk.BudgetError):
+                sk.patch(model, sk.MedusaHeads(32, 3000, 5), memory_budget=budget, max_batch_size=1, tree=64)
+    assert sizes == [64, 32, 4, 2]
+
+
 def test_same_tokens_whatever_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.randint(3, VOCAB, (1, 20))
     model = tiny_model("llama", seed=40)

@@ -181,17 +181,13 @@ def patch(
     try:
         facts = probe(model)
         drafter, accuracy = _drafter(heads, model, facts, name)
-        forecast: dict[str, Any] = {}
+        limits: dict[str, Any] = {"budget": budget, "page_size": page_size, "prefill_chunk": prefill_chunk}
+        limits["max_sequences"] = max_batch_size
         if tree is None:
-            chosen, forecast = device_tree(model, facts, drafter, accuracy)
-            drafter = _without_unused_heads(drafter, chosen, model, name)
+            drafter, plan = _device_plan(model, facts, drafter, accuracy, name, limits)
         else:
             chosen = _tree(tree, drafter, accuracy, facts)
-        plan = divide_budget(
-            _shape(model, facts, drafter, name, page_size), chosen,
-            budget=budget, page_size=page_size, max_sequences=max_batch_size, prefill_chunk=prefill_chunk,
-        )  # fmt: skip
-        plan = dataclasses.replace(plan, **forecast)
+            plan = divide_budget(_shape(model, facts, drafter, name, page_size), chosen, **limits)
     except BaseException:
         hook.remove()
         remove_views(model)
@@ -224,6 +220,29 @@ def _drafter(heads: Any, model: Any, facts: ModelFacts, backend: str) -> tuple[D
     loaded = load_heads(heads, facts.hidden_size, facts.vocab_size, dtype=facts.dtype, device=facts.device)
     accuracy = getattr(loaded, "cumulative_topk_accuracy", None) or DEFAULT_ACCURACY
     return MedusaDrafter(loaded, lm_head(model), backend), accuracy
+
+
+def _device_plan(
+    model: Any, facts: ModelFacts, drafter: Drafter, accuracy: Accuracy, backend: str, limits: dict[str, Any]
+) -> tuple[Drafter, MemoryPlan]:
+    """The plan with the tree that suits the device, or as much of it as the budget holds; heads go with the depth.
+
+    Raises:
+        BudgetError: not even a tree of one draft fits.
+    """
+    tree, forecast = device_tree(model, facts, drafter, accuracy)
+    drafter = _without_unused_heads(drafter, tree, model, backend)
+    shape = _shape(model, facts, drafter, backend, limits["page_size"])
+    while True:
+        try:
+            return drafter, dataclasses.replace(divide_budget(shape, tree, **limits), **forecast)
+        except BudgetError:
+            if tree.size <= 2:
+                raise
+        tree = tree.pruned(max(2, tree.size // 2))
+        drafter = _without_unused_heads(drafter, tree, model, backend)
+        shape = dataclasses.replace(shape, head_bytes=drafter.nbytes)
+        forecast = {"reasons": (f"the budget holds a tree of {tree.size} nodes, fewer than would be fastest",)}
 
 
 def _without_unused_heads(drafter: Drafter, tree: DraftTree, model: Any, backend: str) -> Drafter:
