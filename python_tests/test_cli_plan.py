@@ -92,7 +92,6 @@ def test_pictures(vicuna: Path, tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
         assert file.read_bytes().startswith(start)
         assert file.stat().st_size > 10_000
-    assert b"this plan" in (tmp_path / "plan.svg").read_bytes() or b"<text" not in (tmp_path / "plan.svg").read_bytes()
     result = run("plan", "--model", vicuna, "--device", "titan-rtx", "--plot", tmp_path / "plan.nonsense")
     assert result.exit_code == 2
     assert "--plot" in result.output
