@@ -26,13 +26,17 @@ ALLOWED: dict[str, set[str]] = {
     "paged_kv": {"tree"},
     "batch": {"tree"},
     "stats": set(),
+    "sequence": set(),
     "memory_tracker": set(),
     "step_attention": {"tree", "paged_kv", "batch", "ops"},
-    "drafting": {"tree", "acceptance", "ops", "batch", "paged_kv"},
-    "decode": {"tree", "acceptance", "ops", "batch", "paged_kv", "drafting", "stats", "step_attention", "planner"},
-    "scheduler": {
-        "tree", "acceptance", "ops", "batch", "paged_kv", "drafting", "stats", "step_attention", "planner", "decode",
+    "verify": {"ops", "batch", "sequence", "step_attention"},
+    "sampling": {"ops", "batch", "sequence", "verify"},
+    "drafting": {"tree", "acceptance", "ops", "batch", "paged_kv", "step_attention", "verify"},
+    "decode": {
+        "tree", "acceptance", "ops", "batch", "paged_kv", "drafting", "stats", "step_attention", "planner", "sequence",
+        "verify",
     },
+    "scheduler": {"paged_kv", "sequence", "decode"},
 }  # fmt: skip
 
 

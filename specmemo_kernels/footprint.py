@@ -8,6 +8,9 @@ from typing import Self
 
 #: A prefill row or tree node outside of the model: int64 tokens (as drafted, packed, clamped), positions, and a spare.
 _ROW_BYTES = 5 * 8
+#: The same once more where trees and chunks share a step: tokens, positions and the row's place among the kept ones;
+#: its words of the tree mask come on top.
+_JOINED_ROW_BYTES = 3 * 8
 #: A token of a prompt or answer in generate's own tensors: int64 ids, mask and positions.
 _TOKEN_BYTES = 3 * 8
 #: A page's entry in the block table, and in the copy that a step works on.
@@ -106,19 +109,17 @@ class Load:
 
 def fixed_parts(shape: GenerationShape, load: Load) -> dict[str, int]:
     """Bytes by part, pages and what grows with them left out."""
-    # Of a prompt only the last row gets logits, of a step all nodes may.
-    prefill = shape.forward.at(load.chunk) + shape.logits.at(load.sequences)
-    step = shape.forward.at(load.nodes) + shape.logits.at(load.nodes)
+    # A step's rows are trees and chunks of prompts side by side. Of a prompt the last row gets logits, of trees all.
+    step = shape.forward.at(load.rows) + shape.logits.at(load.nodes)
     splits = -(-load.rows // shape.split_size) + 1 if shape.split_size else 0
     words = -(-load.tree_size // 64)
     layout = KEPT_LAYOUTS * (8 * words + 4 + 8 + 8 + 8)  # mask, parent, depth, row; the column of a drafter's choice
-    metadata = load.rows * _ROW_BYTES + load.nodes * layout + load.sequences * _SEQUENCE_BYTES + _SMALL_BYTES
+    rows = load.rows * (_ROW_BYTES + _JOINED_ROW_BYTES + 8 * words)
+    metadata = rows + load.nodes * layout + load.sequences * _SEQUENCE_BYTES + _SMALL_BYTES
     return {
         "heads": shape.head_bytes,
         "tree_scratch": load.nodes * shape.kv_bytes_per_token,
-        "activations": max(prefill, step)
-        + load.sequences * shape.state_bytes
-        + load.rows * splits * shape.split_row_bytes,
+        "activations": step + load.sequences * shape.state_bytes + load.rows * splits * shape.split_row_bytes,
         "metadata": metadata * shape.devices,
         "workspace": shape.workspace_bytes,
     }

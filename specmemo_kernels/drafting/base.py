@@ -21,12 +21,14 @@ class DraftInput:
         hidden: ``[B, hidden_size]``, the target's last hidden state that predicted ``root_tokens`` (after the final
             norm, as the lm_head receives it).
         token_ids: per sequence all its tokens, prompt and output, ``root_tokens`` last.
+        slots: a small number per sequence, its name until :meth:`StatefulDrafter.close` is called with it.
     """
 
     tree: DraftTree
     root_tokens: torch.Tensor
     hidden: torch.Tensor
     token_ids: Sequence[Sequence[int]]
+    slots: Sequence[int] = ()
 
 
 @runtime_checkable
@@ -47,5 +49,18 @@ class Drafter(Protocol):
     def propose(self, inputs: DraftInput) -> torch.Tensor:
         """``[B, T]`` int64: a token for each node of ``inputs.tree``; column 0 (the root) is ignored.
 
-        -1, or any token outside the vocabulary, means "no guess" and is never accepted.
+        -1, or any token outside the vocabulary, means "no guess" and is never accepted. Guesses on the CPU, which can
+        be looked at for free, spare the step the depths at which there are none.
         """
+
+
+@runtime_checkable
+class StatefulDrafter(Drafter, Protocol):
+    """A drafter that remembers something about each sequence between steps.
+
+    A sequence is known by its slot from the first ``propose`` that names it until ``close``; what was accepted since
+    the last step shows in ``token_ids``.
+    """
+
+    def close(self, slot: int) -> None:
+        """The sequence of this slot left (finished, aborted or preempted); the next one of that number is another."""

@@ -15,6 +15,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from specmemo_kernels.decode import GreedyVerifier, SequenceState, SpecDecoder, Verifier
 from specmemo_kernels.integrations.hf_verifier import ProcessedVerifier
+from specmemo_kernels.scheduler import Scheduler, submit_all
 
 if TYPE_CHECKING:
     from specmemo_kernels.integrations.hf import SpecMemo
@@ -155,34 +156,17 @@ class Generator:
             handle.target, handle.drafter, plan.tree, pool, verifier,
             prefill_chunk=plan.prefill_chunk, backend=handle.backend, stats=handle.stats,
         )  # fmt: skip
+        scheduler = Scheduler(decoder, min(len(sequences), plan.max_sequences))
         columns = _Columns(call, sequences)
-        # With each sequence the pages that it may come to need.
-        waiting = [(s, pool.pages_for(length)) for s, length in zip(sequences, lengths, strict=True)]
-        running: list[tuple[SequenceState, int]] = []
         try:
-            while waiting or decoder.sequences:
-                if decoder.sequences:
-                    decoder.step()
-                if admitted := self._admit(waiting, running, pool.num_pages):
-                    decoder.start(admitted)
+            submit_all(scheduler, sequences)
+            while not scheduler.idle:
+                scheduler.step()
                 columns.put()
         finally:
-            decoder.abort()
+            scheduler.close()
         columns.end()
         return self._result(call, columns.padded(), verifier)
-
-    def _admit(
-        self, waiting: list[tuple[SequenceState, int]], running: list[tuple[SequenceState, int]], num_pages: int
-    ) -> list[SequenceState]:
-        """The next sequences, in order, as long as the pages that all may come to need are there."""
-        running[:] = [(sequence, pages) for sequence, pages in running if not sequence.finished]
-        admitted = []
-        while waiting and len(running) < self.handle.plan.max_sequences:
-            if sum(pages for _, pages in running) + waiting[0][1] > num_pages:
-                break
-            running.append(waiting.pop(0))
-            admitted.append(running[-1][0])
-        return admitted
 
     def _sequences(self, call: _Call) -> list[SequenceState]:
         limit = int(call.stopping_criteria.max_length or 0) - call.input_ids.shape[1]
