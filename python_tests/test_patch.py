@@ -250,7 +250,6 @@ def test_return_dict_with_scores(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"do_sample": True}, "sampling"),
         ({"use_cache": False}, "use_cache=False"),
         ({"return_dict_in_generate": True, "output_attentions": True}, "attention weights"),
         ({"return_dict_in_generate": True, "output_hidden_states": True}, "every layer"),

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
+from specmemo_kernels.sampling import Sampling
+
 
 @dataclass(eq=False)
 class SequenceState:
@@ -15,6 +19,7 @@ class SequenceState:
         max_new_tokens: where it ends at the latest.
         eos_token_ids: emitting one of these ends it (they may occur in the prompt).
         stop: asked after each new token; gets all tokens so far, ``True`` ends the sequence.
+        sampling: how its tokens are drawn; ``None``: greedily.
         index: the caller's name for it (a row of the batch).
         slot: its row of the block table while it runs, else -1.
         tokens: prompt and output so far.
@@ -29,6 +34,7 @@ class SequenceState:
     max_new_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
     stop: Callable[[list[int]], bool] | None = None
+    sampling: Sampling | None = None
     index: int = 0
     slot: int = -1
     tokens: list[int] = field(init=False)
@@ -39,9 +45,16 @@ class SequenceState:
     steps: int = field(default=0, init=False)
     accepted: int = field(default=0, init=False)
     preemptions: int = field(default=0, init=False)
+    _random: torch.Generator | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+
+    def random(self, sampling: Sampling) -> torch.Generator:
+        """Its own source of random numbers."""
+        if self._random is None:
+            self._random = sampling.generator()
+        return self._random
 
     @property
     def new_tokens(self) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ class SpecMemo:
         self.generator = Generator(self)
         self._pool: PagedKVPool | None = None
         self._hook: Any = None
+        self._lock = threading.Lock()
+        self._generating: int | None = None
 
     def pool_for(self, lengths: Sequence[int]) -> PagedKVPool:
         """A pool in which sequences of these lengths fit, as many side by side as the plan allows.
@@ -82,6 +85,39 @@ class SpecMemo:
                 )
         self.stats.bytes_by_part = self.bytes_by_part
         return pool
+
+    def acquire(self) -> None:
+        """Wait until no other thread generates, and keep others waiting until :meth:`free`.
+
+        Raises:
+            RuntimeError: this thread itself is in the middle of a generation, for which it would wait forever.
+        """
+        if self._lock.locked() and self._generating == threading.get_ident():
+            raise RuntimeError("this thread's generation with the same model isn't over; finish or close it first")
+        self._lock.acquire()
+        self._generating = threading.get_ident()
+
+    def free(self) -> None:
+        """The end of what :meth:`acquire` began."""
+        self._generating = None
+        self._lock.release()
+
+    def rope_changes(self, length: int) -> bool:
+        """Whether positions are encoded differently beyond a limit that ``length`` tokens cross (dynamic, longrope).
+
+        The candidates of a step lie ahead of the newest token, and would switch it early.
+        """
+        config = self.model.config.get_text_config()
+        rope = getattr(config, "rope_parameters", None) or {}
+        kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
+        if not any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds):
+            return False
+        limits: list[int | None] = [
+            getattr(config, "original_max_position_embeddings", None),
+            config.max_position_embeddings,
+        ]
+        limits += [kind.get("original_max_position_embeddings") for kind in kinds]
+        return length + self.plan.tree.max_depth > min(limit for limit in limits if limit)
 
     def release(self) -> None:
         """Free the pages kept between calls of generate."""
