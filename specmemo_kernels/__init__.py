@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specmemo_kernels.drafting import Drafter, DraftInput, MedusaHeads
+    from specmemo_kernels.drafting.draft_model import DraftModelDrafter
     from specmemo_kernels.drafting.load_heads import HeadsError, load_heads
+    from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
     from specmemo_kernels.integrations.hf import SpecMemo, patch, unpatch
     from specmemo_kernels.integrations.hf_attention import UnsupportedModel
     from specmemo_kernels.integrations.hf_batch import (
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
         generate_batch,
         stream_batch,
     )
+    from specmemo_kernels.integrations.hf_draft import DraftModel
     from specmemo_kernels.planner import BudgetError, MemoryPlan
     from specmemo_kernels.sampling import Sampling, TypicalAcceptance
     from specmemo_kernels.tree import DraftTree
@@ -33,12 +36,15 @@ __all__ = [
     "BudgetError",
     "Completion",
     "DraftInput",
+    "DraftModel",
+    "DraftModelDrafter",
     "DraftTree",
     "Drafter",
     "HeadsError",
     "MedusaHeads",
     "MemoryPlan",
     "Piece",
+    "PromptLookupDrafter",
     "Request",
     "Sampling",
     "SpecMemo",
@@ -57,6 +63,9 @@ _HOME = {
     "Completion": "integrations.hf_batch",
     "Drafter": "drafting",
     "DraftInput": "drafting",
+    "DraftModel": "integrations.hf_draft",
+    "DraftModelDrafter": "drafting.draft_model",
+    "PromptLookupDrafter": "drafting.prompt_lookup",
     "DraftTree": "tree",
     "generate_batch": "integrations.hf_batch",
     "HeadsError": "drafting.load_heads",

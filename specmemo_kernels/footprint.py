@@ -33,6 +33,10 @@ class PassBytes:
         """The bound for ``rows`` rows, in bytes."""
         return self.fixed + rows * self.per_row
 
+    def or_other(self, other: PassBytes) -> PassBytes:
+        """A bound for either of two passes."""
+        return PassBytes(max(self.fixed, other.fixed), max(self.per_row, other.per_row))
+
     @classmethod
     def fitted(cls, few: tuple[int, Sequence[int]], many: tuple[int, Sequence[int]]) -> Self:
         """A bound from two passes, given as ``(rows, bytes held after each operator)``.
@@ -73,6 +77,7 @@ class GenerationShape:
         split_size, split_row_bytes: attention that works on splits of ``split_size`` tokens holds this for each row
             and split; 0 for a backend without such a workspace.
         workspace_bytes: what the backend keeps beside torch's allocator, whatever runs.
+        drafter_kv_bytes_per_token: keys and values that the drafter keeps, in pages of its own.
         devices: how many devices hold layers; each gets a copy of a step's metadata.
     """
 
@@ -84,6 +89,7 @@ class GenerationShape:
     split_size: int = 0
     split_row_bytes: int = 0
     workspace_bytes: int = 0
+    drafter_kv_bytes_per_token: int = 0
     devices: int = 1
 
 
@@ -133,6 +139,7 @@ def page_parts(shape: GenerationShape, load: Load) -> dict[str, int]:
     ids = load.sequences * tokens * _TOKEN_BYTES
     return {
         "kv_pages": tokens * shape.kv_bytes_per_token,
+        "drafter_pages": tokens * shape.drafter_kv_bytes_per_token,
         "activations": split,
         "metadata": (ids + load.sequences * _TABLE_BYTES) * shape.devices,
     }

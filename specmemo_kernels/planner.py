@@ -151,7 +151,8 @@ def _too_small(budget: int, page_size: int, parts: dict[str, int], page_bytes: i
     return (
         f"memory_budget {format_bytes(budget)} is too small for one page of {page_size} tokens "
         f"({format_bytes(page_bytes)}) beside {needed}: {format_bytes(least - budget)} missing, the largest part is "
-        f"{largest}; give at least {_at_least(least)}, or a smaller tree or fewer heads"
+        f"{largest}; give at least {_at_least(least)}, or a smaller tree or fewer heads, "
+        "or heads='prompt-lookup', which has no weights"
     )
 
 

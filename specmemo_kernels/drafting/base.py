@@ -35,7 +35,8 @@ class DraftInput:
 class Drafter(Protocol):
     """Proposes tokens; a bad proposal costs speed, never correctness.
 
-    Implement these three and hand the object to ``patch(model, heads=...)``.
+    Implement these three and hand the object to ``patch(model, heads=...)``. One that has ``prefers_chain = True`` gets
+    a chain where nobody asks for a tree.
     """
 
     @property
@@ -64,3 +65,25 @@ class StatefulDrafter(Drafter, Protocol):
 
     def close(self, slot: int) -> None:
         """The sequence of this slot left (finished, aborted or preempted); the next one of that number is another."""
+
+
+@runtime_checkable
+class PagedDrafter(StatefulDrafter, Protocol):
+    """A drafter with keys and values of its own, which the memory plan counts by the token."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values per token of a sequence."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of the pages that it holds right now."""
+
+    def allocate(self, num_pages: int, page_size: int, max_sequences: int, prefill_chunk: int) -> None:
+        """Pages for as many tokens and sequences as the target's pool has; what was known of sequences is forgotten.
+
+        Its forward passes may have ``prefill_chunk`` rows at most, or one per sequence.
+        """
+
+    def release(self) -> None:
+        """Give the pages back."""
