@@ -194,7 +194,8 @@ def test_draft_model_through_patch(noise: float, places: int) -> None:
     before, small_before = snapshot(model), snapshot(small)
     inputs = batch((9, 30, 1, 17), seed=1)
     expected, own = greedy(model, inputs, 31), greedy(small, inputs, 10)
-    with sk.patch(model, sk.DraftModel(small, tokens=4), max_batch_size=places, prefill_chunk=16) as handle:
+    chain = DraftTree.chain(4)
+    with sk.patch(model, sk.DraftModel(small, tokens=4), tree=chain, max_batch_size=places, prefill_chunk=16) as handle:
         assert torch.equal(greedy(model, inputs, 31), expected)
         assert torch.equal(greedy(model, inputs, 31), expected)
         assert handle.plan.tree == DraftTree.chain(4)
@@ -264,7 +265,7 @@ def test_a_draft_model_from_a_folder(tmp_path) -> None:  # type: ignore[no-untyp
     draft_of(model, 0.0).save_pretrained(tmp_path)
     inputs = batch((9, 20))
     expected = greedy(model, inputs, 20)
-    with sk.patch(model, sk.DraftModel(tmp_path, tokens=3)) as handle:
+    with sk.patch(model, sk.DraftModel(tmp_path, tokens=3), tree=DraftTree.chain(3)) as handle:
         assert torch.equal(greedy(model, inputs, 20), expected)
         assert handle.stats.tokens_per_step > 3
 

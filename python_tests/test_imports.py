@@ -22,6 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "footprint": set(),
     "acceptance": set(),
     "tree": set(),
+    "tree_choice": {"tree", "acceptance"},
     "planner": {"tree", "acceptance", "device", "footprint"},
     "paged_kv": {"tree"},
     "batch": {"tree"},
@@ -35,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "drafting": {"tree", "acceptance", "ops", "batch", "paged_kv", "step_attention", "verify"},
     "decode": {
         "tree", "acceptance", "ops", "batch", "paged_kv", "drafting", "stats", "step_attention", "planner", "sequence",
-        "verify",
+        "verify", "tree_choice",
     },
     "scheduler": {"paged_kv", "sequence", "decode"},
 }  # fmt: skip

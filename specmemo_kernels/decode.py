@@ -15,6 +15,7 @@ from specmemo_kernels.sequence import SequenceState
 from specmemo_kernels.stats import DecodeStats
 from specmemo_kernels.step_attention import StepAttention
 from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.tree_choice import TreeChooser
 from specmemo_kernels.verify import GreedyVerifier, TargetModel, TargetOutput, Verdict, Verifier
 
 Tensor = torch.Tensor
@@ -57,6 +58,7 @@ class SpecDecoder:
         prefill_chunk: most prompt tokens per forward pass.
         backend: of the operators.
         stats: counters to add to.
+        chooser: takes the part of the tree that pays for the sequences at hand; ``None``: always all of it.
 
     Attributes:
         sequences: those that take steps. prefilling: those whose context is being computed, in the order of admission.
@@ -73,7 +75,9 @@ class SpecDecoder:
         prefill_chunk: int,
         backend: str | None = None,
         stats: DecodeStats | None = None,
+        chooser: TreeChooser | None = None,
     ) -> None:
+        self.chooser = chooser
         self.target, self.drafter, self.tree, self.pool, self.verifier = target, drafter, tree, pool, verifier
         self.prefill_chunk, self.backend = prefill_chunk, backend
         self.stats = stats if stats is not None else DecodeStats()
@@ -173,7 +177,8 @@ class SpecDecoder:
 
     def _step_tree(self) -> DraftTree:
         """The tree, without nodes deeper than the tokens anybody still wants."""
-        return self.tree.truncated(max(s.remaining for s in self.sequences) - 1)
+        tree = self.tree if self.chooser is None else self.chooser.tree_for(len(self.sequences))
+        return tree.truncated(max(s.remaining for s in self.sequences) - 1)
 
     def _draft(self, tree: DraftTree) -> TreeBatch:
         """Let the drafter fill the tree; what isn't a token becomes -1 for the walk and 0 for the embedding."""
@@ -276,6 +281,8 @@ class SpecDecoder:
         self._seq_lens = self._seq_lens + length + 1
         emitted = verdict.emitted[:count]
         self.stats.record_step([len(tokens) - 1 for tokens in emitted], trees.num_tree_nodes)
+        if self.chooser is not None:
+            self.chooser.stepped()
         for sequence, tokens in zip(self.sequences, emitted, strict=True):
             sequence.steps += 1
             sequence.accepted += len(tokens) - 1

@@ -15,13 +15,14 @@ from specmemo_kernels import ops
 from specmemo_kernels.drafting.base import Drafter, PagedDrafter
 from specmemo_kernels.integrations.hf_draft import DraftModel, HFDraftModel, attach
 from specmemo_kernels.integrations.hf_generate import Generator
-from specmemo_kernels.integrations.hf_plan import choose_tree, generation_shape, make_drafter
+from specmemo_kernels.integrations.hf_plan import choose_tree, generation_shape, make_chooser, make_drafter
 from specmemo_kernels.integrations.hf_probe import check_config, probe
 from specmemo_kernels.integrations.hf_target import HFTarget, ModelFacts, lm_head_hook
 from specmemo_kernels.paged_kv import PagedKVPool
 from specmemo_kernels.planner import BudgetError, MemoryPlan, parse_bytes, plan_memory
 from specmemo_kernels.stats import DecodeStats
 from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.tree_choice import TreeChooser
 
 
 class SpecMemo:
@@ -32,6 +33,7 @@ class SpecMemo:
         stats: what was counted since patching or ``stats.reset()`` (:class:`DecodeStats`).
         drafter: what proposes tokens.
         backend: name of the operators' backend.
+        chooser: shrinks the tree as more sequences share a step, where nobody asked for a tree.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class SpecMemo:
         self.model, self.facts, self.drafter, self.plan, self.target = model, facts, drafter, plan, target
         self.backend = backend
         self.stats = DecodeStats()
+        self.chooser: TreeChooser | None = None
         self.generator = Generator(self)
         self._pool: PagedKVPool | None = None
         self._undo: list[Callable[[], None]] = []
@@ -191,7 +194,8 @@ def patch(
             ``None``: no limit, each call takes what its lengths need.
         tree: a :class:`DraftTree`, a list of rank paths (as Medusa publishes them), or a number of nodes;
             ``None`` takes the best nodes for the heads' accuracies and the device. Prompt lookup and draft models get
-            a chain unless a tree is given.
+            a chain unless a tree is given. What isn't given shrinks for steps of many sequences, as far as that
+            is faster by the times measured while patching.
         backend: ``"reference"``, ``"cpu"``, ``"triton"`` or ``None`` (by device).
         page_size: tokens per page of the KV cache.
         prefill_chunk: most prompt tokens per forward pass; the plan may lower it to keep the budget.
@@ -230,6 +234,8 @@ def patch(
         raise
     handle = SpecMemo(model, facts, drafter, plan, HFTarget(model, facts, name), name)
     handle._undo = undo
+    if tree is None:
+        handle.chooser = make_chooser(model, facts, drafter, accuracy, plan, handle.stats)
     cls = type(model)
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     model.__class__ = type(cls.__name__, (PatchedGeneration, cls), names)

@@ -101,6 +101,7 @@ class BatchRun:
             handle.target, handle.drafter, plan.tree, handle.pool_for(lengths),
             SampledVerifier(handle.target, handle.backend, [s.sampling for s in self._sequences]),
             prefill_chunk=plan.prefill_chunk, backend=handle.backend, stats=handle.stats,
+            chooser=handle.chooser,
         )  # fmt: skip
         scheduler = Scheduler(decoder, min(len(lengths), plan.max_sequences))
         submit_all(scheduler, self._sequences)

@@ -142,6 +142,7 @@ class Generator:
         decoder = SpecDecoder(
             handle.target, handle.drafter, plan.tree, pool, verifier,
             prefill_chunk=plan.prefill_chunk, backend=handle.backend, stats=handle.stats,
+            chooser=handle.chooser,
         )  # fmt: skip
         scheduler = Scheduler(decoder, min(len(sequences), plan.max_sequences))
         columns = _Columns(call, sequences)

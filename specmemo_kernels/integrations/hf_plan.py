@@ -14,9 +14,12 @@ from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
 from specmemo_kernels.footprint import GenerationShape
 from specmemo_kernels.integrations.hf_draft import DraftModel, HFDraftModel, is_language_model, load_draft_model
-from specmemo_kernels.integrations.hf_probe import measure_passes
+from specmemo_kernels.integrations.hf_probe import measure_passes, time_passes
 from specmemo_kernels.integrations.hf_target import ModelFacts, lm_head
+from specmemo_kernels.planner import MemoryPlan
+from specmemo_kernels.stats import DecodeStats
 from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.tree_choice import TreeChooser, chain_gains, node_gains
 
 #: Nodes of a tree when nobody says otherwise. On a CPU each node costs compute; on a GPU they ride along.
 DEFAULT_TREE_SIZE = {"cpu": 8}
@@ -55,6 +58,26 @@ def choose_tree(tree: Any, drafter: Drafter, accuracy: Accuracy, facts: ModelFac
     if chosen.width > facts.vocab_size:
         raise ValueError(f"the tree uses rank {chosen.width - 1}, the vocabulary has {facts.vocab_size} tokens")
     return chosen
+
+
+def make_chooser(
+    model: Any, facts: ModelFacts, drafter: Drafter, accuracy: Accuracy, plan: MemoryPlan, stats: DecodeStats
+) -> TreeChooser:
+    """What decides how much of the plan's tree a step of several sequences verifies; times a few forward passes."""
+    rows = max(plan.prefill_chunk, plan.max_nodes)
+    seconds = time_passes(model, facts, rows)
+    if not getattr(drafter, "prefers_chain", False):
+        gains = node_gains(plan.tree, accuracy)
+        return TreeChooser(plan.tree, lambda: gains, seconds)
+    own = time_passes(drafter.hf_model, drafter.facts, rows) if isinstance(drafter, HFDraftModel) else None
+    depth = plan.tree.max_depth
+    return TreeChooser(
+        plan.tree,
+        lambda: chain_gains(depth, stats.accepted_at_depth, stats.sequence_steps),
+        seconds,
+        own,
+        least_sequences=1,
+    )
 
 
 def generation_shape(model: Any, facts: ModelFacts, drafter: Drafter, backend: str, page_size: int) -> GenerationShape:
