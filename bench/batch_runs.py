@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,35 +72,61 @@ def heads_for(drafter: str, work: Work, folder: Path, draft_layers: int) -> Any:
     return folder / "heads" if drafter == "medusa" else "prompt-lookup"
 
 
-def hf_batches(work: Work, batch: int, **options: Any) -> Outcome:
+class Plain:
     """The unpatched model's generate over left-padded batches, in the order of the prompts."""
-    answers: list[list[int]] = []
-    started = time.perf_counter()
-    for first in range(0, len(work.prompts), batch):
-        rows = work.prompts[first : first + batch]
-        longest = max(map(len, rows))
-        ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
-        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-        output = work.model.generate(
-            ids, attention_mask=mask, max_new_tokens=work.new_tokens, do_sample=False, pad_token_id=0, **options
-        )
-        answers += output[:, longest:].tolist()
-    return Outcome(answers, time.perf_counter() - started, {})
+
+    def __init__(self, work: Work, batch: int, **options: Any) -> None:
+        self.work, self.batch, self.options = work, batch, options
+
+    def answer(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+        answers: list[list[int]] = []
+        for first in range(0, len(prompts), self.batch):
+            rows = prompts[first : first + self.batch]
+            longest = max(map(len, rows))
+            ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+            mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+            output = self.work.model.generate(
+                ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, **self.options
+            )
+            answers += output[:, longest:].tolist()
+        return answers
+
+    def held_bytes(self) -> int:
+        """What generation holds beside the model: nothing here."""
+        return 0
+
+    def counts(self) -> dict[str, Any]:
+        return {"tokens_per_step": None if self.options else 1.0}
+
+    def close(self) -> None:
+        """Nothing to undo."""
 
 
-def ours(work: Work, heads: Any, batch: int, tree: int | None, budget: str | None, disturb: bool) -> Outcome:
-    """``generate_batch`` over all prompts at once, ``batch`` of them at a time.
+class Ours:
+    """``generate_batch`` on a patched model of its own, ``batch`` prompts at a time.
 
-    With ``disturb`` they come in reverse, every seventh one is aborted after its first piece and asked for again.
+    With ``disturb`` prompts come in reverse, every seventh one is aborted after its first piece and asked for again.
     """
-    with sk.patch(work.model, heads, max_batch_size=batch, tree=tree, memory_budget=budget) as handle:
-        started = time.perf_counter()
-        answers = _disturbed(work) if disturb else _all_at_once(work)
-        seconds = time.perf_counter() - started
-        stats, plan = handle.stats, handle.plan
+
+    def __init__(self, model: Any, heads: Any, batch: int, budget: str | None, disturb: bool) -> None:
+        self.model, self.disturb = model, disturb
+        self.handle = sk.patch(model, heads, max_batch_size=batch, memory_budget=budget)
+
+    def answer(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+        if self.disturb:
+            return _disturbed(self.model, prompts, new_tokens)
+        done = sk.generate_batch(self.model, prompts, max_new_tokens=new_tokens, eos_token_ids=[])
+        return [completion.tokens for completion in done]
+
+    def held_bytes(self) -> int:
+        self.handle.release()
+        return self.handle.drafter.nbytes
+
+    def counts(self) -> dict[str, Any]:
+        stats, plan = self.handle.stats, self.handle.plan
         committed = stats.prefill_tokens + sum(stats.accepted_at_depth) + stats.sequence_steps
-        slot = sum(layer.bytes_per_token for layer in handle.facts.layers)
-        counts = {
+        slot = sum(layer.bytes_per_token for layer in self.handle.facts.layers)
+        return {
             "tokens_per_step": stats.tokens_per_step,
             "preemptions": stats.preemptions,
             "tree_nodes": plan.tree.size,
@@ -111,48 +136,54 @@ def ours(work: Work, heads: Any, batch: int, tree: int | None, budget: str | Non
             "rows_per_step": (stats.drafted + stats.sequence_steps) / max(1, stats.steps),
             "tokens_per_pass": stats.tokens / max(1, stats.steps),
         }
-        handle.release()
-    return Outcome(answers, seconds, counts)
+
+    def close(self) -> None:
+        sk.unpatch(self.model)
 
 
-def _all_at_once(work: Work) -> list[list[int]]:
-    done = sk.generate_batch(work.model, work.prompts, max_new_tokens=work.new_tokens, eos_token_ids=[])
-    return [completion.tokens for completion in done]
+Side = Plain | Ours
 
 
-def _disturbed(work: Work) -> list[list[int]]:
-    order = list(reversed(range(len(work.prompts))))
+def take_turns(work: Work, sides: dict[str, Side], group: int) -> dict[str, Outcome]:
+    """Every side answers the same ``group`` prompts in turn, then the next ones: the machine's noise meets all of them.
+
+    Each warms up on the first group, uncounted.
+    """
+    answers: dict[str, list[list[int]]] = {name: [] for name in sides}
+    seconds = dict.fromkeys(sides, 0.0)
+    for side in sides.values():
+        side.answer(work.prompts[:group], 2)
+        if isinstance(side, Ours):
+            side.handle.stats.reset()
+    for first in range(0, len(work.prompts), group):
+        for name, side in sides.items():
+            started = time.perf_counter()
+            answers[name] += side.answer(work.prompts[first : first + group], work.new_tokens)
+            seconds[name] += time.perf_counter() - started
+    return {name: Outcome(answers[name], seconds[name], side.counts()) for name, side in sides.items()}
+
+
+def peak_bytes(side: Side, work: Work, batch: int) -> int:
+    """Peak bytes of the tensors of one generation over two batches' worth of prompts, heads or draft model included."""
+    held = side.held_bytes()
+    with MemoryTracker() as tracker:
+        side.answer(work.prompts[: 2 * batch], min(16, work.new_tokens))
+    return tracker.peak + held
+
+
+def _disturbed(model: Any, wanted: list[list[int]], new_tokens: int) -> list[list[int]]:
+    order = list(reversed(range(len(wanted))))
     again = [i for i in order if i % 7 == 3]
-    prompts = [work.prompts[i] for i in (*order, *again)]
+    prompts = [wanted[i] for i in (*order, *again)]
     answers: dict[int, list[int]] = {}
-    with sk.stream_batch(work.model, prompts, max_new_tokens=work.new_tokens, eos_token_ids=[]) as run:
+    with sk.stream_batch(model, prompts, max_new_tokens=new_tokens, eos_token_ids=[]) as run:
         for piece in run:
             if piece.index < len(order) and order[piece.index] in again and not piece.finished:
                 run.abort(piece.index)
         for i, completion in zip((*order, *again), run.completions(), strict=True):
             if completion.finish_reason != "aborted":
                 answers[i] = completion.tokens
-    return [answers[i] for i in range(len(work.prompts))]
-
-
-def peak_bytes(work: Work, run: Any, held: int) -> int:
-    """Peak bytes of the tensors that ``run`` makes over the first prompts, and ``held`` ones besides."""
-    with MemoryTracker() as tracker:
-        run(work)
-    return tracker.peak + held
-
-
-def generation_peak(work: Work, heads: Any, batch: int) -> int:
-    """Ours over two batches' worth of prompts, heads or draft model included."""
-    few = Work(work.model, work.tokenizer, work.prompts[: 2 * batch], min(16, work.new_tokens))
-    with sk.patch(work.model, heads, max_batch_size=batch) as handle:
-        return peak_bytes(few, lambda w: _all_at_once(w), handle.drafter.nbytes)
-
-
-def hf_peak(work: Work, batch: int) -> int:
-    """Plain generate over the same prompts."""
-    few = Work(work.model, work.tokenizer, work.prompts[: 2 * batch], min(16, work.new_tokens))
-    return peak_bytes(few, partial(hf_batches, batch=batch), 0)
+    return [answers[i] for i in range(len(wanted))]
 
 
 def matches(work: Work, answers: list[list[int]], reference: list[list[int]]) -> tuple[float, float]:

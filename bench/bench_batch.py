@@ -4,16 +4,17 @@
     python bench/bench_batch.py --questions FILE --batch 1,2,4,8,10,16 --drafter medusa,draft,lookup \\
         --dtype fp32,bf16 --json out.json --plot out.png
 
-FILE is Spec-Bench's question.jsonl; first turns are used, cut to the model's context. The draft model is the first
-layers of the model itself. ``exact_match`` and ``partial_match`` compare with batch-1 greedy decoding of the unpatched
-model. ``scaling`` is tokens/s over those of the same drafter at batch 1, ``allowed`` what the step's own roofline lets
-it be: tokens per pass over the pass's floor, relative to batch 1, a floor being the longer of reading the weights once
-and the products of all rows, at rates measured in the same run. ``kv_bytes_written`` equals ``kv_bytes_committed``:
-nothing is realigned.
+FILE is Spec-Bench's question.jsonl; first turns are used, cut to the model's context. All sides of a batch size take
+turns, four batches of prompts each. The draft model is the first layers of the model itself. ``exact_match`` and
+``partial_match`` compare with batch-1 greedy decoding of the unpatched model. ``scaling`` is tokens/s over those of the
+same drafter at batch 1, ``allowed`` what the step's own roofline lets it be: tokens per pass over the pass's floor,
+relative to batch 1, a floor being the longer of reading the weights once and the products of all rows, at rates
+measured in the same run. ``kv_bytes_written`` equals ``kv_bytes_committed``: nothing is realigned.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ from timing import Yardstick, environment, take_turns
 from specmemo_kernels.cli.common import demo_model_folder, load_model
 
 Row = dict[str, Any]
+PLAIN = "none (plain HF)"
 
 
 class Roofline:
@@ -46,47 +48,45 @@ class Roofline:
         return self._yard.floor(dict(self._times), self._bytes, rows * self._flops)
 
 
-def plain_rows(work: runs.Work, dtype: str, batches: list[int], reference: list[list[int]]) -> Iterator[Row]:
-    """Plain generate, batch after batch."""
-    for batch in batches:
-        outcome = runs.hf_batches(work, batch)
+def sides_for(
+    work: runs.Work, folder: Path, drafters: list[str], batch: int, peers: bool, options: dict[str, Any]
+) -> dict[str, runs.Side]:
+    """What takes turns at one batch size; each of ours patches a copy of the model."""
+    layers, budget, disturb = options["draft_layers"], options["memory_budget"], options["disturb"]
+    sides: dict[str, runs.Side] = {}
+    if peers:
+        sides[PLAIN] = runs.Plain(work, batch)
+    if peers and batch == 1:
+        small = runs.first_layers(work.model, layers)
+        small.generation_config.num_assistant_tokens = 5
+        small.generation_config.num_assistant_tokens_schedule = "constant"
+        sides["draft (HF assisted)"] = runs.Plain(work, 1, assistant_model=small)
+    for name in drafters:
+        model = copy.deepcopy(work.model)
+        sides[name] = runs.Ours(model, runs.heads_for(name, work, folder, layers), batch, budget, disturb)
+    return sides
+
+
+def rows_of(
+    work: runs.Work, dtype: str, batch: int, sides: dict[str, runs.Side], roofline: Roofline,
+    reference: list[list[int]],
+) -> Iterator[Row]:  # fmt: skip
+    """A row for each side."""
+    full = load_model(work.model.name_or_path, torch.float32, torch.device("cpu")) if dtype != "fp32" else None
+    for name, outcome in runs.take_turns(work, sides, 4 * batch).items():
         exact, partial = runs.matches(work, outcome.answers, reference)
-        yield {
-            "drafter": "none (plain HF)", "batch": batch, "dtype": dtype, "tokens_per_s": outcome.tokens_per_s,
-            "tokens_per_step": 1.0, "exact_match": exact, "partial_match": partial,
-            "peak_generation_bytes": runs.hf_peak(work, batch),
-        }  # fmt: skip
-
-
-def assisted_row(work: runs.Work, dtype: str, layers: int, reference: list[list[int]]) -> Row:
-    """transformers' own assisted generation, with the same draft model and K = 5."""
-    small = runs.first_layers(work.model, layers)
-    small.generation_config.num_assistant_tokens = 5
-    small.generation_config.num_assistant_tokens_schedule = "constant"
-    outcome = runs.hf_batches(work, 1, assistant_model=small)
-    exact, partial = runs.matches(work, outcome.answers, reference)
-    return {"drafter": "draft (HF assisted)", "batch": 1, "dtype": dtype, "tokens_per_s": outcome.tokens_per_s,
-            "tokens_per_step": None, "exact_match": exact, "partial_match": partial}  # fmt: skip
-
-
-def our_row(
-    work: runs.Work, dtype: str, drafter: str, heads: Any, batch: int, roofline: Roofline,
-    reference: list[list[int]], disturb: bool, budget: str | None,
-) -> Row:  # fmt: skip
-    outcome = runs.ours(work, heads, batch, None, budget, disturb)
-    exact, partial = runs.matches(work, outcome.answers, reference)
-    if outcome.counts["kv_bytes_written"] != outcome.counts["kv_bytes_committed"]:
-        raise AssertionError(f"keys and values were copied: {outcome.counts}")
-    row = {"drafter": drafter, "batch": batch, "dtype": dtype, "tokens_per_s": outcome.tokens_per_s}
-    row |= outcome.counts | {"exact_match": exact, "partial_match": partial, "disturbed": disturb}
-    row["peak_generation_bytes"] = runs.generation_peak(work, heads, batch)
-    row["step_floor"] = roofline.floor(int(outcome.counts["rows_per_step"]))
-    if dtype != "fp32":
-        full = load_model(work.model.name_or_path, torch.float32, torch.device("cpu"))
-        row |= runs.near_ties(work, full, outcome.answers, reference)
-    elif exact < 1:
-        raise AssertionError(f"{drafter}, batch {batch}: {1 - exact:.1%} of the rows differ in float32")
-    return row
+        row: Row = {"drafter": name, "batch": batch, "dtype": dtype, "tokens_per_s": outcome.tokens_per_s}
+        row |= outcome.counts | {"exact_match": exact, "partial_match": partial}
+        row["peak_generation_bytes"] = runs.peak_bytes(sides[name], work, batch)
+        if "rows_per_step" in row:
+            row["step_floor"] = roofline.floor(int(row["rows_per_step"]))
+            if row["kv_bytes_written"] != row["kv_bytes_committed"]:
+                raise AssertionError(f"keys and values were copied: {row}")
+        if full is not None:
+            row |= runs.near_ties(work, full, outcome.answers, reference)
+        elif exact < 1 and "rows_per_step" in row:
+            raise AssertionError(f"{name}, batch {batch}: {1 - exact:.1%} of the rows differ in float32")
+        yield row
 
 
 def add_scaling(rows: list[Row]) -> None:
@@ -99,7 +99,7 @@ def add_scaling(rows: list[Row]) -> None:
     speed = {(row["drafter"], row["dtype"], row["batch"]): row["tokens_per_s"] for row in rows}
     for row in rows:
         one = speed.get((row["drafter"], row["dtype"], 1))
-        plain = speed.get(("none (plain HF)", row["dtype"], row["batch"]))
+        plain = speed.get((PLAIN, row["dtype"], row["batch"]))
         row["scaling"] = row["tokens_per_s"] / one if one else None
         row["vs_plain"] = row["tokens_per_s"] / plain if plain else None
 
@@ -151,18 +151,18 @@ def main(
     folder = demo_model_folder() if model is None else model
     batches = [int(size) for size in batch.split(",")]
     rows: list[Row] = []
+    options = {"draft_layers": draft_layers, "memory_budget": memory_budget, "disturb": disturb}
     for kind in dtype.split(","):
         work = runs.load_work(folder, kind, questions, limit, new_tokens)
-        reference = runs.hf_batches(work, 1).answers
+        reference = runs.Plain(work, 1).answer(work.prompts, new_tokens)
         roofline = Roofline(work.model)
-        if peers:
-            rows += plain_rows(work, kind, batches, reference)
-            rows.append(assisted_row(work, kind, draft_layers, reference))
-        for name in drafter.split(","):
-            heads = runs.heads_for(name, work, folder, draft_layers)
-            for size in batches:
-                rows.append(our_row(work, kind, name, heads, size, roofline, reference, disturb, memory_budget))
-                print(json.dumps(rows[-1]), flush=True)
+        for size in batches:
+            sides = sides_for(work, folder, drafter.split(","), size, peers, options)
+            for row in rows_of(work, kind, size, sides, roofline, reference):
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+            for side in sides.values():
+                side.close()
     add_scaling(rows)
     show(rows)
     if json_ is not None:
