@@ -57,6 +57,7 @@ def soak(
     new_tokens: int,
     requests: int,
     seed: int,
+    backend: str | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> SoakReport:
     """Rounds of 10 to 60 requests, each with its own drafter, number of places and budget, until ``requests`` are done.
@@ -73,7 +74,7 @@ def soak(
             (i, rng.randint(1, new_tokens), rng.random() < 0.15)
             for i in rng.choices(range(len(prompts)), k=min(rng.randint(10, 60), requests - done))
         ]
-        completions = _round(model, rng, rng.choice(drafters)(), prompts, wanted)
+        completions = _round(model, rng, rng.choice(drafters)(), prompts, wanted, backend)
         for (prompt, limit, _), completion in zip(wanted, completions, strict=True):
             expected = answers[prompt][:limit]
             assert completion.tokens == expected[: len(completion.tokens)], f"prompt {prompt}, {limit} tokens"
@@ -90,10 +91,21 @@ def soak(
 
 
 def _round(
-    model: Any, rng: random.Random, heads: Any, prompts: list[list[int]], wanted: list[tuple[int, int, bool]]
+    model: Any,
+    rng: random.Random,
+    heads: Any,
+    prompts: list[list[int]],
+    wanted: list[tuple[int, int, bool]],
+    backend: str | None,
 ) -> list[sk.Completion]:
     """One batch under a budget that holds the longest of its requests, or some more of them."""
-    options = {"page_size": rng.choice([1, 4, 16]), "max_batch_size": rng.randint(1, 6), "prefill_chunk": 32, "tree": 6}
+    options: dict[str, Any] = {
+        "page_size": rng.choice([1, 4, 16]),
+        "max_batch_size": rng.randint(1, 6),
+        "prefill_chunk": 32,
+        "tree": 6,
+    }
+    options["backend"] = backend
     with sk.patch(model, heads, **options) as handle:
         fixed = sum(size for part, size in handle.plan.parts.items() if not part.endswith("_pages"))
         slot = sum(layer.bytes_per_token for layer in handle.facts.layers)

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from test_families import answers, batch, greedy
+from test_patch_memory import with_workspace
 from tiny_models import OracleDrafter, tiny_model
 from transformers import PreTrainedModel
 
@@ -120,7 +121,9 @@ def test_a_run_holds_the_model(model: PreTrainedModel, drafter: OracleDrafter) -
 def test_what_can_not_be(model: PreTrainedModel, drafter: OracleDrafter) -> None:
     with pytest.raises(ValueError, match="isn't patched"):
         sk.generate_batch(model, PROMPTS)
-    with sk.patch(model, drafter, tree=CHAIN, memory_budget="400KiB", max_batch_size=2, prefill_chunk=32) as handle:
+    with sk.patch(
+        model, drafter, tree=CHAIN, memory_budget=with_workspace(model, 330_000), max_batch_size=2, prefill_chunk=32
+    ) as handle:
         for prompt in ([], [61], [-1], [[3]]):
             with pytest.raises(ValueError, match=r"prompt 1 must be one row of token ids from 0 to 60"):
                 sk.generate_batch(model, [[3], prompt])

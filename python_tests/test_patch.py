@@ -328,7 +328,7 @@ def test_rows_that_are_preempted(model: PreTrainedModel) -> None:
     inputs = batch((6, 9, 4, 11), seed=2)
     expected = greedy(model, inputs, 60)
     drafter = OracleDrafter(answers(inputs, expected), 0.6)
-    options = {"tree": 4, "page_size": 4, "max_batch_size": 4, "prefill_chunk": 32}
+    options = {"tree": 4, "page_size": 4, "max_batch_size": 4, "prefill_chunk": 32, "backend": "reference"}
     with sk.patch(model, drafter, **options) as handle:
         fixed = sum(size for part, size in handle.plan.parts.items() if part != "kv_pages")
     with sk.patch(model, drafter, memory_budget=fixed + 60_000, **options) as handle:

@@ -23,7 +23,7 @@ def test_a_short_soak() -> None:
         lambda: sk.DraftModel(small, tokens=3),
         lambda: sk.MedusaHeads(32, VOCAB, 3),
     ]
-    report = soak(model, drafters, prompts, new_tokens=40, requests=240, seed=1)
+    report = soak(model, drafters, prompts, new_tokens=40, requests=240, seed=1, backend="reference")
     assert report.requests == 240
     assert report.aborted > 10
     assert report.preempted > 5
