@@ -73,7 +73,7 @@ def test_parts() -> None:
     fixed, page = fixed_parts(SHAPE, LOAD), page_parts(SHAPE, LOAD)
     assert fixed["heads"] == 77
     assert fixed["tree_scratch"] == 18 * 1000
-    assert fixed["activations"] == 50 + 40 * 300 + 5 + 3 * 70 + 3 * 11, "a chunk, of whose rows three get logits"
+    assert fixed["activations"] == 50 + 40 * 300 + 5 + 18 * 70 + 3 * 11, "as many rows as a chunk has, trees among them"
     wide = fixed_parts(SHAPE, replace(LOAD, chunk=17))
     assert wide["activations"] == 50 + 18 * 300 + 5 + 18 * 70 + 3 * 11, "a step, all of whose nodes get logits"
     assert page["kv_pages"] == 16 * 1000

@@ -24,19 +24,25 @@ ALLOWED: dict[str, set[str]] = {
     "baselines": {"model_spec", "footprint"},
     "acceptance": set(),
     "tree": set(),
+    "tree_choice": {"tree", "acceptance"},
     "cost": {"model_spec", "device", "footprint", "baselines"},
     "search": {"acceptance", "device", "model_spec", "footprint", "baselines", "cost"},
     "planner": {"tree", "acceptance", "device", "model_spec", "footprint", "baselines", "search"},
     "paged_kv": {"tree"},
     "batch": {"tree"},
     "stats": set(),
+    "sampling": set(),
+    "sequence": {"sampling"},
     "memory_tracker": set(),
     "step_attention": {"tree", "paged_kv", "batch", "ops"},
-    "drafting": {"tree", "acceptance", "ops", "batch", "paged_kv"},
-    "decode": {"tree", "acceptance", "ops", "batch", "paged_kv", "drafting", "stats", "step_attention", "planner"},
-    "scheduler": {
-        "tree", "acceptance", "ops", "batch", "paged_kv", "drafting", "stats", "step_attention", "planner", "decode",
+    "verify": {"ops", "batch", "sequence", "step_attention"},
+    "sampled": {"batch", "sampling", "sequence", "verify"},
+    "drafting": {"tree", "acceptance", "ops", "batch", "paged_kv", "step_attention", "verify"},
+    "decode": {
+        "tree", "acceptance", "ops", "batch", "paged_kv", "drafting", "stats", "step_attention", "planner", "sequence",
+        "verify", "tree_choice",
     },
+    "scheduler": {"paged_kv", "sequence", "decode"},
 }  # fmt: skip
 
 

@@ -250,7 +250,6 @@ def test_return_dict_with_scores(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"do_sample": True}, "sampling"),
         ({"use_cache": False}, "use_cache=False"),
         ({"return_dict_in_generate": True, "output_attentions": True}, "attention weights"),
         ({"return_dict_in_generate": True, "output_hidden_states": True}, "every layer"),
@@ -306,3 +305,34 @@ def test_inference_mode_and_after(model: PreTrainedModel) -> None:
         with torch.inference_mode():
             assert torch.equal(greedy(model, inputs, 12), expected)
         assert torch.equal(greedy(model, inputs, 12), expected)
+
+
+def test_padding_on_either_side_or_in_between(model: PreTrainedModel) -> None:
+    """The attention mask alone says which tokens count: each row writes what its real tokens alone would."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, 61, (4, 14), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, 9:], mask[1, :5], mask[2, 4:8], mask[3, 1:] = 0, 0, 0, 0
+    ids[0, 2] = ids[1, 7] = 0  # a real token may be the padding token
+    with sk.patch(model, OracleDrafter([], 0.0), tree=4, max_batch_size=3):
+        output = greedy(model, {"input_ids": ids, "attention_mask": mask}, 15, pad_token_id=0)
+    assert torch.equal(output[:, :14], ids)
+    for row in range(4):
+        alone = ids[row][mask[row].bool()][None]
+        expected = greedy(model, {"input_ids": alone, "attention_mask": torch.ones_like(alone)}, 15)
+        assert torch.equal(output[row, 14:], expected[0, alone.shape[1] :])
+
+
+def test_rows_that_are_preempted(model: PreTrainedModel) -> None:
+    """A budget whose pages hold the prompts but not all rows at their longest."""
+    inputs = batch((6, 9, 4, 11), seed=2)
+    expected = greedy(model, inputs, 60)
+    drafter = OracleDrafter(answers(inputs, expected), 0.6)
+    options = {"tree": 4, "page_size": 4, "max_batch_size": 4, "prefill_chunk": 32, "backend": "reference"}
+    with sk.patch(model, drafter, **options) as handle:
+        fixed = sum(size for part, size in handle.plan.parts.items() if part != "kv_pages")
+    with sk.patch(model, drafter, memory_budget=fixed + 60_000, **options) as handle:
+        assert handle.plan.max_sequences == 4
+        assert handle.plan.max_tokens < 4 * 70
+        assert torch.equal(greedy(model, inputs, 60), expected)
+        assert handle.stats.preemptions > 0

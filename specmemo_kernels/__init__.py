@@ -10,43 +10,77 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specmemo_kernels.drafting import Drafter, DraftInput, MedusaHeads
+    from specmemo_kernels.drafting.draft_model import DraftModelDrafter
     from specmemo_kernels.drafting.load_heads import HeadsError, load_heads
+    from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
     from specmemo_kernels.integrations.hf import SpecMemo, patch, unpatch
     from specmemo_kernels.integrations.hf_attention import UnsupportedModel
+    from specmemo_kernels.integrations.hf_batch import (
+        BatchRun,
+        Completion,
+        Piece,
+        Request,
+        generate_batch,
+        stream_batch,
+    )
+    from specmemo_kernels.integrations.hf_draft import DraftModel
     from specmemo_kernels.planner import BudgetError, MemoryPlan
+    from specmemo_kernels.sampling import Sampling, TypicalAcceptance
     from specmemo_kernels.tree import DraftTree
 
 __version__ = "0.1.0"
 
 # A literal, in step with the imports above: type checkers read both.
 __all__ = [
+    "BatchRun",
     "BudgetError",
+    "Completion",
     "DraftInput",
+    "DraftModel",
+    "DraftModelDrafter",
     "DraftTree",
     "Drafter",
     "HeadsError",
     "MedusaHeads",
     "MemoryPlan",
+    "Piece",
+    "PromptLookupDrafter",
+    "Request",
+    "Sampling",
     "SpecMemo",
+    "TypicalAcceptance",
     "UnsupportedModel",
     "__version__",
+    "generate_batch",
     "load_heads",
     "patch",
+    "stream_batch",
     "unpatch",
 ]
 _HOME = {
+    "BatchRun": "integrations.hf_batch",
     "BudgetError": "planner",
-    "DraftInput": "drafting",
-    "DraftTree": "tree",
+    "Completion": "integrations.hf_batch",
     "Drafter": "drafting",
+    "DraftInput": "drafting",
+    "DraftModel": "integrations.hf_draft",
+    "DraftModelDrafter": "drafting.draft_model",
+    "PromptLookupDrafter": "drafting.prompt_lookup",
+    "DraftTree": "tree",
+    "generate_batch": "integrations.hf_batch",
     "HeadsError": "drafting.load_heads",
+    "load_heads": "drafting.load_heads",
     "MedusaHeads": "drafting",
     "MemoryPlan": "planner",
-    "SpecMemo": "integrations.hf",
-    "UnsupportedModel": "integrations.hf_attention",
-    "load_heads": "drafting.load_heads",
     "patch": "integrations.hf",
+    "Piece": "integrations.hf_batch",
+    "Request": "integrations.hf_batch",
+    "Sampling": "sampling",
+    "SpecMemo": "integrations.hf",
+    "stream_batch": "integrations.hf_batch",
+    "TypicalAcceptance": "sampling",
     "unpatch": "integrations.hf",
+    "UnsupportedModel": "integrations.hf_attention",
 }
 
 if not TYPE_CHECKING:  # a checker would take every name for a public one

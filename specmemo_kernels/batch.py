@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ Tensor = torch.Tensor
 class TreeBatch:
     """What one forward pass works on: B sequences, N nodes.
 
-    ``tokens`` and ``positions`` are ``[N]`` int64; ``parents`` ``[N]`` int32 (``None`` for prefill chunks);
-    ``tree_mask``, ``qo_indptr``, ``seq_lens``, ``block_table`` as in :mod:`specmemo_kernels.ops`.
-    ``max_*`` are bounds known on the host, so that no launch needs a synchronisation.
+    The first ``num_trees`` sequences verify trees, and hold the first ``num_tree_nodes`` nodes; the others are chunks
+    of prompts. ``tokens`` and ``positions`` are ``[N]`` int64; ``parents`` ``[num_tree_nodes]`` int32 (``None`` without
+    trees); ``tree_mask`` (``None`` without trees; zeros for chunks), ``qo_indptr``, ``seq_lens``, ``block_table`` as in
+    :mod:`specmemo_kernels.ops`. ``max_*`` are bounds known on the host, so that no launch needs a synchronisation.
     """
 
     tokens: Tensor
@@ -33,18 +34,27 @@ class TreeBatch:
     max_qo_len: int
     max_seq_len: int
     max_depth: int
+    num_trees: int
+    num_tree_nodes: int
     _elsewhere: dict[torch.device, TreeBatch] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def num_sequences(self) -> int:
         return self.seq_lens.shape[0]
 
+    @cached_property
+    def chunks(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``block_table``, ``seq_lens`` and ``qo_indptr`` of the chunks alone, rows counted from their first."""
+        first = self.num_trees
+        return self.block_table[first:], self.seq_lens[first:], self.qo_indptr[first:] - self.num_tree_nodes
+
     def to(self, device: torch.device) -> TreeBatch:
         """The same metadata on ``device``, copied once (layers of one model may live on several)."""
         if device == self.seq_lens.device:
             return self
         if device not in self._elsewhere:
-            moved: dict[str, Any] = {n: v.to(device) for n, v in vars(self).items() if isinstance(v, Tensor)}
+            tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+            moved: dict[str, Any] = {n: v.to(device) for n, v in tensors.items() if isinstance(v, Tensor)}
             self._elsewhere[device] = replace(self, **moved, _elsewhere={})
         return self._elsewhere[device]
 
@@ -89,6 +99,8 @@ def tree_batch(
         max_qo_len=tree.size,
         max_seq_len=max_seq_len,
         max_depth=tree.max_depth,
+        num_trees=sequences,
+        num_tree_nodes=len(layout.parents),
     )
 
 
@@ -109,4 +121,34 @@ def chunk_batch(chunks: Sequence[Tensor], starts: Sequence[int], block_table: Te
         max_qo_len=max(sizes),
         max_seq_len=max(starts),
         max_depth=0,
+        num_trees=0,
+        num_tree_nodes=0,
+    )
+
+
+def side_by_side(trees: TreeBatch, other: TreeBatch) -> TreeBatch:
+    """One batch of both; ``trees`` has no chunks, ``other`` has trees or chunks alone.
+
+    The rows of ``other`` follow those of ``trees``; its chunks get rows of zeros in the tree mask, which are causal.
+    """
+    assert trees.parents is not None, "trees come first"
+    assert trees.tree_mask is not None, "trees come first"
+    words = max(trees.tree_mask.shape[1], 1 if other.tree_mask is None else other.tree_mask.shape[1])
+    mask = trees.tree_mask.new_zeros(len(trees.tokens) + len(other.tokens), words)
+    mask[: len(trees.tokens), : trees.tree_mask.shape[1]] = trees.tree_mask
+    if other.tree_mask is not None:
+        mask[len(trees.tokens) :, : other.tree_mask.shape[1]] = other.tree_mask
+    return TreeBatch(
+        tokens=torch.cat([trees.tokens, other.tokens]),
+        positions=torch.cat([trees.positions, other.positions]),
+        parents=trees.parents if other.parents is None else torch.cat([trees.parents, other.parents]),
+        tree_mask=mask,
+        qo_indptr=torch.cat([trees.qo_indptr, other.qo_indptr[1:] + len(trees.tokens)]),
+        seq_lens=torch.cat([trees.seq_lens, other.seq_lens]),
+        block_table=torch.cat([trees.block_table, other.block_table]),
+        max_qo_len=max(trees.max_qo_len, other.max_qo_len),
+        max_seq_len=max(trees.max_seq_len, other.max_seq_len),
+        max_depth=max(trees.max_depth, other.max_depth),
+        num_trees=trees.num_trees + other.num_trees,
+        num_tree_nodes=trees.num_tree_nodes + other.num_tree_nodes,
     )

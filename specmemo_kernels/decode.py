@@ -1,131 +1,49 @@
-"""The speculative loop: draft a tree, verify it in one forward pass, commit what was accepted."""
+"""The speculative loop: draft trees, verify them in one forward pass beside chunks of prompts, commit the accepted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from specmemo_kernels import ops
-from specmemo_kernels.batch import TreeBatch, chunk_batch, tree_batch
-from specmemo_kernels.drafting.base import Drafter, DraftInput
+from specmemo_kernels.batch import TreeBatch, chunk_batch, side_by_side, tree_batch
+from specmemo_kernels.drafting.base import Drafter, DraftInput, StatefulDrafter
 from specmemo_kernels.paged_kv import PagedKVPool
+from specmemo_kernels.sequence import SequenceState
 from specmemo_kernels.stats import DecodeStats
 from specmemo_kernels.step_attention import StepAttention
 from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.tree_choice import TreeChooser
+from specmemo_kernels.verify import GreedyVerifier, TargetModel, TargetOutput, Verdict, Verifier
 
 Tensor = torch.Tensor
 
+__all__ = [
+    "GreedyVerifier",
+    "SequenceState",
+    "SpecDecoder",
+    "TargetModel",
+    "TargetOutput",
+    "Verdict",
+    "Verifier",
+]
 
-@dataclass
-class SequenceState:
-    """One sequence being generated.
 
-    Attributes:
-        prompt: its tokens, padding excluded; at least one.
-        max_new_tokens: where it ends at the latest.
-        eos_token_ids: emitting one of these ends it (they may occur in the prompt).
-        stop: asked after each new token; gets all tokens so far, ``True`` ends the sequence.
-        index: the caller's name for it (a row of the batch).
+@dataclass(frozen=True)
+class _Chunk:
+    """Parts of prompts that one forward pass computes: ``(sequence, size)`` in order, and the metadata of their rows.
+
+    ``ended`` are those whose context it completes: first the ``fresh`` ones, whose first token is to be found, then
+    those that come back and have their newest token already. ``last_rows`` are their last rows in the chunk.
     """
 
-    prompt: list[int]
-    max_new_tokens: int
-    eos_token_ids: frozenset[int] = frozenset()
-    stop: Callable[[list[int]], bool] | None = None
-    index: int = 0
-    slot: int = -1
-    tokens: list[int] = field(init=False)
-    finished: bool = False
-
-    def __post_init__(self) -> None:
-        self.tokens = list(self.prompt)
-
-    @property
-    def new_tokens(self) -> list[int]:
-        return self.tokens[len(self.prompt) :]
-
-    @property
-    def remaining(self) -> int:
-        """Tokens that may still be emitted."""
-        return len(self.prompt) + self.max_new_tokens - len(self.tokens)
-
-    def take(self, emitted: Sequence[int]) -> int:
-        """Append tokens until one ends the sequence; returns how many were taken."""
-        for count, token in enumerate(emitted, start=1):
-            self.tokens.append(token)
-            stopped = self.stop is not None and self.stop(self.tokens)
-            if stopped or token in self.eos_token_ids or self.remaining <= 0:
-                self.finished = True
-                return count
-        return len(emitted)
-
-
-@dataclass(frozen=True)
-class TargetOutput:
-    """Of the kept rows: the lm_head's input ``[K, hidden_size]``, and the logits ``[K, V]`` if the model made them."""
-
-    hidden: Tensor
-    logits: Tensor | None
-
-
-class TargetModel(Protocol):
-    """The model whose tokens count."""
-
-    device: torch.device
-    vocab_size: int
-
-    def forward(self, batch: TreeBatch, attention: StepAttention, keep: Tensor | None, logits: bool) -> TargetOutput:
-        """Run all layers on the batch's nodes; ``keep`` (``[K]`` int64, default all) are the rows wanted.
-
-        ``logits``: :meth:`row_logits` will be asked for.
-        """
-
-    def argmax(self, output: TargetOutput) -> Tensor:
-        """The target's token ``[K]`` int64 for each row of ``forward``'s output."""
-
-    def row_logits(self, output: TargetOutput, row: int) -> Tensor:
-        """The logits ``[V]`` of one row of ``forward``'s output."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a step accepted (see :func:`ops.verify_tree_greedy`) and, on the host, the tokens it emits per sequence."""
-
-    accept_index: Tensor
-    accept_length: Tensor
-    bonus_token: Tensor
-    emitted: list[list[int]]
-
-
-class Verifier(Protocol):
-    """Decides which nodes are accepted. ``needs_logits``: it asks for rows of logits, not for the best tokens alone."""
-
-    needs_logits: bool
-
-    def __call__(self, batch: TreeBatch, sequences: Sequence[SequenceState], output: TargetOutput) -> Verdict: ...
-
-
-class GreedyVerifier:
-    """Accepts the path that greedy decoding would have written."""
-
-    needs_logits = False
-
-    def __init__(self, target: TargetModel, backend: str | None) -> None:
-        self.target, self.backend = target, backend
-
-    def __call__(self, batch: TreeBatch, sequences: Sequence[SequenceState], output: TargetOutput) -> Verdict:
-        assert batch.parents is not None, "a prefill chunk has no tree to verify"
-        target_tokens = self.target.argmax(output)
-        index, length, bonus = ops.verify_tree_greedy(
-            batch.tokens, target_tokens, batch.parents, batch.qo_indptr, max_depth=batch.max_depth, backend=self.backend
-        )
-        # One transfer to the host: the path's own tokens are what the target wrote at each accepted node.
-        node = (batch.qo_indptr[:-1, None] + index.clamp(min=0)).long()
-        rows = torch.cat([target_tokens[node], length[:, None].long()], dim=1).tolist()
-        return Verdict(index, length, bonus, [row[: row[-1] + 1] for row in rows])
+    parts: list[tuple[SequenceState, int]]
+    batch: TreeBatch
+    fresh: list[SequenceState]
+    ended: list[SequenceState]
+    last_rows: Tensor
 
 
 class SpecDecoder:
@@ -140,6 +58,10 @@ class SpecDecoder:
         prefill_chunk: most prompt tokens per forward pass.
         backend: of the operators.
         stats: counters to add to.
+        chooser: takes the part of the tree that pays for the sequences at hand; ``None``: always all of it.
+
+    Attributes:
+        sequences: those that take steps. prefilling: those whose context is being computed, in the order of admission.
     """
 
     def __init__(
@@ -153,122 +75,116 @@ class SpecDecoder:
         prefill_chunk: int,
         backend: str | None = None,
         stats: DecodeStats | None = None,
+        chooser: TreeChooser | None = None,
     ) -> None:
+        self.chooser = chooser
         self.target, self.drafter, self.tree, self.pool, self.verifier = target, drafter, tree, pool, verifier
         self.prefill_chunk, self.backend = prefill_chunk, backend
         self.stats = stats if stats is not None else DecodeStats()
         self.sequences: list[SequenceState] = []
+        self.prefilling: list[SequenceState] = []
         self._seq_lens = torch.empty(0, dtype=torch.int32, device=target.device)
         self._roots = torch.empty(0, dtype=torch.int64, device=target.device)
         self._hidden: Tensor | None = None
 
-    def start(self, sequences: Sequence[SequenceState]) -> None:
-        """Prefill new sequences and emit their first token; they join the next steps.
+    def admit(self, sequences: Sequence[SequenceState]) -> None:
+        """Give sequences pages for their context, which the next steps compute, chunk by chunk.
 
         Raises:
-            OutOfPages: a prompt doesn't fit; no sequence of this call was started.
+            OutOfPages: one doesn't fit; none of this call was admitted.
         """
         opened: list[SequenceState] = []
         try:
             for sequence in sequences:
-                sequence.slot = self.pool.open()
+                sequence.slot, sequence.computed = self.pool.open(), 0
                 opened.append(sequence)
-                self.pool.reserve(sequence.slot, len(sequence.prompt))
-            self._prefill(sequences)
+                self.pool.reserve(sequence.slot, len(sequence.context))
         except BaseException:
             for sequence in opened:
                 self.pool.close(sequence.slot)
+                sequence.slot = -1
+            raise
+        self.prefilling += sequences
+
+    def start(self, sequences: Sequence[SequenceState]) -> None:
+        """Admit sequences and compute their context to the end, while the others wait; they join the next steps.
+
+        Raises:
+            OutOfPages: a prompt doesn't fit; no sequence of this call was started.
+        """
+        self.admit(sequences)
+        try:
+            while self.prefilling:
+                self._forward(None)
+        except BaseException:
+            self.release(sequences)
             raise
         self._retire()
 
-    def _prefill(self, sequences: Sequence[SequenceState]) -> None:
-        """Chunks of at most ``prefill_chunk`` tokens, short prompts together; only last rows reach the lm_head."""
-        done = [0] * len(sequences)
-        roots: list[int] = []
-        hidden: list[Tensor] = []
-        while pending := [i for i, s in enumerate(sequences) if done[i] < len(s.prompt)]:
-            room, chunk = self.prefill_chunk, []
-            for i in pending:
-                size = min(room, len(sequences[i].prompt) - done[i])
-                if size:
-                    chunk.append((i, size))
-                    room -= size
-            ended, output = self._prefill_chunk(sequences, chunk, done)
-            for i, size in chunk:
-                done[i] += size
-            if ended:
-                roots += [emitted[0] for emitted in self._first_tokens(ended, output)]
-                hidden.append(output.hidden)
-        # Before they join: a stop function that raises leaves nothing of them behind.
-        for sequence, root in zip(sequences, roots, strict=True):
-            sequence.take([root])
-        self.stats.prefill_tokens += sum(done)
-        self.stats.slots_written += sum(done)
-        device = self.target.device
-        joined = [self._hidden, *hidden] if self._hidden is not None else hidden
-        self._hidden = torch.cat(joined)
-        self._roots = torch.cat([self._roots, torch.tensor(roots, device=device)])
-        self._seq_lens = torch.cat([self._seq_lens, torch.tensor(done, dtype=torch.int32, device=device)])
-        self.sequences += sequences
-
-    def _prefill_chunk(
-        self, sequences: Sequence[SequenceState], chunk: list[tuple[int, int]], done: list[int]
-    ) -> tuple[list[SequenceState], TargetOutput]:
-        """Run one chunk of ``(sequence, size)``; returns the sequences whose prompt it ends and their last rows."""
-        device = self.target.device
-        tokens = [torch.tensor(sequences[i].prompt[done[i] : done[i] + size], device=device) for i, size in chunk]
-        slots = torch.tensor([sequences[i].slot for i, _ in chunk], device=device)
-        batch = chunk_batch(tokens, [done[i] for i, _ in chunk], self.pool.block_table[slots])
-        last = batch.qo_indptr[1:].long() - 1
-        ends = [done[i] + size == len(sequences[i].prompt) for i, size in chunk]
-        keep = last[torch.tensor(ends, device=device)]
-        output = self.target.forward(
-            batch, StepAttention(self.pool, batch, self.backend), keep, logits=self.verifier.needs_logits
-        )
-        return [sequences[i] for (i, _), end in zip(chunk, ends, strict=True) if end], output
-
-    def _first_tokens(self, sequences: Sequence[SequenceState], output: TargetOutput) -> list[list[int]]:
-        """A prompt's last row is verified like a tree without drafts."""
-        device = self.target.device
-        roots = torch.tensor([s.prompt[-1] for s in sequences], device=device)[:, None]
-        lengths = torch.tensor([len(s.prompt) - 1 for s in sequences], dtype=torch.int32, device=device)
-        slots = torch.tensor([s.slot for s in sequences], device=device)
-        batch = tree_batch(DraftTree.chain(0), roots, lengths, self.pool.block_table[slots], int(lengths.max()))
-        return self.verifier(batch, sequences, output).emitted
-
-    def step(self) -> list[SequenceState]:
-        """One verification step of all running sequences; returns those that it finished (their pages are free).
+    def reserve(self, sequence: SequenceState) -> None:
+        """Make sure of the pages that a running sequence may fill in the next step.
 
         Raises:
-            OutOfPages: the accepted tokens might not fit; nothing was changed.
+            OutOfPages: not enough are free; the sequence keeps what it had.
         """
-        tree = self._step_tree()
-        for sequence in self.sequences:
-            # The newest token isn't in pages yet, so the deepest path needs `tree.max_depth` slots behind it.
-            self.pool.reserve(sequence.slot, len(sequence.tokens) + tree.max_depth)
-        batch = self._draft(tree)
-        output = self.target.forward(
-            batch, StepAttention(self.pool, batch, self.backend), None, logits=self.verifier.needs_logits
-        )
-        verdict = self.verifier(batch, self.sequences, output)
-        self._commit(batch, verdict)
-        last = batch.qo_indptr[:-1] + verdict.accept_index.gather(1, verdict.accept_length[:, None].long())[:, 0]
-        self._hidden = output.hidden[last.long()]
-        self._roots = verdict.bonus_token
-        self._seq_lens = self._seq_lens + verdict.accept_length + 1
-        self.stats.record_step([len(tokens) - 1 for tokens in verdict.emitted], len(batch.tokens))
-        for sequence, tokens in zip(self.sequences, verdict.emitted, strict=True):
-            self.stats.tokens += sequence.take(tokens)
+        # The newest token isn't in pages yet, so the deepest path needs `max_depth` slots behind it.
+        self.pool.reserve(sequence.slot, len(sequence.tokens) + self._step_tree().max_depth)
+
+    def step(self) -> list[SequenceState]:
+        """One forward pass: a tree for each running sequence, and the next chunk of the contexts still to be computed.
+
+        Returns the sequences that it finished (their pages are free).
+
+        Raises:
+            OutOfPages: the accepted tokens might not fit; nothing was emitted.
+        """
+        trees = None
+        if self.sequences:
+            for sequence in self.sequences:
+                self.reserve(sequence)
+            trees = self._draft(self._step_tree())
+        self._forward(trees)
         return self._retire()
+
+    def release(self, sequences: Sequence[SequenceState]) -> None:
+        """Take sequences out, whatever state they are in; their pages are free at once."""
+        gone = {id(sequence) for sequence in sequences}
+        for sequence in (*self.prefilling, *self.sequences):
+            if id(sequence) in gone:
+                self.pool.close(sequence.slot)
+                if isinstance(self.drafter, StatefulDrafter):
+                    self.drafter.close(sequence.slot)
+                sequence.slot = -1
+        self.prefilling = [s for s in self.prefilling if id(s) not in gone]
+        keep = [i for i, s in enumerate(self.sequences) if id(s) not in gone]
+        if len(keep) == len(self.sequences):
+            return
+        rows = torch.tensor(keep, dtype=torch.int64, device=self.target.device)
+        self.sequences = [self.sequences[i] for i in keep]
+        self._seq_lens, self._roots = self._seq_lens[rows], self._roots[rows]
+        self._hidden = self._hidden[rows] if self._hidden is not None and keep else None
+
+    def abort(self) -> None:
+        """Close all sequences, whatever state they are in."""
+        for sequence in (*self.sequences, *self.prefilling):
+            sequence.finished = True
+        self.release([*self.sequences, *self.prefilling])
+
+    def _retire(self) -> list[SequenceState]:
+        finished = [s for s in self.sequences if s.finished]
+        self.release(finished)
+        return finished
 
     def _step_tree(self) -> DraftTree:
         """The tree, without nodes deeper than the tokens anybody still wants."""
-        return self.tree.truncated(max(s.remaining for s in self.sequences) - 1)
+        tree = self.tree if self.chooser is None else self.chooser.tree_for(len(self.sequences))
+        return tree.truncated(max(s.remaining for s in self.sequences) - 1)
 
     def _draft(self, tree: DraftTree) -> TreeBatch:
         """Let the drafter fill the tree; what isn't a token becomes -1 for the walk and 0 for the embedding."""
         assert self._hidden is not None
-        draft = self.drafter.propose(DraftInput(tree, self._roots, self._hidden, [s.tokens for s in self.sequences]))
+        slots, tokens = [s.slot for s in self.sequences], [s.tokens for s in self.sequences]
+        draft = self.drafter.propose(DraftInput(tree, self._roots, self._hidden, tokens, slots))
         expected = (len(self.sequences), tree.size)
         if tuple(draft.shape) != expected or draft.dtype != torch.int64:
             raise ValueError(
@@ -276,36 +192,129 @@ class SpecDecoder:
                 f"expected {expected} torch.int64 (sequences, tree nodes)"
             )
         draft = torch.where((draft < 0) | (draft >= self.target.vocab_size), -1, draft)
+        if draft.device.type == "cpu":  # elsewhere a look at it would make the host wait
+            tree, draft = _without_empty_depths(tree, draft)
+        draft = draft.to(self.target.device)
         draft[:, 0] = self._roots
-        slots = torch.tensor([s.slot for s in self.sequences], device=self.target.device)
-        longest = max(len(s.tokens) for s in self.sequences) - 1
-        return tree_batch(tree, draft, self._seq_lens, self.pool.block_table[slots], longest)
+        rows = torch.tensor(slots, device=self.target.device)
+        longest = max(map(len, tokens)) - 1
+        return tree_batch(tree, draft, self._seq_lens, self.pool.block_table[rows], longest)
 
-    def _commit(self, batch: TreeBatch, verdict: Verdict) -> None:
+    def _forward(self, trees: TreeBatch | None) -> None:
+        """One forward pass over trees and the next chunk, and everything that follows from it."""
+        running = self.sequences if trees is not None else []
+        chunk = self._next_chunk(trees)
+        if chunk is None and trees is None:
+            return
+        batch, keep, nodes = trees, None, 0 if trees is None else trees.num_tree_nodes
+        if chunk is not None:
+            batch = chunk.batch if trees is None else side_by_side(trees, chunk.batch)
+            keep = torch.cat([torch.arange(nodes, device=self.target.device), nodes + chunk.last_rows])
+        assert batch is not None
+        attention = StepAttention(self.pool, batch, self.backend)
+        output = self.target.forward(batch, attention, keep, logits=self.verifier.needs_logits)
+        fresh = chunk.fresh if chunk is not None else []
+        verdict = self._verdict(trees, running, fresh, output.rows(nodes + len(fresh)))
+        if trees is not None and verdict is not None:
+            self._advance(trees, verdict, output)
+        if chunk is not None:
+            self._count_chunk(chunk)
+            first = [tokens[0] for tokens in verdict.emitted[len(running) :]] if verdict is not None else []
+            for sequence, token in zip(fresh, first, strict=True):
+                sequence.take([token])
+            self._join(chunk, output.hidden[nodes:])
+
+    def _next_chunk(self, trees: TreeBatch | None) -> _Chunk | None:
+        """The next part of the contexts in ``prefilling``, oldest first, as large as the rows of a step allow."""
+        if not self.prefilling:
+            return None
+        room = self.prefill_chunk
+        if trees is not None:  # the plan counts the larger of a chunk and all trees
+            room = max(room, self.pool.max_nodes) - trees.num_tree_nodes
+        parts = []
+        for sequence in self.prefilling:
+            if size := min(room, len(sequence.context) - sequence.computed):
+                parts.append((sequence, size))
+                room -= size
+        device = self.target.device
+        tokens = [torch.tensor(s.context[s.computed : s.computed + size], device=device) for s, size in parts]
+        slots = torch.tensor([s.slot for s, _ in parts], device=device)
+        batch = chunk_batch(tokens, [s.computed for s, _ in parts], self.pool.block_table[slots])
+        ends = torch.tensor([size for _, size in parts]).cumsum(0).tolist()
+        done = [(s, end - 1) for (s, size), end in zip(parts, ends, strict=True) if s.computed + size == len(s.context)]
+        done.sort(key=lambda item: item[0].emitted > 0)
+        rows = torch.tensor([row for _, row in done], dtype=torch.int64, device=device)
+        return _Chunk(parts, batch, [s for s, _ in done if not s.emitted], [s for s, _ in done], rows)
+
+    def _verdict(
+        self,
+        trees: TreeBatch | None,
+        running: Sequence[SequenceState],
+        fresh: Sequence[SequenceState],
+        output: TargetOutput,
+    ) -> Verdict | None:
+        """The verifier's word on all trees; a new prompt's last row counts as a tree without drafts."""
+        if fresh:
+            device = self.target.device
+            roots = torch.tensor([s.prompt[-1] for s in fresh], device=device)[:, None]
+            lengths = torch.tensor([len(s.prompt) - 1 for s in fresh], dtype=torch.int32, device=device)
+            table = self.pool.block_table[torch.tensor([s.slot for s in fresh], device=device)]
+            first = tree_batch(DraftTree.chain(0), roots, lengths, table, max(len(s.prompt) for s in fresh) - 1)
+            trees = first if trees is None else side_by_side(trees, first)
+        return None if trees is None else self.verifier(trees, [*running, *fresh], output)
+
+    def _advance(self, trees: TreeBatch, verdict: Verdict, output: TargetOutput) -> None:
+        """Commit what the running sequences accepted, and let them take their tokens."""
+        count = len(self.sequences)
+        index, length = verdict.accept_index[:count], verdict.accept_length[:count]
         for group in self.pool.groups:
             device = group.k_pages.device
-            there = batch.to(device)
+            there = trees.to(device)
             ops.commit_paged_kv(
                 group.k_scratch, group.v_scratch, group.k_pages, group.v_pages,
                 there.block_table, there.seq_lens, there.qo_indptr,
-                verdict.accept_index.to(device), verdict.accept_length.to(device), backend=self.backend,
+                index.to(device), length.to(device), backend=self.backend,
             )  # fmt: skip
+        last = trees.qo_indptr[:-1] + index.gather(1, length[:, None].long())[:, 0]
+        self._hidden = output.hidden[last.long()]
+        self._roots = verdict.bonus_token[:count]
+        self._seq_lens = self._seq_lens + length + 1
+        emitted = verdict.emitted[:count]
+        self.stats.record_step([len(tokens) - 1 for tokens in emitted], trees.num_tree_nodes)
+        if self.chooser is not None:
+            self.chooser.stepped()
+        for sequence, tokens in zip(self.sequences, emitted, strict=True):
+            sequence.steps += 1
+            sequence.accepted += len(tokens) - 1
+            self.stats.tokens += sequence.take(tokens)
 
-    def _retire(self) -> list[SequenceState]:
-        """Close finished sequences and drop their rows."""
-        finished = [s for s in self.sequences if s.finished]
-        if finished:
-            keep = [i for i, s in enumerate(self.sequences) if not s.finished]
-            for sequence in finished:
-                self.pool.close(sequence.slot)
-            rows = torch.tensor(keep, dtype=torch.int64, device=self.target.device)
-            self.sequences = [self.sequences[i] for i in keep]
-            self._seq_lens, self._roots = self._seq_lens[rows], self._roots[rows]
-            self._hidden = self._hidden[rows] if self._hidden is not None and keep else None
-        return finished
+    def _count_chunk(self, chunk: _Chunk) -> None:
+        for sequence, size in chunk.parts:
+            sequence.computed += size
+            if sequence.preemptions:
+                self.stats.recomputed_tokens += size
+            else:
+                self.stats.prefill_tokens += size
+            self.stats.slots_written += size
 
-    def abort(self) -> None:
-        """Close all sequences, whatever state they are in."""
-        for sequence in self.sequences:
-            sequence.finished = True
-        self._retire()
+    def _join(self, chunk: _Chunk, hidden: Tensor) -> None:
+        """Sequences whose context is complete take part from now on; ``hidden`` are their last rows."""
+        if not chunk.ended:
+            return
+        joined = {id(sequence) for sequence in chunk.ended}
+        self.prefilling = [s for s in self.prefilling if id(s) not in joined]
+        device = self.target.device
+        roots = torch.tensor([s.tokens[-1] for s in chunk.ended], device=device)
+        lengths = torch.tensor([len(s.tokens) - 1 for s in chunk.ended], dtype=torch.int32, device=device)
+        self._hidden = hidden if self._hidden is None else torch.cat([self._hidden, hidden])
+        self._roots = torch.cat([self._roots, roots])
+        self._seq_lens = torch.cat([self._seq_lens, lengths])
+        self.sequences = [*self.sequences, *chunk.ended]
+
+
+def _without_empty_depths(tree: DraftTree, draft: Tensor) -> tuple[DraftTree, Tensor]:
+    """The tree down to the deepest guess of any sequence (what an earlier guess is missing for can't be accepted)."""
+    guessed = (draft >= 0).any(0).tolist()
+    deepest = max((depth for depth, there in zip(tree.depths, guessed, strict=True) if there), default=0)
+    kept = [node for node, depth in enumerate(tree.depths) if depth <= deepest]
+    return tree.truncated(deepest), draft[:, kept] if len(kept) < tree.size else draft

@@ -14,6 +14,9 @@ from specmemo_kernels.model_spec import ModelSpec
 
 #: A prefill row or tree node outside of the model: int64 tokens (as drafted, packed, clamped), positions, and a spare.
 _ROW_BYTES = 5 * 8
+#: The same once more where trees and chunks share a step: tokens, positions and the row's place among the kept ones;
+#: its words of the tree mask come on top.
+_JOINED_ROW_BYTES = 3 * 8
 #: A token of a prompt or answer in generate's own tensors: int64 ids, mask and positions.
 _TOKEN_BYTES = 3 * 8
 #: A page's entry in the block table, and in the copy that a step works on.
@@ -35,6 +38,10 @@ class PassBytes:
     def at(self, rows: int) -> int:
         """The bound for ``rows`` rows, in bytes."""
         return self.fixed + rows * self.per_row
+
+    def or_other(self, other: PassBytes) -> PassBytes:
+        """A bound for either of two passes."""
+        return PassBytes(max(self.fixed, other.fixed), max(self.per_row, other.per_row))
 
     @classmethod
     def fitted(cls, few: tuple[int, Sequence[int]], many: tuple[int, Sequence[int]]) -> Self:
@@ -76,6 +83,7 @@ class GenerationShape:
         split_size, split_row_bytes: attention that works on splits of ``split_size`` tokens holds this for each row
             and split; 0 for a backend without such a workspace.
         workspace_bytes: what the backend keeps beside torch's allocator, whatever runs.
+        drafter_kv_bytes_per_token: keys and values that the drafter keeps, in pages of its own.
         devices: how many devices hold layers; each gets a copy of a step's metadata.
     """
 
@@ -87,6 +95,7 @@ class GenerationShape:
     split_size: int = 0
     split_row_bytes: int = 0
     workspace_bytes: int = 0
+    drafter_kv_bytes_per_token: int = 0
     devices: int = 1
 
 
@@ -112,19 +121,17 @@ class Load:
 
 def fixed_parts(shape: GenerationShape, load: Load) -> dict[str, int]:
     """Bytes by part, pages and what grows with them left out."""
-    # Of a prompt only the last row gets logits, of a step all nodes may.
-    prefill = shape.forward.at(load.chunk) + shape.logits.at(load.sequences)
-    step = shape.forward.at(load.nodes) + shape.logits.at(load.nodes)
+    # A step's rows are trees and chunks of prompts side by side. Of a prompt the last row gets logits, of trees all.
+    step = shape.forward.at(load.rows) + shape.logits.at(load.nodes)
     splits = -(-load.rows // shape.split_size) + 1 if shape.split_size else 0
     words = -(-load.tree_size // 64)
     layout = KEPT_LAYOUTS * (8 * words + 4 + 8 + 8 + 8)  # mask, parent, depth, row; the column of a drafter's choice
-    metadata = load.rows * _ROW_BYTES + load.nodes * layout + load.sequences * _SEQUENCE_BYTES + _SMALL_BYTES
+    rows = load.rows * (_ROW_BYTES + _JOINED_ROW_BYTES + 8 * words)
+    metadata = rows + load.nodes * layout + load.sequences * _SEQUENCE_BYTES + _SMALL_BYTES
     return {
         "heads": shape.head_bytes,
         "tree_scratch": load.nodes * shape.kv_bytes_per_token,
-        "activations": max(prefill, step)
-        + load.sequences * shape.state_bytes
-        + load.rows * splits * shape.split_row_bytes,
+        "activations": step + load.sequences * shape.state_bytes + load.rows * splits * shape.split_row_bytes,
         "metadata": metadata * shape.devices,
         "workspace": shape.workspace_bytes,
     }
@@ -138,6 +145,7 @@ def page_parts(shape: GenerationShape, load: Load) -> dict[str, int]:
     ids = load.sequences * tokens * _TOKEN_BYTES
     return {
         "kv_pages": tokens * shape.kv_bytes_per_token,
+        "drafter_pages": tokens * shape.drafter_kv_bytes_per_token,
         "activations": split,
         "metadata": (ids + load.sequences * _TABLE_BYTES) * shape.devices,
     }

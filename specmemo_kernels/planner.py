@@ -191,10 +191,11 @@ def _too_small(budget: int, page_size: int, parts: dict[str, int], page_bytes: i
     least = sum(parts.values()) + page_bytes
     needed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
     largest = max(parts, key=lambda name: parts[name])
+    instead = ", or heads='prompt-lookup', which has no weights" if parts["heads"] else ""
     return (
         f"memory_budget {format_bytes(budget)} is too small for one page of {page_size} tokens "
         f"({format_bytes(page_bytes)}) beside {needed}: {format_bytes(least - budget)} missing, the largest part is "
-        f"{largest}; give at least {_at_least(least)}, or a smaller tree or fewer heads"
+        f"{largest}; give at least {_at_least(least)}, or a smaller tree or fewer heads{instead}"
     )
 
 

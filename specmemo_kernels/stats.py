@@ -14,9 +14,11 @@ class DecodeStats:
         sequence_steps: the same counted once per sequence that took part.
         tokens: tokens those steps delivered (cut at EOS and at the length limit).
         prefill_tokens: prompt tokens computed.
+        recomputed_tokens: tokens computed once more, for sequences whose pages had been taken for others.
+        preemptions: how often that was.
         drafted: candidate tokens verified.
         accepted_at_depth: entry d: how many sequence steps accepted at least d + 1 drafts.
-        slots_written: key/value slots written to pages (prefill and commits).
+        slots_written: key/value slots written to pages (prefill, recomputed tokens and commits).
         bytes_by_part: bytes held by heads, pages and scratch in the last call.
     """
 
@@ -24,6 +26,8 @@ class DecodeStats:
     sequence_steps: int = 0
     tokens: int = 0
     prefill_tokens: int = 0
+    recomputed_tokens: int = 0
+    preemptions: int = 0
     drafted: int = 0
     accepted_at_depth: list[int] = field(default_factory=list)
     slots_written: int = 0

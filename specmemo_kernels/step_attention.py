@@ -40,12 +40,11 @@ class StepAttention:
             q, k, v, k_pages, v_pages, batch.block_table, batch.seq_lens, batch.qo_indptr, batch.tree_mask,
             scale, window, softcap, sinks, batch.max_qo_len, batch.max_seq_len, self.backend,
         )  # fmt: skip
-        if batch.parents is None:
-            torch.ops.specmemo.append_paged_kv(
-                k, v, k_pages, v_pages, batch.block_table, batch.seq_lens, batch.qo_indptr, self.backend
-            )
-        else:
-            pool.k_scratch[layer][: k.shape[0]] = k
-            pool.v_scratch[layer][: v.shape[0]] = v
+        nodes = batch.num_tree_nodes
+        if nodes:
+            pool.k_scratch[layer][:nodes] = k[:nodes]
+            pool.v_scratch[layer][:nodes] = v[:nodes]
+        if nodes < k.shape[0]:
+            torch.ops.specmemo.append_paged_kv(k[nodes:], v[nodes:], k_pages, v_pages, *batch.chunks, self.backend)
         result: Tensor = out
         return result

@@ -80,7 +80,8 @@ def ancestors(words: Tensor | None, nodes: int, device: torch.device) -> tuple[T
     causal = index[None, :] <= index[:, None]
     if words is None:
         return causal, index
-    bits = (words[:, index // 64] >> (index % 64)) & 1
+    # Causal rows may be more than the mask has bits for.
+    bits = (words[:, (index // 64).clamp(max=words.shape[1] - 1)] >> (index % 64)) & 1
     visible = torch.where((words == 0).all(1, keepdim=True), causal, bits.bool())
     return visible, visible.sum(1) - 1
 

@@ -21,19 +21,22 @@ class DraftInput:
         hidden: ``[B, hidden_size]``, the target's last hidden state that predicted ``root_tokens`` (after the final
             norm, as the lm_head receives it).
         token_ids: per sequence all its tokens, prompt and output, ``root_tokens`` last.
+        slots: a small number per sequence, its name until :meth:`StatefulDrafter.close` is called with it.
     """
 
     tree: DraftTree
     root_tokens: torch.Tensor
     hidden: torch.Tensor
     token_ids: Sequence[Sequence[int]]
+    slots: Sequence[int] = ()
 
 
 @runtime_checkable
 class Drafter(Protocol):
     """Proposes tokens; a bad proposal costs speed, never correctness.
 
-    Implement these three and hand the object to ``patch(model, heads=...)``.
+    Implement these three and hand the object to ``patch(model, heads=...)``. One that has ``prefers_chain = True`` gets
+    a chain where nobody asks for a tree.
     """
 
     @property
@@ -47,5 +50,40 @@ class Drafter(Protocol):
     def propose(self, inputs: DraftInput) -> torch.Tensor:
         """``[B, T]`` int64: a token for each node of ``inputs.tree``; column 0 (the root) is ignored.
 
-        -1, or any token outside the vocabulary, means "no guess" and is never accepted.
+        -1, or any token outside the vocabulary, means "no guess" and is never accepted. Guesses on the CPU, which can
+        be looked at for free, spare the step the depths at which there are none.
         """
+
+
+@runtime_checkable
+class StatefulDrafter(Drafter, Protocol):
+    """A drafter that remembers something about each sequence between steps.
+
+    A sequence is known by its slot from the first ``propose`` that names it until ``close``; what was accepted since
+    the last step shows in ``token_ids``.
+    """
+
+    def close(self, slot: int) -> None:
+        """The sequence of this slot left (finished, aborted or preempted); the next one of that number is another."""
+
+
+@runtime_checkable
+class PagedDrafter(StatefulDrafter, Protocol):
+    """A drafter with keys and values of its own, which the memory plan counts by the token."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values per token of a sequence."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of the pages that it holds right now."""
+
+    def allocate(self, num_pages: int, page_size: int, max_sequences: int, prefill_chunk: int) -> None:
+        """Pages for as many tokens and sequences as the target's pool has; what was known of sequences is forgotten.
+
+        Its forward passes may have ``prefill_chunk`` rows at most, or one per sequence.
+        """
+
+    def release(self) -> None:
+        """Give the pages back."""

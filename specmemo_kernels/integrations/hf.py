@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +12,23 @@ import torch
 from torch import nn
 
 from specmemo_kernels import ops
-from specmemo_kernels.acceptance import DEFAULT_ACCURACY, Accuracy, best_first_paths
-from specmemo_kernels.drafting.base import Drafter
-from specmemo_kernels.drafting.load_heads import load_heads
-from specmemo_kernels.drafting.medusa import MedusaDrafter
-from specmemo_kernels.footprint import GenerationShape
-from specmemo_kernels.integrations.hf_attention import install_views, remove_views
-from specmemo_kernels.integrations.hf_device import device_tree
+from specmemo_kernels.drafting.base import Drafter, PagedDrafter
+from specmemo_kernels.integrations.hf_draft import DraftModel, HFDraftModel, attach
 from specmemo_kernels.integrations.hf_generate import Generator
-from specmemo_kernels.integrations.hf_probe import check_config, measure_passes, probe
-from specmemo_kernels.integrations.hf_target import HFTarget, ModelFacts, lm_head, lm_head_hook
+from specmemo_kernels.integrations.hf_plan import (
+    choose_tree,
+    device_plan,
+    generation_shape,
+    make_chooser,
+    make_drafter,
+)
+from specmemo_kernels.integrations.hf_probe import check_config, probe
+from specmemo_kernels.integrations.hf_target import HFTarget, ModelFacts, lm_head_hook
 from specmemo_kernels.paged_kv import PagedKVPool
 from specmemo_kernels.planner import BudgetError, MemoryPlan, divide_budget, parse_bytes
 from specmemo_kernels.stats import DecodeStats
 from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.tree_choice import TreeChooser
 
 
 class SpecMemo:
@@ -36,6 +39,7 @@ class SpecMemo:
         stats: what was counted since patching or ``stats.reset()`` (:class:`DecodeStats`).
         drafter: what proposes tokens.
         backend: name of the operators' backend.
+        chooser: shrinks the tree as more sequences share a step, where nobody asked for a tree.
     """
 
     def __init__(
@@ -44,9 +48,12 @@ class SpecMemo:
         self.model, self.facts, self.drafter, self.plan, self.target = model, facts, drafter, plan, target
         self.backend = backend
         self.stats = DecodeStats()
+        self.chooser: TreeChooser | None = None
         self.generator = Generator(self)
         self._pool: PagedKVPool | None = None
-        self._hook: Any = None
+        self._undo: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        self._generating: int | None = None
 
     def pool_for(self, lengths: Sequence[int]) -> PagedKVPool:
         """A pool in which sequences of these lengths fit, as many side by side as the plan allows.
@@ -69,7 +76,7 @@ class SpecMemo:
         nodes = plan.tree.size * sequences
         pool = self._pool
         if pool is None or pool.free_pages < needed or pool.max_nodes < nodes or not pool.fits_sequences(sequences):
-            self._pool = pool = None  # free the old one first: both together might not fit
+            self.release()  # free the old one first: both together might not fit
             with torch.inference_mode(False):  # else the pool could not be written outside of inference mode later
                 self._pool = pool = PagedKVPool(
                     self.facts.layers,
@@ -78,12 +85,49 @@ class SpecMemo:
                     max_sequences=sequences,
                     max_nodes=nodes,
                 )
+                if isinstance(self.drafter, PagedDrafter):
+                    self.drafter.allocate(needed, plan.page_size, sequences, plan.prefill_chunk)
         self.stats.bytes_by_part = self.bytes_by_part
         return pool
+
+    def acquire(self) -> None:
+        """Wait until no other thread generates, and keep others waiting until :meth:`free`.
+
+        Raises:
+            RuntimeError: this thread itself is in the middle of a generation, for which it would wait forever.
+        """
+        if self._lock.locked() and self._generating == threading.get_ident():
+            raise RuntimeError("this thread's generation with the same model isn't over; finish or close it first")
+        self._lock.acquire()
+        self._generating = threading.get_ident()
+
+    def free(self) -> None:
+        """The end of what :meth:`acquire` began."""
+        self._generating = None
+        self._lock.release()
+
+    def rope_changes(self, length: int) -> bool:
+        """Whether positions are encoded differently beyond a limit that ``length`` tokens cross (dynamic, longrope).
+
+        The candidates of a step lie ahead of the newest token, and would switch it early.
+        """
+        config = self.model.config.get_text_config()
+        rope = getattr(config, "rope_parameters", None) or {}
+        kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
+        if not any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds):
+            return False
+        limits: list[int | None] = [
+            getattr(config, "original_max_position_embeddings", None),
+            config.max_position_embeddings,
+        ]
+        limits += [kind.get("original_max_position_embeddings") for kind in kinds]
+        return length + self.plan.tree.max_depth > min(limit for limit in limits if limit)
 
     def release(self) -> None:
         """Free the pages kept between calls of generate."""
         self._pool = None
+        if isinstance(self.drafter, PagedDrafter):
+            self.drafter.release()
 
     @property
     def bytes_by_part(self) -> dict[str, int]:
@@ -92,6 +136,7 @@ class SpecMemo:
         return {
             "heads": self.drafter.nbytes,
             "kv_pages": pool.page_bytes if pool else 0,
+            "drafter_pages": self.drafter.page_bytes if isinstance(self.drafter, PagedDrafter) else 0,
             "tree_scratch": pool.scratch_bytes if pool else 0,
         }
 
@@ -135,7 +180,7 @@ def _plain_class(patched: type) -> type:
 
 def patch(
     model: Any,
-    heads: str | Path | nn.Module | dict[str, torch.Tensor] | Drafter,
+    heads: str | Path | nn.Module | dict[str, torch.Tensor] | Drafter | DraftModel,
     *,
     memory_budget: int | str | None = None,
     tree: DraftTree | Sequence[Sequence[int]] | int | None = None,
@@ -148,13 +193,16 @@ def patch(
 
     Args:
         model: a decoder of transformers with an lm_head, loaded.
-        heads: Medusa heads (a folder, a hub id, a module, a dict of tensors), or any :class:`Drafter`.
+        heads: Medusa heads (a folder, a hub id, a module, a dict of tensors); ``"prompt-lookup"``, which needs no
+            weights; a smaller causal language model with the same vocabulary, or :class:`DraftModel` to say more about
+            one; or any :class:`Drafter`.
         memory_budget: bytes (or ``"2GiB"``) of generation memory: everything but the model's own weights.
             ``None``: no limit, each call takes what its lengths need.
         tree: a :class:`DraftTree`, a list of rank paths (as Medusa publishes them), or a number of nodes;
             ``None`` takes the best nodes for the heads' accuracies and the device, which is known by name or
             measured once per process, in about a second (``specmemo probe`` keeps that); heads that this tree
-            doesn't use are dropped.
+            doesn't use are dropped. Prompt lookup and draft models get a chain unless a tree is given. What isn't
+            given shrinks for steps of many sequences, as far as that is faster by the times measured while patching.
         backend: ``"reference"``, ``"cpu"``, ``"triton"`` or ``None`` (by device).
         page_size: tokens per page of the KV cache.
         prefill_chunk: most prompt tokens per forward pass; the plan may lower it to keep the budget.
@@ -176,24 +224,27 @@ def patch(
     check_config(model.config)
     budget = None if memory_budget is None else parse_bytes(memory_budget)
     name = ops.backend_name(backend, model.get_input_embeddings().weight.device)
-    hook = model.get_output_embeddings().register_forward_pre_hook(lm_head_hook)
-    install_views(model)
+    undo = [attach(model)]
     try:
         facts = probe(model)
-        drafter, accuracy = _drafter(heads, model, facts, name)
+        drafter, accuracy = make_drafter(heads, model, facts, name)
+        if isinstance(drafter, HFDraftModel):
+            undo.append(drafter.detach)
         limits: dict[str, Any] = {"budget": budget, "page_size": page_size, "prefill_chunk": prefill_chunk}
         limits["max_sequences"] = max_batch_size
-        if tree is None:
-            drafter, plan = _device_plan(model, facts, drafter, accuracy, name, limits)
+        if tree is None and not getattr(drafter, "prefers_chain", False):
+            drafter, plan = device_plan(model, facts, drafter, accuracy, name, limits)
         else:
-            chosen = _tree(tree, drafter, accuracy, facts)
-            plan = divide_budget(_shape(model, facts, drafter, name, page_size), chosen, **limits)
+            chosen = choose_tree(tree, drafter, facts, accuracy)
+            plan = divide_budget(generation_shape(model, facts, drafter, name, page_size), chosen, **limits)
     except BaseException:
-        hook.remove()
-        remove_views(model)
+        for step in undo:
+            step()
         raise
     handle = SpecMemo(model, facts, drafter, plan, HFTarget(model, facts, name), name)
-    handle._hook = hook
+    handle._undo = undo
+    if tree is None:
+        handle.chooser = make_chooser(model, facts, drafter, accuracy, plan, handle.stats)
     cls = type(model)
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     model.__class__ = type(cls.__name__, (PatchedGeneration, cls), names)
@@ -207,81 +258,7 @@ def unpatch(model: Any) -> None:
     if not isinstance(handle, SpecMemo):
         return
     handle.release()
-    handle._hook.remove()
-    remove_views(model)
+    for step in handle._undo:
+        step()
     model.__class__ = _plain_class(type(model))
     del model.specmemo
-
-
-def _drafter(heads: Any, model: Any, facts: ModelFacts, backend: str) -> tuple[Drafter, Accuracy]:
-    """The drafter behind ``heads``, and the accuracies to build its tree from."""
-    if isinstance(heads, Drafter) and not isinstance(heads, nn.ModuleList):
-        return heads, DEFAULT_ACCURACY
-    loaded = load_heads(heads, facts.hidden_size, facts.vocab_size, dtype=facts.dtype, device=facts.device)
-    accuracy = getattr(loaded, "cumulative_topk_accuracy", None) or DEFAULT_ACCURACY
-    return MedusaDrafter(loaded, lm_head(model), backend), accuracy
-
-
-def _device_plan(
-    model: Any, facts: ModelFacts, drafter: Drafter, accuracy: Accuracy, backend: str, limits: dict[str, Any]
-) -> tuple[Drafter, MemoryPlan]:
-    """The plan with the tree that suits the device, or as much of it as the budget holds; heads go with the depth.
-
-    Raises:
-        BudgetError: not even a tree of one draft fits.
-    """
-    tree, forecast = device_tree(model, facts, drafter, accuracy)
-    drafter = _without_unused_heads(drafter, tree, model, backend)
-    shape = _shape(model, facts, drafter, backend, limits["page_size"])
-    while True:
-        try:
-            return drafter, dataclasses.replace(divide_budget(shape, tree, **limits), **forecast)
-        except BudgetError:
-            if tree.size <= 2:
-                raise
-        tree = tree.pruned(max(2, tree.size // 2))
-        drafter = _without_unused_heads(drafter, tree, model, backend)
-        shape = dataclasses.replace(shape, head_bytes=drafter.nbytes)
-        forecast = {"reasons": (f"the budget holds a tree of {tree.size} nodes, fewer than would be fastest",)}
-
-
-def _without_unused_heads(drafter: Drafter, tree: DraftTree, model: Any, backend: str) -> Drafter:
-    """The same drafter with no more heads than the tree is deep, at least one."""
-    depth = max(1, tree.max_depth)
-    if not isinstance(drafter, MedusaDrafter) or depth >= drafter.max_depth:
-        return drafter
-    return MedusaDrafter(drafter.heads.truncated(depth), lm_head(model), backend)
-
-
-def _tree(tree: Any, drafter: Drafter, accuracy: Accuracy, facts: ModelFacts) -> DraftTree:
-    """The tree asked for, or the best one of that many nodes."""
-    if isinstance(tree, int):
-        if tree < 1:
-            raise ValueError(f"tree is {tree}, it needs at least the root")
-        return DraftTree.from_paths(best_first_paths(accuracy[: drafter.max_depth], tree - 1))
-    chosen = tree if isinstance(tree, DraftTree) else DraftTree.from_paths(tree)
-    if chosen.max_depth > drafter.max_depth:
-        raise ValueError(f"the tree is {chosen.max_depth} deep, the drafter guesses {drafter.max_depth} tokens ahead")
-    if chosen.width > facts.vocab_size:
-        raise ValueError(f"the tree uses rank {chosen.width - 1}, the vocabulary has {facts.vocab_size} tokens")
-    return chosen
-
-
-def _shape(model: Any, facts: ModelFacts, drafter: Drafter, backend: str, page_size: int) -> GenerationShape:
-    """What the plan has to know, measured where it depends on the model's code."""
-    kinds = set(zip(facts.layers, facts.num_qo_heads, strict=True))
-    shapes = [(kind, (heads, kind.num_kv_heads, kind.head_dim, kind.v_head_dim)) for kind, heads in kinds]
-    splits = [ops.split_workspace(backend, kind.device, kind.dtype, *sizes, page_size) for kind, sizes in shapes]
-    forward, logits = measure_passes(model, facts)
-    return GenerationShape(
-        kv_bytes_per_token=sum(layer.bytes_per_token for layer in facts.layers),
-        head_bytes=drafter.nbytes,
-        forward=forward,
-        logits=logits,
-        # The last steps', the new prompts' so far, and those of the chunk before.
-        state_bytes=3 * facts.hidden_size * facts.dtype.itemsize,
-        split_size=min(size for size, _ in splits),
-        split_row_bytes=max(row for _, row in splits),
-        workspace_bytes=max(ops.fixed_workspace(backend, kind.dtype, *sizes) for kind, sizes in shapes),
-        devices=len({layer.device for layer in facts.layers} | {facts.device}),
-    )

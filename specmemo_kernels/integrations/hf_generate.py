@@ -1,8 +1,7 @@
-"""What runs in place of transformers' own greedy loop: from generate's arguments to sequences and back."""
+"""What runs in place of transformers' own decoding loop: from generate's arguments to sequences and back."""
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from specmemo_kernels.decode import GreedyVerifier, SequenceState, SpecDecoder, Verifier
-from specmemo_kernels.integrations.hf_verifier import ProcessedVerifier
+from specmemo_kernels.integrations.hf_verifier import ProcessedVerifier, put_back, row_generators
+from specmemo_kernels.scheduler import Scheduler, submit_all
 
 if TYPE_CHECKING:
     from specmemo_kernels.integrations.hf import SpecMemo
@@ -59,11 +59,10 @@ class _Call:
 
 
 class Generator:
-    """Runs generate's greedy calls speculatively, and hands the others to the model's own loop with one warning."""
+    """Runs generate's greedy and sampling calls speculatively; others get the model's own loop, with one warning."""
 
     def __init__(self, handle: SpecMemo) -> None:
         self.handle = handle
-        self._lock = threading.RLock()
         self._warned: set[str] = set()
 
     def sample(
@@ -88,8 +87,11 @@ class Generator:
             return own_sample(
                 input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
             )
-        with self._lock:
+        self.handle.acquire()
+        try:
             return self._generate(call)
+        finally:
+            self.handle.free()
 
     def _unsupported(self, call: _Call) -> str | None:
         """Why this call can't be run speculatively, or ``None``."""
@@ -98,7 +100,6 @@ class Generator:
         extra = sorted(k for k, v in kwargs.items() if v is not None and k not in _UNDERSTOOD)
         other = call.other_criteria
         checks = (
-            (config.do_sample, "sampling (do_sample=True) is not supported yet"),
             (call.synced_gpus, "synced_gpus (FSDP, ZeRO-3) is not supported"),
             (self.handle.model.training, "the model is in training mode"),
             (cache is not None and cache.get_seq_length() > 0, "past_key_values can't be continued; pass all tokens"),
@@ -122,27 +123,12 @@ class Generator:
             ),
             (not bool(call.attention_mask.any(dim=1).all()), "a prompt of the batch is empty"),
             (not _usual_positions(call), "own position_ids are not supported"),
-            (self._rope_changes(call), "the rotary embedding changes with the length on the way"),
+            (
+                self.handle.rope_changes(int(call.stopping_criteria.max_length or 0)),
+                "the rotary embedding changes with the length on the way",
+            ),
         )
         return next((reason for failed, reason in checks if failed), None)
-
-    def _rope_changes(self, call: _Call) -> bool:
-        """Whether positions are encoded differently beyond a length that this call may cross (dynamic, longrope).
-
-        The candidates of a step lie ahead of the newest token, and would switch it early.
-        """
-        config = self.handle.model.config.get_text_config()
-        rope = getattr(config, "rope_parameters", None) or {}
-        kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
-        if not any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds):
-            return False
-        limits: list[int | None] = [
-            getattr(config, "original_max_position_embeddings", None),
-            config.max_position_embeddings,
-        ]
-        limits += [kind.get("original_max_position_embeddings") for kind in kinds]
-        longest = int(call.stopping_criteria.max_length or 0) + self.handle.plan.tree.max_depth
-        return longest > min(limit for limit in limits if limit)
 
     def _generate(self, call: _Call) -> Any:
         handle, plan = self.handle, self.handle.plan
@@ -150,39 +136,27 @@ class Generator:
         # The deepest candidate of a last step lies `max_depth` tokens behind the last one that is wanted.
         lengths = [len(s.prompt) + s.max_new_tokens + plan.tree.max_depth for s in sequences]
         pool = handle.pool_for(lengths)
-        verifier = self._verifier(call)
+        device = call.input_ids.device
+        generators = row_generators(device, len(sequences)) if call.config.do_sample else None
+        verifier = self._verifier(call, generators)
         decoder = SpecDecoder(
             handle.target, handle.drafter, plan.tree, pool, verifier,
             prefill_chunk=plan.prefill_chunk, backend=handle.backend, stats=handle.stats,
+            chooser=handle.chooser,
         )  # fmt: skip
+        scheduler = Scheduler(decoder, min(len(sequences), plan.max_sequences))
         columns = _Columns(call, sequences)
-        # With each sequence the pages that it may come to need.
-        waiting = [(s, pool.pages_for(length)) for s, length in zip(sequences, lengths, strict=True)]
-        running: list[tuple[SequenceState, int]] = []
         try:
-            while waiting or decoder.sequences:
-                if decoder.sequences:
-                    decoder.step()
-                if admitted := self._admit(waiting, running, pool.num_pages):
-                    decoder.start(admitted)
+            submit_all(scheduler, sequences)
+            while not scheduler.idle:
+                scheduler.step()
                 columns.put()
         finally:
-            decoder.abort()
+            scheduler.close()
+            if generators is not None:
+                put_back(device, generators)
         columns.end()
         return self._result(call, columns.padded(), verifier)
-
-    def _admit(
-        self, waiting: list[tuple[SequenceState, int]], running: list[tuple[SequenceState, int]], num_pages: int
-    ) -> list[SequenceState]:
-        """The next sequences, in order, as long as the pages that all may come to need are there."""
-        running[:] = [(sequence, pages) for sequence, pages in running if not sequence.finished]
-        admitted = []
-        while waiting and len(running) < self.handle.plan.max_sequences:
-            if sum(pages for _, pages in running) + waiting[0][1] > num_pages:
-                break
-            running.append(waiting.pop(0))
-            admitted.append(running[-1][0])
-        return admitted
 
     def _sequences(self, call: _Call) -> list[SequenceState]:
         limit = int(call.stopping_criteria.max_length or 0) - call.input_ids.shape[1]
@@ -198,11 +172,13 @@ class Generator:
             for row in range(call.input_ids.shape[0])
         ]
 
-    def _verifier(self, call: _Call) -> Verifier:
+    def _verifier(self, call: _Call, generators: Sequence[torch.Generator] | None) -> Verifier:
         scores, logits = call.wants("output_scores"), call.wants("output_logits")
-        if not call.logits_processor and not scores and not logits:
+        if not call.logits_processor and not scores and not logits and not generators:
             return GreedyVerifier(self.handle.target, self.handle.backend)
-        return ProcessedVerifier(self.handle.target, call.logits_processor, call.input_ids, keep=scores or logits)
+        return ProcessedVerifier(
+            self.handle.target, call.logits_processor, call.input_ids, scores or logits, generators
+        )
 
     def _result(self, call: _Call, ids: Tensor, verifier: Verifier) -> Any:
         if not call.config.return_dict_in_generate:

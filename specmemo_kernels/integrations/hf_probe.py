@@ -1,8 +1,9 @@
-"""What a few small forward passes tell about a transformers model: its layers, its lm_head, the memory of a pass."""
+"""What small forward passes tell about a transformers model: its layers, its lm_head, memory and time of a pass."""
 
 from __future__ import annotations
 
 import inspect
+import time
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from specmemo_kernels.integrations.hf_attention import UnsupportedModel
 from specmemo_kernels.integrations.hf_target import ModelFacts, run_packed, tapped
 from specmemo_kernels.memory_tracker import MemoryTracker
 from specmemo_kernels.paged_kv import LayerKV
+from specmemo_kernels.tree_choice import PassSeconds
 
 Tensor = torch.Tensor
 
@@ -20,6 +22,10 @@ Tensor = torch.Tensor
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 #: Rows of the passes whose memory is measured: few, so that patching is quick; not one, which models may treat apart.
 _MEASURED_ROWS = (8, 16)
+#: Rows of the passes whose time is measured.
+_TIMED_ROWS = (1, 8, 32, 128)
+#: A pass is timed once more while it has taken less than this together, three times at most.
+_TIMED_SECONDS = 0.3
 
 
 def check_config(config: Any) -> None:
@@ -160,6 +166,24 @@ def _trace(model: Any, rows: int, facts: ModelFacts) -> tuple[list[int], list[in
     finally:
         hook.remove()
     return before, [max(0, held - before[-1]) for held in tracker.trace[len(before) :]]
+
+
+@torch.no_grad()
+def time_passes(model: Any, facts: ModelFacts, most_rows: int) -> PassSeconds:
+    """Seconds of forward passes up to the lm_head by their rows, ``most_rows`` at most; attention itself left out."""
+    points = []
+    for rows in sorted({min(rows, most_rows) for rows in _TIMED_ROWS}):
+        tokens = torch.zeros(rows, dtype=torch.int64, device=facts.device)
+        taken: list[float] = []
+        while len(taken) < 4 and sum(taken) < _TIMED_SECONDS:
+            started = time.perf_counter()
+            with tapped(cut=facts.exact_lm_head):
+                run_packed(model, tokens, tokens, _like_attention, None)
+            if facts.device.type == "cuda":
+                torch.cuda.synchronize(facts.device)
+            taken.append(time.perf_counter() - started)
+        points.append((rows, min(taken)))
+    return PassSeconds(tuple(points))
 
 
 def _like_attention(_: int, q: Tensor, k: Tensor, v: Tensor, **__: Any) -> Tensor:

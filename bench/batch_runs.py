@@ -1,0 +1,224 @@
+"""What bench_batch.py runs: prompts of Spec-Bench, the unpatched model's answers, and the sides that are compared."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import specmemo_kernels as sk
+from specmemo_kernels.cli.common import load_model, load_tokenizer
+from specmemo_kernels.memory_tracker import MemoryTracker
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DRAFTERS = ("medusa", "draft", "lookup")
+
+
+@dataclass(frozen=True)
+class Work:
+    """The prompts and what is asked of each: ``new_tokens`` more, EOS ends nothing (all sides write as many)."""
+
+    model: Any
+    tokenizer: Any
+    prompts: list[list[int]]
+    new_tokens: int
+
+    def text(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """New tokens per prompt, the seconds they took, and what the speculating side counted."""
+
+    answers: list[list[int]]
+    seconds: float
+    counts: dict[str, Any]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(map(len, self.answers)) / self.seconds
+
+
+def load_work(folder: Path, dtype: str, questions: Path, limit: int, new_tokens: int) -> Work:
+    """First turns of the questions, cut to their last tokens where they don't fit the model's context."""
+    model = load_model(folder, DTYPES[dtype], torch.device("cpu"))
+    model.generation_config.eos_token_id = None
+    tokenizer = load_tokenizer(folder)
+    room = model.config.max_position_embeddings - new_tokens - 16
+    lines = questions.read_text(encoding="utf-8").splitlines()[:limit]
+    texts = [json.loads(line)["turns"][0] for line in lines]
+    return Work(model, tokenizer, [tokenizer(text, verbose=False).input_ids[-room:] for text in texts], new_tokens)
+
+
+def first_layers(model: Any, layers: int) -> Any:
+    """A draft model: the first layers of the model itself, its embedding, norm and lm_head."""
+    config = type(model.config)(**(model.config.to_dict() | {"num_hidden_layers": layers}))
+    small = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+    small.load_state_dict(model.state_dict(), strict=False)
+    small.generation_config.eos_token_id = None
+    return small.eval()
+
+
+def heads_for(drafter: str, work: Work, folder: Path, draft_layers: int) -> Any:
+    """What ``patch`` gets as heads."""
+    if drafter == "draft":
+        return sk.DraftModel(first_layers(work.model, draft_layers), tokens=5)
+    return folder / "heads" if drafter == "medusa" else "prompt-lookup"
+
+
+class Plain:
+    """The unpatched model's generate over left-padded batches, in the order of the prompts."""
+
+    def __init__(self, work: Work, batch: int, **options: Any) -> None:
+        self.work, self.batch, self.options = work, batch, options
+
+    def answer(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+        answers: list[list[int]] = []
+        for first in range(0, len(prompts), self.batch):
+            rows = prompts[first : first + self.batch]
+            longest = max(map(len, rows))
+            ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+            mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+            output = self.work.model.generate(
+                ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, **self.options
+            )
+            answers += output[:, longest:].tolist()
+        return answers
+
+    def held_bytes(self) -> int:
+        """What generation holds beside the model: nothing here."""
+        return 0
+
+    def counts(self) -> dict[str, Any]:
+        return {"tokens_per_step": None if self.options else 1.0}
+
+    def close(self) -> None:
+        """Nothing to undo."""
+
+
+class Ours:
+    """``generate_batch`` on a patched model of its own, ``batch`` prompts at a time.
+
+    With ``disturb`` prompts come in reverse, every seventh one is aborted after its first piece and asked for again.
+    """
+
+    def __init__(self, model: Any, heads: Any, batch: int, budget: str | None, disturb: bool) -> None:
+        self.model, self.disturb = model, disturb
+        self.handle = sk.patch(model, heads, max_batch_size=batch, memory_budget=budget)
+
+    def answer(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+        if self.disturb:
+            return _disturbed(self.model, prompts, new_tokens)
+        done = sk.generate_batch(self.model, prompts, max_new_tokens=new_tokens, eos_token_ids=[])
+        return [completion.tokens for completion in done]
+
+    def held_bytes(self) -> int:
+        self.handle.release()
+        return self.handle.drafter.nbytes
+
+    def counts(self) -> dict[str, Any]:
+        stats, plan = self.handle.stats, self.handle.plan
+        committed = stats.prefill_tokens + sum(stats.accepted_at_depth) + stats.sequence_steps
+        slot = sum(layer.bytes_per_token for layer in self.handle.facts.layers)
+        return {
+            "tokens_per_step": stats.tokens_per_step,
+            "preemptions": stats.preemptions,
+            "tree_nodes": plan.tree.size,
+            "kv_bytes_written": stats.slots_written * slot,
+            "kv_bytes_committed": (committed + stats.recomputed_tokens) * slot,
+            "steps": stats.steps,
+            "rows_per_step": (stats.drafted + stats.sequence_steps) / max(1, stats.steps),
+            "tokens_per_pass": stats.tokens / max(1, stats.steps),
+        }
+
+    def close(self) -> None:
+        sk.unpatch(self.model)
+
+
+Side = Plain | Ours
+
+
+def take_turns(work: Work, sides: dict[str, Side], group: int) -> dict[str, Outcome]:
+    """Every side answers the same ``group`` prompts in turn, then the next ones: the machine's noise meets all of them.
+
+    Each warms up on the first group, uncounted.
+    """
+    answers: dict[str, list[list[int]]] = {name: [] for name in sides}
+    seconds = dict.fromkeys(sides, 0.0)
+    for side in sides.values():
+        side.answer(work.prompts[:group], 2)
+        if isinstance(side, Ours):
+            side.handle.stats.reset()
+    for first in range(0, len(work.prompts), group):
+        for name, side in sides.items():
+            started = time.perf_counter()
+            answers[name] += side.answer(work.prompts[first : first + group], work.new_tokens)
+            seconds[name] += time.perf_counter() - started
+    return {name: Outcome(answers[name], seconds[name], side.counts()) for name, side in sides.items()}
+
+
+def peak_bytes(side: Side, work: Work, batch: int) -> int:
+    """Peak bytes of the tensors of one generation over two batches' worth of prompts, heads or draft model included."""
+    held = side.held_bytes()
+    with MemoryTracker() as tracker:
+        side.answer(work.prompts[: 2 * batch], min(16, work.new_tokens))
+    return tracker.peak + held
+
+
+def _disturbed(model: Any, wanted: list[list[int]], new_tokens: int) -> list[list[int]]:
+    order = list(reversed(range(len(wanted))))
+    again = [i for i in order if i % 7 == 3]
+    prompts = [wanted[i] for i in (*order, *again)]
+    answers: dict[int, list[int]] = {}
+    with sk.stream_batch(model, prompts, max_new_tokens=new_tokens, eos_token_ids=[]) as run:
+        for piece in run:
+            if piece.index < len(order) and order[piece.index] in again and not piece.finished:
+                run.abort(piece.index)
+        for i, completion in zip((*order, *again), run.completions(), strict=True):
+            if completion.finish_reason != "aborted":
+                answers[i] = completion.tokens
+    return [answers[i] for i in range(len(wanted))]
+
+
+def matches(work: Work, answers: list[list[int]], reference: list[list[int]]) -> tuple[float, float]:
+    """Exact and partial match as "Batch Speculative Decoding Done Right" defines them.
+
+    Equality of the decoded strings; and the length of the matching prefix over the reference's length. Means.
+    """
+    exact, partial_ = 0, 0.0
+    for answer, expected in zip(answers, reference, strict=True):
+        ours_, theirs = work.text(answer), work.text(expected)
+        exact += ours_ == theirs
+        same = next((i for i, (a, b) in enumerate(zip(ours_, theirs, strict=False)) if a != b), len(theirs))
+        partial_ += min(same, len(ours_), len(theirs)) / max(1, len(theirs))
+    return exact / len(reference), partial_ / len(reference)
+
+
+@torch.no_grad()
+def near_ties(work: Work, exact_model: Any, answers: list[list[int]], reference: list[list[int]]) -> dict[str, int]:
+    """For rows that differ: is the first difference a near tie?
+
+    It is one if the two tokens' float32 logits differ by less than the band in which bfloat16 can order them either
+    way: twice the largest error that the bfloat16 model makes in any of the two tokens' logits at that place, at least
+    one unit in the last place of the better one.
+    """
+    differ = ties = 0
+    for prompt, answer, expected in zip(work.prompts, answers, reference, strict=True):
+        place = next((i for i, (a, b) in enumerate(zip(answer, expected, strict=True)) if a != b), None)
+        if place is None:
+            continue
+        differ += 1
+        ids = torch.tensor([prompt + expected[:place]])
+        pair = [answer[place], expected[place]]
+        exact = exact_model(ids).logits[0, -1, pair].float()
+        rounded = work.model(ids).logits[0, -1, pair].float()
+        band = 2 * float((exact - rounded).abs().max())
+        ulp = float(rounded.abs().max()) * 2**-7
+        ties += abs(float(exact[0] - exact[1])) <= max(band, ulp)
+    return {"rows_that_differ": differ, "near_ties": ties}

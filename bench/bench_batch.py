@@ -1,0 +1,176 @@
+"""Batched speculative decoding over Spec-Bench prompts, against plain and assisted generate of transformers.
+
+    python bench/bench_batch.py --questions FILE --batch 1,8 --drafter medusa --json out.json
+    python bench/bench_batch.py --questions FILE --batch 1,2,4,8,10,16 --drafter medusa,draft,lookup \\
+        --dtype fp32,bf16 --json out.json --plot out.png
+
+FILE is Spec-Bench's question.jsonl; first turns are used, cut to the model's context. All sides of a batch size take
+turns, four batches of prompts each. The draft model is the first layers of the model itself. ``exact_match`` and
+``partial_match`` compare with batch-1 greedy decoding of the unpatched model. ``scaling`` is tokens/s over those of the
+same drafter at batch 1, ``allowed`` what the step's own roofline lets it be: tokens per pass over the pass's floor,
+relative to batch 1, a floor being the longer of reading the weights once and the products of all rows, at rates
+measured in the same run. ``kv_bytes_written`` equals ``kv_bytes_committed``: nothing is realigned.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import batch_runs as runs
+import matplotlib.pyplot as plt
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from timing import Yardstick, environment, take_turns
+
+from specmemo_kernels.cli.common import demo_model_folder, load_model
+
+Row = dict[str, Any]
+PLAIN = "none (plain HF)"
+
+
+class Roofline:
+    """How long a step must take for its rows alone."""
+
+    def __init__(self, model: Any) -> None:
+        yard = Yardstick(model.dtype)
+        self._yard, self._times = yard, take_turns(yard.functions, seconds=2)
+        parameters = {p.data_ptr(): p for p in model.parameters()}.values()
+        self._bytes = sum(p.nbytes for p in parameters)
+        self._flops = 2 * sum(p.numel() for p in parameters)
+
+    def floor(self, rows: int) -> float:
+        return self._yard.floor(dict(self._times), self._bytes, rows * self._flops)
+
+
+def sides_for(
+    work: runs.Work, folder: Path, drafters: list[str], batch: int, peers: bool, options: dict[str, Any]
+) -> dict[str, runs.Side]:
+    """What takes turns at one batch size; each of ours patches a copy of the model."""
+    layers, budget, disturb = options["draft_layers"], options["memory_budget"], options["disturb"]
+    sides: dict[str, runs.Side] = {}
+    if peers:
+        sides[PLAIN] = runs.Plain(work, batch)
+    if peers and batch == 1:
+        small = runs.first_layers(work.model, layers)
+        small.generation_config.num_assistant_tokens = 5
+        small.generation_config.num_assistant_tokens_schedule = "constant"
+        sides["draft (HF assisted)"] = runs.Plain(work, 1, assistant_model=small)
+    for name in drafters:
+        model = copy.deepcopy(work.model)
+        sides[name] = runs.Ours(model, runs.heads_for(name, work, folder, layers), batch, budget, disturb)
+    return sides
+
+
+def rows_of(
+    work: runs.Work, dtype: str, batch: int, sides: dict[str, runs.Side], roofline: Roofline,
+    reference: list[list[int]],
+) -> Iterator[Row]:  # fmt: skip
+    """A row for each side."""
+    full = load_model(work.model.name_or_path, torch.float32, torch.device("cpu")) if dtype != "fp32" else None
+    for name, outcome in runs.take_turns(work, sides, 4 * batch).items():
+        exact, partial = runs.matches(work, outcome.answers, reference)
+        row: Row = {"drafter": name, "batch": batch, "dtype": dtype, "tokens_per_s": outcome.tokens_per_s}
+        row |= outcome.counts | {"exact_match": exact, "partial_match": partial}
+        row["peak_generation_bytes"] = runs.peak_bytes(sides[name], work, batch)
+        if "rows_per_step" in row:
+            row["step_floor"] = roofline.floor(int(row["rows_per_step"]))
+            if row["kv_bytes_written"] != row["kv_bytes_committed"]:
+                raise AssertionError(f"keys and values were copied: {row}")
+        if full is not None:
+            row |= runs.near_ties(work, full, outcome.answers, reference)
+        elif exact < 1 and "rows_per_step" in row:
+            raise AssertionError(f"{name}, batch {batch}: {1 - exact:.1%} of the rows differ in float32")
+        yield row
+
+
+def add_scaling(rows: list[Row]) -> None:
+    """Throughput over that of batch 1, and over plain generate at the same batch size."""
+    ours = {(row["drafter"], row["dtype"], row["batch"]): row for row in rows if "step_floor" in row}
+    for (drafter, dtype, _), row in ours.items():
+        if (one := ours.get((drafter, dtype, 1))) is not None:
+            tokens = row["tokens_per_pass"] / one["tokens_per_pass"]
+            row["allowed"] = tokens * one["step_floor"] / row["step_floor"]
+    speed = {(row["drafter"], row["dtype"], row["batch"]): row["tokens_per_s"] for row in rows}
+    for row in rows:
+        one = speed.get((row["drafter"], row["dtype"], 1))
+        plain = speed.get((PLAIN, row["dtype"], row["batch"]))
+        row["scaling"] = row["tokens_per_s"] / one if one else None
+        row["vs_plain"] = row["tokens_per_s"] / plain if plain else None
+
+
+def show(rows: list[Row]) -> None:
+    """The rows as a table."""
+    columns = ["drafter", "dtype", "batch", "tokens_per_s", "vs_plain", "tokens_per_step", "exact_match",
+               "partial_match", "scaling", "allowed", "peak_generation_bytes"]  # fmt: skip
+    table = Table(*columns)
+    for row in rows:
+        cells = [row.get(name) for name in columns]
+        table.add_row(*["" if c is None else f"{c:.3g}" if isinstance(c, float) else str(c) for c in cells])
+    Console(width=160).print(table)
+
+
+def plot(rows: list[Row], picture: Path) -> None:
+    """Tokens per second over the batch size, a panel per dtype."""
+    dtypes = sorted({row["dtype"] for row in rows})
+    figure, panels = plt.subplots(1, len(dtypes), figsize=(5 * len(dtypes), 4), squeeze=False)
+    for axes, dtype in zip(panels[0], dtypes, strict=True):
+        for drafter in dict.fromkeys(row["drafter"] for row in rows):
+            points = [(r["batch"], r["tokens_per_s"]) for r in rows if (r["drafter"], r["dtype"]) == (drafter, dtype)]
+            axes.plot(*zip(*sorted(points), strict=True), marker="o", label=drafter)
+        axes.set(xlabel="batch", ylabel="tokens per second", title=dtype, ylim=(0, None))
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=130)
+
+
+def main(
+    questions: Annotated[Path, typer.Option(help="Spec-Bench's question.jsonl", exists=True)],
+    batch: Annotated[str, typer.Option(help="sequences at once")] = "1,8",
+    drafter: Annotated[str, typer.Option(help="of " + ", ".join(runs.DRAFTERS))] = "medusa",
+    dtype: Annotated[str, typer.Option(help="of " + ", ".join(runs.DTYPES))] = "fp32",
+    model: Annotated[
+        Path | None, typer.Option(help="folder with the model, its heads in heads/; default: bundled")
+    ] = None,
+    limit: Annotated[int, typer.Option(help="prompts")] = 480,
+    new_tokens: Annotated[int, typer.Option(help="written for each prompt")] = 64,
+    draft_layers: Annotated[int, typer.Option(help="layers of the draft model")] = 2,
+    peers: Annotated[bool, typer.Option(help="measure plain and assisted generate too")] = True,
+    disturb: Annotated[bool, typer.Option(help="reverse the order, abort requests and ask for them again")] = False,
+    memory_budget: Annotated[str | None, typer.Option(help="as for patch: little makes preemptions")] = None,
+    json_: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
+    picture: Annotated[Path | None, typer.Option("--plot", help="a .png or .svg to write")] = None,
+) -> None:
+    """Measure, print a table, write JSON and a plot."""
+    folder = demo_model_folder() if model is None else model
+    batches = [int(size) for size in batch.split(",")]
+    rows: list[Row] = []
+    options = {"draft_layers": draft_layers, "memory_budget": memory_budget, "disturb": disturb}
+    for kind in dtype.split(","):
+        work = runs.load_work(folder, kind, questions, limit, new_tokens)
+        reference = runs.Plain(work, 1).answer(work.prompts, new_tokens)
+        roofline = Roofline(work.model)
+        for size in batches:
+            sides = sides_for(work, folder, drafter.split(","), size, peers, options)
+            for row in rows_of(work, kind, size, sides, roofline, reference):
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+            for side in sides.values():
+                side.close()
+    add_scaling(rows)
+    show(rows)
+    if json_ is not None:
+        json_.parent.mkdir(parents=True, exist_ok=True)
+        json_.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    if picture is not None:
+        plot(rows, picture)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,267 @@
+"""Sampling: the distributions are transformers', and trees of candidates change nothing about them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_decode import BUSHY, trees
+from toy_model import PROMPTS, TARGET, VOCAB, ToyDrafter, decoder, plain, same_as_plain
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from specmemo_kernels.batch import tree_batch
+from specmemo_kernels.decode import SequenceState, TargetOutput
+from specmemo_kernels.memory_tracker import MemoryTracker
+from specmemo_kernels.sampled import SampledVerifier
+from specmemo_kernels.sampling import Sampling, TypicalAcceptance, draw
+from specmemo_kernels.scheduler import Scheduler, submit_all
+from specmemo_kernels.tree import DraftTree
+
+Tensor = torch.Tensor
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    logits=st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=40, unique=True),
+    temperature=st.sampled_from([0.3, 0.7, 1.0, 1.9]),
+    top_k=st.integers(0, 45),
+    top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
+)
+def test_distribution_is_that_of_transformers(
+    logits: list[float], temperature: float, top_k: int, top_p: float
+) -> None:
+    row = torch.tensor(logits)
+    scores = TemperatureLogitsWarper(temperature)(None, row[None])
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    expected = scores.softmax(1)[0]
+    torch.testing.assert_close(Sampling(temperature, top_k, top_p).probabilities(row), expected, rtol=1e-6, atol=0)
+
+
+class TableTarget:
+    """Logits per row as given; the hidden state of a row is its number."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, table: Tensor) -> None:
+        self.table, self.vocab_size, self.asked = table, table.shape[1], Counter[int]()
+
+    def argmax(self, output: TargetOutput) -> Tensor:
+        return self.table.argmax(1)
+
+    def row_logits(self, output: TargetOutput, row: int) -> Tensor:
+        self.asked[row] += 1
+        return self.table[row].clone()
+
+
+def verify(target: TableTarget, tree: DraftTree, drafts: Sequence[int], state: SequenceState) -> list[int]:
+    """What one step over one sequence emits."""
+    batch = tree_batch(tree, torch.tensor([drafts]), torch.tensor([4], dtype=torch.int32), torch.zeros(1, 9).int(), 4)
+    verifier = SampledVerifier(target, "reference", [state.sampling])
+    return verifier(batch, [state], TargetOutput(torch.arange(tree.size)[:, None].float(), None)).emitted[0]
+
+
+TREE = DraftTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0]])
+DRAFTS = [0, 3, 1, 4, 2, 0, 2]  # node 0 is the root; its children hold 3, 1, 4; theirs 2, 0 and 2
+SEEDS = 6000
+
+
+def critical(freedom: int) -> float:
+    """The chi-square value exceeded once in 10,000 (Wilson and Hilferty's approximation)."""
+    return freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+def chi_square(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> tuple[float, int]:
+    """The statistic and its degrees of freedom; outcomes expected less than five times are thrown together."""
+    total = sum(counts.values())
+    large = {k: p * total for k, p in expected.items() if p * total >= 5}
+    rest = total - sum(large.values())
+    statistic = sum((counts[k] - n) ** 2 / n for k, n in large.items())
+    seen = sum(n for k, n in counts.items() if k not in large)
+    if rest > 0.5:
+        return statistic + (seen - rest) ** 2 / rest, len(large)
+    return (statistic if not seen else math.inf), len(large) - 1
+
+
+def exact(table: Tensor, sampling: Sampling) -> dict[tuple[int, ...], float]:
+    """Probability of each emitted row of tokens: paths of the tree until a token that no child holds."""
+    found: dict[tuple[int, ...], float] = {}
+
+    def follow(node: int, chance: float, tokens: tuple[int, ...]) -> None:
+        for token, p in enumerate(sampling.probabilities(table[node]).tolist()):
+            child = [c for c, parent in enumerate(TREE.parents) if parent == node and DRAFTS[c] == token]
+            if p and child:
+                follow(child[0], chance * p, (*tokens, token))
+            elif p:
+                found[(*tokens, token)] = chance * p
+
+    follow(0, 1.0, ())
+    return found
+
+
+SAMPLINGS = [Sampling(), Sampling(temperature=0.6), Sampling(top_k=3), Sampling(1.4, top_p=0.7), Sampling(1.2, 4, 0.9)]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_tree_verification_is_lossless(sampling: Sampling) -> None:
+    """Chi-square over many seeds: what a step emits is distributed like tokens sampled one by one."""
+    table = torch.randn(TREE.size, 6, generator=torch.Generator().manual_seed(1)) * 1.5
+    states = (SequenceState([5], 9, sampling=sampling.with_seed(seed)) for seed in range(SEEDS))
+    counts = Counter(tuple(verify(TableTarget(table), TREE, DRAFTS, state)) for state in states)
+    statistic, freedom = chi_square(counts, exact(table, sampling))
+    assert statistic < critical(freedom)
+    assert max(map(len, counts)) == max(map(len, exact(table, sampling))) >= 2, "no draft was accepted"
+
+
+def accept_and_renormalise(table: Tensor, generator: torch.Generator, forget: bool) -> list[int]:
+    """The textbook's procedure, child after child; with ``forget`` rejected tokens may come again (which is wrong)."""
+    sampling, node, tokens = Sampling(), 0, []
+    while True:
+        p = sampling.probabilities(table[node])
+        for child in [c for c, parent in enumerate(TREE.parents) if parent == node]:
+            if float(torch.rand((), generator=generator)) < float(p[DRAFTS[child]]):
+                tokens.append(DRAFTS[child])
+                node = child
+                break
+            if not forget:
+                p = p.index_fill(0, torch.tensor([DRAFTS[child]]), 0.0)
+                p = p / p.sum()
+        else:
+            return [*tokens, draw(p, generator)]
+
+
+@pytest.mark.parametrize("forget", [False, True])
+def test_drawing_is_the_same_as_accepting_and_renormalising(forget: bool) -> None:
+    """The usual procedure has the same distribution, and the test tells a wrong one from it."""
+    table = torch.randn(TREE.size, 6, generator=torch.Generator().manual_seed(1)) * 1.5
+    generator = torch.Generator().manual_seed(0)
+    counts = Counter(tuple(accept_and_renormalise(table, generator, forget)) for _ in range(SEEDS))
+    statistic, freedom = chi_square(counts, exact(table, Sampling()))
+    assert (statistic > critical(freedom)) == forget
+
+
+def sampled(prompt: Sequence[int], new: int, sampling: Sampling, eos: frozenset[int] = frozenset()) -> list[int]:
+    """New tokens of ordinary sampling, one at a time, of the toy model."""
+    tokens, generator = list(prompt), sampling.generator()
+    for _ in range(new):
+        tokens.append(draw(sampling.probabilities(TARGET.logits(tokens)), generator))
+        if tokens[-1] in eos:
+            break
+    return tokens[len(prompt) :]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tree=trees(),
+    drafter=st.sampled_from(ToyDrafter.KINDS),
+    samplings=st.lists(st.sampled_from([None, *SAMPLINGS]), min_size=1, max_size=6),
+    first_seed=st.integers(0, 2**40),
+    eos=st.sampled_from([frozenset(), frozenset(range(0, VOCAB, 4))]),
+    pages=st.integers(32, 60),
+)
+def test_a_seed_decides_alone(
+    tree: DraftTree,
+    drafter: str,
+    samplings: list[Sampling | None],
+    first_seed: int,
+    eos: frozenset[int],
+    pages: int,
+) -> None:
+    """Tokens are those of plain sampling with the seed, whatever tree, drafter or batch; greedy rows stay greedy."""
+    spec = decoder(tree, ToyDrafter(drafter, TARGET, greedy=False), num_pages=pages)
+    spec.verifier = SampledVerifier(TARGET, "reference", samplings)
+    states = [
+        SequenceState(PROMPTS[i % 4], 15, eos, sampling=None if s is None else s.with_seed(first_seed + i))
+        for i, s in enumerate(samplings)
+    ]
+    scheduler = Scheduler(spec, 4)
+    submit_all(scheduler, states)
+    scheduler.run()
+    for state in states:
+        if state.sampling is None:
+            same_as_plain(state)
+        else:
+            assert state.new_tokens == sampled(state.prompt, 15, state.sampling, eos)
+
+
+def test_drafts_are_accepted_when_sampling() -> None:
+    """A drafter that is right about the likeliest tokens saves steps, also at a temperature."""
+    spec = decoder(BUSHY, ToyDrafter("right", TARGET, greedy=False))
+    sampling = Sampling(temperature=0.3, seed=4)
+    spec.verifier = SampledVerifier(TARGET, "reference", [sampling])
+    state = SequenceState(PROMPTS[0], 40, sampling=sampling)
+    spec.start([state])
+    while spec.sequences:
+        spec.step()
+    assert state.new_tokens != plain(TARGET, state.prompt, 40)
+    assert spec.stats.tokens_per_step > 1.3
+
+
+def test_one_row_of_logits_at_a_time() -> None:
+    """The walk makes no ``[nodes, vocabulary]`` tensor, and asks only for rows on its path."""
+    vocab, tree = 20_000, DraftTree.chain(31)
+    table = torch.zeros(tree.size, vocab)
+    drafts = list(range(tree.size))
+    table[torch.arange(8), torch.arange(1, 9)] = 40.0  # the first eight drafts are nearly certain
+    target = TableTarget(table)
+    with MemoryTracker() as tracker:
+        emitted = verify(target, tree, drafts, SequenceState([5], 99, sampling=Sampling(top_p=0.9)))
+    assert emitted[:8] == drafts[1:9]
+    assert sum(target.asked.values()) == len(emitted) < 12
+    assert tracker.peak < 12 * vocab * 4 < tree.size * vocab * 4 / 2
+
+
+def best_typical(table: Tensor, sampling: Sampling, rule: TypicalAcceptance) -> tuple[int, set[tuple[int, ...]]]:
+    """Medusa's rule, path by path: the most candidates accepted in a row, and the paths that reach that."""
+    p = (table / sampling.temperature).softmax(1)
+    entropy = -(p * (p + 1e-9).log()).sum(1)
+    limit = torch.minimum(torch.tensor(rule.epsilon), rule.alpha * torch.exp(-entropy))
+    lengths: dict[tuple[int, ...], int] = {(): 0}
+    for node in range(1, TREE.size):
+        path, at = [], node
+        while at:
+            path.append(at)
+            at = TREE.parents[at]
+        if all(p[TREE.parents[n], DRAFTS[n]] > limit[TREE.parents[n]] for n in path):
+            lengths[tuple(DRAFTS[n] for n in reversed(path))] = len(path)
+    most = max(lengths.values())
+    return most, {path for path, length in lengths.items() if length == most}
+
+
+@pytest.mark.parametrize(
+    "rule", [TypicalAcceptance(), TypicalAcceptance(0.3, 0.6), TypicalAcceptance(0.01, 0.1)], ids=str
+)
+def test_typical_acceptance(rule: TypicalAcceptance) -> None:
+    """The longest path that Medusa's formula accepts, over many random distributions."""
+    generator, lengths = torch.Generator().manual_seed(2), Counter[int]()
+    for seed in range(300):
+        table = torch.randn(TREE.size, 6, generator=generator) * 2
+        sampling = Sampling(0.8, seed=seed, typical=rule)
+        emitted = verify(TableTarget(table), TREE, DRAFTS, SequenceState([5], 9, sampling=sampling))
+        most, paths = best_typical(table, sampling, rule)
+        assert tuple(emitted[:-1]) in paths
+        lengths[most] += 1
+    assert len(lengths) == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Sampling(temperature=0), "temperature is 0"),
+        (lambda: Sampling(top_k=-1), "top_k is -1"),
+        (lambda: Sampling(top_p=0.0), r"top_p is 0\.0"),
+        (lambda: Sampling(top_p=1.5), r"top_p is 1\.5"),
+        (lambda: TypicalAcceptance(epsilon=0), "epsilon is 0"),
+        (lambda: TypicalAcceptance(alpha=2), "alpha is 2"),
+    ],
+)
+def test_what_can_not_be(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,156 @@
+"""A smaller model as the drafter: a chain of tokens, its keys and values kept in pages of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specmemo_kernels.batch import chunk_batch
+from specmemo_kernels.drafting.base import DraftInput
+from specmemo_kernels.paged_kv import LayerKV, PagedKVPool
+from specmemo_kernels.step_attention import StepAttention
+from specmemo_kernels.verify import TargetModel, TargetOutput
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class _Row:
+    """A sequence as the draft model knows it: ``slot`` of its own pool, ``known`` real tokens whose keys and values are
+    in pages, and behind them those of ``guessed`` tokens, of which some may have become real."""
+
+    slot: int
+    known: int
+    guessed: list[int]
+
+    def settle(self, tokens: Sequence[int]) -> int:
+        """How many of ``tokens`` are in pages; the newest one never counts, because its successor is asked for."""
+        for token in self.guessed:
+            if self.known >= len(tokens) - 1 or tokens[self.known] != token:
+                break
+            self.known += 1
+        self.guessed = []
+        return self.known
+
+
+class DraftModelDrafter:
+    """Guesses the greedy continuation of a smaller model with the same vocabulary.
+
+    Each step first computes the tokens that it doesn't know yet (a whole prompt in chunks, later the newest one or
+    two), then one token at a time. Keys and values of accepted guesses stay; those of others are overwritten.
+
+    Args:
+        model: the smaller model; greedy tokens are taken from it.
+        layers: what its attention layers store.
+        max_depth: tokens guessed per step.
+        weight_bytes: what its weights take, counted against the budget.
+        backend: of the operators.
+    """
+
+    prefers_chain = True
+
+    def __init__(
+        self,
+        model: TargetModel,
+        layers: Sequence[LayerKV],
+        *,
+        max_depth: int,
+        weight_bytes: int,
+        backend: str | None = None,
+    ) -> None:
+        if max_depth < 1:
+            raise ValueError(f"draft model: it is asked for {max_depth} tokens per step, it must be at least 1")
+        self.model, self.layers, self.max_depth, self.nbytes = model, tuple(layers), max_depth, weight_bytes
+        self.backend, self._prefill_chunk = backend, 0
+        self.rows_computed = 0
+        self._pool: PagedKVPool | None = None
+        self._rows: dict[int, _Row] = {}
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values that it keeps per token."""
+        return sum(layer.bytes_per_token for layer in self.layers)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of the pages that it holds."""
+        return self._pool.page_bytes if self._pool is not None else 0
+
+    def allocate(self, num_pages: int, page_size: int, max_sequences: int, prefill_chunk: int) -> None:
+        """Pages for as many tokens as the target's pool holds: it never knows more of a sequence than the target."""
+        self.release()
+        self._prefill_chunk = prefill_chunk
+        self._pool = PagedKVPool(
+            self.layers, num_pages=num_pages, page_size=page_size, max_sequences=max_sequences, max_nodes=0
+        )
+
+    def release(self) -> None:
+        """Give the pages back; all sequences are forgotten."""
+        self._pool, self._rows = None, {}
+
+    def close(self, slot: int) -> None:
+        row = self._rows.pop(slot, None)
+        if row is not None:
+            assert self._pool is not None
+            self._pool.close(row.slot)
+
+    def propose(self, inputs: DraftInput) -> Tensor:
+        tree, device = inputs.tree, inputs.root_tokens.device
+        depth = tree.max_depth
+        guesses = torch.full((len(inputs.token_ids), tree.size), -1, device=device)
+        if depth == 0:
+            return guesses
+        if self._pool is None:
+            raise RuntimeError("the draft model has no pages; call allocate first")
+        rows = [self._row(self._pool, slot) for slot in inputs.slots]
+        chain = [self._catch_up(self._pool, rows, inputs.token_ids, depth)]
+        lengths = [len(tokens) for tokens in inputs.token_ids]
+        for ahead in range(depth - 1):
+            single = list(chain[-1][:, None])
+            starts = [length + ahead for length in lengths]
+            chain.append(self.model.argmax(self._forward(self._pool, rows, single, starts)))
+        drafted = torch.stack(chain, dim=1)
+        for row, length, tokens in zip(rows, lengths, drafted[:, :-1].tolist(), strict=True):
+            row.known, row.guessed = length, tokens
+        nodes = [node for node, path in enumerate(tree.paths, start=1) if not any(path)]
+        depths = [tree.depths[node] - 1 for node in nodes]
+        guesses[:, nodes] = drafted[:, depths].to(device)
+        return guesses
+
+    def _row(self, pool: PagedKVPool, slot: int) -> _Row:
+        if slot not in self._rows:
+            self._rows[slot] = _Row(pool.open(), 0, [])
+        return self._rows[slot]
+
+    def _catch_up(
+        self, pool: PagedKVPool, rows: Sequence[_Row], token_ids: Sequence[Sequence[int]], depth: int
+    ) -> Tensor:
+        """Compute what isn't in pages of each sequence; ``[B]`` the token that follows."""
+        done = [row.settle(tokens) for row, tokens in zip(rows, token_ids, strict=True)]
+        for row, tokens in zip(rows, token_ids, strict=True):
+            pool.reserve(row.slot, len(tokens) + depth - 1)
+        first = torch.empty(len(rows), dtype=torch.int64, device=self.model.device)
+        while pending := [i for i, tokens in enumerate(token_ids) if done[i] < len(tokens)]:
+            room, taken, chunks = self._prefill_chunk, [], []
+            for i in pending:
+                if size := min(room, len(token_ids[i]) - done[i]):
+                    taken.append(i)
+                    chunks.append(torch.tensor(token_ids[i][done[i] : done[i] + size], device=self.model.device))
+                    room -= size
+            output = self._forward(pool, [rows[i] for i in taken], chunks, [done[i] for i in taken])
+            first[taken] = self.model.argmax(output)
+            for i, chunk in zip(taken, chunks, strict=True):
+                done[i] += len(chunk)
+        return first
+
+    def _forward(
+        self, pool: PagedKVPool, rows: Sequence[_Row], chunks: Sequence[Tensor], starts: Sequence[int]
+    ) -> TargetOutput:
+        """Compute a chunk of each row from its place on; the output has each chunk's last row."""
+        slots = torch.tensor([row.slot for row in rows], device=pool.device)
+        batch = chunk_batch(chunks, starts, pool.block_table[slots])
+        self.rows_computed += len(batch.tokens)
+        keep = batch.qo_indptr[1:].long() - 1
+        return self.model.forward(batch, StepAttention(pool, batch, self.backend), keep, logits=False)

@@ -1,0 +1,248 @@
+"""``generate_batch``: many requests through one patched model, each with parameters of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specmemo_kernels.decode import SpecDecoder
+from specmemo_kernels.sampled import SampledVerifier
+from specmemo_kernels.sampling import Sampling
+from specmemo_kernels.scheduler import Scheduler, submit_all
+from specmemo_kernels.sequence import SequenceState
+
+if TYPE_CHECKING:
+    from specmemo_kernels.integrations.hf import SpecMemo
+
+Prompt = Sequence[int] | torch.Tensor
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and how to continue it.
+
+    Attributes:
+        prompt: token ids without padding.
+        max_new_tokens: where it ends at the latest.
+        eos_token_ids: emitting one of these ends it; ``None``: those of the model's generation config.
+        sampling: how tokens are drawn; ``None``: greedily.
+        stop: asked after each new token with all tokens so far; ``True`` ends it.
+    """
+
+    prompt: Prompt
+    max_new_tokens: int = 256
+    eos_token_ids: Sequence[int] | None = None
+    sampling: Sampling | None = None
+    stop: Callable[[list[int]], bool] | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one step added to request ``index``: its new ``tokens``, and whether these were its last."""
+
+    index: int
+    tokens: list[int]
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What became of a request.
+
+    Attributes:
+        tokens: the new ones, the ending token included.
+        finish_reason: ``"eos"``, ``"length"``, ``"stop"`` or ``"aborted"``.
+        steps: verification steps; accepted: drafts accepted in them; preemptions: how often its pages were taken.
+    """
+
+    tokens: list[int]
+    finish_reason: str
+    steps: int
+    accepted: int
+    preemptions: int
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a step of this request yielded: accepted drafts and the target's own; 0 without a step."""
+        return (self.accepted + self.steps) / self.steps if self.steps else 0.0
+
+
+class BatchRun:
+    """A batch on its way: an iterator of :class:`Piece`, in the order in which tokens come.
+
+    It holds the model's pages until it is exhausted or closed (``with`` closes it); another generation of the same
+    model waits for that, or raises if it comes from the same thread.
+    """
+
+    def __init__(self, handle: SpecMemo, requests: Sequence[Request]) -> None:
+        self._sequences = [_sequence(handle, i, request) for i, request in enumerate(requests)]
+        self._sent = [0] * len(self._sequences)
+        self._ready: list[Piece] = []
+        self._handle = handle
+        self._scheduler: Scheduler | None = None
+        if not self._sequences:
+            return
+        handle.acquire()
+        try:
+            self._scheduler = self._start(handle)
+        except BaseException:
+            handle.free()
+            raise
+
+    def _start(self, handle: SpecMemo) -> Scheduler:
+        plan = handle.plan
+        lengths = [len(s.prompt) + s.max_new_tokens + plan.tree.max_depth for s in self._sequences]
+        if handle.rope_changes(max(lengths) - plan.tree.max_depth):
+            raise ValueError(f"{max(lengths)} tokens cross the length at which this model's rotary embedding changes")
+        decoder = SpecDecoder(
+            handle.target, handle.drafter, plan.tree, handle.pool_for(lengths),
+            SampledVerifier(handle.target, handle.backend, [s.sampling for s in self._sequences]),
+            prefill_chunk=plan.prefill_chunk, backend=handle.backend, stats=handle.stats,
+            chooser=handle.chooser,
+        )  # fmt: skip
+        scheduler = Scheduler(decoder, min(len(lengths), plan.max_sequences))
+        submit_all(scheduler, self._sequences)
+        return scheduler
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    @torch.no_grad()
+    def __next__(self) -> Piece:
+        while not self._ready:
+            if self._scheduler is None:
+                raise StopIteration
+            try:
+                self._scheduler.step()
+            except BaseException:
+                self.close()
+                raise
+            self._collect()
+            if self._scheduler.idle:
+                self.close()
+        return self._ready.pop(0)
+
+    def _collect(self) -> None:
+        for index, sequence in enumerate(self._sequences):
+            sent = self._sent[index]
+            if sent >= 0 and (sequence.finished or sequence.emitted > sent):
+                self._ready.append(Piece(index, sequence.new_tokens[sent:], sequence.finished))
+                self._sent[index] = -1 if sequence.finished else sequence.emitted
+
+    def abort(self, index: int) -> None:
+        """End a request; its pages are free at once, and its last piece comes next. From any thread."""
+        if self._scheduler is not None:
+            self._scheduler.abort(self._sequences[index])
+
+    def close(self) -> None:
+        """Abort what still runs and give the model back."""
+        scheduler, self._scheduler = self._scheduler, None
+        if scheduler is not None:
+            scheduler.close()
+            self._handle.free()
+
+    def completions(self) -> list[Completion]:
+        """What became of each request, in the order of the input.
+
+        Raises:
+            RuntimeError: some still run.
+        """
+        if running := sum(not s.finished for s in self._sequences):
+            raise RuntimeError(f"{running} of {len(self._sequences)} requests still run; iterate to the end, or close")
+        return [_completion(sequence) for sequence in self._sequences]
+
+    def __enter__(self) -> BatchRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_scheduler", None) is not None:
+            self.close()
+
+
+def generate_batch(
+    model: Any,
+    prompts: Sequence[Prompt | Request],
+    *,
+    max_new_tokens: int = 256,
+    eos_token_ids: Sequence[int] | None = None,
+    sampling: Sampling | None = None,
+    on_piece: Callable[[Piece], None] | None = None,
+) -> list[Completion]:
+    """Continue many prompts, as many at once as the plan holds; the others wait their turn.
+
+    Args:
+        model: patched by :func:`specmemo_kernels.patch`.
+        prompts: token ids without padding, or :class:`Request` with parameters of their own.
+        max_new_tokens, eos_token_ids, sampling: of the prompts that are no :class:`Request`. With ``sampling`` the
+            i-th prompt's seed is ``sampling.seed + i``.
+        on_piece: gets each request's tokens as they come, in the order of their arrival.
+
+    Returns:
+        One :class:`Completion` per prompt, in their order.
+
+    Raises:
+        BudgetError: a request can never fit the plan. ValueError: an argument that can't be, with its value.
+    """
+    with stream_batch(
+        model, prompts, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids, sampling=sampling
+    ) as run:
+        for piece in run:
+            if on_piece is not None:
+                on_piece(piece)
+        return run.completions()
+
+
+def stream_batch(
+    model: Any,
+    prompts: Sequence[Prompt | Request],
+    *,
+    max_new_tokens: int = 256,
+    eos_token_ids: Sequence[int] | None = None,
+    sampling: Sampling | None = None,
+) -> BatchRun:
+    """:func:`generate_batch` as an iterator of pieces, whose requests can be aborted on the way."""
+    handle = vars(model).get("specmemo")
+    if handle is None:
+        raise ValueError("the model isn't patched; call specmemo_kernels.patch(model, heads) first")
+    if model.training:
+        raise ValueError("the model is in training mode; call model.eval() first")
+    requests = []
+    for i, prompt in enumerate(prompts):
+        if not isinstance(prompt, Request):
+            own = None if sampling is None else sampling.with_seed(sampling.seed + i)
+            prompt = Request(prompt, max_new_tokens, eos_token_ids, own)
+        requests.append(prompt)
+    return BatchRun(handle, requests)
+
+
+def _sequence(handle: SpecMemo, index: int, request: Request) -> SequenceState:
+    prompt = request.prompt.tolist() if isinstance(request.prompt, torch.Tensor) else list(request.prompt)
+    known = handle.model.get_input_embeddings().weight.shape[0]
+    if not prompt or not all(isinstance(token, int) and 0 <= token < known for token in prompt):
+        raise ValueError(f"prompt {index} must be one row of token ids from 0 to {known - 1}, got {str(prompt)[:80]}")
+    if request.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens of prompt {index} is {request.max_new_tokens}, it must be at least 1")
+    eos = request.eos_token_ids
+    if eos is None:
+        own = handle.model.generation_config.eos_token_id
+        eos = [] if own is None else [own] if isinstance(own, int) else own
+    return SequenceState(
+        prompt, request.max_new_tokens, frozenset(eos), request.stop, sampling=request.sampling, index=index
+    )
+
+
+def _completion(sequence: SequenceState) -> Completion:
+    tokens = sequence.new_tokens
+    if sequence.aborted:
+        reason = "aborted"
+    elif tokens[-1] in sequence.eos_token_ids:
+        reason = "eos"
+    else:
+        reason = "length" if sequence.remaining <= 0 else "stop"
+    return Completion(tokens, reason, sequence.steps, sequence.accepted, sequence.preemptions)

@@ -1,0 +1,138 @@
+"""From the arguments of ``patch`` to a drafter, its tree, and what the memory plan has to know."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+
+from specmemo_kernels import ops
+from specmemo_kernels.acceptance import DEFAULT_ACCURACY, Accuracy, best_first_paths
+from specmemo_kernels.drafting.base import Drafter, PagedDrafter
+from specmemo_kernels.drafting.load_heads import load_heads
+from specmemo_kernels.drafting.medusa import MedusaDrafter
+from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
+from specmemo_kernels.footprint import GenerationShape
+from specmemo_kernels.integrations.hf_device import device_tree
+from specmemo_kernels.integrations.hf_draft import DraftModel, HFDraftModel, is_language_model, load_draft_model
+from specmemo_kernels.integrations.hf_probe import measure_passes, time_passes
+from specmemo_kernels.integrations.hf_target import ModelFacts, lm_head
+from specmemo_kernels.planner import BudgetError, MemoryPlan, divide_budget
+from specmemo_kernels.stats import DecodeStats
+from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.tree_choice import TreeChooser, chain_gains, node_gains
+
+#: What ``heads`` says to ask for prompt lookup.
+PROMPT_LOOKUP = "prompt-lookup"
+
+
+def make_drafter(heads: Any, model: Any, facts: ModelFacts, backend: str) -> tuple[Drafter, Accuracy]:
+    """The drafter behind ``heads``, and the accuracies to build its tree from."""
+    if isinstance(heads, str) and heads == PROMPT_LOOKUP:
+        return PromptLookupDrafter(), DEFAULT_ACCURACY
+    if is_language_model(heads):
+        heads = DraftModel(heads)
+    if isinstance(heads, DraftModel):
+        return load_draft_model(heads, model, facts, backend), DEFAULT_ACCURACY
+    if isinstance(heads, Drafter) and not isinstance(heads, nn.ModuleList):
+        return heads, DEFAULT_ACCURACY
+    loaded = load_heads(heads, facts.hidden_size, facts.vocab_size, dtype=facts.dtype, device=facts.device)
+    accuracy = getattr(loaded, "cumulative_topk_accuracy", None) or DEFAULT_ACCURACY
+    return MedusaDrafter(loaded, lm_head(model), backend), accuracy
+
+
+def choose_tree(tree: Any, drafter: Drafter, facts: ModelFacts, accuracy: Accuracy) -> DraftTree:
+    """The tree asked for, the best one of that many nodes, or (``None``) a chain as long as the drafter guesses."""
+    if isinstance(tree, int) and tree < 1:
+        raise ValueError(f"tree is {tree}, it needs at least the root")
+    if tree is None or (isinstance(tree, int) and getattr(drafter, "prefers_chain", False)):
+        return DraftTree.chain(drafter.max_depth if tree is None else min(drafter.max_depth, tree - 1))
+    if isinstance(tree, int):
+        return DraftTree.from_paths(best_first_paths(accuracy[: drafter.max_depth], tree - 1))
+    chosen = tree if isinstance(tree, DraftTree) else DraftTree.from_paths(tree)
+    if chosen.max_depth > drafter.max_depth:
+        raise ValueError(f"the tree is {chosen.max_depth} deep, the drafter guesses {drafter.max_depth} tokens ahead")
+    if chosen.width > facts.vocab_size:
+        raise ValueError(f"the tree uses rank {chosen.width - 1}, the vocabulary has {facts.vocab_size} tokens")
+    return chosen
+
+
+def device_plan(
+    model: Any, facts: ModelFacts, drafter: Drafter, accuracy: Accuracy, backend: str, limits: dict[str, Any]
+) -> tuple[Drafter, MemoryPlan]:
+    """The plan with the tree that suits the device, or as much of it as the budget holds; heads go with the depth.
+
+    Args:
+        limits: the other arguments of :func:`divide_budget`.
+
+    Raises:
+        BudgetError: not even a tree of one draft fits.
+    """
+    tree, forecast = device_tree(model, facts, drafter, accuracy)
+    drafter = _without_unused_heads(drafter, tree, model, backend)
+    shape = generation_shape(model, facts, drafter, backend, limits["page_size"])
+    while True:
+        try:
+            return drafter, dataclasses.replace(divide_budget(shape, tree, **limits), **forecast)
+        except BudgetError:
+            if tree.size <= 2:
+                raise
+        tree = tree.pruned(max(2, tree.size // 2))
+        drafter = _without_unused_heads(drafter, tree, model, backend)
+        shape = dataclasses.replace(shape, head_bytes=drafter.nbytes)
+        forecast = {"reasons": (f"the budget holds a tree of {tree.size} nodes, fewer than would be fastest",)}
+
+
+def _without_unused_heads(drafter: Drafter, tree: DraftTree, model: Any, backend: str) -> Drafter:
+    """The same drafter with no more heads than the tree is deep, at least one."""
+    depth = max(1, tree.max_depth)
+    if not isinstance(drafter, MedusaDrafter) or depth >= drafter.max_depth:
+        return drafter
+    return MedusaDrafter(drafter.heads.truncated(depth), lm_head(model), backend)
+
+
+def make_chooser(
+    model: Any, facts: ModelFacts, drafter: Drafter, accuracy: Accuracy, plan: MemoryPlan, stats: DecodeStats
+) -> TreeChooser:
+    """What decides how much of the plan's tree a step of several sequences verifies; times a few forward passes."""
+    rows = max(plan.prefill_chunk, plan.max_nodes)
+    seconds = time_passes(model, facts, rows)
+    if not getattr(drafter, "prefers_chain", False):
+        gains = node_gains(plan.tree, accuracy)
+        return TreeChooser(plan.tree, lambda: gains, seconds)
+    own = time_passes(drafter.hf_model, drafter.facts, rows) if isinstance(drafter, HFDraftModel) else None
+    depth = plan.tree.max_depth
+    return TreeChooser(
+        plan.tree,
+        lambda: chain_gains(depth, stats.accepted_at_depth, stats.sequence_steps),
+        seconds,
+        own,
+        least_sequences=1,
+    )
+
+
+def generation_shape(model: Any, facts: ModelFacts, drafter: Drafter, backend: str, page_size: int) -> GenerationShape:
+    """What the plan has to know, measured where it depends on the model's code."""
+    kinds = set(zip(facts.layers, facts.num_qo_heads, strict=True))
+    if isinstance(drafter, HFDraftModel):
+        kinds |= set(zip(drafter.facts.layers, drafter.facts.num_qo_heads, strict=True))
+    shapes = [(kind, (heads, kind.num_kv_heads, kind.head_dim, kind.v_head_dim)) for kind, heads in kinds]
+    splits = [ops.split_workspace(backend, kind.device, kind.dtype, *sizes, page_size) for kind, sizes in shapes]
+    forward, logits = measure_passes(model, facts)
+    if isinstance(drafter, HFDraftModel):
+        own_forward, own_logits = measure_passes(drafter.hf_model, drafter.facts)
+        forward, logits = forward.or_other(own_forward), logits.or_other(own_logits)
+    return GenerationShape(
+        kv_bytes_per_token=sum(layer.bytes_per_token for layer in facts.layers),
+        head_bytes=drafter.nbytes,
+        forward=forward,
+        logits=logits,
+        # The last steps', the new prompts' so far, and those of the chunk before.
+        state_bytes=3 * facts.hidden_size * facts.dtype.itemsize,
+        split_size=min(size for size, _ in splits),
+        split_row_bytes=max(row for _, row in splits),
+        drafter_kv_bytes_per_token=drafter.kv_bytes_per_token if isinstance(drafter, PagedDrafter) else 0,
+        workspace_bytes=max(ops.fixed_workspace(backend, kind.dtype, *sizes) for kind, sizes in shapes),
+        devices=len({layer.device for layer in facts.layers} | {facts.device}),
+    )

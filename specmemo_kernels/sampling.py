@@ -1,0 +1,89 @@
+"""Sampling: a request's parameters, the distribution they make of a row of logits, and draws from it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class TypicalAcceptance:
+    """Lossy: a candidate is accepted if its probability is above ``min(epsilon, alpha * exp(-entropy))``.
+
+    Medusa, arXiv 2401.10774, section 2.3.1; ``alpha = sqrt(epsilon)`` as recommended there. The text is no longer
+    distributed as the model's own.
+    """
+
+    epsilon: float = 0.09
+    alpha: float = 0.3
+
+    def __post_init__(self) -> None:
+        for name, value in (("epsilon", self.epsilon), ("alpha", self.alpha)):
+            if not 0 < value <= 1:
+                raise ValueError(f"typical acceptance: {name} is {value}, it must be above 0 and at most 1")
+
+    def threshold(self, probabilities: Tensor) -> float:
+        """What a candidate's probability must exceed where the model's distribution is ``probabilities`` ``[V]``."""
+        entropy = -torch.special.xlogy(probabilities, probabilities).sum()
+        return min(self.epsilon, self.alpha * math.exp(-float(entropy)))
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a request draws its tokens; ``None`` in its place is greedy decoding.
+
+    Attributes:
+        temperature: divides the logits, above 0.
+        top_k: only this many best tokens; 0 for all.
+        top_p: only the best tokens that together have at least this probability.
+        seed: of the request's own generator. Tokens depend on it and on the model alone: not on the drafter, the tree
+            or the other requests of the batch.
+        typical: accept candidates by Medusa's rule instead: faster, but no longer the model's own distribution.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    typical: TypicalAcceptance | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature is {self.temperature}, it must be above 0 (leave sampling out to be greedy)")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}, it must be at least 0 (0: all tokens)")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}, it must be above 0 and at most 1")
+
+    def with_seed(self, seed: int) -> Sampling:
+        """The same with another seed."""
+        return replace(self, seed=seed)
+
+    def generator(self) -> torch.Generator:
+        """A fresh generator with this seed; on the CPU, so that a seed means the same on every device."""
+        return torch.Generator().manual_seed(self.seed)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """``[V]`` float32 from ``logits`` ``[V]``: temperature, then top-k, then top-p, as transformers orders them.
+
+        Ties at the k-th logit all stay.
+        """
+        scores = logits.float() / self.temperature
+        if 0 < self.top_k < len(scores):
+            scores = scores.masked_fill(scores < scores.topk(self.top_k).values[-1], -math.inf)
+        if self.top_p < 1:
+            ascending, order = scores.sort()
+            below = ascending.softmax(0).cumsum(0) <= 1 - self.top_p
+            below[-1] = False
+            scores = scores.masked_fill(torch.zeros_like(below).scatter(0, order, below), -math.inf)
+        return scores.softmax(0)
+
+
+def draw(probabilities: Tensor, generator: torch.Generator | None) -> int:
+    """One token from ``[V]`` probabilities, with ``generator`` on its own device; ``None`` takes torch's own."""
+    there = probabilities if generator is None else probabilities.to(generator.device)
+    return int(torch.multinomial(there, 1, generator=generator))

@@ -1,0 +1,85 @@
+"""What a target model is to the loop, and how the loop decides which candidates are accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from specmemo_kernels import ops
+from specmemo_kernels.batch import TreeBatch
+from specmemo_kernels.sequence import SequenceState
+from specmemo_kernels.step_attention import StepAttention
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """Of the kept rows: the lm_head's input ``[K, hidden_size]``, and the logits ``[K, V]`` if the model made them."""
+
+    hidden: Tensor
+    logits: Tensor | None
+
+    def rows(self, count: int) -> TargetOutput:
+        """The first ``count`` rows."""
+        return TargetOutput(self.hidden[:count], None if self.logits is None else self.logits[:count])
+
+
+class TargetModel(Protocol):
+    """The model whose tokens count."""
+
+    device: torch.device
+    vocab_size: int
+
+    def forward(self, batch: TreeBatch, attention: StepAttention, keep: Tensor | None, logits: bool) -> TargetOutput:
+        """Run all layers on the batch's nodes; ``keep`` (``[K]`` int64, default all) are the rows wanted.
+
+        ``logits``: :meth:`row_logits` will be asked for.
+        """
+
+    def argmax(self, output: TargetOutput) -> Tensor:
+        """The target's token ``[K]`` int64 for each row of ``forward``'s output."""
+
+    def row_logits(self, output: TargetOutput, row: int) -> Tensor:
+        """The logits ``[V]`` of one row of ``forward``'s output."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a step accepted (see :func:`ops.verify_tree_greedy`) and, on the host, the tokens it emits per sequence."""
+
+    accept_index: Tensor
+    accept_length: Tensor
+    bonus_token: Tensor
+    emitted: list[list[int]]
+
+
+class Verifier(Protocol):
+    """Decides which nodes are accepted. ``needs_logits``: it asks for rows of logits, not for the best tokens alone."""
+
+    needs_logits: bool
+
+    def __call__(self, batch: TreeBatch, sequences: Sequence[SequenceState], output: TargetOutput) -> Verdict: ...
+
+
+class GreedyVerifier:
+    """Accepts the path that greedy decoding would have written."""
+
+    needs_logits = False
+
+    def __init__(self, target: TargetModel, backend: str | None) -> None:
+        self.target, self.backend = target, backend
+
+    def __call__(self, batch: TreeBatch, sequences: Sequence[SequenceState], output: TargetOutput) -> Verdict:
+        assert batch.parents is not None, "a prefill chunk has no tree to verify"
+        target_tokens = self.target.argmax(output)
+        index, length, bonus = ops.verify_tree_greedy(
+            batch.tokens, target_tokens, batch.parents, batch.qo_indptr, max_depth=batch.max_depth, backend=self.backend
+        )
+        # One transfer to the host: the path's own tokens are what the target wrote at each accepted node.
+        node = (batch.qo_indptr[:-1, None] + index.clamp(min=0)).long()
+        rows = torch.cat([target_tokens[node], length[:, None].long()], dim=1).tolist()
+        return Verdict(index, length, bonus, [row[: row[-1] + 1] for row in rows])
