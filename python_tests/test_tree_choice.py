@@ -46,17 +46,24 @@ def test_the_best_size_is_the_best() -> None:
 
 
 def test_a_chain_follows_what_is_accepted() -> None:
-    assert chain_gains(3, [], 0) == [1.0, 0.5, 0.25, 0.125]
-    assert chain_gains(3, [96, 86], 96)[1:] == pytest.approx([0.98, 0.98 * 0.88, 0.98 * 0.88**2])
-    counts: list[int] = [0]
-    steps = [100]
+    """Steps that verified a shorter chain say nothing about deeper guesses; every sixteenth step looks."""
+    assert chain_gains(3, [], []) == [1.0, 0.5, 0.25, 0.125]
+    assert chain_gains(2, [96], [96])[1] == pytest.approx(100 / 104)
+    assert chain_gains(3, [50, 25], [100, 100]) == pytest.approx([1.0, 0.5, 0.25, 0.125])
+    accepted, offered = [0], [1000]
     chain = DraftTree.chain(8)
-    chooser = TreeChooser(chain, lambda: chain_gains(8, counts, steps[0]), SLOPE, PassSeconds(((1, 0.2),)), 1)
-    assert chooser.tree_for(1).size == 1
-    counts[:] = [95, 90, 86, 80, 76, 72, 68, 64]
-    assert chooser.tree_for(1).size == 1, "looked at anew with every step"
-    for _ in range(16):
+    draft = PassSeconds(((1, 0.2),))
+    chooser = TreeChooser(chain, lambda: chain_gains(8, accepted, offered), SLOPE, draft, 1, explores=True)
+    assert chooser.tree_for(1) is chain
+    sizes = set()
+    for _ in range(15):
         chooser.stepped()
+        sizes.add(chooser.tree_for(1).size)
+    assert sizes == {1}
+    accepted[:], offered[:] = [950, 900, 860, 800, 760, 720, 680, 640], [1000] * 8
+    chooser.stepped()
+    assert chooser.tree_for(1) is chain
+    chooser.stepped()
     assert chooser.tree_for(1).size > 4
 
 

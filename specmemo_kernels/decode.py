@@ -280,7 +280,7 @@ class SpecDecoder:
         self._roots = verdict.bonus_token[:count]
         self._seq_lens = self._seq_lens + length + 1
         emitted = verdict.emitted[:count]
-        self.stats.record_step([len(tokens) - 1 for tokens in emitted], trees.num_tree_nodes)
+        self.stats.record_step([len(tokens) - 1 for tokens in emitted], trees.num_tree_nodes, trees.max_depth)
         if self.chooser is not None:
             self.chooser.stepped()
         for sequence, tokens in zip(self.sequences, emitted, strict=True):

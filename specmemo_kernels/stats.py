@@ -18,6 +18,7 @@ class DecodeStats:
         preemptions: how often that was.
         drafted: candidate tokens verified.
         accepted_at_depth: entry d: how many sequence steps accepted at least d + 1 drafts.
+        offered_at_depth: entry d: how many sequence steps verified a tree of depth d + 1 or more.
         slots_written: key/value slots written to pages (prefill, recomputed tokens and commits).
         bytes_by_part: bytes held by heads, pages and scratch in the last call.
     """
@@ -30,6 +31,7 @@ class DecodeStats:
     preemptions: int = 0
     drafted: int = 0
     accepted_at_depth: list[int] = field(default_factory=list)
+    offered_at_depth: list[int] = field(default_factory=list)
     slots_written: int = 0
     bytes_by_part: dict[str, int] = field(default_factory=dict)
 
@@ -43,15 +45,18 @@ class DecodeStats:
         """Share of sequence steps whose accepted path reached depth 1, 2, ..."""
         return [count / self.sequence_steps for count in self.accepted_at_depth] if self.sequence_steps else []
 
-    def record_step(self, accept_lengths: list[int], nodes: int) -> None:
-        """One verification step over ``len(accept_lengths)`` sequences and ``nodes`` tree nodes."""
+    def record_step(self, accept_lengths: list[int], nodes: int, depth: int = 0) -> None:
+        """One verification step over ``len(accept_lengths)`` sequences and ``nodes`` nodes of trees of this depth."""
+        self.offered_at_depth.extend([0] * (depth - len(self.offered_at_depth)))
+        for level in range(depth):
+            self.offered_at_depth[level] += len(accept_lengths)
         self.steps += 1
         self.sequence_steps += len(accept_lengths)
         self.drafted += nodes - len(accept_lengths)
         for length in accept_lengths:
             self.accepted_at_depth.extend([0] * (length - len(self.accepted_at_depth)))
-            for depth in range(length):
-                self.accepted_at_depth[depth] += 1
+            for level in range(length):
+                self.accepted_at_depth[level] += 1
             self.slots_written += length + 1
 
     def reset(self) -> None:

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from specmemo_kernels.acceptance import Accuracy, rank_probabilities
+from specmemo_kernels.acceptance import Accuracy, extrapolated, rank_probabilities
 from specmemo_kernels.tree import DraftTree
 
 #: How often a chain's running acceptance is looked at anew, in steps.
@@ -30,25 +30,25 @@ class PassSeconds:
 
 def node_gains(tree: DraftTree, cumulative: Accuracy) -> list[float]:
     """How often a step accepts each node, heads taken as independent; 1 for the root (its own token always counts)."""
-    chance = rank_probabilities(cumulative)
+    chance = rank_probabilities(extrapolated(cumulative, tree.width))
     gains = [1.0]
     for node in range(1, tree.size):
-        row, rank = chance[tree.depths[node] - 1], tree.ranks[node]
-        gains.append(gains[tree.parents[node]] * (row[rank] if rank < len(row) else 0.0))
+        gains.append(gains[tree.parents[node]] * chance[tree.depths[node] - 1][tree.ranks[node]])
     return gains
 
 
-def chain_gains(depth: int, accepted_at_depth: Sequence[int], steps: int) -> list[float]:
-    """The same for a chain, from what was accepted so far; at first as if every other token had been right.
+def chain_gains(depth: int, accepted_at_depth: Sequence[int], offered_at_depth: Sequence[int]) -> list[float]:
+    """The same for a chain, from what was accepted of what was offered so far; at first as if every other were right.
 
-    Depths that no step reached continue the share by which the ones before fell.
+    Depths that were hardly offered continue the share by which the ones before fell.
     """
     gains, rate = [1.0], 0.5
     for d in range(depth):
-        seen = accepted_at_depth[d] if d < len(accepted_at_depth) else 0
-        before = steps if d == 0 else (accepted_at_depth[d - 1] if d <= len(accepted_at_depth) else 0)
-        if d < len(accepted_at_depth):
-            rate = (seen + 2.0) / (before + 4.0)
+        offered = offered_at_depth[d] if d < len(offered_at_depth) else 0
+        accepted = accepted_at_depth[d] if d < len(accepted_at_depth) else 0
+        if offered:
+            reached = (accepted + 8 * gains[-1] * rate) / (offered + 8)
+            rate = min(1.0, reached / gains[-1])
         gains.append(gains[-1] * rate)
     return gains
 
@@ -62,6 +62,7 @@ class TreeChooser:
         seconds: of the target's pass.
         draft_seconds: of one pass of a drafter that makes one per depth; ``None``: drafting costs next to nothing.
         least_sequences: fewer than these always get the whole tree.
+        explores: gains change with what is accepted, so now and then a step verifies the whole tree to see.
     """
 
     def __init__(
@@ -71,7 +72,9 @@ class TreeChooser:
         seconds: PassSeconds,
         draft_seconds: PassSeconds | None = None,
         least_sequences: int = 2,
+        explores: bool = False,
     ) -> None:
+        self.explores = explores
         self.tree, self.gains, self.seconds = tree, gains, seconds
         self.draft_seconds, self.least_sequences = draft_seconds, least_sequences
         self._known: dict[int, DraftTree] = {}
@@ -79,7 +82,7 @@ class TreeChooser:
 
     def tree_for(self, sequences: int) -> DraftTree:
         """The part of the tree with the most expected tokens per second; small ties go to fewer nodes."""
-        if sequences < self.least_sequences:
+        if sequences < self.least_sequences or (self.explores and self._age % _REVIEW == 0):
             return self.tree
         if sequences not in self._known:
             self._known[sequences] = self.tree.pruned(self._best_size(sequences))

@@ -105,10 +105,11 @@ def make_chooser(
     depth = plan.tree.max_depth
     return TreeChooser(
         plan.tree,
-        lambda: chain_gains(depth, stats.accepted_at_depth, stats.sequence_steps),
+        lambda: chain_gains(depth, stats.accepted_at_depth, stats.offered_at_depth),
         seconds,
         own,
         least_sequences=1,
+        explores=True,
     )
 
 
