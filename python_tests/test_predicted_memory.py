@@ -9,7 +9,6 @@ from tiny_models import FAMILIES, OracleDrafter, tiny_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import specmemo_kernels as sk
-from specmemo_kernels import ops
 from specmemo_kernels.baselines import MedusaRun, Workload, medusa_parts, plain_parts
 from specmemo_kernels.footprint import (
     HeadsSpec,
@@ -127,7 +126,7 @@ GRID = [
     ({}, 4, 120, 8, 256),
     ({"num_key_value_heads": 4}, 2, 400, 31, 32),
     ({"hidden_size": 512, "intermediate_size": 768}, 1, 700, 42, 128),
-    ({"intermediate_size": 2048, "num_key_value_heads": 1}, 3, 90, 5, 512),
+    ({"intermediate_size": 2048, "num_key_value_heads": 1}, 3, 90, 5, 128),
 ]
 
 
@@ -144,11 +143,10 @@ def test_patched_generation(changes: dict[str, object], batch: int, prompt: int,
         handle.release()
         with MemoryTracker() as tracker:
             model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
-        split = ops.split_workspace("cpu", model.device, torch.float32, spec.num_qo_heads, spec.num_kv_heads,
-                                    spec.head_dim, spec.v_head_dim, page)  # fmt: skip
     load = Load(tree, batch, min(chunk, batch * prompt), page)
     pages = batch * -(-(prompt + new + nodes.max_depth) // page)
-    shape = predicted_shape(spec, HeadsSpec(), 0, split_size=split[0])
+    # The cpu backend's own workspace isn't torch's: the tracker doesn't see it, test_cpu_kernels weighs it.
+    shape = predicted_shape(spec, HeadsSpec(), 0, split_size=0)
     fixed, each = fixed_parts(shape, load), page_parts(shape, load)
     assert close(sum(fixed.values()) + pages * sum(each.values()), tracker.peak)
 
