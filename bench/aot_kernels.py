@@ -10,7 +10,8 @@ from typing import Any
 import aot_compile
 import torch
 
-from specmemo_kernels.backends.triton import attention, config, lm_head, paged, runtime, verify
+from specmemo_kernels import kernel_config as config
+from specmemo_kernels.backends.triton import attention, lm_head, paged, runtime, verify
 
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 # The kernels that multiply matrices, which must use the target's instructions for it.

@@ -114,6 +114,7 @@ def attention_inputs(case: AttentionCase, dtype: torch.dtype, seed: int = 0) -> 
         "sinks": torch.randn(case.num_qo_heads, generator=g).to(dtype) if case.sinks else None,
         "max_qo_len": max(case.nodes),
         "max_seq_len": max(case.seq_lens),
+        "invariant": False,
     }
 
 

@@ -36,7 +36,7 @@ def attention(**changes: Any) -> list[Any]:
 PROBLEMS: dict[str, tuple[str, list[Any]]] = {
     "tree": ("tree_attention", attention()),
     "chunk": ("tree_attention", attention(tree=False, window=4, softcap=3.0, sinks=True)),
-    "unbounded": ("tree_attention", [*attention()[:-2], None, None]),
+    "unbounded": ("tree_attention", [*attention()[:-3], None, None, False]),
     "append": ("append_paged_kv", list(finite(append_inputs(PAGED, torch.float32)).values())),
     "commit": ("commit_paged_kv", list(finite(commit_inputs(PAGED, torch.float32)).values())),
     "verify": ("verify_tree_greedy", [*verify_inputs(VerifyCase("opcheck", (9, 0, 4), 5)).values(), 5]),

@@ -52,7 +52,7 @@ test_in_the_interpreter.__test__ = not INTERPRETING  # type: ignore[attr-defined
 
 def small_configs(invariant: bool = False) -> Any:
     """Classes with small splits, so that short sequences have several of them."""
-    from specmemo_kernels.backends.triton.config import KernelConfig
+    from specmemo_kernels.kernel_config import KernelConfig
 
     decode = KernelConfig(page_size=16, block_m=16, block_n=16, split_size=32, num_warps=4, num_stages=1, max_nodes=4)
     tree = KernelConfig(page_size=16, block_m=32, block_n=32, split_size=64, num_warps=4, num_stages=1, min_nodes=5)
@@ -141,6 +141,20 @@ def same_pages(run: Callable[..., None], oracle: Callable[..., None], arguments:
     assert not torch.equal(wanted[2].nan_to_num(), arguments[2].nan_to_num())
 
 
+@pytest.fixture
+def ordered_dots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products summed in the order of k: some machines' BLAS rounds a row by its place in the matrix."""
+    from triton.runtime.interpreter import InterpreterBuilder  # type: ignore[import-untyped,unused-ignore]
+
+    def create_dot(_: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        total = d.data.copy()
+        for k in range(a.data.shape[1]):
+            total += a.data[:, k, None] * b.data[None, k, :]
+        return type(d)(total, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
 class TestInterpreter:
     __test__ = INTERPRETING
 
@@ -187,6 +201,7 @@ class TestInterpreter:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
     @pytest.mark.parametrize("length", [27, 60, 128])
+    @pytest.mark.usefixtures("ordered_dots")
     def test_invariant_chain_is_decoding(self, length: int, dtype: torch.dtype) -> None:
         nodes = 9
         inputs = chain_inputs(length, nodes, dtype)
@@ -196,9 +211,21 @@ class TestInterpreter:
             for got, wanted in zip(chain, one, strict=True):
                 assert torch.equal(got[step], wanted[0]), (step, length)
 
+    @pytest.mark.usefixtures("ordered_dots")
+    def test_invariant_by_argument(self) -> None:
+        """The operator's own switch, where the rule splits the keys of one node and of nine differently."""
+        inputs = chain_inputs(700, 9, torch.float16)
+        equal = []
+        for invariant in (False, True):
+            chain = run_attention(inputs | {"invariant": invariant})
+            ones = [run_attention(chain_step(inputs, step) | {"invariant": invariant}) for step in (0, 4, 8)]
+            equal.append([torch.equal(chain[1][step], one[1][0]) for step, one in zip((0, 4, 8), ones, strict=True)])
+        assert not all(equal[0]), "the fast mode gives the same bits: nothing is tested"
+        assert all(equal[1])
+
     def test_classes_that_are_launched(self) -> None:
         """One launch when all sequences are known to be alike, unless a graph is captured for later batches."""
-        from specmemo_kernels.backends.triton.config import attention_configs, launched_classes
+        from specmemo_kernels.kernel_config import attention_configs, launched_classes
 
         classes = attention_configs("sm_90", 128, 128, 4, torch.float16, 16)
         assert [c.max_nodes for c in classes][:2] == [4, 64]
@@ -210,7 +237,7 @@ class TestInterpreter:
     def test_workspace_is_bounded(self) -> None:
         """What a memory plan is told covers the states of every step's splits."""
         from specmemo_kernels.backends.triton import split_workspace
-        from specmemo_kernels.backends.triton.config import attention_configs, launched_classes, split_state_bytes
+        from specmemo_kernels.kernel_config import attention_configs, launched_classes, split_state_bytes
 
         for heads, kv_heads, head_dim, v_dim in ((8, 2, 64, 64), (32, 1, 128, 128), (16, 16, 48, 32)):
             sizes = (heads, kv_heads, head_dim, v_dim, 16)
@@ -223,7 +250,7 @@ class TestInterpreter:
                     assert least <= rows * row_bytes * -(-slots // split_size)
 
     def test_invariant_is_one_class(self) -> None:
-        from specmemo_kernels.backends.triton.config import TARGETS, attention_configs
+        from specmemo_kernels.kernel_config import TARGETS, attention_configs
 
         for target in TARGETS:
             assert len(attention_configs(target, 128, 128, 4, torch.float16, 16, True)) == 1

@@ -38,7 +38,7 @@ class StepAttention:
         # Straight to the operator: patching has checked every shape that ops.tree_attention would check again.
         out, _ = torch.ops.specmemo.tree_attention(
             q, k, v, k_pages, v_pages, batch.block_table, batch.seq_lens, batch.qo_indptr, batch.tree_mask,
-            scale, window, softcap, sinks, batch.max_qo_len, batch.max_seq_len, self.backend,
+            scale, window, softcap, sinks, batch.max_qo_len, batch.max_seq_len, False, self.backend,
         )  # fmt: skip
         nodes = batch.num_tree_nodes
         if nodes:

@@ -49,10 +49,12 @@ def tree_attention(
     sinks: Tensor | None,
     max_qo_len: int | None,
     max_seq_len: int | None,
+    invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Online softmax over 64-key blocks, splits of 512 tokens merged in order: the same bits in any batch.
 
-    ``max_qo_len`` and ``max_seq_len`` are for launches on a device; here the exact lengths are at hand.
+    ``max_qo_len`` and ``max_seq_len`` are for launches on a device; here the exact lengths are at hand. ``invariant``
+    asks for what always holds here: blocks and splits lie at fixed places, whatever the number of nodes.
     """
     code = _dtype("q", q)
     nodes, qo_heads, k_dim = q.shape

@@ -26,8 +26,18 @@ def tree_attention(
     sinks: Tensor | None,
     max_qo_len: int | None,
     max_seq_len: int | None,
+    invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each node over its sequence's pages and its own ancestors."""
+    """Attention of each node over its sequence's pages and its own ancestors.
+
+    Raises:
+        ValueError: ``invariant``, which dense products can't promise.
+    """
+    if invariant:
+        raise ValueError(
+            "invariant is True, but the reference backend multiplies whole matrices, whose rounding depends on their "
+            "size; use backend='cpu' or 'triton', or invariant=False"
+        )
     compute = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(q.shape[0], q.shape[1], v_new.shape[2])
     lse = q.new_empty(q.shape[:2], dtype=compute)

@@ -72,6 +72,7 @@ def tree_attention(
     sinks: Tensor | None = None,
     max_qo_len: int | None = None,
     max_seq_len: int | None = None,
+    invariant: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every node over its sequence's committed tokens and its own ancestors.
@@ -84,6 +85,8 @@ def tree_attention(
         sinks: ``[num_qo_heads]``, a logit per head that joins the softmax without a value (gpt-oss).
         max_qo_len, max_seq_len: upper bounds of ``diff(qo_indptr)`` and ``seq_lens`` known to the caller, so that a
             GPU launch is sized without a synchronisation; ``None``: the bounds that the shapes imply.
+        invariant: verifying a chain gives the same bits as decoding its tokens one by one. The cpu backend always does
+            so, triton takes one set of block sizes for all sequences (slower for few nodes), reference refuses.
 
     Returns:
         ``out`` ``[N, num_qo_heads, v_head_dim]`` in q's dtype, and ``lse`` ``[N, num_qo_heads]`` float32 (float64 for
@@ -98,7 +101,7 @@ def tree_attention(
     checks.positive(window=window, softcap=softcap, max_qo_len=max_qo_len)
     result: tuple[Tensor, Tensor] = _ops.tree_attention(
         q, k_new, v_new, k_pages, v_pages, block_table, seq_lens, qo_indptr, tree_mask,
-        scale, window, softcap, sinks, max_qo_len, max_seq_len, backend,
+        scale, window, softcap, sinks, max_qo_len, max_seq_len, invariant, backend,
     )  # fmt: skip
     return result
 

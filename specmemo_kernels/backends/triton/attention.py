@@ -15,14 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from specmemo_kernels.backends.triton.config import (
-    MERGE_CONFIG,
-    KernelConfig,
-    attention_configs,
-    block_dim,
-    launched_classes,
-    split_state_bytes,
-)
 from specmemo_kernels.backends.triton.primitives import (
     LN_2,
     LOG2_E,
@@ -32,8 +24,16 @@ from specmemo_kernels.backends.triton.primitives import (
     node_depth,
     sequence_of_row,
 )
-from specmemo_kernels.backends.triton.runtime import INTERPRETED, INVARIANT, check_device, launch_options, target_of
+from specmemo_kernels.backends.triton.runtime import INTERPRETED, check_device, launch_options, target_of
 from specmemo_kernels.backends.triton.tiles import attend_committed, attend_own
+from specmemo_kernels.kernel_config import (
+    MERGE_CONFIG,
+    KernelConfig,
+    attention_configs,
+    block_dim,
+    launched_classes,
+    split_state_bytes,
+)
 
 Tensor = torch.Tensor
 
@@ -188,6 +188,7 @@ def tree_attention(
     sinks: Tensor | None,
     max_qo_len: int | None,
     max_seq_len: int | None,
+    invariant: bool = False,
     *,
     configs: tuple[KernelConfig, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -197,8 +198,10 @@ def tree_attention(
     last, everything else is contiguous. Nothing is read back to the host.
 
     Args:
+        invariant: one class of block sizes for all sequences, so that a chain's nodes get the bits that decoding them
+            one by one gives.
         configs: tuning; the classes of sequences by node count, in order, each with its block sizes. ``None``: the
-            rule's choice for this device.
+            rule's choice for this device and ``invariant``.
 
     Returns:
         out ``[N, num_qo_heads, v_head_dim]`` in q's dtype and lse ``[N, num_qo_heads]`` float32.
@@ -216,7 +219,7 @@ def tree_attention(
     lse = q.new_empty(rows, heads, dtype=torch.float32)
     if rows == 0 or heads == 0 or batch == 0:
         return out, lse
-    configs = configs or attention_configs(target_of(q.device), head_dim, v_dim, group, q.dtype, page_size, INVARIANT)
+    configs = configs or attention_configs(target_of(q.device), head_dim, v_dim, group, q.dtype, page_size, invariant)
     max_nodes = min(rows, rows if max_qo_len is None else max_qo_len)
     max_slots = max_nodes + (block_table.shape[1] * page_size if max_seq_len is None else max_seq_len)
     replayed = q.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -270,5 +273,5 @@ def split_workspace(
         ValueError: a device or dtype that can't be served.
     """
     group = num_qo_heads // num_kv_heads
-    configs = attention_configs(target_of(device), head_dim, v_head_dim, group, dtype, page_size, INVARIANT)
+    configs = attention_configs(target_of(device), head_dim, v_head_dim, group, dtype, page_size)
     return min(config.split_size for config in configs), split_state_bytes(1, num_qo_heads, v_head_dim, 2) // 2

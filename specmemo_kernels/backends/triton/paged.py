@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from specmemo_kernels.backends.triton.config import COPY_CONFIG, block_dim
 from specmemo_kernels.backends.triton.primitives import sequence_of_row
 from specmemo_kernels.backends.triton.runtime import check_device, launch_options
+from specmemo_kernels.kernel_config import COPY_CONFIG, block_dim
 
 Tensor = torch.Tensor
 

@@ -1,4 +1,4 @@
-"""Block sizes, chosen by a written rule from what a target has. Plain Python: needs neither triton nor a GPU."""
+"""Block sizes of the Triton kernels, by a written rule from what a target has; needs neither triton nor a GPU."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class Target:
         warp_size: threads of a warp (wavefront).
         matrix: instruction family that Triton's dots become, or ``None`` where they become multiply-adds.
         bf16: whether bfloat16 is supported.
+        max_head_dim: the widest padded head of 16-bit numbers that a tile of 16 x 16 holds without spilling registers.
     """
 
     name: str
@@ -27,6 +28,11 @@ class Target:
     warp_size: int
     matrix: str | None
     bf16: bool = True
+    max_head_dim: int = 512
+
+    def head_dim_limit(self, dtype: torch.dtype) -> int:
+        """The widest padded head in ``dtype``."""
+        return self.max_head_dim if dtype != torch.float32 or self.name == INTERPRETER else min(256, self.max_head_dim)
 
     @property
     def hip(self) -> bool:
@@ -37,15 +43,15 @@ class Target:
 TARGETS = {
     target.name: target
     for target in (
-        Target("sm_75", 64 << 10, 32, None, bf16=False),
+        Target("sm_75", 64 << 10, 32, None, bf16=False, max_head_dim=256),
         Target("sm_80", 163 << 10, 32, "mma"),
         Target("sm_86", 99 << 10, 32, "mma"),
         Target("sm_89", 99 << 10, 32, "mma"),
         Target("sm_90", 227 << 10, 32, "wgmma"),
         Target("gfx90a", 64 << 10, 64, "mfma"),
         Target("gfx942", 64 << 10, 64, "mfma"),
-        Target("gfx1100", 64 << 10, 32, "wmma"),
-        Target(INTERPRETER, 1 << 30, 1, None),
+        Target("gfx1100", 64 << 10, 32, "wmma", max_head_dim=128),
+        Target(INTERPRETER, 1 << 30, 1, None, max_head_dim=1 << 20),
     )
 }
 
@@ -104,7 +110,7 @@ def attention_configs(
         target: a name of ``TARGETS``. group: query heads per KV head.
 
     Raises:
-        ValueError: an unknown target, or a dtype that the target can't compute in.
+        ValueError: an unknown target, a dtype that it can't compute in, or heads wider than it has registers for.
     """
     return _attention_configs(
         target, max(block_dim(head_dim), block_dim(v_head_dim)), group, dtype, page_size, invariant
@@ -132,6 +138,12 @@ def _attention_configs(
     target: str, dim: int, group: int, dtype: torch.dtype, page_size: int, invariant: bool
 ) -> tuple[KernelConfig, ...]:
     device = _target(target, dtype)
+    limit = device.head_dim_limit(dtype)
+    if dim > limit:
+        raise ValueError(
+            f"head_dim is {dim} (padded), the triton backend's limit on {target} in {dtype} is {limit}: more would "
+            "spill registers; use backend='reference' on this GPU, or another model"
+        )
 
     def config(tile: tuple[int, int, int, int], split: int, least: int, most: int) -> KernelConfig:
         block_m, block_n, warps, stages = tile
@@ -158,7 +170,9 @@ def _tile(target: Target, dim: int, dtype: torch.dtype, kind: str) -> tuple[int,
     if target.name == INTERPRETER:
         return (16 if few else 32), 32, 4, 1  # few programs, tiles small enough to be exact in float32
     if dim > 256 or dtype == torch.float32:
-        return 16, 16, 4 if dim <= 256 else 8, 1  # multiply-adds on most targets: registers go first
+        # Multiply-adds on most targets: registers go first.
+        wide = dim > 256 or target.matrix == "wmma" or (dim == 256 and target.matrix != "wgmma")
+        return 16, 16, 8 if wide else 4, 1
     if target.matrix is None:
         if dim == 256:
             return 16, 16, 8, 1
