@@ -263,6 +263,7 @@ def split_workspace(
     head_dim: int,
     v_head_dim: int,
     page_size: int,
+    page_dtype: torch.dtype | None = None,
 ) -> tuple[int, int]:
     """What :func:`tree_attention` allocates for itself, for a memory plan.
 
