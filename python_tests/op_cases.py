@@ -112,6 +112,20 @@ def commit_inputs(case: PagedCase, dtype: torch.dtype, seed: int = 0) -> dict[st
     return new | pools | accepted | _scales(case, pools)
 
 
+def hard_rows(dtype: torch.dtype, dim: int = 33) -> torch.Tensor:
+    """Rows from 1e-30 to 1e30 (as far as ``dtype`` goes), one large element among small ones, ties, zeros."""
+    g = torch.Generator().manual_seed(5)
+    sizes = 10.0 ** torch.arange(-30, 31, 3)
+    rows = [torch.randn(len(sizes), dim, generator=g) * sizes[:, None]]
+    outlier = torch.randn(4, dim, generator=g)
+    outlier[:, 3] = torch.tensor([100.0, 1e4, -3e3, 6e4])
+    ties = (torch.arange(dim) - 16) / 2
+    ties[0] = 127.0
+    rows += [outlier, ties[None], torch.zeros(1, dim), torch.full((1, dim), 2.0**-140), torch.full((1, dim), -7.0)]
+    result = torch.cat(rows).to(dtype)
+    return result[result.isfinite().all(1)]
+
+
 @dataclass(frozen=True)
 class VerifyCase:
     """One problem for ``verify_tree_greedy``: trees of ``nodes``; few different ``tokens`` make long paths."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import AttentionCase, attention_inputs
-from op_cases import PAGED_CASES, PagedCase, append_inputs, commit_inputs
+from op_cases import PAGED_CASES, PagedCase, append_inputs, commit_inputs, hard_rows
 from test_families import answers, batch, greedy
 from test_ops import same_bits, slot_of
 from test_patch_memory import peak_of, wide_model
@@ -24,20 +24,6 @@ Inputs = dict[str, Any]
 each_kv = pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 LARGEST = {"int8": 127, "fp8": 448}
-
-
-def hard_rows(dtype: torch.dtype, dim: int = 33) -> torch.Tensor:
-    """Rows from 1e-30 to 1e30 (as far as ``dtype`` goes), one large element among small ones, ties, zeros."""
-    g = torch.Generator().manual_seed(5)
-    sizes = 10.0 ** torch.arange(-30, 31, 3)
-    rows = [torch.randn(len(sizes), dim, generator=g) * sizes[:, None]]
-    outlier = torch.randn(4, dim, generator=g)
-    outlier[:, 3] = torch.tensor([100.0, 1e4, -3e3, 6e4])
-    ties = (torch.arange(dim) - 16) / 2
-    ties[0] = 127.0
-    rows += [outlier, ties[None], torch.zeros(1, dim), torch.full((1, dim), 2.0**-140), torch.full((1, dim), -7.0)]
-    result = torch.cat(rows).to(dtype)
-    return result[result.isfinite().all(1)]
 
 
 def through_pages(rows: torch.Tensor, kv_dtype: str, backend: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,16 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ATTENTION_CASES, AttentionCase, attention_budget, attention_inputs, mask_words, random_parents
+from cases import (
+    ATTENTION_CASES,
+    QUANTISED_CASES,
+    AttentionCase,
+    attention_budget,
+    attention_inputs,
+    mask_words,
+    random_parents,
+)
+from op_cases import hard_rows
 
 from specmemo_kernels.backends import reference
 
@@ -30,6 +39,13 @@ BY_RULE = ATTENTION_CASES
 IN_SPLITS = (
     *(case for case in ATTENTION_CASES if sum(case.nodes) * case.num_qo_heads <= 140),
     AttentionCase("short_chunk", (70, 0), (12, 9), window=30, tree=False),
+)
+
+
+CODES = tuple(
+    case
+    for case in QUANTISED_CASES
+    if case.name.rpartition("-")[0] in ("page_edges", "ragged", "v_narrower", "head_dim_80", "page_7", "all_extras")
 )
 
 
@@ -170,6 +186,11 @@ class TestInterpreter:
     def test_attention_bfloat16(self) -> None:
         check_attention(next(case for case in ATTENTION_CASES if case.name == "ragged"), torch.bfloat16)
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+    @pytest.mark.parametrize("case", CODES, ids=lambda case: case.name)
+    def test_attention_over_codes(self, case: AttentionCase, dtype: torch.dtype) -> None:
+        check_attention(case, dtype, configs=small_configs() if dtype == torch.float32 else None)
+
     def test_bounds_from_shapes(self) -> None:
         inputs = problem(next(case for case in ATTENTION_CASES if case.name == "page_edges"), torch.float32)
         bounded = run_attention(inputs)
@@ -270,6 +291,43 @@ class TestInterpreter:
 
         arguments = list(paged_problem(torch.Generator().manual_seed(0)).values())
         same_pages(triton.commit_paged_kv, reference.commit_paged_kv, arguments)
+
+    @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+    def test_append_of_codes(self, kv_dtype: torch.dtype) -> None:
+        """The reference's bits for rows of any size, ties, outliers, nothing, NaN and infinity."""
+        from specmemo_kernels.backends import triton
+
+        rows = hard_rows(torch.float32, 36)
+        rows = torch.cat([rows, torch.tensor([float("nan"), float("inf")])[:, None] * torch.ones(2, 36)])
+        new = rows[: len(rows) // 3 * 3].unflatten(0, (-1, 3))  # three heads
+        pages = torch.zeros(8, 7, 3, 36, dtype=torch.uint8).view(kv_dtype)
+        scales = torch.zeros(8, 7, 3)
+        table = torch.arange(8, dtype=torch.int32).flip(0).reshape(1, 8)
+        length, bounds = torch.tensor([3], dtype=torch.int32), torch.tensor([0, len(new)], dtype=torch.int32)
+        results = []
+        for backend in (triton, reference):
+            own = [x.clone() for x in (pages, pages, scales, scales)]
+            backend.append_paged_kv(new, new.flip(0), own[0], own[1], table, length, bounds, own[2], own[3])
+            results.append([own[0].view(torch.uint8), own[1].view(torch.uint8), own[2], own[3]])
+        for mine, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=0, atol=0, equal_nan=True)
+        assert bool((results[0][0] != 0).any())
+
+    @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+    def test_commit_of_codes(self, kv_dtype: torch.dtype) -> None:
+        from specmemo_kernels.backends import triton
+
+        inputs = paged_problem(torch.Generator().manual_seed(0))
+        results = []
+        for backend in (triton, reference):
+            pools = [torch.full_like(inputs[n], 0x33, dtype=torch.uint8).view(kv_dtype) for n in ("k_pages", "v_pages")]
+            scales = [torch.full(inputs["k_pages"].shape[:-1], float("nan")) for _ in range(2)]
+            rest = [x for name, x in inputs.items() if name not in ("k_scratch", "v_scratch", "k_pages", "v_pages")]
+            backend.commit_paged_kv(inputs["k_scratch"], inputs["v_scratch"], *pools, *rest, *scales)
+            results.append([pools[0].view(torch.uint8), pools[1].view(torch.uint8), *scales])
+        for mine, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=0, atol=0, equal_nan=True)
+        assert int(results[0][2].isfinite().sum()) == 3 * 3 * 8, "three layers and heads, eight tokens"
 
     @pytest.mark.parametrize("max_depth", [0, 3, 20])
     def test_verify(self, max_depth: int) -> None:
