@@ -67,8 +67,9 @@ def problem(target: str, kernel: str, shape: Shape, used: aot_compile.Resources)
 def attention_job(target: str, shape: Shape, kernel: str = "tree_attention", **flags: bool) -> Job:
     """The split kernel; ``flags`` override its constexpr switches (``DIRECT``, ``HAS_WINDOW``, ...)."""
     chosen = config.choose_config(
-        target, shape.head_dim, shape.head_dim, shape.group, shape.nodes, shape.dtype, shape.page_size
-    )
+        target, shape.head_dim, shape.head_dim, shape.group, shape.nodes, shape.dtype, shape.page_size,
+        quantised=shape.kv_dtype is not None,
+    )  # fmt: skip
     return Job(kernel, shape, chosen, lambda name: compile_attention(name, shape, chosen, **flags))
 
 

@@ -144,3 +144,13 @@ def test_devices_find_their_rule() -> None:
         target_for_capability(7, 0)
     with pytest.raises(ValueError, match="gfx803"):
         target_for_arch("gfx803")
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942", "gfx1100"])
+def test_quantised_pages(kernels: ModuleType, target: str, kv_dtype: str) -> None:
+    """Codes become numbers in registers, and still nothing spills; fp8 also where the target hasn't got it."""
+    shape = kernels.Shape(nodes=25, kv_dtype=kv_dtype)
+    check(kernels.attention_job(target, shape), target)
+    for job in kernels.paged_jobs(shape):
+        check(job, target)

@@ -98,7 +98,14 @@ def block_dim(size: int) -> int:
 
 
 def attention_configs(
-    target: str, head_dim: int, v_head_dim: int, group: int, dtype: torch.dtype, page_size: int, invariant: bool = False
+    target: str,
+    head_dim: int,
+    v_head_dim: int,
+    group: int,
+    dtype: torch.dtype,
+    page_size: int,
+    invariant: bool = False,
+    quantised: bool = False,
 ) -> tuple[KernelConfig, ...]:
     """The classes of sequences by their own node count, in order, each with its block sizes (1 to 3 of them).
 
@@ -107,13 +114,13 @@ def attention_configs(
     ``invariant``: one class for all, so that a node's result doesn't depend on the number of nodes either.
 
     Args:
-        target: a name of ``TARGETS``. group: query heads per KV head.
+        target: a name of ``TARGETS``. group: query heads per KV head. quantised: pages hold codes.
 
     Raises:
         ValueError: an unknown target, a dtype that it can't compute in, or heads wider than it has registers for.
     """
     return _attention_configs(
-        target, max(block_dim(head_dim), block_dim(v_head_dim)), group, dtype, page_size, invariant
+        target, max(block_dim(head_dim), block_dim(v_head_dim)), group, dtype, page_size, invariant, quantised
     )
 
 
@@ -127,15 +134,16 @@ def choose_config(
     page_size: int,
     *,
     invariant: bool = False,
+    quantised: bool = False,
 ) -> KernelConfig:
     """The block sizes that serve a sequence of ``max_qo_len`` nodes. Errors as in :func:`attention_configs`."""
-    classes = attention_configs(target, head_dim, v_head_dim, group, dtype, page_size, invariant)
+    classes = attention_configs(target, head_dim, v_head_dim, group, dtype, page_size, invariant, quantised)
     return next(config for config in classes if max_qo_len <= config.max_nodes)
 
 
 @functools.cache
 def _attention_configs(
-    target: str, dim: int, group: int, dtype: torch.dtype, page_size: int, invariant: bool
+    target: str, dim: int, group: int, dtype: torch.dtype, page_size: int, invariant: bool, quantised: bool
 ) -> tuple[KernelConfig, ...]:
     device = _target(target, dtype)
     limit = device.head_dim_limit(dtype)
@@ -149,7 +157,8 @@ def _attention_configs(
         block_m, block_n, warps, stages = tile
         return KernelConfig(page_size, block_m, block_n, split, warps, stages, min_nodes=least, max_nodes=most)
 
-    decode, tree, chunk = (_tile(device, dim, dtype, kind) for kind in ("decode", "tree", "chunk"))
+    rule = _tile_of_codes if quantised else _tile
+    decode, tree, chunk = (rule(device, dim, dtype, kind) for kind in ("decode", "tree", "chunk"))
     if invariant:
         return (config(tree, 1024, 1, NO_LIMIT),)
     few = DECODE_ROWS // group
@@ -198,6 +207,24 @@ def _tile(target: Target, dim: int, dtype: torch.dtype, kind: str) -> tuple[int,
     if dim <= 64:
         return (64, 64, 4, 3) if kind == "tree" else (128, 64, 8, 3)
     return 64, 64, 8, 2
+
+
+def _tile_of_codes(target: Target, dim: int, dtype: torch.dtype, kind: str) -> tuple[int, int, int, int]:
+    """As :func:`_tile` for quantised pages, whose codes and scales take registers beside what they become."""
+    plain = _tile(target, dim, dtype, kind)
+    if dtype == torch.float32 or dim > 128:
+        return plain
+    if target.matrix is None and dim == 128 and target.name != INTERPRETER:
+        return 16, 32, 8, 1
+    if target.matrix == "mma":
+        if kind == "decode":
+            return 16, 64, 4 if dim <= 64 else 8, 2
+        return (64, 32, 4, 2) if dim <= 64 else (32, 32, 4, 2)
+    if target.matrix == "wgmma" and kind == "decode":
+        return 16, 64, 8, 3
+    if target.matrix == "wmma":
+        return (16, 16, 4, 1) if dim <= 64 and kind == "decode" else (64 if dim <= 64 else 32, 16, 8, 1)
+    return plain
 
 
 def launched_classes(

@@ -227,7 +227,9 @@ def tree_attention(
     lse = q.new_empty(rows, heads, dtype=torch.float32)
     if rows == 0 or heads == 0 or batch == 0:
         return out, lse
-    configs = configs or attention_configs(target_of(q.device), head_dim, v_dim, group, q.dtype, page_size, invariant)
+    configs = configs or attention_configs(
+        target_of(q.device), head_dim, v_dim, group, q.dtype, page_size, invariant, k_scales is not None
+    )
     max_nodes = min(rows, rows if max_qo_len is None else max_qo_len)
     max_slots = max_nodes + (block_table.shape[1] * page_size if max_seq_len is None else max_seq_len)
     replayed = q.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -284,5 +286,6 @@ def split_workspace(
         ValueError: a device or dtype that can't be served.
     """
     group = num_qo_heads // num_kv_heads
-    configs = attention_configs(target_of(device), head_dim, v_head_dim, group, dtype, page_size)
+    quantised = page_dtype is not None
+    configs = attention_configs(target_of(device), head_dim, v_head_dim, group, dtype, page_size, quantised=quantised)
     return min(config.split_size for config in configs), split_state_bytes(1, num_qo_heads, v_head_dim, 2) // 2

@@ -173,7 +173,7 @@ def commit_paged_kv(
 
 def copy_blocks(heads: int, head_dim: int, v_dim: int) -> dict[str, int]:
     """The sizes that kernels are compiled for: elements copied at once (``BLOCK_*``), heads quantised at once."""
-    sizes = {}
+    sizes: dict[str, int] = {}
     for side, dim in (("K", head_dim), ("V", v_dim)):
         block, padded = min(MAX_BLOCK, block_dim(heads * dim)), block_dim(dim)
         sizes |= {f"D{side}": dim, f"BLOCK_{side}": block, f"BLOCK_D{side}": padded}
