@@ -204,7 +204,7 @@ def test_plans_are_json_and_text(budget: int | None) -> None:
     assert DraftTree.from_paths(data.pop("tree")) == plan.tree
     assert data == {
         "max_sequences": plan.max_sequences, "page_size": 16, "max_pages": plan.max_pages,
-        "prefill_chunk": plan.prefill_chunk, "budget": budget, "parts": plan.parts, "kv_dtype": None,
+        "prefill_chunk": plan.prefill_chunk, "budget": budget, "parts": plan.parts,
     }  # fmt: skip
     text = str(plan)
     assert "at most 8 sequences at once" in text

@@ -95,14 +95,12 @@ def kernel_configs(
 ) -> tuple[Any, ...]:
     """The triton backend's block sizes of ``tree_attention`` on ``target``, which needn't be this machine.
 
-    Its classes of sequences in order; none where triton isn't installed.
+    Its classes of sequences in order; the rule needs neither triton nor a GPU.
 
     Raises:
-        ValueError: an unknown target, or a dtype that it can't compute in.
+        ValueError: an unknown target, or a dtype or head size that it can't compute in.
     """
-    if unavailable("triton"):
-        return ()
-    rules = importlib.import_module(BACKENDS["triton"] + ".config")
+    rules = importlib.import_module("specmemo_kernels.kernel_config")
     group = num_qo_heads // num_kv_heads
     return tuple(rules.attention_configs(target, head_dim, v_head_dim, group, dtype, page_size))
 
