@@ -1,6 +1,6 @@
 # Every target sets up what it needs in $(VENV) first: a machine with Python 3.11 or 3.12 and a C++ compiler will do.
 #
-#   make demo | test | lint | clean
+#   make demo | test | lint | gpu | clean
 #   make test TORCH=torch==2.12.0        another torch than the CPU build of constraints-cpu.txt
 #   make test TESTS=python_tests/test_cli.py ARGS=-x
 #   make demo PYTHON=python3.12 ARGS="--turns 3"
@@ -21,7 +21,7 @@ STAMP := $(VENV)/installed-$(firstword $(shell echo '$(TORCH)' | cksum))
 BUILT_FROM := pyproject.toml setup.py CMakeLists.txt constraints-cpu.txt $(wildcard csrc/* csrc/*/*)
 CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.hpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.hpp)
 
-.PHONY: demo test lint clean install
+.PHONY: demo test lint gpu clean install
 
 demo: $(STAMP)
 	$(BIN)/specmemo demo $(ARGS)
@@ -34,6 +34,18 @@ lint: $(STAMP) $(VENV)/linters
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(if $(CXX_SOURCES),$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES))
+
+# On a GPU machine, with its own $(PYTHON), torch and triton: builds in place, downloads nothing, at most nine minutes.
+# Figures and plots go to bench/results/.
+GPU_RESULTS := bench/results/ops_gpu
+gpu:
+	$(PYTHON) -c "import torch; assert torch.cuda.is_available(), 'make gpu needs a GPU that torch sees'"
+	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --no-index -e .
+	timeout 270 $(PYTHON) -m pytest -m gpu python_tests/test_gpu.py $(ARGS)
+	mkdir -p bench/results
+	timeout 230 $(PYTHON) bench/bench_ops.py --device cuda --model llama3-8b --dtype bf16 --context 8192,32768,2048 \
+	  --batch 8,1,32 --tree 1,25,64 --peers sdpa,sdpa_folded,flex,flashinfer --limit-s 150 --json $(GPU_RESULTS).json
+	$(PYTHON) bench/plot_ops.py $(GPU_RESULTS).json $(GPU_RESULTS).png --batch 8
 
 install: $(STAMP)
 

@@ -10,8 +10,11 @@ from typing import Any
 import aot_compile
 import torch
 
-from specmemo_kernels.backends.triton import attention, config, lm_head, paged, runtime, verify
+from specmemo_kernels import kernel_config as config
+from specmemo_kernels.backends.triton import attention, lm_head, paged, runtime, verify
 
+KV_TYPES = {None: 0, "int8": 1, "fp8": 2}
+NO_SCALES = {"k_scales_ptr": None, "v_scales_ptr": None}
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 # The kernels that multiply matrices, which must use the target's instructions for it.
 MATRIX_KERNELS = ("tree_attention", "lm_head")
@@ -27,6 +30,7 @@ class Shape:
     dtype: torch.dtype = torch.float16
     page_size: int = 16
     hidden_size: int = 4096
+    kv_dtype: str | None = None  # of quantised pages
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Job:
         shape = {"head_dim": self.shape.head_dim, "nodes": self.shape.nodes, "gqa": self.shape.group}
         return {
             "target": target, "kernel": self.kernel, **shape, "dtype": TYPES[self.shape.dtype],
+            "kv_dtype": self.shape.kv_dtype,
             "config": asdict(self.config), **asdict(used), "problem": problem(target, self.kernel, self.shape, used),
         }  # fmt: skip
 
@@ -62,8 +67,9 @@ def problem(target: str, kernel: str, shape: Shape, used: aot_compile.Resources)
 def attention_job(target: str, shape: Shape, kernel: str = "tree_attention", **flags: bool) -> Job:
     """The split kernel; ``flags`` override its constexpr switches (``DIRECT``, ``HAS_WINDOW``, ...)."""
     chosen = config.choose_config(
-        target, shape.head_dim, shape.head_dim, shape.group, shape.nodes, shape.dtype, shape.page_size
-    )
+        target, shape.head_dim, shape.head_dim, shape.group, shape.nodes, shape.dtype, shape.page_size,
+        quantised=shape.kv_dtype is not None,
+    )  # fmt: skip
     return Job(kernel, shape, chosen, lambda name: compile_attention(name, shape, chosen, **flags))
 
 
@@ -83,6 +89,7 @@ def _compile_attention(
         ("out_ptr", "q_ptr", "k_new_ptr", "v_new_ptr", "k_pages_ptr", "v_pages_ptr", "sinks_ptr"), element
     )
     types |= dict.fromkeys(("lse_ptr", "part_total_ptr", "part_peak_ptr", "part_ptr"), "*fp32")
+    types |= page_types(shape)
     types |= dict.fromkeys(("block_table_ptr", "seq_lens_ptr", "qo_indptr_ptr"), "*i32")
     types |= {"tree_mask_ptr": "*i64", "scale": "fp32", "softcap": "fp32"}
     strides = [f"stride_{name}" for name in ("qn", "qh", "kn", "kh", "vn", "vh")]
@@ -92,14 +99,21 @@ def _compile_attention(
     constants: dict[str, Any] = {
         "GROUP": shape.group, "DK": shape.head_dim, "DV": shape.head_dim, "BLOCK_DK": dim, "BLOCK_DV": dim,
         "PAGE_SIZE": shape.page_size, "BLOCK_M": chosen.block_m, "BLOCK_N": chosen.block_n,
-        "SPLIT_SIZE": chosen.split_size, "UPCAST": False, **switches,
+        "SPLIT_SIZE": chosen.split_size, "UPCAST": False, "KV": KV_TYPES[shape.kv_dtype], **switches,
     }  # fmt: skip
     constants |= {} if switches["HAS_SINKS"] else {"sinks_ptr": None}
+    constants |= NO_SCALES if shape.kv_dtype is None else {}
     constants |= {} if switches["HAS_TREE"] else {"tree_mask_ptr": None}
     options = runtime.compile_options(target, chosen)
     return aot_compile.compile_kernel(
         attention.tree_attention_kernel, types, constants, target, options, frozenset(strides)
     )
+
+
+def page_types(shape: Shape) -> dict[str, str]:
+    """Triton's types of the pointers to pages and scales."""
+    page = {None: TYPES[shape.dtype], "int8": "i8", "fp8": "u8"}[shape.kv_dtype]
+    return {f"{side}_pages_ptr": f"*{page}" for side in "kv"} | {f"{side}_scales_ptr": "*fp32" for side in "kv"}
 
 
 def merge_job(shape: Shape) -> Job:
@@ -128,10 +142,9 @@ def merge_job(shape: Shape) -> Job:
 
 def paged_jobs(shape: Shape) -> Iterator[Job]:
     """Append and commit."""
-    block = paged.copy_block(8 * shape.head_dim)
-    constants = {
-        "DK": shape.head_dim, "DV": shape.head_dim, "PAGE_SIZE": shape.page_size, "BLOCK_K": block, "BLOCK_V": block,
-    }  # fmt: skip
+    constants: dict[str, Any] = {"PAGE_SIZE": shape.page_size, "KV": KV_TYPES[shape.kv_dtype]}
+    constants |= paged.copy_blocks(8, shape.head_dim, shape.head_dim)
+    constants |= NO_SCALES if shape.kv_dtype is None else {}
     for name, kernel in (("append", paged.append_paged_kv_kernel), ("commit", paged.commit_paged_kv_kernel)):
         types = {}
         for argument in kernel.arg_names:
@@ -139,6 +152,7 @@ def paged_jobs(shape: Shape) -> Iterator[Job]:
             types[argument] = (
                 "i32" if not argument.endswith("_ptr") else "*i32" if metadata else f"*{TYPES[shape.dtype]}"
             )
+        types |= page_types(shape)
         extra = {"BLOCK_B": 64} if name == "append" else {}
         yield _simple(f"{name}_paged_kv", kernel, shape, config.COPY_CONFIG, types, constants | extra)
 

@@ -4,13 +4,15 @@
         --json out.json
     python bench/bench_ops.py --model all --context 128,1024,4096,16384 --batch 1,4,8 --tree 1,8,16,25,32,64 \\
         --dtype bf16,fp32
+    python bench/bench_ops.py --device cuda --context 2048,8192,32768 --batch 1,8,32 --tree 1,25,64
     pytest bench/bench_ops.py            the first through pytest-benchmark
 
 Every result is checked against float64 before anything is timed; then the operator and its peers take turns.
 ``vs_best`` is the fastest peer's time on gathered keys over ours, ``vs_sdpa`` that of SDPA as usually called,
 ``vs_paged`` that of the fastest peer with the gather it needs, ``floor_fraction`` the floor over our time. The floor is
 max(bytes / read bandwidth, flops / GEMM rate), both measured in the same turns. Calls rotate over copies of keys and
-values, so that none finds them in a cache.
+values, so that none finds them in a cache. On a GPU (``bench_gpu.py``) calls are replayed from a graph, the floor is
+max(bytes / copy bandwidth, flops / matmul rate), and ``t_vs_t1`` is the time over that of one node.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def check(inputs: dict[str, Any], outputs: dict[str, torch.Tensor], dtype: torch
         "v_pages": inputs["v_pages"][:, :, -1:].contiguous(),
         "block_table": inputs["block_table"][-1:],
         "seq_lens": inputs["seq_lens"][-1:],
-        "qo_indptr": torch.tensor([0, end - start], dtype=torch.int32),
+        "qo_indptr": torch.tensor([0, end - start], dtype=torch.int32, device=inputs["q"].device),
         "tree_mask": inputs["tree_mask"][start:end],
     }
     budget = attention_budget(alone, dtype)
@@ -204,38 +206,41 @@ def show(rows: list[Row]) -> None:
 
 
 def main(
-    device: Annotated[str, typer.Option(help="cpu")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     model: Annotated[str, typer.Option(help="names from " + ", ".join(MODELS) + ", or all")] = "llama3-8b",
     dtype: Annotated[str, typer.Option(help="bf16, fp32, fp16")] = "bf16",
     context: Annotated[str, typer.Option(help="committed tokens of each sequence")] = "4096",
     batch: Annotated[str, typer.Option(help="sequences")] = "1",
     tree: Annotated[str, typer.Option(help="nodes of each tree")] = "1,8,32",
     op: Annotated[str, typer.Option(help="operators")] = "tree_attention,commit_paged_kv,lm_head_argmax",
-    peers: Annotated[str, typer.Option(help="of " + ", ".join(op_peers.PEERS))] = "sdpa,sdpa_folded",
+    peers: Annotated[
+        str, typer.Option(help="of " + ", ".join(op_peers.PEERS) + ", on a GPU flashinfer too")
+    ] = "sdpa,sdpa_folded",
+    limit_s: Annotated[float, typer.Option(help="on a GPU: start no row after so many seconds")] = 1800,
     seconds: Annotated[float, typer.Option(help="time for one row")] = 1.0,
     json_: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
 ) -> None:
     """Measure, print a table and write JSON."""
-    if device != "cpu":
-        raise typer.BadParameter(f"device is {device!r}; this bench measures the cpu backend", param_hint="--device")
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise typer.BadParameter(f"device is {device!r}, expected cpu, or cuda where torch sees a GPU")
     models = list(MODELS) if model == "all" else model.split(",")
+    sizes = numbers(context), numbers(batch), numbers(tree)
+    if device == "cuda":
+        import bench_gpu
+
+        cases = [attention_case(m, c, b, t) for m in models for c in sizes[0] for b in sizes[1] for t in sizes[2]]
+        kinds = {name: DTYPES[name] for name in dtype.split(",")}
+        found = bench_gpu.rows_for(cases, kinds, peers.split(","), limit_s, check)
+    else:
+        found = rows_for(models, dtype.split(","), *sizes, op.split(","), peers.split(","), seconds)
     rows = []
-    for row in rows_for(
-        models,
-        dtype.split(","),
-        numbers(context),
-        numbers(batch),
-        numbers(tree),
-        op.split(","),
-        peers.split(","),
-        seconds,
-    ):
+    for row in found:
         rows.append(row)
         print(json.dumps(row), flush=True)
     show(rows)
     if json_ is not None:
         json_.parent.mkdir(parents=True, exist_ok=True)
-        json_.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+        json_.write_text(json.dumps({"environment": environment(), "device": device, "rows": rows}, indent=1) + "\n")
 
 
 @pytest.mark.parametrize("tree", [1, 8, 32])

@@ -19,7 +19,7 @@ PANELS = (("floor_fraction", "fraction of the floor"), ("vs_best", "times as fas
 def curves(rows: list[dict[str, Any]], value: str, axes: Axes) -> None:
     """One line for each tree size over the context."""
     for tree in sorted({row["tree"] for row in rows}):
-        points = sorted((row["context"], row[value]) for row in rows if row["tree"] == tree)
+        points = sorted((row["context"], row[value]) for row in rows if row["tree"] == tree and value in row)
         axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=f"{tree} nodes")
     axes.set_xscale("log", base=2)
     axes.set_xticks(
@@ -54,7 +54,8 @@ def main(
         panels[1][column].set_xlabel("tokens of context")
     panels[0][0].legend(fontsize=8)
     where = data["environment"]
-    figure.suptitle(f"tree_attention, batch {batch}: {where['processor']}, {where['date']}", fontsize=10)
+    device = where["processor"] if data.get("device", "cpu") == "cpu" else where["gpu"]
+    figure.suptitle(f"tree_attention, batch {batch}: {device}, {where['date']}", fontsize=10)
     figure.tight_layout()
     figure.savefig(picture, dpi=130)
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention_tasks.h"
+#include "dequantise.h"
 #include "pack.h"
 #include "threads.h"
 #include "visibility.h"
@@ -102,6 +103,8 @@ class Attention {
       take(memory, packed_values, kBlockKeys / Dot::kPerWord * a.columns_);
       take(memory, query, rows * a.k_words_);
       take(memory, zero_row, a.widest_row());
+      take(memory, staged_keys, a.quantised() ? kBlockKeys * a.args_.k_dim : 0);
+      take(memory, staged_values, a.quantised() ? kBlockKeys * a.args_.v_dim : 0);
       take(memory, scores, kTileRows * kBlockKeys);
       take(memory, weights, kTileRows * kBlockKeys);
       take(memory, depths, a.max_nodes_);
@@ -121,6 +124,7 @@ class Attention {
     float *packed_keys, *packed_values;
     Word *query, *weights;
     Raw* zero_row;
+    Raw *staged_keys, *staged_values;  // [kBlockKeys, dim], what codes stand for
     float *scores, *lane_sums;
     int32_t* depths;
     uint64_t* visible;  // [nodes], the block's bits of each node
@@ -129,9 +133,13 @@ class Attention {
 
   int64_t widest_row() const { return args_.k_dim > args_.v_dim ? args_.k_dim : args_.v_dim; }
 
-  // The rows of one block's keys and values.
+  bool quantised() const { return args_.kv != KVType::kSame; }
+
+  // The rows of one block's keys and values; from `paged` on they are no codes.
   struct Block {
     const void *keys[kBlockKeys], *values[kBlockKeys];
+    int64_t scales[kBlockKeys];  // where the scales of a row of codes are
+    int paged;
   };
   static constexpr int64_t kRawBytes = sizeof(Raw);
 
@@ -173,7 +181,9 @@ class Attention {
     const int32_t* table = a.block_table + task.sequence * a.max_pages;
     const int64_t first_new = a.qo_indptr[task.sequence];
     int64_t position = block * kBlockKeys;
-    const int64_t k_step = a.num_kv_heads * a.k_dim, v_step = a.num_kv_heads * a.v_dim;
+    const int64_t size = quantised() ? 1 : kRawBytes;
+    const int64_t k_step = a.num_kv_heads * a.k_dim * size, v_step = a.num_kv_heads * a.v_dim * size;
+    rows.paged = 0;
     for (int i = 0; i < kBlockKeys;) {
       if (position < length) {  // the rest of one page, or of the block, or of the sequence
         const int64_t slot = position % page;
@@ -181,12 +191,14 @@ class Attention {
         if (run > kBlockKeys - i) run = kBlockKeys - i;
         if (run > length - position) run = length - position;
         const int64_t row = table[position / page] * page + slot;
-        const Raw* k = static_cast<const Raw*>(a.k_pages) + row * k_step + head * a.k_dim;
-        const Raw* v = static_cast<const Raw*>(a.v_pages) + row * v_step + head * a.v_dim;
+        const char* k = static_cast<const char*>(a.k_pages) + row * k_step + head * a.k_dim * size;
+        const char* v = static_cast<const char*>(a.v_pages) + row * v_step + head * a.v_dim * size;
         for (int64_t j = 0; j < run; ++j, ++i, ++position) {
           rows.keys[i] = k + j * k_step;
           rows.values[i] = v + j * v_step;
+          rows.scales[i] = (row + j) * a.num_kv_heads + head;
         }
+        rows.paged = i;
       } else if (position < end) {
         const int64_t row = first_new + position - length;
         rows.keys[i] = static_cast<const Raw*>(a.k_new) + row * a.k_new_strides[0] + head * a.k_new_strides[1];
@@ -196,6 +208,20 @@ class Attention {
         rows.keys[i] = rows.values[i] = w.zero_row;
         ++i, ++position;
       }
+    }
+  }
+
+  // Codes become elements in the workspace; the next block's codes are fetched meanwhile.
+  void stage(Block& now, const Block& ahead, const Workspace& w) const {
+    const int64_t k_dim = args_.k_dim, v_dim = args_.v_dim;
+    for (int i = 0; i < kBlockKeys; ++i) {
+      for (int64_t c = 0; c < k_dim; c += 64) prefetch(static_cast<const char*>(ahead.keys[i]) + c);
+      for (int64_t c = 0; c < v_dim; c += 64) prefetch(static_cast<const char*>(ahead.values[i]) + c);
+      if (i >= now.paged) continue;
+      Raw *k = w.staged_keys + i * k_dim, *v = w.staged_values + i * v_dim;
+      dequantise_row<T>(args_.kv, static_cast<const uint8_t*>(now.keys[i]), args_.k_scales[now.scales[i]], k_dim, k);
+      dequantise_row<T>(args_.kv, static_cast<const uint8_t*>(now.values[i]), args_.v_scales[now.scales[i]], v_dim, v);
+      now.keys[i] = k, now.values[i] = v;
     }
   }
 
@@ -219,8 +245,10 @@ class Attention {
       for (int64_t h = 0; h < task.heads; ++h) {
         locate(task, task.first_head + h, b, w, now);
         locate(task, task.first_head + h, b + 1, w, ahead);  // past the split's end too: the next one reads it
-        Fetch fetch(ahead.values, kBlockKeys, args_.v_dim * kRawBytes);
-        pack_keys<T, Dot>(now.keys, ahead.keys, args_.k_dim, w.packed_keys);
+        if (quantised()) stage(now, ahead, w);
+        // Where codes were fetched already, the keys at hand stand in for those ahead and there are no values to fetch.
+        Fetch fetch(ahead.values, quantised() ? 0 : kBlockKeys, args_.v_dim * kRawBytes);
+        pack_keys<T, Dot>(now.keys, quantised() ? now.keys : ahead.keys, args_.k_dim, w.packed_keys);
         pack_values<T, Dot>(now.values, args_.v_dim, columns_, w.packed_values);
         run_block(rows, w, w.query + h * rows * k_words_, w.lane_sums + h * rows * kLanes, state_of(states, h), fetch);
       }

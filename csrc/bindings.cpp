@@ -17,19 +17,22 @@ namespace {
 
 using Address = std::uintptr_t;
 using Pair = std::array<int64_t, 2>;
+using AddressPair = std::array<Address, 2>;
 
 template <class T>
 T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-void tree_attention(int dtype, Address q, Pair q_strides, Address k_new, Pair k_strides, Address v_new, Pair v_strides,
-                    Address k_pages, Address v_pages, Address block_table, Address seq_lens, Address qo_indptr,
-                    Address tree_mask, Address sinks, Address out, Address lse, int64_t batch, int64_t max_pages,
-                    int64_t page_size, int64_t mask_words, int64_t num_qo_heads, int64_t num_kv_heads, int64_t k_dim,
-                    int64_t v_dim, float scale, float softcap, int64_t window, int threads) {
+void tree_attention(int dtype, int kv, Address q, Pair q_strides, Address k_new, Pair k_strides, Address v_new,
+                    Pair v_strides, Address k_pages, Address v_pages, AddressPair scales, Address block_table,
+                    Address seq_lens, Address qo_indptr, Address tree_mask, Address sinks, Address out, Address lse,
+                    int64_t batch, int64_t max_pages, int64_t page_size, int64_t mask_words, int64_t num_qo_heads,
+                    int64_t num_kv_heads, int64_t k_dim, int64_t v_dim, float scale, float softcap, int64_t window,
+                    int threads) {
   AttentionArgs args{};
-  args.dtype = static_cast<DType>(dtype);
+  args.dtype = static_cast<DType>(dtype), args.kv = static_cast<KVType>(kv);
+  args.k_scales = at<float>(scales[0]), args.v_scales = at<float>(scales[1]);
   args.q = at<void>(q), args.k_new = at<void>(k_new), args.v_new = at<void>(v_new);
   for (int i = 0; i < 2; ++i) {
     args.q_strides[i] = q_strides[i], args.k_new_strides[i] = k_strides[i], args.v_new_strides[i] = v_strides[i];
@@ -46,9 +49,10 @@ void tree_attention(int dtype, Address q, Pair q_strides, Address k_new, Pair k_
   table.tree_attention(args, threads);
 }
 
-int64_t attention_workspace(int dtype, int64_t num_qo_heads, int64_t num_kv_heads, int64_t k_dim, int64_t v_dim) {
+int64_t attention_workspace(int dtype, int kv, int64_t num_qo_heads, int64_t num_kv_heads, int64_t k_dim,
+                            int64_t v_dim) {
   AttentionArgs args{};
-  args.dtype = static_cast<DType>(dtype);
+  args.dtype = static_cast<DType>(dtype), args.kv = static_cast<KVType>(kv);
   args.num_qo_heads = num_qo_heads, args.num_kv_heads = num_kv_heads, args.k_dim = k_dim, args.v_dim = v_dim;
   return kernels().attention_workspace(args);
 }
@@ -77,29 +81,39 @@ PagedRows paged_rows(Address block_table, Address seq_lens, Address qo_indptr, i
       at<int32_t>(block_table), at<int32_t>(seq_lens), at<int32_t>(qo_indptr), batch, max_pages, page_size};
 }
 
-// strides in bytes: row, head
-void append_paged_kv(Address from, Pair strides, Address pages, int64_t heads, int64_t head_bytes, Address block_table,
-                     Address seq_lens, Address qo_indptr, int64_t batch, int64_t max_pages, int64_t page_size) {
+// strides in bytes: row, head; element: bytes of a number in `from`
+void append_paged_kv(int dtype, int kv, Address from, Pair strides, int64_t element, Address pages, Address scales,
+                     int64_t heads, int64_t dim, Address block_table, Address seq_lens, Address qo_indptr,
+                     int64_t batch, int64_t max_pages, int64_t page_size) {
   const PagedRows rows = paged_rows(block_table, seq_lens, qo_indptr, batch, max_pages, page_size);
-  const CopySide side{at<char>(from), at<char>(pages), heads * head_bytes, strides[0], 0, 0, strides[1], head_bytes,
-                      heads};
+  CopySide side{};
+  side.from = at<char>(from), side.from_row = strides[0], side.from_head = strides[1];
+  side.to = at<char>(pages), side.scales = at<float>(scales);
+  side.heads = heads, side.dim = dim, side.element = element;
+  side.dtype = static_cast<DType>(dtype), side.type = static_cast<KVType>(kv);
   py::gil_scoped_release unlocked;
   append_rows(rows, side);
 }
 
-// scratch and pages are contiguous; row bytes and layer bytes of each side
-void commit_paged_kv(Address k_scratch, Address v_scratch, Address k_pages, Address v_pages, Pair row_bytes,
-                     int64_t scratch_rows, int64_t page_rows, int64_t layers, Address block_table, Address seq_lens,
-                     Address qo_indptr, Address accept_index, Address accept_length, int64_t width, int64_t batch,
-                     int64_t max_pages, int64_t page_size, int threads) {
+// scratch, pages and scales are contiguous; pairs are of keys and values
+void commit_paged_kv(int dtype, int kv, AddressPair scratch, int64_t element, AddressPair pages, AddressPair scales,
+                     int64_t heads, Pair dims, int64_t scratch_rows, int64_t page_rows, int64_t layers,
+                     Address block_table, Address seq_lens, Address qo_indptr, Address accept_index,
+                     Address accept_length, int64_t width, int64_t batch, int64_t max_pages, int64_t page_size,
+                     int threads) {
   const PagedRows rows = paged_rows(block_table, seq_lens, qo_indptr, batch, max_pages, page_size);
-  auto side = [&](Address from, Address to, int64_t bytes) {
-    return CopySide{at<char>(from),    at<char>(to), bytes, bytes, scratch_rows * bytes,
-                    page_rows * bytes, bytes,        bytes, 1};
-  };
-  const CopySide keys = side(k_scratch, k_pages, row_bytes[0]), values = side(v_scratch, v_pages, row_bytes[1]);
+  CopySide sides[2]{};
+  for (int i = 0; i < 2; ++i) {
+    CopySide& side = sides[i];
+    const int64_t head_bytes = dims[i] * element;
+    side.from = at<char>(scratch[i]), side.to = at<char>(pages[i]), side.scales = at<float>(scales[i]);
+    side.from_layer = scratch_rows * heads * head_bytes, side.from_row = heads * head_bytes;
+    side.from_head = head_bytes, side.slots = page_rows;
+    side.heads = heads, side.dim = dims[i], side.element = element;
+    side.dtype = static_cast<DType>(dtype), side.type = static_cast<KVType>(kv);
+  }
   py::gil_scoped_release unlocked;
-  commit_rows(rows, keys, values, layers, at<int32_t>(accept_index), at<int32_t>(accept_length), width, threads);
+  commit_rows(rows, sides[0], sides[1], layers, at<int32_t>(accept_index), at<int32_t>(accept_length), width, threads);
 }
 
 void verify(Address draft, Address target, Address parents, Address qo_indptr, int64_t batch, int64_t max_depth,

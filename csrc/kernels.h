@@ -8,15 +8,21 @@ namespace specmemo {
 
 enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
+// What pages hold: the same elements as q, or 8-bit codes with one float scale per token and head.
+enum class KVType : int { kSame = 0, kInt8 = 1, kFp8 = 2 };
+
 // Strides are in elements; the last dimension of every tensor is contiguous.
 struct AttentionArgs {
   DType dtype;
+  KVType kv;
   const void* q;      // [N, num_qo_heads, k_dim]
   const void* k_new;  // [N, num_kv_heads, k_dim]
   const void* v_new;  // [N, num_kv_heads, v_dim]
   int64_t q_strides[2], k_new_strides[2], v_new_strides[2];
-  const void* k_pages;         // [num_pages, page_size, num_kv_heads, k_dim], contiguous
-  const void* v_pages;         // [num_pages, page_size, num_kv_heads, v_dim], contiguous
+  const void* k_pages;    // [num_pages, page_size, num_kv_heads, k_dim], contiguous
+  const void* v_pages;    // [num_pages, page_size, num_kv_heads, v_dim], contiguous
+  const float* k_scales;  // [num_pages, page_size, num_kv_heads], or null where kv is kSame
+  const float* v_scales;
   const int32_t* block_table;  // [batch, max_pages]
   const int32_t* seq_lens;     // [batch]
   const int32_t* qo_indptr;    // [batch + 1]

@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "quantise.h"
 #include "threads.h"
 
 namespace specmemo {
@@ -14,13 +15,21 @@ int64_t place(const PagedRows& rows, int64_t sequence, int64_t position) {  // t
 
 void copy_row(const CopySide& side, int64_t layer, int64_t row, int64_t slot) {
   const char* from = side.from + layer * side.from_layer + row * side.from_row;
-  char* to = side.to + layer * side.to_layer + slot * side.row_bytes;
-  if (side.from_head == side.head_bytes) {
-    std::memcpy(to, from, static_cast<size_t>(side.row_bytes));
+  const int64_t token = layer * side.slots + slot, row_bytes = side.row_bytes();
+  char* to = side.to + token * row_bytes;
+  if (side.type != KVType::kSame) {
+    for (int64_t h = 0; h < side.heads; ++h)
+      side.scales[token * side.heads + h] = quantise_row(side.dtype, side.type, from + h * side.from_head, side.dim,
+                                                         reinterpret_cast<uint8_t*>(to) + h * side.dim);
+    return;
+  }
+  const int64_t head_bytes = side.dim * side.element;
+  if (side.from_head == head_bytes) {
+    std::memcpy(to, from, static_cast<size_t>(row_bytes));
     return;
   }
   for (int64_t h = 0; h < side.heads; ++h)
-    std::memcpy(to + h * side.head_bytes, from + h * side.from_head, static_cast<size_t>(side.head_bytes));
+    std::memcpy(to + h * head_bytes, from + h * side.from_head, static_cast<size_t>(head_bytes));
 }
 
 }  // namespace
@@ -52,7 +61,7 @@ void commit_rows(const PagedRows& rows, const CopySide& keys, const CopySide& va
   int64_t accepted = 0;
   for (int64_t s = 0; s < rows.batch; ++s) accepted += accept_length[s] + 1;
   // Starting a second thread costs about as much as copying this many bytes.
-  const bool small = layers * accepted * (keys.row_bytes + values.row_bytes) < 128 * 1024;
+  const bool small = layers * accepted * (keys.row_bytes() + values.row_bytes()) < 128 * 1024;
   parallel_for(layers, small ? 1 : threads, one_layer, &context);
 }
 

@@ -1,7 +1,7 @@
-// Copies of rows into pages, and the walk of a draft tree: no arithmetic, one version for every instruction set.
+// Rows into pages, copied or quantised on the way, and the walk of a draft tree: one version for every instruction set.
 #pragma once
 
-#include <cstdint>
+#include "kernels.h"
 
 namespace specmemo {
 
@@ -12,13 +12,18 @@ struct PagedRows {
   int64_t batch, max_pages, page_size;
 };
 
-// One of the two sides (keys or values), all sizes in bytes.
+// One of the two sides (keys or values); strides in bytes.
 struct CopySide {
-  const char* from;   // rows; strides say where layer and row are
-  char* to;           // [layers, num_pages, page_size, row]
-  int64_t row_bytes;  // bytes of one token, all heads
-  int64_t from_row, from_layer, to_layer;
-  int64_t from_head, head_bytes, heads;  // a row's heads may be apart in `from`
+  const char* from;  // rows of heads; strides say where layer, row and head are
+  int64_t from_layer, from_row, from_head;
+  char* to;                     // [layers, slots, heads, dim], elements of `type`
+  float* scales;                // [layers, slots, heads] where the elements are codes
+  int64_t slots;                // tokens of one layer's pages
+  int64_t heads, dim, element;  // element: bytes of one number in `from`
+  DType dtype;                  // of `from`; not looked at when rows are copied as they are
+  KVType type;
+
+  int64_t row_bytes() const { return heads * dim * (type == KVType::kSame ? element : 1); }  // of a token in `to`
 };
 
 // Row i of each sequence goes to position seq_lens + i.

@@ -1,5 +1,6 @@
 // One vector of floats as wide as the instruction set, through the compilers' vector extensions; intrinsics only where
-// an instruction has no such spelling. Included by the per-instruction-set sources only, inside an anonymous namespace.
+// an instruction has no such spelling. Everything is in an anonymous namespace:
+// each source that includes this gets its own, for the instructions that it is compiled to.
 #pragma once
 
 #include <cstdint>
@@ -147,6 +148,7 @@ struct Float32 {
   static VecF load_vec(const Raw* p) { return load<VecF>(p); }
   static float to_float(Raw x) { return x; }
   static Raw from_float(float x) { return x; }
+  static void store_vec(Raw* p, VecF x) { store(p, x); }
   static VecF round(VecF x) { return x; }
 };
 
@@ -156,6 +158,7 @@ struct BFloat16 {
   static VecF load_vec(const Raw* p) { return bf16_to_float(load<VecH>(p)); }
   static float to_float(Raw x) { return bf16_to_float(x); }
   static Raw from_float(float x) { return float_to_bf16(x); }
+  static void store_vec(Raw* p, VecF x) { store(p, float_to_bf16(x)); }
   static VecF round(VecF x) { return bf16_to_float(float_to_bf16(x)); }
 };
 
@@ -165,6 +168,15 @@ struct Float16 {
   static VecF load_vec(const Raw* p) { return fp16_to_float(load<VecH>(p)); }
   static float to_float(Raw x) { return fp16_to_float(x); }
   static Raw from_float(float x) { return float_to_fp16(x); }
+  static void store_vec(Raw* p, VecF x) {
+#if defined(__AVX512F__)
+    store(p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__AVX2__)
+    store(p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+#else
+    for (int i = 0; i < kLanes; ++i) p[i] = float_to_fp16(x[i]);
+#endif
+  }
   static VecF round(VecF x) {
     for (int i = 0; i < kLanes; ++i) x[i] = fp16_to_float(float_to_fp16(x[i]));
     return x;

@@ -9,6 +9,7 @@ import torch
 
 from specmemo_kernels import ops
 from specmemo_kernels.backends import reference
+from specmemo_kernels.paged_kv import KV_DTYPES
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class AttentionCase:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    kv_dtype: str | None = None
 
 
 ATTENTION_CASES = (
@@ -56,6 +58,14 @@ ATTENTION_CASES = (
 )
 
 
+# The same problems over quantised pages: any codes, any scales.
+QUANTISED_CASES = tuple(
+    replace(case, name=f"{case.name}-{kv_dtype}", kv_dtype=kv_dtype)
+    for case in ATTENTION_CASES
+    for kv_dtype in ("int8", "fp8")
+)
+
+
 def random_parents(nodes: int, generator: torch.Generator) -> torch.Tensor:
     """``[nodes]`` int32: a random tree, parents before children."""
     parents = [-1] + [int(torch.randint(max(0, i - 6), i, (), generator=generator)) for i in range(1, nodes)]
@@ -81,8 +91,8 @@ def attention_inputs(case: AttentionCase, dtype: torch.dtype, seed: int = 0) -> 
     counts = [-(-n // case.page_size) for n in case.seq_lens]
     max_pages = max(counts) + 2
     order = torch.randperm(sum(counts) + 3, generator=g).int()
-    k_pages = torch.full((len(order), case.page_size, case.num_kv_heads, case.head_dim), float("nan"), dtype=dtype)
-    v_pages = torch.full((len(order), case.page_size, case.num_kv_heads, v_dim), float("nan"), dtype=dtype)
+    shape = (len(order), case.page_size, case.num_kv_heads)
+    (k_pages, k_scales), (v_pages, v_scales) = (_empty_pages(case, shape, dim, dtype) for dim in (case.head_dim, v_dim))
     block_table = torch.full((len(counts), max_pages), 2**30, dtype=torch.int32)
     used = 0
     for row, (count, length) in enumerate(zip(counts, case.seq_lens, strict=True)):
@@ -90,8 +100,15 @@ def attention_inputs(case: AttentionCase, dtype: torch.dtype, seed: int = 0) -> 
         used += count
         position = torch.arange(length)
         page, slot = block_table[row, position // case.page_size].long(), position % case.page_size
-        for pages in (k_pages, v_pages):
-            pages[page, slot] = torch.randn(length, *pages.shape[2:], generator=g).to(dtype)
+        for pages, scales in ((k_pages, k_scales), (v_pages, v_scales)):
+            rows_of_pages = torch.randn(length, *pages.shape[2:], generator=g)
+            if scales is None:
+                pages[page, slot] = rows_of_pages.to(dtype)
+            else:
+                pages[page, slot] = _codes(rows_of_pages, pages.dtype)
+                # Elements of about one, as without codes, by scales that differ from token to token and head to head.
+                spread = 0.5 + torch.rand(length, case.num_kv_heads, generator=g)
+                scales[page, slot] = spread / (40 if pages.dtype == torch.int8 else 100)
     words = max(1, -(-max(case.nodes) // 64))
     masks = [mask_words(random_parents(n, g), words) for n in case.nodes if n]
 
@@ -114,12 +131,45 @@ def attention_inputs(case: AttentionCase, dtype: torch.dtype, seed: int = 0) -> 
         "sinks": torch.randn(case.num_qo_heads, generator=g).to(dtype) if case.sinks else None,
         "max_qo_len": max(case.nodes),
         "max_seq_len": max(case.seq_lens),
+        "invariant": False,
+        "k_scales": k_scales,
+        "v_scales": v_scales,
     }
+
+
+def _empty_pages(
+    case: AttentionCase, shape: tuple[int, ...], dim: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Pages nobody wrote: NaN, or codes with scales of NaN."""
+    if case.kv_dtype is None:
+        return torch.full((*shape, dim), float("nan"), dtype=dtype), None
+    codes = torch.full((*shape, dim), 127, dtype=torch.uint8).view(KV_DTYPES[case.kv_dtype])  # NaN as fp8
+    return codes, torch.full(shape, float("nan"))
+
+
+def _codes(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Normally distributed codes, the largest and the smallest among them."""
+    if dtype == torch.int8:
+        return (rows * 40).round().clamp(-127, 127).to(dtype)
+    codes = (rows * 100).clamp(-448, 448).to(dtype)
+    codes.view(torch.uint8)[..., ::5] &= 0x87  # subnormal ones
+    return codes
+
+
+def dequantised(inputs: dict[str, object]) -> dict[str, object]:
+    """The same problem with pages of what the codes stand for, exactly, in float64."""
+    plain = dict(inputs) | {"k_scales": None, "v_scales": None}
+    for side in ("k", "v"):
+        scales = inputs[f"{side}_scales"]
+        if torch.is_tensor(scales):
+            plain[f"{side}_pages"] = inputs[f"{side}_pages"].double() * scales.double()[..., None]  # type: ignore[attr-defined]
+    return plain
 
 
 def in_float64(inputs: dict[str, object]) -> dict[str, object]:
     """The same problem, exactly, in float64."""
-    return {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
+    plain = dequantised(inputs)
+    return {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in plain.items()}
 
 
 @dataclass(frozen=True)
@@ -133,11 +183,13 @@ class Budget:
 
 
 def attention_budget(inputs: dict[str, object], dtype: torch.dtype) -> Budget:
-    """Twice the error of the low-precision reference (weights rounded to ``dtype``) plus one rounding of the output."""
+    """Twice the error of the low-precision reference (weights, and what codes stand for, rounded to ``dtype``) plus one
+    rounding of the output.
+    """
     exact, exact_lse = ops.tree_attention(**in_float64(inputs), backend="reference")  # type: ignore[arg-type]
     if not exact.numel():
         return Budget(exact, exact_lse, 0.0, 0.0)
-    rough = _eager(inputs, dtype)
+    rough, rough_lse = _eager(inputs, dtype)
     eps = torch.finfo(dtype).eps
     error = float((rough.double() - exact).abs().max())
     lse_scale = max(1.0, float(exact_lse.abs().max()))
@@ -145,13 +197,15 @@ def attention_budget(inputs: dict[str, object], dtype: torch.dtype) -> Budget:
         exact,
         exact_lse,
         out_error=2 * (error + eps * float(exact.abs().max())),
-        lse_error=64 * torch.finfo(torch.float32).eps * lse_scale,
+        lse_error=2 * float((rough_lse.double() - exact_lse).abs().max())
+        + 64 * torch.finfo(torch.float32).eps * lse_scale,
     )
 
 
-def _eager(inputs: dict[str, object], dtype: torch.dtype) -> torch.Tensor:
+def _eager(inputs: dict[str, object], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """What plain eager attention gives in ``dtype``: softmax in float32, its weights rounded, then the product."""
-    single = {k: v.float() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
+    plain = dequantised(inputs)  # of quantised pages, rounded to what a kernel multiplies
+    single = {k: v.to(dtype).float() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in plain.items()}
 
     class Rounding(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -159,7 +213,8 @@ def _eager(inputs: dict[str, object], dtype: torch.dtype) -> torch.Tensor:
             return result.to(dtype).float() if func is torch.exp else result
 
     with Rounding():
-        return reference.tree_attention(**single)[0].to(dtype)  # type: ignore[arg-type]
+        out, lse = reference.tree_attention(**single)  # type: ignore[arg-type]
+    return out.to(dtype), lse
 
 
 def variant(case: AttentionCase, **changes: object) -> AttentionCase:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from cases import random_parents
 
+from specmemo_kernels.paged_kv import KV_DTYPES
+
 
 @dataclass(frozen=True)
 class PagedCase:
@@ -21,6 +23,7 @@ class PagedCase:
     head_dim: int = 16
     v_head_dim: int | None = None
     page_size: int = 16
+    kv_dtype: str | None = None
 
 
 PAGED_CASES = (
@@ -51,20 +54,30 @@ def _paged(case: PagedCase, dtype: torch.dtype, g: torch.Generator, layers: tupl
     for row, count in enumerate(counts):
         table[row, :count], order = order[:count], order[count:]
     pages = (*layers, sum(counts) + 3, case.page_size, case.num_kv_heads)
+    stored = dtype if case.kv_dtype is None else KV_DTYPES[case.kv_dtype]
     return {
-        "k_pages": random_bits((*pages, case.head_dim), dtype, g),
-        "v_pages": random_bits((*pages, case.v_head_dim or case.head_dim), dtype, g),
+        "k_pages": random_bits((*pages, case.head_dim), stored, g),
+        "v_pages": random_bits((*pages, case.v_head_dim or case.head_dim), stored, g),
         "block_table": table,
         "seq_lens": torch.tensor(case.seq_lens, dtype=torch.int32),
         "qo_indptr": _indptr(case.nodes),
     }
 
 
+def _scales(case: PagedCase, pools: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+    """Of quantised pools, any bits as well."""
+    if case.kv_dtype is None:
+        return {"k_scales": None, "v_scales": None}
+    g = torch.Generator().manual_seed(9)
+    shape = tuple(pools["k_pages"].shape[:-1])
+    return {name: random_bits(shape, torch.float32, g) for name in ("k_scales", "v_scales")}
+
+
 def _indptr(nodes: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor([sum(nodes[:i]) for i in range(len(nodes) + 1)], dtype=torch.int32)
 
 
-def append_inputs(case: PagedCase, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
+def append_inputs(case: PagedCase, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor | None]:
     """Arguments of ``append_paged_kv``, in order; new rows as a model hands them: views of ``[1, heads, N, dim]``."""
     g = torch.Generator().manual_seed(seed)
 
@@ -72,10 +85,11 @@ def append_inputs(case: PagedCase, dtype: torch.dtype, seed: int = 0) -> dict[st
         return torch.randn(1, case.num_kv_heads, sum(case.nodes), dim, generator=g).to(dtype)[0].transpose(0, 1)
 
     new = {"k_new": rows(case.head_dim), "v_new": rows(case.v_head_dim or case.head_dim)}
-    return new | _paged(case, dtype, g, ())
+    pools = _paged(case, dtype, g, ())
+    return new | pools | _scales(case, pools)
 
 
-def commit_inputs(case: PagedCase, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
+def commit_inputs(case: PagedCase, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor | None]:
     """Arguments of ``commit_paged_kv``, in order; every scratch row that isn't accepted is NaN."""
     g = torch.Generator().manual_seed(seed)
     pools = _paged(case, dtype, g, (case.layers,))
@@ -94,7 +108,22 @@ def commit_inputs(case: PagedCase, dtype: torch.dtype, seed: int = 0) -> dict[st
         return result
 
     new = {"k_scratch": scratch(case.head_dim), "v_scratch": scratch(case.v_head_dim or case.head_dim)}
-    return new | pools | {"accept_index": index, "accept_length": torch.tensor(case.accept, dtype=torch.int32)}
+    accepted = {"accept_index": index, "accept_length": torch.tensor(case.accept, dtype=torch.int32)}
+    return new | pools | accepted | _scales(case, pools)
+
+
+def hard_rows(dtype: torch.dtype, dim: int = 33) -> torch.Tensor:
+    """Rows from 1e-30 to 1e30 (as far as ``dtype`` goes), one large element among small ones, ties, zeros."""
+    g = torch.Generator().manual_seed(5)
+    sizes = 10.0 ** torch.arange(-30, 31, 3)
+    rows = [torch.randn(len(sizes), dim, generator=g) * sizes[:, None]]
+    outlier = torch.randn(4, dim, generator=g)
+    outlier[:, 3] = torch.tensor([100.0, 1e4, -3e3, 6e4])
+    ties = (torch.arange(dim) - 16) / 2
+    ties[0] = 127.0
+    rows += [outlier, ties[None], torch.zeros(1, dim), torch.full((1, dim), 2.0**-140), torch.full((1, dim), -7.0)]
+    result = torch.cat(rows).to(dtype)
+    return result[result.isfinite().all(1)]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import ATTENTION_CASES, AttentionCase, attention_budget, attention_inputs
+from cases import ATTENTION_CASES, QUANTISED_CASES, AttentionCase, attention_budget, attention_inputs
 
 from specmemo_kernels import ops
 
@@ -51,7 +51,7 @@ def test_reference_is_attention(case: AttentionCase) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", ATTENTION_CASES + QUANTISED_CASES, ids=lambda c: c.name)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_within_budget(backend: str, case: AttentionCase, dtype: torch.dtype) -> None:
     inputs = attention_inputs(case, dtype)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ATTENTION_CASES, AttentionCase, attention_budget, attention_inputs, one_sequence
+from cases import ATTENTION_CASES, QUANTISED_CASES, AttentionCase, attention_budget, attention_inputs, one_sequence
 
 from specmemo_kernels import _cpu, ops
 from specmemo_kernels.backends import cpu
@@ -19,6 +19,7 @@ from specmemo_kernels.backends import cpu
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LONG = AttentionCase("several_splits", (1500, 40, 511), (9, 3, 2), num_qo_heads=4, num_kv_heads=1)
 LONGER = AttentionCase("long_context", (4096,), (8,), num_qo_heads=4, num_kv_heads=1, head_dim=128)
+CODES = [c for c in QUANTISED_CASES if c.name.startswith(("ragged-", "head_dim_80-", "v_narrower-", "all_extras-"))]
 
 
 @pytest.fixture(params=_cpu.isas())
@@ -37,7 +38,7 @@ def threads() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", [*ATTENTION_CASES, LONG, LONGER], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [*ATTENTION_CASES, LONG, LONGER, *CODES], ids=lambda c: c.name)
 def test_attention_of_every_instruction_set(isa: str, case: AttentionCase, dtype: torch.dtype) -> None:
     inputs = attention_inputs(case, dtype)
     budget = attention_budget(inputs, dtype)
@@ -156,8 +157,10 @@ def test_lm_head_rows_that_are_apart(isa: str) -> None:
 
 
 @pytest.mark.parametrize("threads_set", [1, 2, 5])
-@pytest.mark.parametrize("heads", [(32, 8), (8, 1), (4, 4)])
-def test_the_workspace_is_no_larger_than_declared(heads: tuple[int, int], threads_set: int) -> None:
+@pytest.mark.parametrize(("heads", "kv_dtype"), [((32, 8), None), ((8, 1), None), ((8, 1), "int8"), ((4, 4), None)])
+def test_the_workspace_is_no_larger_than_declared(
+    heads: tuple[int, int], kv_dtype: str | None, threads_set: int
+) -> None:
     """What the kernels hold after trees, chunks and batches, in a fresh process."""
     code = f"""
 import sys, torch
@@ -165,12 +168,12 @@ sys.path.insert(0, {os.path.dirname(__file__)!r})
 from cases import AttentionCase, attention_inputs
 from specmemo_kernels import _cpu, ops
 torch.set_num_threads({threads_set})
-splits = 0
+splits, case_dtype = 0, {"torch.int8" if kv_dtype else None}
 for lengths, nodes, tree in (((3000,), (64,), True), ((900, 5), (7, 64), True), ((0, 100), (300, 200), False)):
-    case = AttentionCase("", lengths, nodes, *{heads}, 64, tree=tree)
+    case = AttentionCase("", lengths, nodes, *{heads}, 64, tree=tree, kv_dtype={kv_dtype!r})
     ops.tree_attention(**attention_inputs(case, torch.float32), backend="cpu")
     splits = max(splits, sum(n * (-(-(length + n) // 512) + 1) for length, n in zip(lengths, nodes)))
-fixed = ops.fixed_workspace("cpu", torch.float32, *{heads}, 64, 64)
+fixed = ops.fixed_workspace("cpu", torch.float32, *{heads}, 64, 64, case_dtype)
 _, row_bytes = ops.split_workspace("cpu", None, torch.float32, *{heads}, 64, 64, 16)
 print(_cpu.arena_bytes(), fixed + splits * row_bytes)
 """

@@ -25,9 +25,12 @@ ALLOWED: dict[str, set[str]] = {
     "acceptance": set(),
     "tree": set(),
     "tree_choice": {"tree", "acceptance"},
+    "kernel_config": set(),
     "cost": {"model_spec", "device", "footprint", "baselines"},
     "search": {"acceptance", "device", "model_spec", "footprint", "baselines", "cost"},
-    "planner": {"tree", "acceptance", "device", "model_spec", "footprint", "baselines", "search"},
+    "planner": {
+        "tree", "acceptance", "device", "model_spec", "footprint", "baselines", "search", "kernel_config",
+    },
     "paged_kv": {"tree"},
     "batch": {"tree"},
     "stats": set(),
@@ -103,14 +106,14 @@ def test_layers(name: str) -> None:
 
 
 def test_backends_stand_alone() -> None:
-    """A backend imports itself and at most a compiled module, never a class of the package nor another backend."""
+    """A backend imports itself, at most a compiled module and the block sizes, never a class nor another backend."""
     for path in SOURCES:
         if owner(path) != "backends" or len(path.parts) < 2:
             continue
         backend = f"{NAME}.backends.{path.parts[1].removesuffix('.py')}"
         for module, _ in imports(path):
             compiled = module.rpartition(".")[2].startswith("_") and module.startswith(f"{NAME}.")
-            inside = module == backend or module.startswith(backend + ".")
+            inside = module in (backend, f"{NAME}.kernel_config") or module.startswith(backend + ".")
             if module == NAME or module == f"{NAME}.backends":
                 compiled = "cpu" in path.parts[1]
             assert inside or compiled, f"{path} imports {module}"
@@ -182,11 +185,12 @@ blocked = ("transformers", "triton", "{NAME}.backends.cpu", "{NAME}.backends.tri
 for name in blocked:
     sys.modules[name] = None
 import torch
-from {NAME} import ops, decode, planner, acceptance, drafting, memory_tracker, stats
+from {NAME} import ops, decode, kernel_config, planner, acceptance, drafting, memory_tracker, stats
 from {NAME}.drafting import medusa
 print(ops.lm_head_argmax(torch.eye(3), torch.eye(3)).tolist(), ops.unavailable("triton") is not None)
+print(kernel_config.choose_config("sm_90", 128, 128, 4, 25, torch.float16, 16).block_m)
 """
-    assert run(code) == "[0, 1, 2] True"
+    assert run(code) == "[0, 1, 2] True\n64"
 
 
 def test_lazy_names_are_the_public_ones() -> None:

@@ -226,3 +226,10 @@ def test_cpu_backend_needs_cpu_tensors() -> None:
         ops.backend_name("cpu", torch.device("cuda", 0))
     assert ops.backend_name("cpu", torch.device("cpu")) == "cpu"
     assert ops.backend_name(None, torch.device("cpu")) == "cpu"
+
+
+def test_reference_refuses_what_it_cannot_promise() -> None:
+    """Bits that don't depend on the number of nodes: not from dense products."""
+    inputs = attention_inputs(AttentionCase("invariant", (5,), (3,)), torch.float32)
+    with pytest.raises(ValueError, match=r"invariant is True.*reference.*use backend='cpu' or 'triton'"):
+        ops.tree_attention(**inputs | {"invariant": True}, backend="reference")

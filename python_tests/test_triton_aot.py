@@ -80,10 +80,43 @@ def test_keys_are_loaded_ahead(kernels: ModuleType) -> None:
 
 
 def test_bfloat16_on_turing_is_refused() -> None:
-    from specmemo_kernels.backends.triton.config import choose_config
+    from specmemo_kernels.kernel_config import choose_config
 
     with pytest.raises(ValueError, match="sm_75 has no bfloat16"):
         choose_config("sm_75", 128, 128, 4, 1, torch.bfloat16, 16)
+
+
+@pytest.mark.parametrize(
+    ("target", "head_dim", "dtype", "reason"),
+    [
+        ("sm_75", 128, torch.bfloat16, "sm_75 has no bfloat16"),
+        ("gfx1100", 256, torch.float16, r"head_dim is 256 .* limit on gfx1100 in torch.float16 is 128"),
+        ("gfx1100", 160, torch.float32, r"head_dim is 256 .* is 128: .*backend='reference'"),
+        ("gfx942", 300, torch.float32, r"head_dim is 512 .* is 256"),
+    ],
+)
+def test_refusals_come_with_the_plan(
+    target: str, head_dim: int, dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a plan asks before anything is allocated names the GPU, the limit and what to do."""
+    from specmemo_kernels import ops
+    from specmemo_kernels.backends.triton import attention
+
+    monkeypatch.setattr(attention, "target_of", lambda _: target)
+    with pytest.raises(ValueError, match=reason):
+        ops.split_workspace("triton", torch.device("cuda", 0), dtype, 8, 2, head_dim, 64, 16)
+
+
+@pytest.mark.parametrize("target", ["gfx1100", "sm_75"])
+def test_attention_float32(kernels: ModuleType, target: str) -> None:
+    """Multiply-adds in float32 fit the registers too, with all extras."""
+    shape = kernels.Shape(head_dim=128, nodes=25, dtype=torch.float32)
+    extras = {"HAS_WINDOW": True, "HAS_SOFTCAP": True, "HAS_SINKS": True, "DIRECT": True}
+    check(kernels.attention_job(target, shape, **extras), target)
+
+
+def test_attention_wide_heads(kernels: ModuleType) -> None:
+    check(kernels.attention_job("sm_80", kernels.Shape(head_dim=256, nodes=25)), "sm_80")
 
 
 def test_cpu_tensors_are_refused() -> None:
@@ -94,7 +127,7 @@ def test_cpu_tensors_are_refused() -> None:
 
 
 def test_devices_find_their_rule() -> None:
-    from specmemo_kernels.backends.triton.config import target_for_arch, target_for_capability
+    from specmemo_kernels.kernel_config import target_for_arch, target_for_capability
 
     capabilities = {
         (7, 5): "sm_75",
@@ -111,3 +144,13 @@ def test_devices_find_their_rule() -> None:
         target_for_capability(7, 0)
     with pytest.raises(ValueError, match="gfx803"):
         target_for_arch("gfx803")
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942", "gfx1100"])
+def test_quantised_pages(kernels: ModuleType, target: str, kv_dtype: str) -> None:
+    """Codes become numbers in registers, and still nothing spills; fp8 also where the target hasn't got it."""
+    shape = kernels.Shape(nodes=25, kv_dtype=kv_dtype)
+    check(kernels.attention_job(target, shape), target)
+    for job in kernels.paged_jobs(shape):
+        check(job, target)

@@ -14,10 +14,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from cases import ATTENTION_CASES, AttentionCase, attention_budget, attention_inputs, mask_words, random_parents
+from cases import (
+    ATTENTION_CASES,
+    QUANTISED_CASES,
+    AttentionCase,
+    attention_budget,
+    attention_inputs,
+    mask_words,
+    random_parents,
+)
+from op_cases import hard_rows
 
 from specmemo_kernels.backends import reference
 
@@ -31,6 +39,13 @@ BY_RULE = ATTENTION_CASES
 IN_SPLITS = (
     *(case for case in ATTENTION_CASES if sum(case.nodes) * case.num_qo_heads <= 140),
     AttentionCase("short_chunk", (70, 0), (12, 9), window=30, tree=False),
+)
+
+
+CODES = tuple(
+    case
+    for case in QUANTISED_CASES
+    if case.name.rpartition("-")[0] in ("page_edges", "ragged", "v_narrower", "head_dim_80", "page_7", "all_extras")
 )
 
 
@@ -53,7 +68,7 @@ test_in_the_interpreter.__test__ = not INTERPRETING  # type: ignore[attr-defined
 
 def small_configs(invariant: bool = False) -> Any:
     """Classes with small splits, so that short sequences have several of them."""
-    from specmemo_kernels.backends.triton.config import KernelConfig
+    from specmemo_kernels.kernel_config import KernelConfig
 
     decode = KernelConfig(page_size=16, block_m=16, block_n=16, split_size=32, num_warps=4, num_stages=1, max_nodes=4)
     tree = KernelConfig(page_size=16, block_m=32, block_n=32, split_size=64, num_warps=4, num_stages=1, min_nodes=5)
@@ -143,15 +158,17 @@ def same_pages(run: Callable[..., None], oracle: Callable[..., None], arguments:
 
 
 @pytest.fixture
-def order_of_sums_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dots in float64, rounded once: numpy sums a row in an order that depends on where it lies, a GPU doesn't."""
-    from triton.runtime import interpreter
+def ordered_dots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products summed in the order of k: some machines' BLAS rounds a row by its place in the matrix."""
+    from triton.runtime.interpreter import InterpreterBuilder  # type: ignore[import-untyped,unused-ignore]
 
-    def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-        exact = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)) + d.data
-        return interpreter.TensorHandle(exact.astype(d.data.dtype), d.dtype.scalar)
+    def create_dot(_: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        total = d.data.copy()
+        for k in range(a.data.shape[1]):
+            total += a.data[:, k, None] * b.data[None, k, :]
+        return type(d)(total, d.dtype.scalar)
 
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
 class TestInterpreter:
@@ -168,6 +185,11 @@ class TestInterpreter:
 
     def test_attention_bfloat16(self) -> None:
         check_attention(next(case for case in ATTENTION_CASES if case.name == "ragged"), torch.bfloat16)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+    @pytest.mark.parametrize("case", CODES, ids=lambda case: case.name)
+    def test_attention_over_codes(self, case: AttentionCase, dtype: torch.dtype) -> None:
+        check_attention(case, dtype, configs=small_configs() if dtype == torch.float32 else None)
 
     def test_bounds_from_shapes(self) -> None:
         inputs = problem(next(case for case in ATTENTION_CASES if case.name == "page_edges"), torch.float32)
@@ -200,7 +222,7 @@ class TestInterpreter:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
     @pytest.mark.parametrize("length", [27, 60, 128])
-    @pytest.mark.usefixtures("order_of_sums_hidden")
+    @pytest.mark.usefixtures("ordered_dots")
     def test_invariant_chain_is_decoding(self, length: int, dtype: torch.dtype) -> None:
         nodes = 9
         inputs = chain_inputs(length, nodes, dtype)
@@ -210,9 +232,21 @@ class TestInterpreter:
             for got, wanted in zip(chain, one, strict=True):
                 assert torch.equal(got[step], wanted[0]), (step, length)
 
+    @pytest.mark.usefixtures("ordered_dots")
+    def test_invariant_by_argument(self) -> None:
+        """The operator's own switch, where the rule splits the keys of one node and of nine differently."""
+        inputs = chain_inputs(700, 9, torch.float16)
+        equal = []
+        for invariant in (False, True):
+            chain = run_attention(inputs | {"invariant": invariant})
+            ones = [run_attention(chain_step(inputs, step) | {"invariant": invariant}) for step in (0, 4, 8)]
+            equal.append([torch.equal(chain[1][step], one[1][0]) for step, one in zip((0, 4, 8), ones, strict=True)])
+        assert not all(equal[0]), "the fast mode gives the same bits: nothing is tested"
+        assert all(equal[1])
+
     def test_classes_that_are_launched(self) -> None:
         """One launch when all sequences are known to be alike, unless a graph is captured for later batches."""
-        from specmemo_kernels.backends.triton.config import attention_configs, launched_classes
+        from specmemo_kernels.kernel_config import attention_configs, launched_classes
 
         classes = attention_configs("sm_90", 128, 128, 4, torch.float16, 16)
         assert [c.max_nodes for c in classes][:2] == [4, 64]
@@ -224,7 +258,7 @@ class TestInterpreter:
     def test_workspace_is_bounded(self) -> None:
         """What a memory plan is told covers the states of every step's splits."""
         from specmemo_kernels.backends.triton import split_workspace
-        from specmemo_kernels.backends.triton.config import attention_configs, launched_classes, split_state_bytes
+        from specmemo_kernels.kernel_config import attention_configs, launched_classes, split_state_bytes
 
         for heads, kv_heads, head_dim, v_dim in ((8, 2, 64, 64), (32, 1, 128, 128), (16, 16, 48, 32)):
             sizes = (heads, kv_heads, head_dim, v_dim, 16)
@@ -237,7 +271,7 @@ class TestInterpreter:
                     assert least <= rows * row_bytes * -(-slots // split_size)
 
     def test_invariant_is_one_class(self) -> None:
-        from specmemo_kernels.backends.triton.config import TARGETS, attention_configs
+        from specmemo_kernels.kernel_config import TARGETS, attention_configs
 
         for target in TARGETS:
             assert len(attention_configs(target, 128, 128, 4, torch.float16, 16, True)) == 1
@@ -257,6 +291,43 @@ class TestInterpreter:
 
         arguments = list(paged_problem(torch.Generator().manual_seed(0)).values())
         same_pages(triton.commit_paged_kv, reference.commit_paged_kv, arguments)
+
+    @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+    def test_append_of_codes(self, kv_dtype: torch.dtype) -> None:
+        """The reference's bits for rows of any size, ties, outliers, nothing, NaN and infinity."""
+        from specmemo_kernels.backends import triton
+
+        rows = hard_rows(torch.float32, 36)
+        rows = torch.cat([rows, torch.tensor([float("nan"), float("inf")])[:, None] * torch.ones(2, 36)])
+        new = rows[: len(rows) // 3 * 3].unflatten(0, (-1, 3))  # three heads
+        pages = torch.zeros(8, 7, 3, 36, dtype=torch.uint8).view(kv_dtype)
+        scales = torch.zeros(8, 7, 3)
+        table = torch.arange(8, dtype=torch.int32).flip(0).reshape(1, 8)
+        length, bounds = torch.tensor([3], dtype=torch.int32), torch.tensor([0, len(new)], dtype=torch.int32)
+        results = []
+        for backend in (triton, reference):
+            own = [x.clone() for x in (pages, pages, scales, scales)]
+            backend.append_paged_kv(new, new.flip(0), own[0], own[1], table, length, bounds, own[2], own[3])
+            results.append([own[0].view(torch.uint8), own[1].view(torch.uint8), own[2], own[3]])
+        for mine, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=0, atol=0, equal_nan=True)
+        assert bool((results[0][0] != 0).any())
+
+    @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+    def test_commit_of_codes(self, kv_dtype: torch.dtype) -> None:
+        from specmemo_kernels.backends import triton
+
+        inputs = paged_problem(torch.Generator().manual_seed(0))
+        results = []
+        for backend in (triton, reference):
+            pools = [torch.full_like(inputs[n], 0x33, dtype=torch.uint8).view(kv_dtype) for n in ("k_pages", "v_pages")]
+            scales = [torch.full(inputs["k_pages"].shape[:-1], float("nan")) for _ in range(2)]
+            rest = [x for name, x in inputs.items() if name not in ("k_scratch", "v_scratch", "k_pages", "v_pages")]
+            backend.commit_paged_kv(inputs["k_scratch"], inputs["v_scratch"], *pools, *rest, *scales)
+            results.append([pools[0].view(torch.uint8), pools[1].view(torch.uint8), *scales])
+        for mine, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=0, atol=0, equal_nan=True)
+        assert int(results[0][2].isfinite().sum()) == 3 * 3 * 8, "three layers and heads, eight tokens"
 
     @pytest.mark.parametrize("max_depth", [0, 3, 20])
     def test_verify(self, max_depth: int) -> None:

@@ -273,7 +273,8 @@ class SpecDecoder:
             ops.commit_paged_kv(
                 group.k_scratch, group.v_scratch, group.k_pages, group.v_pages,
                 there.block_table, there.seq_lens, there.qo_indptr,
-                index.to(device), length.to(device), backend=self.backend,
+                index.to(device), length.to(device), k_scales=group.k_scales, v_scales=group.v_scales,
+                backend=self.backend,
             )  # fmt: skip
         last = trees.qo_indptr[:-1] + index.gather(1, length[:, None].long())[:, 0]
         self._hidden = output.hidden[last.long()]

@@ -75,7 +75,8 @@ class GenerationShape:
     """What generation memory depends on, of a model, its drafter and its backend.
 
     Attributes:
-        kv_bytes_per_token: all layers' keys and values.
+        kv_bytes_per_token: all layers' keys and values in pages, scales included.
+        scratch_bytes_per_node: a node's keys and values while it waits for the verdict; ``None``: as in pages.
         head_bytes: what the drafter holds.
         forward: a forward pass up to its lm_head, by its rows.
         logits: what the rows add whose logits the model makes, where steps can't do without; else nothing.
@@ -97,6 +98,12 @@ class GenerationShape:
     workspace_bytes: int = 0
     drafter_kv_bytes_per_token: int = 0
     devices: int = 1
+    scratch_bytes_per_node: int | None = None
+
+    @property
+    def node_bytes(self) -> int:
+        """Scratch bytes of a node: pages may be quantised, scratch never is."""
+        return self.kv_bytes_per_token if self.scratch_bytes_per_node is None else self.scratch_bytes_per_node
 
 
 @dataclass(frozen=True)
@@ -130,7 +137,7 @@ def fixed_parts(shape: GenerationShape, load: Load) -> dict[str, int]:
     metadata = rows + load.nodes * layout + load.sequences * _SEQUENCE_BYTES + _SMALL_BYTES
     return {
         "heads": shape.head_bytes,
-        "tree_scratch": load.nodes * shape.kv_bytes_per_token,
+        "tree_scratch": load.nodes * shape.node_bytes,
         "activations": step + load.sequences * shape.state_bytes + load.rows * splits * shape.split_row_bytes,
         "metadata": metadata * shape.devices,
         "workspace": shape.workspace_bytes,

@@ -10,6 +10,25 @@ import torch
 
 Tensor = torch.Tensor
 
+#: What quantised pages hold, by the name that plans and users give it.
+KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+#: A float32 per token and head: the scale of any key fits it, and it adds no rounding of its own. At head_dim 128
+#: that is 3 % of a page; float16 would save half of it and lose the scales of keys that are very small or large.
+SCALE_BYTES = 4
+
+
+def page_dtype(kv_dtype: str | None) -> torch.dtype | None:
+    """The dtype of quantised pages, ``None`` for pages in the layers' own.
+
+    Raises:
+        ValueError: a name that isn't known.
+    """
+    if kv_dtype is not None and kv_dtype not in KV_DTYPES:
+        raise ValueError(
+            f"kv_dtype is {kv_dtype!r}, expected {', '.join(map(repr, KV_DTYPES))} or None (not quantised)"
+        )
+    return None if kv_dtype is None else KV_DTYPES[kv_dtype]
+
 
 class OutOfPages(RuntimeError):
     """A sequence needs more pages than are free; nothing was changed."""
@@ -30,13 +49,21 @@ class LayerKV:
         """Key and value bytes of one token in this layer."""
         return self.num_kv_heads * (self.head_dim + self.v_head_dim) * self.dtype.itemsize
 
+    def page_bytes_per_token(self, kv_dtype: str | None) -> int:
+        """What one token takes in pages: codes and two scales per head where they are quantised."""
+        codes = page_dtype(kv_dtype)
+        if codes is None:
+            return self.bytes_per_token
+        return self.num_kv_heads * ((self.head_dim + self.v_head_dim) * codes.itemsize + 2 * SCALE_BYTES)
+
 
 @dataclass(frozen=True)
 class LayerGroup:
     """Layers that store the same thing, stacked so that one launch commits all of them.
 
     ``k_pages`` is ``[num_layers, num_pages, page_size, num_kv_heads, head_dim]``, ``k_scratch``
-    ``[num_layers, max_nodes, num_kv_heads, head_dim]``; values likewise.
+    ``[num_layers, max_nodes, num_kv_heads, head_dim]``; values likewise. Quantised pages have ``k_scales``
+    ``[num_layers, num_pages, page_size, num_kv_heads]`` float32; scratch is never quantised.
     """
 
     layers: tuple[int, ...]
@@ -44,6 +71,8 @@ class LayerGroup:
     v_pages: Tensor
     k_scratch: Tensor
     v_scratch: Tensor
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
 
 
 class PagedKVPool:
@@ -54,19 +83,29 @@ class PagedKVPool:
         num_pages, page_size: pages and tokens per page; the pool never grows beyond them.
         max_sequences: rows of the block table.
         max_nodes: scratch slots, the most tree nodes that one step verifies over all sequences.
+        kv_dtype: ``"int8"`` or ``"fp8"`` for pages of 8-bit codes with a scale per token and head; ``None`` for
+            pages in the layers' own dtype.
 
     Attributes:
         k_pages, v_pages, k_scratch, v_scratch: per layer, views into the groups.
+        k_scales, v_scales: likewise, ``None`` for each layer unless pages are quantised.
     """
 
     def __init__(
-        self, layers: Sequence[LayerKV], *, num_pages: int, page_size: int, max_sequences: int, max_nodes: int
+        self,
+        layers: Sequence[LayerKV],
+        *,
+        num_pages: int,
+        page_size: int,
+        max_sequences: int,
+        max_nodes: int,
+        kv_dtype: str | None = None,
     ) -> None:
         for name, value in (("num_pages", num_pages), ("page_size", page_size), ("max_sequences", max_sequences)):
             if value < 1:
                 raise ValueError(f"PagedKVPool: {name} is {value}, it must be at least 1")
         self.layers = tuple(layers)
-        self.num_pages, self.page_size, self.max_nodes = num_pages, page_size, max_nodes
+        self.num_pages, self.page_size, self.max_nodes, self.kv_dtype = num_pages, page_size, max_nodes, kv_dtype
         self.groups = tuple(self._allocate(kind) for kind in dict.fromkeys(self.layers))
         views = {layer: (group, i) for group in self.groups for i, layer in enumerate(group.layers)}
         order = [views[layer] for layer in range(len(self.layers))]
@@ -74,6 +113,8 @@ class PagedKVPool:
         self.v_pages = [group.v_pages[i] for group, i in order]
         self.k_scratch = [group.k_scratch[i] for group, i in order]
         self.v_scratch = [group.v_scratch[i] for group, i in order]
+        self.k_scales = [None if group.k_scales is None else group.k_scales[i] for group, i in order]
+        self.v_scales = [None if group.v_scales is None else group.v_scales[i] for group, i in order]
         self.device = self.layers[0].device
         self.block_table = torch.zeros(max_sequences, num_pages, dtype=torch.int32, device=self.device)
         self._free_pages = list(range(num_pages - 1, -1, -1))
@@ -83,22 +124,27 @@ class PagedKVPool:
     def _allocate(self, kind: LayerKV) -> LayerGroup:
         layers = tuple(i for i, layer in enumerate(self.layers) if layer == kind)
 
-        def make(*shape: int) -> Tensor:
-            return torch.empty(len(layers), *shape, dtype=kind.dtype, device=kind.device)
+        def make(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.empty(len(layers), *shape, dtype=dtype, device=kind.device)
 
+        codes = page_dtype(self.kv_dtype)
+        stored = codes or kind.dtype
         pages, scratch = (self.num_pages, self.page_size, kind.num_kv_heads), (self.max_nodes, kind.num_kv_heads)
         return LayerGroup(
             layers,
-            make(*pages, kind.head_dim),
-            make(*pages, kind.v_head_dim),
-            make(*scratch, kind.head_dim),
-            make(*scratch, kind.v_head_dim),
+            make(stored, *pages, kind.head_dim),
+            make(stored, *pages, kind.v_head_dim),
+            make(kind.dtype, *scratch, kind.head_dim),
+            make(kind.dtype, *scratch, kind.v_head_dim),
+            None if codes is None else make(torch.float32, *pages),
+            None if codes is None else make(torch.float32, *pages),
         )
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of all pages."""
-        return sum(layer.bytes_per_token for layer in self.layers) * self.num_pages * self.page_size
+        """Bytes of all pages, scales included."""
+        per_token = sum(layer.page_bytes_per_token(self.kv_dtype) for layer in self.layers)
+        return per_token * self.num_pages * self.page_size
 
     @property
     def scratch_bytes(self) -> int:

@@ -76,7 +76,8 @@ class MemoryPlan:
         parts: bytes of each part at most; with a budget their sum stays within it. Prompts of more rows than
             ``max_sequences`` add their ids, 24 bytes per padded token.
         heads: Medusa heads to load, where the plan chose them.
-        kv_dtype: of keys and values.
+        kv_dtype: of keys and values in pages, ``None`` for the model's own; ``"int8"`` and ``"fp8"`` are codes with
+            scales, never chosen unasked.
         tokens_per_step, tokens_per_second, step_seconds: predicted, where the plan knows the device.
         reasons: what decided, in sentences.
         kernels: the GPU kernels' block sizes, one per class of sequences, where the device has such kernels.
@@ -137,7 +138,7 @@ class MemoryPlan:
             (
                 f"budget {'none' if self.budget is None else format_bytes(self.budget)}",
                 f"tree of {_count(self.tree.size, 'node')}, depth {self.tree.max_depth}",
-                f"KV: {pages}",
+                f"KV: {pages}" + (f" in {self.kv_dtype}" if self.kv_dtype in ("int8", "fp8") else ""),
                 f"prefill chunk {self.prefill_chunk}",
                 f"at most {_count(self.max_sequences, 'sequence')} at once",
                 ", ".join(f"{name} {format_bytes(size)}" for name, size in self.parts.items()),
@@ -158,8 +159,11 @@ def divide_budget(
     page_size: int,
     max_sequences: int = 8,
     prefill_chunk: int = 256,
+    kv_dtype: str | None = None,
 ) -> MemoryPlan:
     """Divide ``budget`` bytes: heads, scratch and a forward pass first, pages get the rest.
+
+    ``kv_dtype`` is what ``shape`` was made for; the plan only says so.
 
     Under pressure the prefill chunk shrinks before anything else (it costs little speed), down to the nodes of a
     step; then fewer sequences run at once.
@@ -169,7 +173,7 @@ def divide_budget(
     """
     if budget is None:
         parts = fixed_parts(shape, Load(tree.size, max_sequences, prefill_chunk, page_size))
-        return MemoryPlan(tree, max_sequences, page_size, None, prefill_chunk, None, parts)
+        return MemoryPlan(tree, max_sequences, page_size, None, prefill_chunk, None, parts, kv_dtype=kv_dtype)
     loads = [
         Load(tree.size, sequences, chunk, page_size)
         for sequences in _halvings(max_sequences, 1)
@@ -182,7 +186,7 @@ def divide_budget(
         if left >= max(page_bytes, budget // 4) or (load == loads[-1] and left >= page_bytes):
             pages = left // page_bytes
             parts = {name: parts.get(name, 0) + pages * page.get(name, 0) for name in parts | page}
-            return MemoryPlan(tree, load.sequences, page_size, pages, load.chunk, budget, parts)
+            return MemoryPlan(tree, load.sequences, page_size, pages, load.chunk, budget, parts, kv_dtype=kv_dtype)
     raise BudgetError(_too_small(budget, page_size, parts, page_bytes))
 
 

@@ -14,7 +14,7 @@ class StepAttention:
     """Attention of one forward pass.
 
     Prefill chunks go straight to pages. Tree nodes go to scratch slots, where they wait for the verdict: a rejected
-    candidate never reaches a page.
+    candidate never reaches a page. Where pages are quantised, that happens on the way into them.
     """
 
     def __init__(self, pool: PagedKVPool, batch: TreeBatch, backend: str | None) -> None:
@@ -35,16 +35,20 @@ class StepAttention:
         """``[N, num_qo_heads, v_head_dim]``; ``q`` ``[N, num_qo_heads, head_dim]``, ``k`` and ``v`` likewise."""
         pool, batch = self.pool, self.batch.to(q.device)
         k_pages, v_pages = pool.k_pages[layer], pool.v_pages[layer]
+        k_scales, v_scales = pool.k_scales[layer], pool.v_scales[layer]
         # Straight to the operator: patching has checked every shape that ops.tree_attention would check again.
         out, _ = torch.ops.specmemo.tree_attention(
             q, k, v, k_pages, v_pages, batch.block_table, batch.seq_lens, batch.qo_indptr, batch.tree_mask,
-            scale, window, softcap, sinks, batch.max_qo_len, batch.max_seq_len, self.backend,
+            scale, window, softcap, sinks, batch.max_qo_len, batch.max_seq_len, False, k_scales, v_scales,
+            self.backend,
         )  # fmt: skip
         nodes = batch.num_tree_nodes
         if nodes:
             pool.k_scratch[layer][:nodes] = k[:nodes]
             pool.v_scratch[layer][:nodes] = v[:nodes]
         if nodes < k.shape[0]:
-            torch.ops.specmemo.append_paged_kv(k[nodes:], v[nodes:], k_pages, v_pages, *batch.chunks, self.backend)
+            torch.ops.specmemo.append_paged_kv(
+                k[nodes:], v[nodes:], k_pages, v_pages, *batch.chunks, k_scales, v_scales, self.backend
+            )
         result: Tensor = out
         return result

@@ -14,6 +14,7 @@ from specmemo_kernels import _cpu
 Tensor = torch.Tensor
 
 SPLIT_TOKENS = 512  # of csrc/attention_tasks.h
+_KV_TYPES = {torch.int8: 1, torch.float8_e4m3fn: 2}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -27,6 +28,10 @@ def _dtype(name: str, tensor: Tensor) -> int:
     if code is None:
         raise ValueError(f"{name} has dtype {tensor.dtype}; backend 'cpu' computes float32, bfloat16 and float16")
     return code
+
+
+def _kv_type(scales: Tensor | None, pages: Tensor) -> int:
+    return 0 if scales is None else _KV_TYPES[pages.dtype]
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -49,10 +54,14 @@ def tree_attention(
     sinks: Tensor | None,
     max_qo_len: int | None,
     max_seq_len: int | None,
+    invariant: bool = False,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Online softmax over 64-key blocks, splits of 512 tokens merged in order: the same bits in any batch.
 
-    ``max_qo_len`` and ``max_seq_len`` are for launches on a device; here the exact lengths are at hand.
+    ``max_qo_len`` and ``max_seq_len`` are for launches on a device; here the exact lengths are at hand. ``invariant``
+    asks for what always holds here: blocks and splits lie at fixed places, whatever the number of nodes.
     """
     code = _dtype("q", q)
     nodes, qo_heads, k_dim = q.shape
@@ -62,8 +71,9 @@ def tree_attention(
     if sinks is not None:
         sinks = sinks.to(q.dtype)
     _cpu.tree_attention(
-        code, q.data_ptr(), q.stride()[:2], k_new.data_ptr(), k_new.stride()[:2], v_new.data_ptr(), v_new.stride()[:2],
-        k_pages.data_ptr(), v_pages.data_ptr(), block_table.data_ptr(), seq_lens.data_ptr(), qo_indptr.data_ptr(),
+        code, _kv_type(k_scales, k_pages), q.data_ptr(), q.stride()[:2], k_new.data_ptr(), k_new.stride()[:2],
+        v_new.data_ptr(), v_new.stride()[:2], k_pages.data_ptr(), v_pages.data_ptr(),
+        (_address(k_scales), _address(v_scales)), block_table.data_ptr(), seq_lens.data_ptr(), qo_indptr.data_ptr(),
         _address(tree_mask), _address(sinks), out.data_ptr(), lse.data_ptr(), seq_lens.shape[0], block_table.shape[1],
         k_pages.shape[1], 0 if tree_mask is None else tree_mask.shape[1], qo_heads, kv_heads, k_dim, v_dim,
         scale, softcap or 0.0, window or 0, torch.get_num_threads(),
@@ -71,9 +81,20 @@ def tree_attention(
     return out, lse
 
 
-def fixed_workspace(dtype: torch.dtype, num_qo_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int) -> int:
-    """Bytes that :func:`tree_attention` works in on all threads, however long the context; kept between calls."""
-    each = _cpu.attention_workspace(_DTYPES[dtype], num_qo_heads, num_kv_heads, head_dim, v_head_dim)
+def fixed_workspace(
+    dtype: torch.dtype,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    page_dtype: torch.dtype | None = None,
+) -> int:
+    """Bytes that :func:`tree_attention` works in on all threads, however long the context; kept between calls.
+
+    ``page_dtype``: that of quantised pages, whose codes are turned back a block at a time.
+    """
+    kv = 0 if page_dtype is None else _KV_TYPES[page_dtype]
+    each = _cpu.attention_workspace(_DTYPES[dtype], kv, num_qo_heads, num_kv_heads, head_dim, v_head_dim)
     return torch.get_num_threads() * each
 
 
@@ -85,6 +106,7 @@ def split_workspace(
     head_dim: int,
     v_head_dim: int,
     page_size: int,
+    page_dtype: torch.dtype | None = None,
 ) -> tuple[int, int]:
     """Tokens per split, and bytes of one row in one split where splits are kept until all are done.
 
@@ -104,14 +126,17 @@ def append_paged_kv(
     block_table: Tensor,
     seq_lens: Tensor,
     qo_indptr: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> None:
-    """Copy every new row to its sequence's pages."""
-    for new, pages in ((k_new, k_pages), (v_new, v_pages)):
+    """Copy every new row to its sequence's pages, or quantise it on the way."""
+    kv = _kv_type(k_scales, k_pages)
+    for new, pages, scales in ((k_new, k_pages, k_scales), (v_new, v_pages, v_scales)):
         size = new.element_size()
         _cpu.append_paged_kv(
-            new.data_ptr(), (new.stride(0) * size, new.stride(1) * size), pages.data_ptr(), new.shape[1],
-            new.shape[2] * size, block_table.data_ptr(), seq_lens.data_ptr(), qo_indptr.data_ptr(), seq_lens.shape[0],
-            block_table.shape[1], pages.shape[1],
+            _dtype("k_new", new) if kv else 0, kv, new.data_ptr(), (new.stride(0) * size, new.stride(1) * size), size,
+            pages.data_ptr(), _address(scales), new.shape[1], new.shape[2], block_table.data_ptr(), seq_lens.data_ptr(),
+            qo_indptr.data_ptr(), seq_lens.shape[0], block_table.shape[1], pages.shape[1],
         )  # fmt: skip
 
 
@@ -125,13 +150,16 @@ def commit_paged_kv(
     qo_indptr: Tensor,
     accept_index: Tensor,
     accept_length: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> None:
-    """Copy the accepted nodes of all layers from the scratch slots to their pages."""
+    """Copy the accepted nodes of all layers from the scratch slots to their pages, or quantise them on the way."""
     layers, num_pages, page_size, heads, k_dim = k_pages.shape
-    size = k_pages.element_size()
+    kv = _kv_type(k_scales, k_pages)
     _cpu.commit_paged_kv(
-        k_scratch.data_ptr(), v_scratch.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(),
-        (heads * k_dim * size, heads * v_pages.shape[4] * size), k_scratch.shape[1], num_pages * page_size, layers,
+        _dtype("k_scratch", k_scratch) if kv else 0, kv, (k_scratch.data_ptr(), v_scratch.data_ptr()),
+        k_scratch.element_size(), (k_pages.data_ptr(), v_pages.data_ptr()), (_address(k_scales), _address(v_scales)),
+        heads, (k_dim, v_pages.shape[4]), k_scratch.shape[1], num_pages * page_size, layers,
         block_table.data_ptr(), seq_lens.data_ptr(), qo_indptr.data_ptr(), accept_index.data_ptr(),
         accept_length.data_ptr(), accept_index.shape[1], seq_lens.shape[0], block_table.shape[1], page_size,
         torch.get_num_threads(),

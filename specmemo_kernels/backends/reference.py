@@ -9,6 +9,9 @@ import torch
 
 Tensor = torch.Tensor
 
+#: The largest magnitude that codes of a quantised page hold.
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
 
 def tree_attention(
     q: Tensor,
@@ -26,8 +29,20 @@ def tree_attention(
     sinks: Tensor | None,
     max_qo_len: int | None,
     max_seq_len: int | None,
+    invariant: bool = False,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each node over its sequence's pages and its own ancestors."""
+    """Attention of each node over its sequence's pages and its own ancestors.
+
+    Raises:
+        ValueError: ``invariant``, which dense products can't promise.
+    """
+    if invariant:
+        raise ValueError(
+            "invariant is True, but the reference backend multiplies whole matrices, whose rounding depends on their "
+            "size; use backend='cpu' or 'triton', or invariant=False"
+        )
     compute = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(q.shape[0], q.shape[1], v_new.shape[2])
     lse = q.new_empty(q.shape[:2], dtype=compute)
@@ -36,8 +51,9 @@ def tree_attention(
         start, end = bounds[row], bounds[row + 1]
         if start == end:
             continue
-        k = torch.cat([gather_pages(k_pages, block_table[row], length), k_new[start:end]]).to(compute)
-        v = torch.cat([gather_pages(v_pages, block_table[row], length), v_new[start:end]]).to(compute)
+        old_k = gather_pages(k_pages, block_table[row], length, k_scales).to(compute)
+        old_v = gather_pages(v_pages, block_table[row], length, v_scales).to(compute)
+        k, v = torch.cat([old_k, k_new[start:end].to(compute)]), torch.cat([old_v, v_new[start:end].to(compute)])
         visible, depth = ancestors(None if tree_mask is None else tree_mask[start:end], end - start, q.device)
         visible = torch.cat([visible.new_ones(end - start, length), visible], dim=1)
         if window is not None:
@@ -64,11 +80,40 @@ def _attend(
     return torch.einsum("htl,lhd->thd", weights, v.repeat_interleave(group, dim=1)), lse.T
 
 
-def gather_pages(pages: Tensor, table: Tensor, length: int) -> Tensor:
-    """The first ``length`` tokens behind one row of the block table: ``[length, num_kv_heads, head_dim]``."""
+def gather_pages(pages: Tensor, table: Tensor, length: int, scales: Tensor | None = None) -> Tensor:
+    """The first ``length`` tokens behind one row of the block table: ``[length, num_kv_heads, head_dim]``.
+
+    With ``scales`` (``[num_pages, page_size, num_kv_heads]`` float32) pages hold codes; the result is what they stand
+    for, in float32.
+    """
     page_size = pages.shape[1]
     used = table[: -(-length // page_size)].long()
-    return pages[used].flatten(0, 1)[:length]
+    found = pages[used].flatten(0, 1)[:length]
+    return found if scales is None else found.float() * scales[used].flatten(0, 1)[:length, :, None]
+
+
+def quantize(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes in ``dtype`` (int8 or float8_e4m3fn) shaped like ``rows`` ``[..., dim]``, and scales ``[...]`` float32.
+
+    ``scale`` is the row's largest magnitude over the largest code, a code is ``element / scale`` to nearest even. A row
+    whose scale would be below the smallest normal float32 becomes zeros; one with NaN or infinity keeps that in its
+    scale. Every step is one rounding in float32, so that all backends write the same bits.
+    """
+    rows, largest = rows.float(), LARGEST[dtype]
+    scales = rows.abs().amax(-1) * (1 / largest)
+    scales = torch.where(scales < torch.finfo(torch.float32).tiny, 0.0, scales)
+    usable = (scales > 0) & (scales < float("inf"))
+    inverse = torch.where(usable, 1 / scales, 0.0)[..., None]
+    scaled = torch.where(usable[..., None], rows * inverse, 0.0).clamp(-largest, largest)
+    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scales
+
+
+def _store(rows: Tensor, pages: Tensor, scales: Tensor | None, place: tuple[Tensor | slice, ...]) -> None:
+    """Write rows to their places, as they are or as codes with their scales."""
+    if scales is None:
+        pages[place] = rows.to(pages.dtype)
+    else:
+        pages[place], scales[place] = quantize(rows, pages.dtype)
 
 
 def ancestors(words: Tensor | None, nodes: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -94,14 +139,16 @@ def append_paged_kv(
     block_table: Tensor,
     seq_lens: Tensor,
     qo_indptr: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> None:
     """Write every new row to its sequence's pages, behind the tokens already there."""
     counts = (qo_indptr[1:] - qo_indptr[:-1]).long()
     row = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
     position = seq_lens[row] + torch.arange(len(row), device=row.device) - qo_indptr[row]
     page, slot = _locate(block_table, row, position, k_pages.shape[1])
-    k_pages[page, slot] = k_new[: len(row)].to(k_pages.dtype)
-    v_pages[page, slot] = v_new[: len(row)].to(v_pages.dtype)
+    _store(k_new[: len(row)], k_pages, k_scales, (page, slot))
+    _store(v_new[: len(row)], v_pages, v_scales, (page, slot))
 
 
 def commit_paged_kv(
@@ -114,14 +161,16 @@ def commit_paged_kv(
     qo_indptr: Tensor,
     accept_index: Tensor,
     accept_length: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> None:
     """Copy the accepted nodes of all layers from the scratch slots to their pages."""
     step = torch.arange(accept_index.shape[1], device=accept_index.device)
     row, place = (step[None, :] <= accept_length[:, None]).nonzero(as_tuple=True)
     node = qo_indptr[row] + accept_index[row, place]
     page, slot = _locate(block_table, row, seq_lens[row] + place, k_pages.shape[2])
-    k_pages[:, page, slot] = k_scratch[:, node]
-    v_pages[:, page, slot] = v_scratch[:, node]
+    _store(k_scratch[:, node], k_pages, k_scales, (slice(None), page, slot))
+    _store(v_scratch[:, node], v_pages, v_scales, (slice(None), page, slot))
 
 
 def _locate(block_table: Tensor, row: Tensor, position: Tensor, page_size: int) -> tuple[Tensor, Tensor]:

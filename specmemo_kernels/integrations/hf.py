@@ -24,7 +24,7 @@ from specmemo_kernels.integrations.hf_plan import (
 )
 from specmemo_kernels.integrations.hf_probe import check_config, probe
 from specmemo_kernels.integrations.hf_target import HFTarget, ModelFacts, lm_head_hook
-from specmemo_kernels.paged_kv import PagedKVPool
+from specmemo_kernels.paged_kv import PagedKVPool, page_dtype
 from specmemo_kernels.planner import BudgetError, MemoryPlan, divide_budget, parse_bytes
 from specmemo_kernels.stats import DecodeStats
 from specmemo_kernels.tree import DraftTree
@@ -84,6 +84,7 @@ class SpecMemo:
                     page_size=plan.page_size,
                     max_sequences=sequences,
                     max_nodes=nodes,
+                    kv_dtype=plan.kv_dtype,
                 )
                 if isinstance(self.drafter, PagedDrafter):
                     self.drafter.allocate(needed, plan.page_size, sequences, plan.prefill_chunk)
@@ -188,6 +189,7 @@ def patch(
     page_size: int = 16,
     prefill_chunk: int = 256,
     max_batch_size: int = 8,
+    kv_dtype: str | None = None,
 ) -> SpecMemo:
     """Make ``model.generate`` speculate: the same tokens, in fewer steps, inside a memory budget.
 
@@ -207,6 +209,9 @@ def patch(
         page_size: tokens per page of the KV cache.
         prefill_chunk: most prompt tokens per forward pass; the plan may lower it to keep the budget.
         max_batch_size: most sequences decoded at once; the plan may lower it. Further rows wait for their turn.
+        kv_dtype: ``"int8"`` or ``"fp8"`` stores keys and values in pages as 8-bit codes with a scale per token and
+            head: about twice the tokens in the same memory, at a small error, so that the tokens may differ from the
+            model's own. ``None`` (default): in the model's dtype. Never chosen for you.
 
     Returns:
         The handle, also ``model.specmemo``; ``with patch(...):`` unpatches at the end.
@@ -223,6 +228,7 @@ def patch(
         raise ValueError(f"patch needs a transformers model with generate and an lm_head, got {type(model).__name__}")
     check_config(model.config)
     budget = None if memory_budget is None else parse_bytes(memory_budget)
+    page_dtype(kv_dtype)
     name = ops.backend_name(backend, model.get_input_embeddings().weight.device)
     undo = [attach(model)]
     try:
@@ -231,12 +237,13 @@ def patch(
         if isinstance(drafter, HFDraftModel):
             undo.append(drafter.detach)
         limits: dict[str, Any] = {"budget": budget, "page_size": page_size, "prefill_chunk": prefill_chunk}
-        limits["max_sequences"] = max_batch_size
+        limits |= {"max_sequences": max_batch_size, "kv_dtype": kv_dtype}
         if tree is None and not getattr(drafter, "prefers_chain", False):
             drafter, plan = device_plan(model, facts, drafter, accuracy, name, limits)
         else:
             chosen = choose_tree(tree, drafter, facts, accuracy)
-            plan = divide_budget(generation_shape(model, facts, drafter, name, page_size), chosen, **limits)
+            shape = generation_shape(model, facts, drafter, name, page_size, kv_dtype)
+            plan = divide_budget(shape, chosen, **limits)
     except BaseException:
         for step in undo:
             step()

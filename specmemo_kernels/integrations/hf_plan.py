@@ -18,6 +18,7 @@ from specmemo_kernels.integrations.hf_device import device_tree
 from specmemo_kernels.integrations.hf_draft import DraftModel, HFDraftModel, is_language_model, load_draft_model
 from specmemo_kernels.integrations.hf_probe import measure_passes, time_passes
 from specmemo_kernels.integrations.hf_target import ModelFacts, lm_head
+from specmemo_kernels.paged_kv import page_dtype
 from specmemo_kernels.planner import BudgetError, MemoryPlan, divide_budget
 from specmemo_kernels.stats import DecodeStats
 from specmemo_kernels.tree import DraftTree
@@ -71,7 +72,7 @@ def device_plan(
     """
     tree, forecast = device_tree(model, facts, drafter, accuracy)
     drafter = _without_unused_heads(drafter, tree, model, backend)
-    shape = generation_shape(model, facts, drafter, backend, limits["page_size"])
+    shape = generation_shape(model, facts, drafter, backend, limits["page_size"], limits["kv_dtype"])
     while True:
         try:
             return drafter, dataclasses.replace(divide_budget(shape, tree, **limits), **forecast)
@@ -113,19 +114,23 @@ def make_chooser(
     )
 
 
-def generation_shape(model: Any, facts: ModelFacts, drafter: Drafter, backend: str, page_size: int) -> GenerationShape:
-    """What the plan has to know, measured where it depends on the model's code."""
+def generation_shape(
+    model: Any, facts: ModelFacts, drafter: Drafter, backend: str, page_size: int, kv_dtype: str | None
+) -> GenerationShape:
+    """What the plan has to know, measured where it depends on the model's code; a drafter's own pages hold no codes."""
     kinds = set(zip(facts.layers, facts.num_qo_heads, strict=True))
     if isinstance(drafter, HFDraftModel):
         kinds |= set(zip(drafter.facts.layers, drafter.facts.num_qo_heads, strict=True))
     shapes = [(kind, (heads, kind.num_kv_heads, kind.head_dim, kind.v_head_dim)) for kind, heads in kinds]
-    splits = [ops.split_workspace(backend, kind.device, kind.dtype, *sizes, page_size) for kind, sizes in shapes]
+    codes = page_dtype(kv_dtype)
+    splits = [ops.split_workspace(backend, kind.device, kind.dtype, *sizes, page_size, codes) for kind, sizes in shapes]
     forward, logits = measure_passes(model, facts)
     if isinstance(drafter, HFDraftModel):
         own_forward, own_logits = measure_passes(drafter.hf_model, drafter.facts)
         forward, logits = forward.or_other(own_forward), logits.or_other(own_logits)
     return GenerationShape(
-        kv_bytes_per_token=sum(layer.bytes_per_token for layer in facts.layers),
+        kv_bytes_per_token=sum(layer.page_bytes_per_token(kv_dtype) for layer in facts.layers),
+        scratch_bytes_per_node=sum(layer.bytes_per_token for layer in facts.layers),
         head_bytes=drafter.nbytes,
         forward=forward,
         logits=logits,
@@ -134,6 +139,6 @@ def generation_shape(model: Any, facts: ModelFacts, drafter: Drafter, backend: s
         split_size=min(size for size, _ in splits),
         split_row_bytes=max(row for _, row in splits),
         drafter_kv_bytes_per_token=drafter.kv_bytes_per_token if isinstance(drafter, PagedDrafter) else 0,
-        workspace_bytes=max(ops.fixed_workspace(backend, kind.dtype, *sizes) for kind, sizes in shapes),
+        workspace_bytes=max(ops.fixed_workspace(backend, kind.dtype, *sizes, codes) for kind, sizes in shapes),
         devices=len({layer.device for layer in facts.layers} | {facts.device}),
     )

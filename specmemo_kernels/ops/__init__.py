@@ -10,6 +10,8 @@ Shapes (B sequences, N nodes of all sequences packed in one row, T nodes of one 
 ``k_new``       ``[N, num_kv_heads, head_dim]``             their keys; ``v_new`` likewise (its head_dim may differ)
 ``k_pages``     ``[num_pages, page_size, num_kv_heads,      committed keys; ``v_pages`` likewise
                 head_dim]``
+``k_scales``    ``[num_pages, page_size, num_kv_heads]``    of quantised pages; ``v_scales`` likewise
+                float32
 ``block_table`` ``[B, max_pages]`` int32                    page ids; only the pages that ``seq_lens`` reaches are read
 ``seq_lens``    ``[B]`` int32                               tokens in pages, drafts excluded
 ``qo_indptr``   ``[B + 1]`` int32                           where each sequence's nodes lie in the packed row
@@ -17,6 +19,11 @@ Shapes (B sequences, N nodes of all sequences packed in one row, T nodes of one 
                                                             ancestor of i; a row of zeros is causal
 ``parents``     ``[N]`` int32                               parent inside the sequence, -1 for the root
 ==============  ==========================================  =====================================================
+
+Pages hold the dtype of ``q``, or are quantised: codes in int8 or float8_e4m3fn with one float32 scale per token and
+head, ``element = code * scale``. Appending and committing quantise (``scale`` is the largest magnitude over 127 or
+448, codes are rounded to nearest even: an element is off by half a scale at most in int8, by 1/16 of itself or 2**-10
+scales in fp8), and attention reads what the codes stand for. A step's own keys and values are never quantised.
 
 A node's position is ``seq_lens + depth``, its depth the number of its ancestors (of a causal row: of rows before it).
 """
@@ -72,6 +79,9 @@ def tree_attention(
     sinks: Tensor | None = None,
     max_qo_len: int | None = None,
     max_seq_len: int | None = None,
+    invariant: bool = False,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every node over its sequence's committed tokens and its own ancestors.
@@ -84,6 +94,9 @@ def tree_attention(
         sinks: ``[num_qo_heads]``, a logit per head that joins the softmax without a value (gpt-oss).
         max_qo_len, max_seq_len: upper bounds of ``diff(qo_indptr)`` and ``seq_lens`` known to the caller, so that a
             GPU launch is sized without a synchronisation; ``None``: the bounds that the shapes imply.
+        invariant: verifying a chain gives the same bits as decoding its tokens one by one. The cpu backend always does
+            so, triton takes one set of block sizes for all sequences (slower for few nodes), reference refuses.
+        k_scales, v_scales: with quantised pages, one scale per token and head; else ``None``.
 
     Returns:
         ``out`` ``[N, num_qo_heads, v_head_dim]`` in q's dtype, and ``lse`` ``[N, num_qo_heads]`` float32 (float64 for
@@ -94,11 +107,12 @@ def tree_attention(
     Raises:
         ValueError: a shape, dtype or device that doesn't fit; the message names the argument and both values.
     """
-    checks.tree_attention(q, k_new, v_new, k_pages, v_pages, block_table, seq_lens, qo_indptr, tree_mask, sinks)
+    scales = (k_scales, v_scales)
+    checks.tree_attention(q, k_new, v_new, k_pages, v_pages, scales, block_table, seq_lens, qo_indptr, tree_mask, sinks)
     checks.positive(window=window, softcap=softcap, max_qo_len=max_qo_len)
     result: tuple[Tensor, Tensor] = _ops.tree_attention(
         q, k_new, v_new, k_pages, v_pages, block_table, seq_lens, qo_indptr, tree_mask,
-        scale, window, softcap, sinks, max_qo_len, max_seq_len, backend,
+        scale, window, softcap, sinks, max_qo_len, max_seq_len, invariant, k_scales, v_scales, backend,
     )  # fmt: skip
     return result
 
@@ -112,15 +126,18 @@ def append_paged_kv(
     seq_lens: Tensor,
     qo_indptr: Tensor,
     *,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
     backend: str | None = None,
 ) -> None:
     """Write row ``i`` of each sequence to position ``seq_lens + i`` of its pages (one layer; prefill).
 
-    ``k_pages`` and ``v_pages`` are changed in place. Arguments and errors as in :func:`tree_attention`.
+    ``k_pages`` and ``v_pages`` are changed in place, with quantised pages ``k_scales`` and ``v_scales`` too. Arguments
+    and errors as in :func:`tree_attention`.
     """
-    checks.new_rows(k_new, v_new, k_pages, v_pages)
+    checks.new_rows(k_new, v_new, k_pages, v_pages, (k_scales, v_scales))
     checks.metadata(block_table, seq_lens, qo_indptr, k_pages)
-    _ops.append_paged_kv(k_new, v_new, k_pages, v_pages, block_table, seq_lens, qo_indptr, backend)
+    _ops.append_paged_kv(k_new, v_new, k_pages, v_pages, block_table, seq_lens, qo_indptr, k_scales, v_scales, backend)
 
 
 def commit_paged_kv(
@@ -134,6 +151,8 @@ def commit_paged_kv(
     accept_index: Tensor,
     accept_length: Tensor,
     *,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
     backend: str | None = None,
 ) -> None:
     """Copy accepted nodes from scratch slots to pages, all layers at once; nothing else is read or written.
@@ -144,12 +163,16 @@ def commit_paged_kv(
         accept_index: ``[B, max_depth + 1]`` int32 node ids inside each sequence, root first.
         accept_length: ``[B]`` int32; the first ``accept_length + 1`` entries of a row are written to positions
             ``seq_lens, seq_lens + 1, ...``; -1 writes nothing.
+        k_scales, v_scales: ``[num_layers, num_pages, page_size, num_kv_heads]`` with quantised pages, changed in place.
     """
     checks.metadata(block_table, seq_lens, qo_indptr, k_pages)
-    checks.commit(k_scratch, v_scratch, k_pages, v_pages, accept_index, accept_length, seq_lens.shape[0])
-    _ops.commit_paged_kv(
-        k_scratch, v_scratch, k_pages, v_pages, block_table, seq_lens, qo_indptr, accept_index, accept_length, backend
+    checks.commit(
+        k_scratch, v_scratch, k_pages, v_pages, (k_scales, v_scales), accept_index, accept_length, len(seq_lens)
     )
+    _ops.commit_paged_kv(
+        k_scratch, v_scratch, k_pages, v_pages, block_table, seq_lens, qo_indptr, accept_index, accept_length,
+        k_scales, v_scales, backend,
+    )  # fmt: skip
 
 
 def verify_tree_greedy(

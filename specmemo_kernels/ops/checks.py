@@ -58,15 +58,39 @@ def _rows(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must have a contiguous last dimension, its strides are {tensor.stride()}")
 
 
-def new_rows(k_new: Tensor, v_new: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
+Scales = tuple[Tensor | None, Tensor | None]
+QUANTISED = (torch.int8, torch.float8_e4m3fn)
+
+
+def page_dtype(k_pages: Tensor, v_pages: Tensor, scales: Scales, rows: Tensor, name: str) -> None:
+    """Pages of the rows' own dtype without scales, or quantised pages with one scale per token and head."""
+    _dtype("v_pages", v_pages, k_pages.dtype)
+    if k_pages.dtype not in QUANTISED:
+        _dtype(name, rows, k_pages.dtype)
+        if any(tensor is not None for tensor in scales):
+            raise ValueError(f"scales are for pages of int8 or float8_e4m3fn, k_pages has dtype {k_pages.dtype}")
+        return
+    if rows.dtype in QUANTISED:
+        raise ValueError(f"{name} has dtype {rows.dtype}, only pages are quantised")
+    for label, tensor in zip(("k_scales", "v_scales"), scales, strict=True):
+        if tensor is None:
+            raise ValueError(f"{label} is None, pages of {k_pages.dtype} need it: one scale per token and head")
+        _shape(label, tensor, tuple(k_pages.shape[:-1]), "as k_pages without head_dim")
+        _dtype(label, tensor, torch.float32)
+        _device(label, tensor, k_pages.device)
+        _contiguous(label, tensor)
+
+
+def new_rows(k_new: Tensor, v_new: Tensor, k_pages: Tensor, v_pages: Tensor, scales: Scales) -> None:
     """New keys and values against the pages that they go to (or are read beside)."""
     _shape("k_pages", k_pages, (None, None, None, None), "[num_pages, page_size, num_kv_heads, head_dim]")
     num_pages, page_size, heads, head_dim = k_pages.shape
     _shape("v_pages", v_pages, (num_pages, page_size, heads, None), "[num_pages, page_size, num_kv_heads, v_head_dim]")
     _shape("k_new", k_new, (None, heads, head_dim), "[N, num_kv_heads, head_dim]")
     _shape("v_new", v_new, (k_new.shape[0], heads, v_pages.shape[3]), "[N, num_kv_heads, v_head_dim]")
+    page_dtype(k_pages, v_pages, scales, k_new, "k_new")
+    _dtype("v_new", v_new, k_new.dtype)
     for name, tensor in (("k_new", k_new), ("v_new", v_new), ("v_pages", v_pages)):
-        _dtype(name, tensor, k_pages.dtype)
         _device(name, tensor, k_pages.device)
     for name, tensor in (("k_new", k_new), ("v_new", v_new)):
         _rows(name, tensor)
@@ -80,16 +104,17 @@ def tree_attention(
     v_new: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
+    scales: Scales,
     block_table: Tensor,
     seq_lens: Tensor,
     qo_indptr: Tensor,
     tree_mask: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    new_rows(k_new, v_new, k_pages, v_pages)
+    new_rows(k_new, v_new, k_pages, v_pages, scales)
     metadata(block_table, seq_lens, qo_indptr, k_pages)
     _shape("q", q, (k_new.shape[0], None, k_new.shape[2]), "[N, num_qo_heads, head_dim]")
-    _dtype("q", q, k_pages.dtype)
+    _dtype("q", q, k_new.dtype)
     _device("q", q, k_pages.device)
     _rows("q", q)
     if q.shape[1] % k_new.shape[1]:
@@ -106,15 +131,23 @@ def tree_attention(
 
 
 def commit(
-    k_scratch: Tensor, v_scratch: Tensor, k_pages: Tensor, v_pages: Tensor, index: Tensor, length: Tensor, batch: int
+    k_scratch: Tensor,
+    v_scratch: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    scales: Scales,
+    index: Tensor,
+    length: Tensor,
+    batch: int,
 ) -> None:
     _shape("k_pages", k_pages, (None,) * 5, "[num_layers, num_pages, page_size, num_kv_heads, head_dim]")
     layers, num_pages, page_size, heads, head_dim = k_pages.shape
     _shape("v_pages", v_pages, (layers, num_pages, page_size, heads, None), "as k_pages, head_dim may differ")
     _shape("k_scratch", k_scratch, (layers, None, heads, head_dim), "[num_layers, N, num_kv_heads, head_dim]")
     _shape("v_scratch", v_scratch, (layers, k_scratch.shape[1], heads, v_pages.shape[4]), "[num_layers, N, ...]")
+    page_dtype(k_pages, v_pages, scales, k_scratch, "k_scratch")
+    _dtype("v_scratch", v_scratch, k_scratch.dtype)
     for name, tensor in (("v_pages", v_pages), ("k_scratch", k_scratch), ("v_scratch", v_scratch)):
-        _dtype(name, tensor, k_pages.dtype)
         _device(name, tensor, k_pages.device)
     for name, tensor in (
         ("k_pages", k_pages),

@@ -56,24 +56,32 @@ def split_workspace(
     head_dim: int,
     v_head_dim: int,
     page_size: int,
+    page_dtype: torch.dtype | None = None,
 ) -> tuple[int, int]:
     """What backend ``name`` allocates inside ``tree_attention``, as tokens per split and bytes per row and split.
 
-    ``(0, 0)`` for a backend whose workspace doesn't grow with the context.
+    ``(0, 0)`` for a backend whose workspace doesn't grow with the context. ``page_dtype``: that of quantised pages,
+    ``None`` where they hold ``dtype``.
     """
     hook = getattr(_load(name), "split_workspace", None)
     if hook is None:
         return 0, 0
-    split_size, row_bytes = hook(device, dtype, num_qo_heads, num_kv_heads, head_dim, v_head_dim, page_size)
+    split_size, row_bytes = hook(device, dtype, num_qo_heads, num_kv_heads, head_dim, v_head_dim, page_size, page_dtype)
     return int(split_size), int(row_bytes)
 
 
 def fixed_workspace(
-    name: str, dtype: torch.dtype, num_qo_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int
+    name: str,
+    dtype: torch.dtype,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    page_dtype: torch.dtype | None = None,
 ) -> int:
     """Bytes that backend ``name`` keeps for ``tree_attention`` outside of torch's allocator."""
     hook = getattr(_load(name), "fixed_workspace", None)
-    return 0 if hook is None else int(hook(dtype, num_qo_heads, num_kv_heads, head_dim, v_head_dim))
+    return 0 if hook is None else int(hook(dtype, num_qo_heads, num_kv_heads, head_dim, v_head_dim, page_dtype))
 
 
 def kernel_configs(
@@ -87,14 +95,12 @@ def kernel_configs(
 ) -> tuple[Any, ...]:
     """The triton backend's block sizes of ``tree_attention`` on ``target``, which needn't be this machine.
 
-    Its classes of sequences in order; none where triton isn't installed.
+    Its classes of sequences in order; the rule needs neither triton nor a GPU.
 
     Raises:
-        ValueError: an unknown target, or a dtype that it can't compute in.
+        ValueError: an unknown target, or a dtype or head size that it can't compute in.
     """
-    if unavailable("triton"):
-        return ()
-    rules = importlib.import_module(BACKENDS["triton"] + ".config")
+    rules = importlib.import_module("specmemo_kernels.kernel_config")
     group = num_qo_heads // num_kv_heads
     return tuple(rules.attention_configs(target, head_dim, v_head_dim, group, dtype, page_size))
 

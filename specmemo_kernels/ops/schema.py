@@ -19,15 +19,17 @@ SCHEMAS = {
     "tree_attention": (
         "(Tensor q, Tensor k_new, Tensor v_new, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor seq_lens, "
         "Tensor qo_indptr, Tensor? tree_mask, float scale, int? window, float? softcap, Tensor? sinks, "
-        "int? max_qo_len, int? max_seq_len, str? backend) -> (Tensor, Tensor)"
+        "int? max_qo_len, int? max_seq_len, bool invariant, Tensor? k_scales, Tensor? v_scales, str? backend) "
+        "-> (Tensor, Tensor)"
     ),
     "append_paged_kv": (
         "(Tensor k_new, Tensor v_new, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor block_table, Tensor seq_lens, "
-        "Tensor qo_indptr, str? backend) -> ()"
+        "Tensor qo_indptr, Tensor(c!)? k_scales, Tensor(d!)? v_scales, str? backend) -> ()"
     ),
     "commit_paged_kv": (
         "(Tensor k_scratch, Tensor v_scratch, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor block_table, "
-        "Tensor seq_lens, Tensor qo_indptr, Tensor accept_index, Tensor accept_length, str? backend) -> ()"
+        "Tensor seq_lens, Tensor qo_indptr, Tensor accept_index, Tensor accept_length, Tensor(c!)? k_scales, "
+        "Tensor(d!)? v_scales, str? backend) -> ()"
     ),
     "verify_tree_greedy": (
         "(Tensor draft_tokens, Tensor target_tokens, Tensor parents, Tensor qo_indptr, int max_depth, str? backend) "

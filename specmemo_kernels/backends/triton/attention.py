@@ -15,14 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specmemo_kernels.backends.triton.config import (
-    MERGE_CONFIG,
-    KernelConfig,
-    attention_configs,
-    block_dim,
-    launched_classes,
-    split_state_bytes,
-)
+from specmemo_kernels.backends.triton.codes import as_codes, kv_type
 from specmemo_kernels.backends.triton.primitives import (
     LN_2,
     LOG2_E,
@@ -32,8 +25,16 @@ from specmemo_kernels.backends.triton.primitives import (
     node_depth,
     sequence_of_row,
 )
-from specmemo_kernels.backends.triton.runtime import INTERPRETED, INVARIANT, check_device, launch_options, target_of
+from specmemo_kernels.backends.triton.runtime import INTERPRETED, check_device, launch_options, target_of
 from specmemo_kernels.backends.triton.tiles import attend_committed, attend_own
+from specmemo_kernels.kernel_config import (
+    MERGE_CONFIG,
+    KernelConfig,
+    attention_configs,
+    block_dim,
+    launched_classes,
+    split_state_bytes,
+)
 
 Tensor = torch.Tensor
 
@@ -43,14 +44,14 @@ MERGE_SPLITS = 16
 @triton.jit(do_not_specialize=["max_pages", "mask_words", "num_splits", "min_nodes", "max_nodes", "window"])
 def tree_attention_kernel(
     out_ptr, lse_ptr, part_ptr, part_total_ptr, part_peak_ptr,
-    q_ptr, k_new_ptr, v_new_ptr, k_pages_ptr, v_pages_ptr,
+    q_ptr, k_new_ptr, v_new_ptr, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr,
     block_table_ptr, seq_lens_ptr, qo_indptr_ptr, tree_mask_ptr, sinks_ptr,
     stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
     num_kv_heads, max_pages, mask_words, num_splits, min_nodes, max_nodes, scale, softcap, window,
     GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_SIZE: tl.constexpr,
     HAS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    DIRECT: tl.constexpr, UPCAST: tl.constexpr,
+    DIRECT: tl.constexpr, UPCAST: tl.constexpr, KV: tl.constexpr,
 ):  # fmt: skip
     """Grid: (row blocks x KV heads, splits, sequences). ``DIRECT`` writes the result, else one split's state."""
     head = tl.program_id(0) % num_kv_heads
@@ -89,17 +90,22 @@ def tree_attention_kernel(
     unit = LOG2_E if HAS_SOFTCAP else scale * LOG2_E
     k_head_ptr = k_pages_ptr + head.to(tl.int64) * DK
     v_head_ptr = v_pages_ptr + head.to(tl.int64) * DV
+    k_scale_ptr, v_scale_ptr = k_scales_ptr, v_scales_ptr
+    if KV:
+        k_scale_ptr += head
+        v_scale_ptr += head
     table_ptr = block_table_ptr + sequence.to(tl.int64) * max_pages
     mixed = tl.minimum(length // BLOCK_N * BLOCK_N, end)
     acc, total, peak = attend_committed(
-        q, acc, total, peak, unit, scale, softcap, k_head_ptr, v_head_ptr, num_kv_heads, table_ptr, begin, mixed,
-        length + depth, window, DK, DV, BLOCK_DK, BLOCK_DV, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+        q, acc, total, peak, unit, scale, softcap, k_head_ptr, v_head_ptr, k_scale_ptr, v_scale_ptr, num_kv_heads,
+        table_ptr, begin, mixed, length + depth, window,
+        DK, DV, BLOCK_DK, BLOCK_DV, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, UPCAST, KV,
     )  # fmt: skip
     acc, total, peak = attend_own(
-        q, acc, total, peak, unit, scale, softcap, k_head_ptr, v_head_ptr, num_kv_heads, table_ptr,
-        tl.maximum(begin, mixed), end, length, k_new_ptr + head * stride_kh, v_new_ptr + head * stride_vh, stride_kn,
-        stride_vn, first_row, nodes, node, depth, valid, tree_mask_ptr, mask_words, window,
-        DK, DV, BLOCK_DK, BLOCK_DV, PAGE_SIZE, BLOCK_N, HAS_TREE, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+        q, acc, total, peak, unit, scale, softcap, k_head_ptr, v_head_ptr, k_scale_ptr, v_scale_ptr, num_kv_heads,
+        table_ptr, tl.maximum(begin, mixed), end, length, k_new_ptr + head * stride_kh, v_new_ptr + head * stride_vh,
+        stride_kn, stride_vn, first_row, nodes, node, depth, valid, tree_mask_ptr, mask_words, window,
+        DK, DV, BLOCK_DK, BLOCK_DV, PAGE_SIZE, BLOCK_N, HAS_TREE, HAS_WINDOW, HAS_SOFTCAP, UPCAST, KV,
     )  # fmt: skip
 
     peak = peak * unit
@@ -188,6 +194,9 @@ def tree_attention(
     sinks: Tensor | None,
     max_qo_len: int | None,
     max_seq_len: int | None,
+    invariant: bool = False,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
     *,
     configs: tuple[KernelConfig, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -197,8 +206,10 @@ def tree_attention(
     last, everything else is contiguous. Nothing is read back to the host.
 
     Args:
+        invariant: one class of block sizes for all sequences, so that a chain's nodes get the bits that decoding them
+            one by one gives.
         configs: tuning; the classes of sequences by node count, in order, each with its block sizes. ``None``: the
-            rule's choice for this device.
+            rule's choice for this device and ``invariant``.
 
     Returns:
         out ``[N, num_qo_heads, v_head_dim]`` in q's dtype and lse ``[N, num_qo_heads]`` float32.
@@ -216,7 +227,9 @@ def tree_attention(
     lse = q.new_empty(rows, heads, dtype=torch.float32)
     if rows == 0 or heads == 0 or batch == 0:
         return out, lse
-    configs = configs or attention_configs(target_of(q.device), head_dim, v_dim, group, q.dtype, page_size, INVARIANT)
+    configs = configs or attention_configs(
+        target_of(q.device), head_dim, v_dim, group, q.dtype, page_size, invariant, k_scales is not None
+    )
     max_nodes = min(rows, rows if max_qo_len is None else max_qo_len)
     max_slots = max_nodes + (block_table.shape[1] * page_size if max_seq_len is None else max_seq_len)
     replayed = q.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -230,14 +243,16 @@ def tree_attention(
         row_blocks = triton.cdiv(min(max_nodes, config.max_nodes) * group, config.block_m)
         grid = (row_blocks * kv_heads, triton.cdiv(max_slots, config.split_size), batch)
         tree_attention_kernel[grid](
-            out, lse, part, part_total, part_peak, q, k_new, v_new, k_pages, v_pages,
+            out, lse, part, part_total, part_peak, q, k_new, v_new,
+            as_codes(k_pages), as_codes(v_pages), k_scales, v_scales,
             block_table, seq_lens, qo_indptr, tree_mask, sinks,
             q.stride(0), q.stride(1), k_new.stride(0), k_new.stride(1), v_new.stride(0), v_new.stride(1),
             kv_heads, block_table.shape[1], words, splits, config.min_nodes, config.max_nodes,
             scale, softcap or 1.0, window or 0,
             GROUP=group, DK=head_dim, DV=v_dim, BLOCK_DK=block_dim(head_dim), BLOCK_DV=block_dim(v_dim),
             PAGE_SIZE=page_size, BLOCK_M=config.block_m, BLOCK_N=config.block_n, SPLIT_SIZE=config.split_size,
-            HAS_SOFTCAP=softcap is not None, DIRECT=direct, UPCAST=INTERPRETED, **flags,
+            HAS_SOFTCAP=softcap is not None, DIRECT=direct, UPCAST=INTERPRETED,
+            KV=kv_type(k_scales, k_pages), **flags,
             **launch_options(q.device, config),
         )  # fmt: skip
     if not direct:
@@ -260,6 +275,7 @@ def split_workspace(
     head_dim: int,
     v_head_dim: int,
     page_size: int,
+    page_dtype: torch.dtype | None = None,
 ) -> tuple[int, int]:
     """What :func:`tree_attention` allocates for itself, for a memory plan.
 
@@ -270,5 +286,6 @@ def split_workspace(
         ValueError: a device or dtype that can't be served.
     """
     group = num_qo_heads // num_kv_heads
-    configs = attention_configs(target_of(device), head_dim, v_head_dim, group, dtype, page_size, INVARIANT)
+    quantised = page_dtype is not None
+    configs = attention_configs(target_of(device), head_dim, v_head_dim, group, dtype, page_size, quantised=quantised)
     return min(config.split_size for config in configs), split_state_bytes(1, num_qo_heads, v_head_dim, 2) // 2

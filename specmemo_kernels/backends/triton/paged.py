@@ -1,4 +1,7 @@
-"""Writing pages: new rows of a prefill chunk, and the accepted nodes of a verified tree (all layers in one launch)."""
+"""Writing pages: new rows of a prefill chunk, and the accepted nodes of a verified tree (all layers in one launch).
+
+Rows are copied, or quantised on the way (``KV``, see :mod:`codes`).
+"""
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped"
 
@@ -8,9 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from specmemo_kernels.backends.triton.config import COPY_CONFIG, block_dim
+from specmemo_kernels.backends.triton.codes import as_codes, kv_type, quantise_token
 from specmemo_kernels.backends.triton.primitives import sequence_of_row
 from specmemo_kernels.backends.triton.runtime import check_device, launch_options
+from specmemo_kernels.kernel_config import COPY_CONFIG, block_dim
 
 Tensor = torch.Tensor
 
@@ -30,6 +34,20 @@ def copy_token(
 
 
 @triton.jit
+def write_token(
+    source_ptr, stride_h, pages_ptr, scales_ptr, token, num_heads, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr,
+):  # fmt: skip
+    """One token's heads into pages; ``token`` counts heads of the pool."""
+    if KV:
+        quantise_token(
+            source_ptr, stride_h, pages_ptr + token * DIM, scales_ptr + token, num_heads, DIM, BLOCK_DIM, HEADS, KV
+        )  # fmt: skip
+    else:
+        copy_token(source_ptr, stride_h, pages_ptr + token * DIM, num_heads, DIM, BLOCK)
+
+
+@triton.jit
 def page_slot(block_table_ptr, sequence, position, max_pages, PAGE_SIZE: tl.constexpr):
     """Where ``position`` of a sequence lies in the pool, counted in tokens (int64)."""
     page = tl.load(block_table_ptr + sequence.to(tl.int64) * max_pages + position // PAGE_SIZE)
@@ -38,10 +56,11 @@ def page_slot(block_table_ptr, sequence, position, max_pages, PAGE_SIZE: tl.cons
 
 @triton.jit(do_not_specialize=["batch", "max_pages"])
 def append_paged_kv_kernel(
-    k_new_ptr, v_new_ptr, k_pages_ptr, v_pages_ptr, block_table_ptr, seq_lens_ptr, qo_indptr_ptr,
-    stride_kn, stride_kh, stride_vn, stride_vh, num_heads, batch, max_pages,
+    k_new_ptr, v_new_ptr, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr, block_table_ptr, seq_lens_ptr,
+    qo_indptr_ptr, stride_kn, stride_kh, stride_vn, stride_vh, num_heads, batch, max_pages,
     DK: tl.constexpr, DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HEADS_K: tl.constexpr, HEADS_V: tl.constexpr, KV: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     """Grid: (packed rows). One row's keys and values, all heads."""
     row = tl.program_id(0)
@@ -51,15 +70,22 @@ def append_paged_kv_kernel(
     position = tl.load(seq_lens_ptr + sequence) + row - tl.load(qo_indptr_ptr + sequence)
     token = page_slot(block_table_ptr, sequence, position, max_pages, PAGE_SIZE) * num_heads
     source = row.to(tl.int64)
-    copy_token(k_new_ptr + source * stride_kn, stride_kh, k_pages_ptr + token * DK, num_heads, DK, BLOCK_K)
-    copy_token(v_new_ptr + source * stride_vn, stride_vh, v_pages_ptr + token * DV, num_heads, DV, BLOCK_V)
+    write_token(
+        k_new_ptr + source * stride_kn, stride_kh, k_pages_ptr, k_scales_ptr, token, num_heads,
+        DK, BLOCK_K, BLOCK_DK, HEADS_K, KV,
+    )  # fmt: skip
+    write_token(
+        v_new_ptr + source * stride_vn, stride_vh, v_pages_ptr, v_scales_ptr, token, num_heads,
+        DV, BLOCK_V, BLOCK_DV, HEADS_V, KV,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["places", "max_pages"])
 def commit_paged_kv_kernel(
-    k_scratch_ptr, v_scratch_ptr, k_pages_ptr, v_pages_ptr, block_table_ptr, seq_lens_ptr, qo_indptr_ptr,
-    accept_index_ptr, accept_length_ptr, layer_scratch, layer_pages, num_heads, places, max_pages,
+    k_scratch_ptr, v_scratch_ptr, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr, block_table_ptr, seq_lens_ptr,
+    qo_indptr_ptr, accept_index_ptr, accept_length_ptr, layer_scratch, layer_pages, num_heads, places, max_pages,
     DK: tl.constexpr, DV: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, HEADS_K: tl.constexpr, HEADS_V: tl.constexpr, KV: tl.constexpr,
 ):  # fmt: skip
     """Grid: (places of the path, sequences, layers). ``layer_*``: tokens of a layer, in scratch and in pages."""
     place = tl.program_id(0)
@@ -72,8 +98,14 @@ def commit_paged_kv_kernel(
     source = (layer * layer_scratch + node) * num_heads
     token = layer * layer_pages + page_slot(block_table_ptr, sequence, position, max_pages, PAGE_SIZE)
     target = token * num_heads
-    copy_token(k_scratch_ptr + source * DK, DK, k_pages_ptr + target * DK, num_heads, DK, BLOCK_K)
-    copy_token(v_scratch_ptr + source * DV, DV, v_pages_ptr + target * DV, num_heads, DV, BLOCK_V)
+    write_token(
+        k_scratch_ptr + source * DK, DK, k_pages_ptr, k_scales_ptr, target, num_heads,
+        DK, BLOCK_K, BLOCK_DK, HEADS_K, KV,
+    )  # fmt: skip
+    write_token(
+        v_scratch_ptr + source * DV, DV, v_pages_ptr, v_scales_ptr, target, num_heads,
+        DV, BLOCK_V, BLOCK_DV, HEADS_V, KV,
+    )  # fmt: skip
 
 
 def append_paged_kv(
@@ -84,22 +116,23 @@ def append_paged_kv(
     block_table: Tensor,
     seq_lens: Tensor,
     qo_indptr: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> None:
     """Write every new row to its sequence's pages, behind the tokens already there.
 
     Raises:
         ValueError: a device or dtype that can't be served.
     """
-    check_device(k_pages)
+    check_device(k_new)
     rows, heads, head_dim = k_new.shape
     v_dim, batch = v_new.shape[2], seq_lens.shape[0]
     if rows == 0 or heads == 0 or batch == 0:
         return
     append_paged_kv_kernel[(rows,)](
-        k_new, v_new, k_pages, v_pages, block_table, seq_lens, qo_indptr,
+        k_new, v_new, as_codes(k_pages), as_codes(v_pages), k_scales, v_scales, block_table, seq_lens, qo_indptr,
         k_new.stride(0), k_new.stride(1), v_new.stride(0), v_new.stride(1), heads, batch, block_table.shape[1],
-        DK=head_dim, DV=v_dim, PAGE_SIZE=k_pages.shape[1],
-        BLOCK_K=copy_block(heads * head_dim), BLOCK_V=copy_block(heads * v_dim), BLOCK_B=64,
+        PAGE_SIZE=k_pages.shape[1], KV=kv_type(k_scales, k_pages), BLOCK_B=64, **copy_blocks(heads, head_dim, v_dim),
         **launch_options(k_pages.device, COPY_CONFIG),
     )  # fmt: skip
 
@@ -114,6 +147,8 @@ def commit_paged_kv(
     qo_indptr: Tensor,
     accept_index: Tensor,
     accept_length: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> None:
     """Copy the accepted nodes of all layers from the scratch slots to their pages; nothing else is read or written.
 
@@ -122,20 +157,25 @@ def commit_paged_kv(
     Raises:
         ValueError: a device or dtype that can't be served.
     """
-    check_device(k_pages)
+    check_device(k_scratch)
     layers, num_pages, page_size, heads, head_dim = k_pages.shape
     v_dim, (batch, places) = v_pages.shape[4], accept_index.shape
     if layers == 0 or heads == 0 or batch == 0 or places == 0:
         return
     commit_paged_kv_kernel[(places, batch, layers)](
-        k_scratch, v_scratch, k_pages, v_pages, block_table, seq_lens, qo_indptr, accept_index, accept_length,
-        k_scratch.shape[1], num_pages * page_size, heads, places, block_table.shape[1],
-        DK=head_dim, DV=v_dim, PAGE_SIZE=page_size,
-        BLOCK_K=copy_block(heads * head_dim), BLOCK_V=copy_block(heads * v_dim),
+        k_scratch, v_scratch, as_codes(k_pages), as_codes(v_pages), k_scales, v_scales, block_table, seq_lens,
+        qo_indptr, accept_index, accept_length, k_scratch.shape[1], num_pages * page_size, heads, places,
+        block_table.shape[1],
+        PAGE_SIZE=page_size, KV=kv_type(k_scales, k_pages), **copy_blocks(heads, head_dim, v_dim),
         **launch_options(k_pages.device, COPY_CONFIG),
     )  # fmt: skip
 
 
-def copy_block(elements: int) -> int:
-    """Elements that a program copies at once."""
-    return min(MAX_BLOCK, block_dim(elements))
+def copy_blocks(heads: int, head_dim: int, v_dim: int) -> dict[str, int]:
+    """The sizes that kernels are compiled for: elements copied at once (``BLOCK_*``), heads quantised at once."""
+    sizes: dict[str, int] = {}
+    for side, dim in (("K", head_dim), ("V", v_dim)):
+        block, padded = min(MAX_BLOCK, block_dim(heads * dim)), block_dim(dim)
+        sizes |= {f"D{side}": dim, f"BLOCK_{side}": block, f"BLOCK_D{side}": padded}
+        sizes[f"HEADS_{side}"] = max(1, block // padded)
+    return sizes

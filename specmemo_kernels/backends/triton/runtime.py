@@ -5,19 +5,15 @@
 from __future__ import annotations
 
 import functools
-import os
 
 import torch
 import triton
 
-from specmemo_kernels.backends.triton.config import INTERPRETER, KernelConfig, target_for_arch, target_for_capability
+from specmemo_kernels.kernel_config import INTERPRETER, KernelConfig, target_for_arch, target_for_capability
 
 # Read at the moment at which the kernels' decorators read it. The interpreter (TRITON_INTERPRET=1, set before this
 # package and triton are imported) runs the kernels on CPU tensors, slowly, for tests.
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
-
-# SPECMEMO_INVARIANT=1: one way of computing for every node count, see ``config.attention_configs``.
-INVARIANT: bool = os.environ.get("SPECMEMO_INVARIANT") == "1"
 
 
 def check_device(tensor: torch.Tensor) -> None:

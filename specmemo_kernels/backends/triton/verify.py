@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from specmemo_kernels.backends.triton.config import VERIFY_CONFIG
 from specmemo_kernels.backends.triton.runtime import check_device, launch_options
+from specmemo_kernels.kernel_config import VERIFY_CONFIG
 
 Tensor = torch.Tensor
 

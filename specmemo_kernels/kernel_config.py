@@ -1,4 +1,4 @@
-"""Block sizes, chosen by a written rule from what a target has. Plain Python: needs neither triton nor a GPU."""
+"""Block sizes of the Triton kernels, by a written rule from what a target has; needs neither triton nor a GPU."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class Target:
         warp_size: threads of a warp (wavefront).
         matrix: instruction family that Triton's dots become, or ``None`` where they become multiply-adds.
         bf16: whether bfloat16 is supported.
+        max_head_dim: the widest padded head of 16-bit numbers that a tile of 16 x 16 holds without spilling registers.
     """
 
     name: str
@@ -27,6 +28,11 @@ class Target:
     warp_size: int
     matrix: str | None
     bf16: bool = True
+    max_head_dim: int = 512
+
+    def head_dim_limit(self, dtype: torch.dtype) -> int:
+        """The widest padded head in ``dtype``."""
+        return self.max_head_dim if dtype != torch.float32 or self.name == INTERPRETER else min(256, self.max_head_dim)
 
     @property
     def hip(self) -> bool:
@@ -37,15 +43,15 @@ class Target:
 TARGETS = {
     target.name: target
     for target in (
-        Target("sm_75", 64 << 10, 32, None, bf16=False),
+        Target("sm_75", 64 << 10, 32, None, bf16=False, max_head_dim=256),
         Target("sm_80", 163 << 10, 32, "mma"),
         Target("sm_86", 99 << 10, 32, "mma"),
         Target("sm_89", 99 << 10, 32, "mma"),
         Target("sm_90", 227 << 10, 32, "wgmma"),
         Target("gfx90a", 64 << 10, 64, "mfma"),
         Target("gfx942", 64 << 10, 64, "mfma"),
-        Target("gfx1100", 64 << 10, 32, "wmma"),
-        Target(INTERPRETER, 1 << 30, 1, None),
+        Target("gfx1100", 64 << 10, 32, "wmma", max_head_dim=128),
+        Target(INTERPRETER, 1 << 30, 1, None, max_head_dim=1 << 20),
     )
 }
 
@@ -92,7 +98,14 @@ def block_dim(size: int) -> int:
 
 
 def attention_configs(
-    target: str, head_dim: int, v_head_dim: int, group: int, dtype: torch.dtype, page_size: int, invariant: bool = False
+    target: str,
+    head_dim: int,
+    v_head_dim: int,
+    group: int,
+    dtype: torch.dtype,
+    page_size: int,
+    invariant: bool = False,
+    quantised: bool = False,
 ) -> tuple[KernelConfig, ...]:
     """The classes of sequences by their own node count, in order, each with its block sizes (1 to 3 of them).
 
@@ -101,13 +114,13 @@ def attention_configs(
     ``invariant``: one class for all, so that a node's result doesn't depend on the number of nodes either.
 
     Args:
-        target: a name of ``TARGETS``. group: query heads per KV head.
+        target: a name of ``TARGETS``. group: query heads per KV head. quantised: pages hold codes.
 
     Raises:
-        ValueError: an unknown target, or a dtype that the target can't compute in.
+        ValueError: an unknown target, a dtype that it can't compute in, or heads wider than it has registers for.
     """
     return _attention_configs(
-        target, max(block_dim(head_dim), block_dim(v_head_dim)), group, dtype, page_size, invariant
+        target, max(block_dim(head_dim), block_dim(v_head_dim)), group, dtype, page_size, invariant, quantised
     )
 
 
@@ -121,23 +134,31 @@ def choose_config(
     page_size: int,
     *,
     invariant: bool = False,
+    quantised: bool = False,
 ) -> KernelConfig:
     """The block sizes that serve a sequence of ``max_qo_len`` nodes. Errors as in :func:`attention_configs`."""
-    classes = attention_configs(target, head_dim, v_head_dim, group, dtype, page_size, invariant)
+    classes = attention_configs(target, head_dim, v_head_dim, group, dtype, page_size, invariant, quantised)
     return next(config for config in classes if max_qo_len <= config.max_nodes)
 
 
 @functools.cache
 def _attention_configs(
-    target: str, dim: int, group: int, dtype: torch.dtype, page_size: int, invariant: bool
+    target: str, dim: int, group: int, dtype: torch.dtype, page_size: int, invariant: bool, quantised: bool
 ) -> tuple[KernelConfig, ...]:
     device = _target(target, dtype)
+    limit = device.head_dim_limit(dtype)
+    if dim > limit:
+        raise ValueError(
+            f"head_dim is {dim} (padded), the triton backend's limit on {target} in {dtype} is {limit}: more would "
+            "spill registers; use backend='reference' on this GPU, or another model"
+        )
 
     def config(tile: tuple[int, int, int, int], split: int, least: int, most: int) -> KernelConfig:
         block_m, block_n, warps, stages = tile
         return KernelConfig(page_size, block_m, block_n, split, warps, stages, min_nodes=least, max_nodes=most)
 
-    decode, tree, chunk = (_tile(device, dim, dtype, kind) for kind in ("decode", "tree", "chunk"))
+    rule = _tile_of_codes if quantised else _tile
+    decode, tree, chunk = (rule(device, dim, dtype, kind) for kind in ("decode", "tree", "chunk"))
     if invariant:
         return (config(tree, 1024, 1, NO_LIMIT),)
     few = DECODE_ROWS // group
@@ -158,7 +179,9 @@ def _tile(target: Target, dim: int, dtype: torch.dtype, kind: str) -> tuple[int,
     if target.name == INTERPRETER:
         return (16 if few else 32), 32, 4, 1  # few programs, tiles small enough to be exact in float32
     if dim > 256 or dtype == torch.float32:
-        return 16, 16, 4 if dim <= 256 else 8, 1  # multiply-adds on most targets: registers go first
+        # Multiply-adds on most targets: registers go first.
+        wide = dim > 256 or target.matrix == "wmma" or (dim == 256 and target.matrix != "wgmma")
+        return 16, 16, 8 if wide else 4, 1
     if target.matrix is None:
         if dim == 256:
             return 16, 16, 8, 1
@@ -184,6 +207,24 @@ def _tile(target: Target, dim: int, dtype: torch.dtype, kind: str) -> tuple[int,
     if dim <= 64:
         return (64, 64, 4, 3) if kind == "tree" else (128, 64, 8, 3)
     return 64, 64, 8, 2
+
+
+def _tile_of_codes(target: Target, dim: int, dtype: torch.dtype, kind: str) -> tuple[int, int, int, int]:
+    """As :func:`_tile` for quantised pages, whose codes and scales take registers beside what they become."""
+    plain = _tile(target, dim, dtype, kind)
+    if dtype == torch.float32 or dim > 128:
+        return plain
+    if target.matrix is None and dim == 128 and target.name != INTERPRETER:
+        return 16, 32, 8, 1
+    if target.matrix == "mma":
+        if kind == "decode":
+            return 16, 64, 4 if dim <= 64 else 8, 2
+        return (64, 32, 4, 2) if dim <= 64 else (32, 32, 4, 2)
+    if target.matrix == "wgmma" and kind == "decode":
+        return 16, 64, 8, 3
+    if target.matrix == "wmma":
+        return (16, 16, 4, 1) if dim <= 64 and kind == "decode" else (64 if dim <= 64 else 32, 16, 8, 1)
+    return plain
 
 
 def launched_classes(

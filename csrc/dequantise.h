@@ -1,0 +1,43 @@
+// Rows of 8-bit codes, each with one float scale, back to the element type that the kernels multiply.
+#pragma once
+
+#include "kernels.h"
+#include "vec.h"
+
+namespace specmemo {
+namespace {
+
+typedef int8_t VecCode __attribute__((vector_size(kLanes)));
+typedef uint8_t VecUCode __attribute__((vector_size(kLanes)));
+
+inline VecF int8_values(const uint8_t* codes) {
+  return __builtin_convertvector(__builtin_convertvector(load<VecCode>(codes), VecI), VecF);
+}
+
+// e4m3: exponent bias 7, no infinities. Integers and selects only, so that flushed subnormals can't touch small codes.
+inline VecF fp8_values(const uint8_t* codes) {
+  const VecU code = __builtin_convertvector(load<VecUCode>(codes), VecU), magnitude = code & 0x7fu;
+  const VecF normal = bits_as<VecF>((magnitude << 20) + (120u << 23));
+  const VecF subnormal = __builtin_convertvector(bits_as<VecI>(magnitude), VecF) * splat(0x1p-9f);
+  const VecF value = magnitude < 8u ? subnormal : normal;
+  return bits_as<VecF>(bits_as<VecU>(value) | ((code & 0x80u) << 24));
+}
+
+inline VecF code_values(KVType type, const uint8_t* codes) {
+  return type == KVType::kInt8 ? int8_values(codes) : fp8_values(codes);
+}
+
+// out[i] = codes[i] * scale for a row of `dim` elements.
+template <class T>
+inline void dequantise_row(KVType type, const uint8_t* codes, float scale, int64_t dim, typename T::Raw* out) {
+  int64_t i = 0;
+  for (; i + kLanes <= dim; i += kLanes) T::store_vec(out + i, code_values(type, codes + i) * splat(scale));
+  if (i == dim) return;
+  uint8_t rest[kLanes] = {};
+  std::memcpy(rest, codes + i, static_cast<size_t>(dim - i));
+  const VecF values = code_values(type, rest) * splat(scale);
+  for (int lane = 0; i < dim; ++i, ++lane) out[i] = T::from_float(values[lane]);
+}
+
+}  // namespace
+}  // namespace specmemo

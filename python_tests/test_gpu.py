@@ -1,0 +1,200 @@
+"""Every operator on a real GPU: the shared cases, the same bits in any batch, a step captured in a graph."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import ATTENTION_CASES, QUANTISED_CASES, AttentionCase, attention_budget, attention_inputs, one_sequence
+from op_cases import (
+    LM_HEAD_CASES,
+    PAGED_CASES,
+    VERIFY_CASES,
+    LmHeadCase,
+    PagedCase,
+    VerifyCase,
+    append_inputs,
+    commit_inputs,
+    hard_rows,
+    lm_head_inputs,
+    verify_inputs,
+)
+from test_ops import same_bits
+
+from specmemo_kernels import ops
+from specmemo_kernels.backends import reference
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]
+Inputs = dict[str, Any]
+POOLS = ("k_pages", "v_pages", "k_scales", "v_scales")
+# Compiling takes a second a kernel: all cases in one dtype, some in the others and over codes.
+SOME = ("ragged", "gqa8", "wide_mask", "v_narrower", "all_extras", "long")
+ATTENTION = [
+    *((case, torch.float16) for case in ATTENTION_CASES),
+    *((case, dtype) for case in ATTENTION_CASES if case.name in SOME for dtype in (torch.bfloat16, torch.float32)),
+    *((case, torch.bfloat16) for case in QUANTISED_CASES if case.name.rpartition("-")[0] in SOME),
+]
+
+
+def on_gpu(inputs: Inputs) -> Inputs:
+    return {name: x.cuda() if torch.is_tensor(x) else x for name, x in inputs.items()}
+
+
+def supported(head_dim: int, dtype: torch.dtype) -> None:
+    """Skip what the rule refuses on this GPU (that it refuses is tested without one)."""
+    try:
+        ops.split_workspace("triton", torch.device("cuda"), dtype, 1, 1, head_dim, head_dim, 16)
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize(("case", "dtype"), ATTENTION, ids=lambda x: getattr(x, "name", str(x)))
+def test_attention(case: AttentionCase, dtype: torch.dtype) -> None:
+    supported(case.head_dim, dtype)
+    inputs = attention_inputs(case, dtype)
+    budget = attention_budget(inputs, dtype)
+    out, lse = ops.tree_attention(**on_gpu(inputs), backend="triton")
+    assert float((out.cpu().double() - budget.out).abs().max()) <= budget.out_error
+    # A GPU's exp2 and log2 are good to a few units in the last place, each of a sum's terms likewise.
+    assert float((lse.cpu().double() - budget.lse).abs().max()) <= budget.lse_error
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8", "fp8"])
+@pytest.mark.parametrize("case", PAGED_CASES, ids=lambda case: case.name)
+def test_pages_are_written_as_the_reference_writes_them(case: PagedCase, kv_dtype: str | None) -> None:
+    """Appending and committing, to the last bit of every slot."""
+    for make, name in ((append_inputs, "append_paged_kv"), (commit_inputs, "commit_paged_kv")):
+        inputs = make(replace(case, kv_dtype=kv_dtype), torch.float16)
+        mine = on_gpu(inputs)
+        getattr(ops, name)(**inputs, backend="reference")
+        getattr(ops, name)(**mine, backend="triton")
+        for pool in POOLS:
+            assert inputs[pool] is None or same_bits(mine[pool].cpu(), inputs[pool]), (name, pool)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_codes_of_hard_rows(dtype: torch.dtype) -> None:
+    rows = hard_rows(torch.float32)
+    pages = torch.zeros(1, len(rows), 1, rows.shape[1], dtype=torch.uint8).view(dtype).cuda()
+    scales = torch.zeros(1, len(rows), 1).cuda()
+    table, zero = torch.zeros(1, 1, dtype=torch.int32).cuda(), torch.zeros(1, dtype=torch.int32).cuda()
+    bounds = torch.tensor([0, len(rows)], dtype=torch.int32).cuda()
+    new, own = rows[:, None].cuda(), (pages, pages.clone())
+    ops.append_paged_kv(new, new, *own, table, zero, bounds, k_scales=scales, v_scales=scales.clone(), backend="triton")
+    codes, wanted = reference.quantize(rows, dtype)
+    assert same_bits(pages[0, :, 0].cpu(), codes)
+    assert same_bits(scales[0, :, 0].cpu(), wanted)
+
+
+@pytest.mark.parametrize("case", VERIFY_CASES, ids=lambda case: case.name)
+def test_verify(case: VerifyCase) -> None:
+    inputs = verify_inputs(case)
+    mine = ops.verify_tree_greedy(**on_gpu(inputs), max_depth=case.max_depth, backend="triton")
+    wanted = ops.verify_tree_greedy(**inputs, max_depth=case.max_depth, backend="reference")
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(mine, wanted, strict=True))
+
+
+@pytest.mark.parametrize("case", LM_HEAD_CASES, ids=lambda case: case.name)
+def test_lm_head(case: LmHeadCase) -> None:
+    """Integers, so that every sum is exact and ties are certain."""
+    inputs = lm_head_inputs(case, torch.float16)
+    mine = on_gpu(inputs)
+    wanted = ops.lm_head_argmax(**inputs, backend="reference")
+    assert torch.equal(ops.lm_head_argmax(**mine, backend="triton").cpu(), wanted)
+    for a, b in zip(
+        ops.lm_head_topk(**mine, k=case.k, backend="triton"),
+        ops.lm_head_topk(**inputs, k=case.k, backend="reference"),
+        strict=True,
+    ):
+        assert torch.equal(a.cpu(), b)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_a_sequence_ignores_its_batch(kv_dtype: str | None) -> None:
+    """To the last bit."""
+    case = AttentionCase("batch", (33, 5, 0, 1100), (3, 20, 9, 1), window=600, sinks=True, kv_dtype=kv_dtype)
+    inputs = attention_inputs(case, torch.float16)
+    together, bounds = ops.tree_attention(**on_gpu(inputs), backend="triton"), inputs["qo_indptr"].tolist()
+    for index in range(4):
+        alone = ops.tree_attention(**on_gpu(one_sequence(inputs, index)), backend="triton")
+        for got, wanted in zip(together, alone, strict=True):
+            assert torch.equal(got[bounds[index] : bounds[index + 1]], wanted), index
+
+
+def test_an_invariant_chain_is_decoding() -> None:
+    """Verifying a chain gives the bits of decoding it one token at a time, each committed before the next."""
+    length, nodes = 700, 9
+    inputs = on_gpu(attention_inputs(AttentionCase("chain", (length + nodes,), (nodes,), tree=False), torch.float16))
+    inputs |= {"seq_lens": torch.tensor([length], dtype=torch.int32).cuda(), "max_seq_len": length, "invariant": True}
+    chain, _ = ops.tree_attention(**inputs, backend="triton")
+    bounds = torch.tensor([0, 1], dtype=torch.int32).cuda()
+    for step in range(nodes):
+        at = torch.tensor([length + step], dtype=torch.int32).cuda()
+        own = {name: inputs[name][step : step + 1] for name in ("q", "k_new", "v_new")}
+        changes = {"seq_lens": at, "qo_indptr": bounds, "max_qo_len": 1, "max_seq_len": length + step}
+        one, _ = ops.tree_attention(**inputs | own | changes, backend="triton")
+        assert torch.equal(one[0], chain[step]), step
+        places = (inputs["k_pages"], inputs["v_pages"], inputs["block_table"], at, bounds)
+        ops.append_paged_kv(own["k_new"], own["v_new"], *places, backend="triton")
+
+
+class Step:
+    """One layer's verification step on tensors that stay where they are: attention, verification, commit."""
+
+    def __init__(self, kv_dtype: str | None) -> None:
+        self.case = AttentionCase("step", (90, 37), (12, 12), kv_dtype=kv_dtype)
+        # Pages for more tokens than there are, so that lengths can grow.
+        room = replace(self.case, seq_lens=(130, 80))
+        self.attention = on_gpu(attention_inputs(room, torch.float16))
+        self.attention["seq_lens"] = torch.tensor(self.case.seq_lens, dtype=torch.int32).cuda()
+        self.verify = on_gpu(verify_inputs(VerifyCase("step", self.case.nodes, 11, tokens=2)))
+        self.first = {n: x.clone() for n, x in self.attention.items() if n in POOLS and x is not None}
+
+    def restore(self) -> None:
+        for name, x in self.first.items():
+            self.attention[name].copy_(x)
+
+    def run(self) -> tuple[torch.Tensor, ...]:
+        a = self.attention
+        out, lse = ops.tree_attention(**a, backend="triton")
+        verdict = ops.verify_tree_greedy(**self.verify, max_depth=11, backend="triton")
+        pools = {name: None if a[name] is None else a[name][None] for name in POOLS}
+        ops.commit_paged_kv(
+            a["k_new"][None], a["v_new"][None], pools["k_pages"], pools["v_pages"], a["block_table"], a["seq_lens"],
+            a["qo_indptr"], *verdict[:2], k_scales=pools["k_scales"], v_scales=pools["v_scales"], backend="triton",
+        )  # fmt: skip
+        return out, lse, *verdict
+
+    def pools(self) -> list[torch.Tensor]:
+        return [self.attention[name].clone() for name in self.first]
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8", "fp8"])
+def test_a_step_in_a_graph(kv_dtype: str | None) -> None:
+    """Captured once, replayed with other lengths and tokens: the bits of running it without a graph."""
+    torch.use_deterministic_algorithms(False)  # filling fresh memory would be captured as well
+    step = Step(kv_dtype)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step.run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = step.run()
+    for lengths, seed in (((90, 37), 0), ((101, 5), 1), ((118, 68), 2)):
+        step.attention["seq_lens"].copy_(torch.tensor(lengths, dtype=torch.int32))
+        for name, x in verify_inputs(VerifyCase("step", step.case.nodes, 11, tokens=2), seed).items():
+            if name in ("draft_tokens", "target_tokens"):
+                step.verify[name].copy_(x)
+        step.restore()
+        graph.replay()
+        got, pools = [x.clone() for x in held], step.pools()
+        step.restore()
+        wanted = step.run()
+        # A graph is made for any later batch and launches every class of sequences: other splits, the same sums.
+        torch.testing.assert_close(got[0], wanted[0], rtol=0, atol=0)
+        assert all(torch.equal(a, b) for a, b in zip(got[2:], wanted[2:], strict=True))
+        assert all(same_bits(a.cpu(), b.cpu()) for a, b in zip(pools, step.pools(), strict=True))
