@@ -151,6 +151,7 @@ def test_devices_find_their_rule() -> None:
 def test_quantised_pages(kernels: ModuleType, target: str, kv_dtype: str) -> None:
     """Codes become numbers in registers, and still nothing spills; fp8 also where the target hasn't got it."""
     shape = kernels.Shape(nodes=25, kv_dtype=kv_dtype)
-    check(kernels.attention_job(target, shape), target)
+    for head_dim, nodes in ((128, 25), (64, 1)):
+        check(kernels.attention_job(target, kernels.Shape(head_dim, nodes, kv_dtype=kv_dtype)), target)
     for job in kernels.paged_jobs(shape):
         check(job, target)

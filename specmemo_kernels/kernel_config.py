@@ -218,9 +218,9 @@ def _tile_of_codes(target: Target, dim: int, dtype: torch.dtype, kind: str) -> t
         return 16, 32, 8, 1
     if target.matrix == "mma":
         if kind == "decode":
-            return 16, 64, 4 if dim <= 64 else 8, 2
+            return (16, 32, 4, 2) if dim <= 64 else (16, 64, 8, 2)
         return (64, 32, 4, 2) if dim <= 64 else (32, 32, 4, 2)
-    if target.matrix == "wgmma" and kind == "decode":
+    if target.matrix == "wgmma" and kind == "decode" and dim > 64:
         return 16, 64, 8, 3
     if target.matrix == "wmma":
         return (16, 16, 4, 1) if dim <= 64 and kind == "decode" else (64 if dim <= 64 else 32, 16, 8, 1)
