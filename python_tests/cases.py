@@ -217,10 +217,6 @@ def _eager(inputs: dict[str, object], dtype: torch.dtype) -> tuple[torch.Tensor,
     return out.to(dtype), lse
 
 
-def variant(case: AttentionCase, **changes: object) -> AttentionCase:
-    return replace(case, **changes)  # type: ignore[arg-type]
-
-
 def one_sequence(inputs: dict[str, Any], index: int) -> dict[str, Any]:
     """The same ``tree_attention`` problem for one sequence of the batch alone, with bounds of its own."""
     start, end = inputs["qo_indptr"][index : index + 2].tolist()

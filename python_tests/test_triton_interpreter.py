@@ -23,6 +23,7 @@ from cases import (
     attention_budget,
     attention_inputs,
     mask_words,
+    one_sequence,
     random_parents,
 )
 from op_cases import hard_rows
@@ -89,19 +90,6 @@ def check_attention(case: AttentionCase, dtype: torch.dtype, **options: Any) -> 
     assert lse.dtype == torch.float32
     assert float((out.double() - budget.out).abs().max()) <= budget.out_error
     assert float((lse.double() - budget.lse).abs().max()) <= budget.lse_error
-
-
-def one_sequence(inputs: Inputs, index: int) -> Inputs:
-    """The same problem for one sequence of the batch alone, with bounds of its own."""
-    start, end = inputs["qo_indptr"][index : index + 2].tolist()
-    alone = dict(inputs)
-    for name in ("q", "k_new", "v_new", "tree_mask"):
-        alone[name] = None if inputs[name] is None else inputs[name][start:end]
-    for name in ("block_table", "seq_lens"):
-        alone[name] = inputs[name][index : index + 1]
-    alone["qo_indptr"] = torch.tensor([0, end - start], dtype=torch.int32)
-    alone["max_qo_len"], alone["max_seq_len"] = end - start, int(inputs["seq_lens"][index])
-    return alone
 
 
 def chain_step(inputs: Inputs, step: int) -> Inputs:

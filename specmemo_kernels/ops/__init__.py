@@ -95,7 +95,8 @@ def tree_attention(
         max_qo_len, max_seq_len: upper bounds of ``diff(qo_indptr)`` and ``seq_lens`` known to the caller, so that a
             GPU launch is sized without a synchronisation; ``None``: the bounds that the shapes imply.
         invariant: verifying a chain gives the same bits as decoding its tokens one by one. The cpu backend always does
-            so, triton takes one set of block sizes for all sequences (slower for few nodes), reference refuses.
+            so, triton takes one set of block sizes for all sequences (slower for few nodes), reference refuses. It
+            can't hold with quantised pages: a step reads the chain's own keys as they are, decoding reads their codes.
         k_scales, v_scales: with quantised pages, one scale per token and head; else ``None``.
 
     Returns:
