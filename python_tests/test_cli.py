@@ -126,9 +126,16 @@ def test_chat_keeps_within_the_budget(plain_model: Path) -> None:
     assert "specmemo:" not in result.output
 
 
+def test_chat_with_quantised_pages(plain_model: Path) -> None:
+    result = chat(plain_model, "def f(x):\n/stats\n", "--kv-dtype", "int8", "--memory-budget", "400KiB")
+    assert result.exit_code == 0, result.output
+    assert "tokens in int8" in result.output
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
+        (("--kv-dtype", "int4"), "kv_dtype is 'int4', expected 'int8', 'fp8' or None"),
         (("--memory-budget", "1KiB"), "too small for one page"),
         (("--memory-budget", "many"), "expected bytes or a size"),
         (("--backend", "nonsense"), "unknown backend 'nonsense'"),
@@ -176,6 +183,20 @@ def test_demo_on_a_users_file(plain_model: Path, tmp_path: Path) -> None:
     assert figures["tree_nodes"] == 5
     assert figures["prompts"][0]["new_tokens"] <= 16
     assert figures["memory_bytes"]["patched"]["heads"] > 0
+
+
+def test_demo_with_quantised_pages(plain_model: Path, tmp_path: Path) -> None:
+    """A byte an element and two scales a head instead of four bytes; whether tokens differ decides the exit status."""
+    file, sizes = tmp_path / "mine.txt", []
+    file.write_text("once upon a time there was a page of tokens\n" * 3)
+    for args in ((), ("--kv-dtype", "int8")):
+        out = tmp_path / "out.json"
+        few = ("--max-new-tokens", 8, "--rounds", 1, "--tree", 5)
+        result = run("demo", "--model", plain_model, "--prompt-file", file, "--json", out, *few, *args)
+        figures = json.loads(out.read_text())
+        assert result.exit_code == (figures["equal_prompts"] != 1), result.output
+        sizes.append(figures["memory_bytes"]["patched"]["KV cache"])
+    assert sizes[1] * 4 * 2 * 16 == sizes[0] * (2 * 16 + 2 * 4)
 
 
 def test_demo_fails_when_tokens_differ(plain_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,11 @@ from meta_models import CONFIGS
 from transformers import CONFIG_MAPPING
 from typer.testing import CliRunner, Result
 
+from specmemo_kernels import MedusaHeads
 from specmemo_kernels.cli import app
 from specmemo_kernels.device import DeviceProfile
-from specmemo_kernels.planner import parse_bytes
+from specmemo_kernels.drafting import head_files
+from specmemo_kernels.memory_plan import parse_bytes
 
 
 def run(*args: object) -> Result:
@@ -84,6 +86,57 @@ def test_options(vicuna: Path, llama: Path) -> None:
     assert ranks["parts"]["kv_pages"] == base["parts"]["kv_pages"] // 4
 
 
+def test_quantised_pages(vicuna: Path) -> None:
+    """What int8 pages would give stands among the alternatives, labelled; chosen where they are asked for."""
+    options = ("--model", vicuna, "--device", "titan-rtx", "--context", 4096)
+    plain, coded = plan_json(*options), plan_json(*options, "--kv-dtype", "int8")
+    assert (plain["plan"]["kv_dtype"], coded["plan"]["kv_dtype"]) == (None, "int8")
+    (offered,) = [row for row in plain["alternatives"] if row["name"] == "int8 pages, not lossless"]
+    for name in ("total_bytes", "generation_bytes", "tokens_per_second", "heads"):
+        assert offered[name] == coded["plan"][name]
+    assert offered["generation_bytes"] < plain["plan"]["generation_bytes"]
+    assert not any("int8" in row["name"] for row in coded["alternatives"])
+    result = run("plan", *options, "--kv-dtype", "fp8")
+    assert "tokens, fp8" in result.output
+    assert "tokens may differ" in result.output
+
+
+def test_dtypes(llama: Path) -> None:
+    """bfloat16 on a GPU without it is an error with the remedy; the remedy is an option."""
+    options = ("--model", llama, "--device", "titan-rtx", "--context", 1024)
+    result = run("plan", *options)
+    assert result.exit_code == 2
+    assert "sm_75 has no bfloat16 arithmetic; load the model in torch.float16" in result.output
+    assert plan_json(*options, "--dtype", "float16")["model"]["dtype"] == "float16"
+
+
+def test_a_folder_of_heads(vicuna: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Number, blocks, vocabulary matrices and accuracies are those of the files, and no weight is read."""
+    model, heads = tmp_path / "model", tmp_path / "heads"
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 500, "max_position_embeddings": 512}
+    CONFIG_MAPPING["llama"](**sizes, dtype="float32").save_pretrained(model)
+    made = MedusaHeads(64, 500, 3, 2)
+    made.cumulative_topk_accuracy = [[0.9, 0.95], [0.8, 0.85], [0.0, 0.0]]
+    made.save_pretrained(heads)
+    monkeypatch.setattr(head_files.Entry, "read", lambda _: pytest.fail("weights were read"))
+    options = ("--model", model, "--device", "h100", "--context", 256, "--heads")
+    data = plan_json(*options, heads)["plan"]
+    assert data["heads"] == 2, "the third guesses nothing right"
+    assert data["tokens_per_step"] > 1 + 0.9 + 0.9 * 0.8 > plan_json(*options, 3)["plan"]["tokens_per_step"]
+    assert data["parts"]["heads"] == 4 * 2 * (2 * 64 * 65 + 500 * 64)
+    for args, message in (
+        ((*options, heads, "--shared-lm-head"), "says it itself"),
+        ((*options, tmp_path / "none"), "neither a number nor a folder or file"),
+        ((*options, "-1"), "neither a number nor a folder or file"),
+        ((*options, tmp_path), "no file of heads in it"),
+        (("--model", vicuna, "--device", "h100", "--heads", heads), "but the model needs"),
+    ):
+        result = run("plan", *args)
+        assert result.exit_code == 2
+        assert message in result.output
+
+
 def test_pictures(vicuna: Path, tmp_path: Path) -> None:
     """A picture of the kind that its name says, not an empty one; another kind is refused in one line."""
     for name, start in (("plan.png", b"\x89PNG"), ("plan.svg", b"<?xml")):
@@ -127,8 +180,8 @@ def test_probe_and_plan_for_what_it_found(vicuna: Path, tmp_path: Path) -> None:
     assert profile.source == "measured"
     big = DeviceProfile.from_json(profile.to_json() | {"memory": 1 << 40})
     big.save(file)
-    plan = plan_json("--model", vicuna, "--device", file, "--context", 256)["plan"]
-    assert plan["kv_dtype"] == "float32", "float16 products weren't measured here"
+    data = plan_json("--model", vicuna, "--device", file, "--context", 256)
+    assert data["model"]["dtype"] == "float32", "float16 products weren't measured here"
 
 
 def test_probe_of_no_device() -> None:

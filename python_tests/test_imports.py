@@ -20,7 +20,7 @@ PARTS = {path.name for path in PACKAGE.iterdir() if path.is_dir()} | {path.stem 
 ALLOWED: dict[str, set[str]] = {
     "device": set(),
     "model_spec": set(),
-    "footprint": {"model_spec"},
+    "footprint": {"model_spec", "paged_kv"},
     "baselines": {"model_spec", "footprint"},
     "acceptance": set(),
     "tree": set(),
@@ -28,8 +28,10 @@ ALLOWED: dict[str, set[str]] = {
     "kernel_config": set(),
     "cost": {"model_spec", "device", "footprint", "baselines"},
     "search": {"acceptance", "device", "model_spec", "footprint", "baselines", "cost"},
+    "memory_plan": {"tree", "footprint", "kernel_config"},
     "planner": {
         "tree", "acceptance", "device", "model_spec", "footprint", "baselines", "search", "kernel_config",
+        "memory_plan",
     },
     "paged_kv": {"tree"},
     "batch": {"tree"},
@@ -42,8 +44,8 @@ ALLOWED: dict[str, set[str]] = {
     "sampled": {"batch", "sampling", "sequence", "verify"},
     "drafting": {"tree", "acceptance", "ops", "batch", "paged_kv", "step_attention", "verify"},
     "decode": {
-        "tree", "acceptance", "ops", "batch", "paged_kv", "drafting", "stats", "step_attention", "planner", "sequence",
-        "verify", "tree_choice",
+        "tree", "acceptance", "ops", "batch", "paged_kv", "drafting", "stats", "step_attention", "memory_plan",
+        "sequence", "verify", "tree_choice",
     },
     "scheduler": {"paged_kv", "sequence", "decode"},
 }  # fmt: skip
@@ -185,7 +187,7 @@ blocked = ("transformers", "triton", "{NAME}.backends.cpu", "{NAME}.backends.tri
 for name in blocked:
     sys.modules[name] = None
 import torch
-from {NAME} import ops, decode, kernel_config, planner, acceptance, drafting, memory_tracker, stats
+from {NAME} import ops, decode, kernel_config, planner, memory_plan, acceptance, drafting, memory_tracker, stats
 from {NAME}.drafting import medusa
 print(ops.lm_head_argmax(torch.eye(3), torch.eye(3)).tolist(), ops.unavailable("triton") is not None)
 print(kernel_config.choose_config("sm_90", 128, 128, 4, 25, torch.float16, 16).block_m)

@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meta_models import CONFIGS
@@ -18,17 +19,10 @@ from specmemo_kernels.baselines import Workload, medusa_parts
 from specmemo_kernels.cost import Pass, medusa_speed, pass_seconds, plain_speed
 from specmemo_kernels.device import GIB, KNOWN_DEVICES, DeviceProfile, known_device
 from specmemo_kernels.footprint import HeadsSpec, Load, fixed_parts, page_parts, predicted_shape
+from specmemo_kernels.kernel_config import attention_configs
+from specmemo_kernels.memory_plan import BudgetError, MemoryPlan, parse_bytes
 from specmemo_kernels.model_spec import ModelSpec
-from specmemo_kernels.planner import (
-    BudgetError,
-    MemoryPlan,
-    choose,
-    minimum_budget,
-    parse_bytes,
-    plan_memory,
-    problem_of,
-    smallest_budget,
-)
+from specmemo_kernels.planner import choose, minimum_budget, plan_memory, problem_of, smallest_budget
 from specmemo_kernels.search import candidates, frontier
 from specmemo_kernels.tree import DraftTree
 
@@ -50,7 +44,9 @@ TOY_DEVICE = DeviceProfile("toy device", GIB, 1e9, {"float32": 2e9}, 2e-6, overl
 TABLE = [[0.5, 0.6], [0.3, 0.4, 0.45], [0.2, 0.3]]
 
 
-def brute_force(device: DeviceProfile, work: Workload, heads: HeadsSpec, budget: float) -> tuple[float, int]:
+def brute_force(
+    device: DeviceProfile, work: Workload, heads: HeadsSpec, budget: float, kv_dtype: str | None = None
+) -> tuple[float, int]:
     """The best speed within a budget and its bytes: every combination, put together here from the parts' meanings."""
     best = (0.0, 0)
     table = extrapolated(TABLE, 10)
@@ -64,19 +60,20 @@ def brute_force(device: DeviceProfile, work: Workload, heads: HeadsSpec, budget:
                 rounds = math.ceil(work.batch / at_once)
                 slots = (work.prompt + work.context) / 2
                 run = Pass(at_once * size, at_once, slots, at_once * size, count, at_once if count else 0)
-                step = pass_seconds(TOY, device, run, heads)
+                step = pass_seconds(TOY, device, run, heads, kv_dtype=kv_dtype)
                 steps = work.new_tokens / expected_tokens_per_step(paths, TABLE)
                 for chunk in {min(c, at_once * work.prompt) for c in (32, 64, 128, 256, 512, 1024, 2048)}:
                     prefill, left = 0.0, at_once * work.prompt
                     while left > 0:
                         rows = min(chunk, left)
                         ends = min(at_once, rows)
-                        prefill += pass_seconds(TOY, device, Pass(rows, ends, work.prompt / 2, ends), HeadsSpec(0))
+                        chunk_pass = Pass(rows, ends, work.prompt / 2, ends)
+                        prefill += pass_seconds(TOY, device, chunk_pass, HeadsSpec(0), kv_dtype=kv_dtype)
                         left -= rows
                     speed = work.batch * work.new_tokens / (rounds * (prefill + steps * step))
                     for page in (16, 32, 64):
                         pages = at_once * math.ceil((work.context + count) / page)
-                        shape = predicted_shape(TOY, heads, count)
+                        shape = predicted_shape(TOY, heads, count, kv_dtype=kv_dtype)
                         load = Load(size, at_once, chunk, page)
                         total = TOY.weight_bytes + sum(fixed_parts(shape, load).values())
                         total += pages * (page_parts(shape, load)["kv_pages"] + 24 * page + 8 * at_once)
@@ -85,23 +82,25 @@ def brute_force(device: DeviceProfile, work: Workload, heads: HeadsSpec, budget:
     return best[0], -best[1]
 
 
-@pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize("overlaps", [True, False])
-def test_no_plan_is_better(own: bool, overlaps: bool) -> None:
+@pytest.mark.parametrize(
+    ("own", "overlaps", "kv_dtype"),
+    [(True, True, None), (True, False, "int8"), (False, True, "fp8"), (False, False, None)],
+)
+def test_no_plan_is_better(own: bool, overlaps: bool, kv_dtype: str | None) -> None:
     """From hardly enough to plenty: the speed of the plan is that of the best of all combinations, in no more bytes."""
     device, work = replace(TOY_DEVICE, overlaps=overlaps), Workload(64, 3, 40)
     heads = HeadsSpec(3, 1, own)
-    options = {"heads": heads, "accuracy": TABLE}
+    options = {"heads": heads, "accuracy": TABLE, "kv_dtype": kv_dtype}
     least = minimum_budget(TOY, device, work, 0.0, **options)
     speeds = set()
     for extra in (0, 3_000, 20_000, 60_000, 150_000, 300_000, 10**8):
         plan = plan_memory(TOY, device, least + extra, work, **options)
-        speed, size = brute_force(device, work, heads, least + extra)
+        speed, size = brute_force(device, work, heads, least + extra, kv_dtype)
         assert plan.tokens_per_second == pytest.approx(speed, rel=1e-9)
         assert plan.total_bytes == size
         speeds.add(plan.tokens_per_second)
     assert len(speeds) > 3, "budgets that all give the same plan test nothing"
-    assert brute_force(device, work, heads, least - 1) == (0.0, 0)
+    assert brute_force(device, work, heads, least - 1, kv_dtype) == (0.0, 0)
 
 
 workloads = st.builds(lambda c, b, share: Workload(c, b, max(1, int(c * share))), st.integers(32, 4096),
@@ -228,9 +227,64 @@ def test_more_ranks_need_less_each() -> None:
     assert totals[2] * 8 > totals[1] * 4 > totals[0] * 2
 
 
-def test_bfloat16_on_turing() -> None:
-    plan = plan_memory(replace(VICUNA, dtype="bfloat16"), "titan-rtx", None, Workload(512))
-    assert plan.kv_dtype == "float16"
+def test_what_a_gpu_cannot_compute() -> None:
+    """An error when planning, that names the GPU and the remedy, which works; never another dtype in silence."""
+    work, wide = Workload(512), replace(VICUNA, dtype="bfloat16")
+    with pytest.raises(ValueError, match=r"Llama-2-7B on NVIDIA TITAN RTX: sm_75 has no bfloat16.*torch\.float16"):
+        plan_memory(wide, "titan-rtx", None, work)
+    assert plan_memory(wide.with_dtype("float16"), "titan-rtx", None, work) == plan_memory(
+        VICUNA, "titan-rtx", None, work
+    )
+    plan_memory(wide, "a100", None, work)
+    with pytest.raises(ValueError, match=r"head_dim is 1024 \(padded\), the triton backend's limit on sm_75"):
+        plan_memory(replace(VICUNA, head_dim=1024), "titan-rtx", None, work)
+    with pytest.raises(ValueError, match="dtype is 'int4', expected one of float64"):
+        VICUNA.with_dtype("int4")
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_quantised_pages(kv_dtype: str) -> None:
+    """A byte an element and two float32 scales a head; faster where pages are read; said, and never chosen unasked."""
+    work = Workload(4096, 8)
+    plain, coded = (plan_memory(VICUNA, "a100", None, work, kv_dtype=kind) for kind in (None, kv_dtype))
+    assert (plain.kv_dtype, coded.kv_dtype) == (None, kv_dtype)
+    assert coded.parts["kv_pages"] == coded.max_tokens * 32 * 32 * (2 * 128 + 2 * 4)
+    assert coded.parts["tree_scratch"] == coded.max_nodes * VICUNA.kv_bytes_per_token, "a step's own are never codes"
+    assert coded.tokens_per_second > 1.1 * plain.tokens_per_second
+    assert any(f"kept in {kv_dtype}: tokens may differ" in reason for reason in coded.reasons)
+    assert not any("tokens may differ" in reason for reason in plain.reasons)
+    assert f"in {kv_dtype}" in str(coded)
+    half = {"tp": 2, "kv_dtype": kv_dtype}
+    assert plan_memory(VICUNA, "a100", None, work, **half).parts["kv_pages"] * 2 == coded.parts["kv_pages"]
+    target = known_device("a100").kernel_target
+    sizes = (target, 128, 128, 1, torch.float16, coded.page_size)
+    assert coded.kernels == attention_configs(*sizes, quantised=True) != plain.kernels == attention_configs(*sizes)
+
+
+def test_other_pages_have_no_size() -> None:
+    with pytest.raises(ValueError, match="kv_dtype is 'int4', expected 'int8', 'fp8' or None"):
+        plan_memory(VICUNA, "titan-rtx", None, Workload(512), kv_dtype="int4")
+
+
+def test_devices_without_gpu_kernels_have_no_blocks() -> None:
+    assert plan_memory(TOY, TOY_DEVICE, None, Workload(64)).kernels is None
+
+
+def test_int8_pages_are_a_remedy_where_they_are() -> None:
+    """Named with a budget that is enough for them; not where they wouldn't help, nor where they are asked for."""
+    work = Workload(8192)
+    with pytest.raises(BudgetError, match=r"pages in int8, which is not lossless \(kv_dtype='int8'") as e:
+        plan_memory(VICUNA, "titan-rtx", "15GiB", work)
+    enough = parse_bytes(re.search(r"kv_dtype='int8': ([\d.]+ \w+)", str(e.value))[1])
+    assert plan_memory(VICUNA, "titan-rtx", enough, work, kv_dtype="int8").kv_dtype == "int8"
+    with pytest.raises(BudgetError) as e:
+        plan_memory(VICUNA, "titan-rtx", "14GiB", work)
+    assert "int8" not in str(e.value)
+    with pytest.raises(BudgetError) as e:
+        plan_memory(VICUNA, "titan-rtx", "14GiB", work, kv_dtype="int8")
+    assert "lossless" not in str(e.value)
+    tokens = int(re.search(r"a context of about (\d+)", str(e.value))[1])
+    plan_memory(VICUNA, "titan-rtx", "14GiB", Workload(tokens * 9 // 10), kv_dtype="int8")
 
 
 def test_plans_are_json_and_text() -> None:

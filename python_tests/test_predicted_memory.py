@@ -64,14 +64,17 @@ def test_passes_of_other_families(family: str) -> None:
             assert 0.98 <= ratio <= 1.05
 
 
+@pytest.mark.parametrize("kv_dtype", [None, "int8", "fp8"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_pages_of_full_size_models(name: str) -> None:
+def test_pages_of_full_size_models(name: str, kv_dtype: str | None) -> None:
     """The pool itself on the meta device."""
     spec = ModelSpec.from_config(CONFIG_MAPPING["llama"](**CONFIGS[name], dtype="float16"))
     layer = LayerKV(spec.num_kv_heads, spec.head_dim, spec.v_head_dim, torch.float16, torch.device("meta"))
     with MemoryTracker() as tracker:
-        PagedKVPool([layer] * spec.num_layers, num_pages=300, page_size=16, max_sequences=4, max_nodes=88)
-    shape, load = predicted_shape(spec, HeadsSpec(), 4), Load(22, 4, 256, 16)
+        PagedKVPool(
+            [layer] * spec.num_layers, num_pages=300, page_size=16, max_sequences=4, max_nodes=88, kv_dtype=kv_dtype
+        )
+    shape, load = predicted_shape(spec, HeadsSpec(), 4, kv_dtype=kv_dtype), Load(22, 4, 256, 16)
     predicted = fixed_parts(shape, load)["tree_scratch"] + 300 * page_parts(shape, load)["kv_pages"]
     assert close(predicted, tracker.peak)
 
@@ -122,23 +125,28 @@ def small_model(**changes: object) -> PreTrainedModel:
 
 
 GRID = [
-    ({}, 1, 300, 16, 64),
-    ({}, 4, 120, 8, 256),
-    ({"num_key_value_heads": 4}, 2, 400, 31, 32),
-    ({"hidden_size": 512, "intermediate_size": 768}, 1, 700, 42, 128),
-    ({"intermediate_size": 2048, "num_key_value_heads": 1}, 3, 90, 5, 128),
+    ({}, 1, 300, 16, 64, None),
+    ({}, 4, 120, 8, 256, None),
+    ({"num_key_value_heads": 4}, 2, 400, 31, 32, None),
+    ({"hidden_size": 512, "intermediate_size": 768}, 1, 700, 42, 128, None),
+    ({"intermediate_size": 2048, "num_key_value_heads": 1}, 3, 90, 5, 128, None),
+    ({"num_key_value_heads": 4}, 2, 600, 12, 32, "int8"),
+    ({}, 3, 500, 6, 64, "fp8"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "batch", "prompt", "tree", "chunk"), GRID)
-def test_patched_generation(changes: dict[str, object], batch: int, prompt: int, tree: int, chunk: int) -> None:
+@pytest.mark.parametrize(("changes", "batch", "prompt", "tree", "chunk", "kv_dtype"), GRID)
+def test_patched_generation(
+    changes: dict[str, object], batch: int, prompt: int, tree: int, chunk: int, kv_dtype: str | None
+) -> None:
     """A whole patched generate on the CPU, from the configuration alone, over shapes, trees, batches and contexts."""
     model, new, page = small_model(**changes), 24, 16
     spec = ModelSpec.from_config(model.config)
     drafter = OracleDrafter([], 0.0, vocab=spec.vocab_size)
     nodes = sk.DraftTree.from_paths([[r] for r in range(tree - 1)])
     ids = torch.randint(3, 2000, (batch, prompt))
-    with sk.patch(model, drafter, tree=nodes, prefill_chunk=chunk, max_batch_size=batch, page_size=page) as handle:
+    options = {"tree": nodes, "prefill_chunk": chunk, "max_batch_size": batch, "page_size": page, "kv_dtype": kv_dtype}
+    with sk.patch(model, drafter, **options) as handle:
         model.generate(ids[:, :4], attention_mask=torch.ones_like(ids[:, :4]), max_new_tokens=2, do_sample=False)
         handle.release()
         with MemoryTracker() as tracker:
@@ -146,7 +154,7 @@ def test_patched_generation(changes: dict[str, object], batch: int, prompt: int,
     load = Load(tree, batch, min(chunk, batch * prompt), page)
     pages = batch * -(-(prompt + new + nodes.max_depth) // page)
     # The cpu backend's own workspace isn't torch's: the tracker doesn't see it, test_cpu_kernels weighs it.
-    shape = predicted_shape(spec, HeadsSpec(), 0, split_size=0)
+    shape = predicted_shape(spec, HeadsSpec(), 0, split_size=0, kv_dtype=kv_dtype)
     fixed, each = fixed_parts(shape, load), page_parts(shape, load)
     assert close(sum(fixed.values()) + pages * sum(each.values()), tracker.peak)
 

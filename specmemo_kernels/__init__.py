@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         stream_batch,
     )
     from specmemo_kernels.integrations.hf_draft import DraftModel
-    from specmemo_kernels.planner import BudgetError, MemoryPlan
+    from specmemo_kernels.memory_plan import BudgetError, MemoryPlan
     from specmemo_kernels.sampling import Sampling, TypicalAcceptance
     from specmemo_kernels.tree import DraftTree
 
@@ -59,7 +59,7 @@ __all__ = [
 ]
 _HOME = {
     "BatchRun": "integrations.hf_batch",
-    "BudgetError": "planner",
+    "BudgetError": "memory_plan",
     "Completion": "integrations.hf_batch",
     "Drafter": "drafting",
     "DraftInput": "drafting",
@@ -71,7 +71,7 @@ _HOME = {
     "HeadsError": "drafting.load_heads",
     "load_heads": "drafting.load_heads",
     "MedusaHeads": "drafting",
-    "MemoryPlan": "planner",
+    "MemoryPlan": "memory_plan",
     "patch": "integrations.hf",
     "Piece": "integrations.hf_batch",
     "Request": "integrations.hf_batch",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from specmemo_kernels.baselines import Workload
 from specmemo_kernels.device import DeviceProfile
-from specmemo_kernels.footprint import HeadsSpec
+from specmemo_kernels.footprint import HeadsSpec, page_token_bytes
 from specmemo_kernels.model_spec import ModelSpec
 
 #: Operators of transformers 5 in a layer of Llama and outside of layers, views included, counted in a traced pass.
@@ -38,11 +38,14 @@ class Pass:
     head_rows: int = 0
 
 
-def pass_seconds(spec: ModelSpec, device: DeviceProfile, run: Pass, heads: HeadsSpec, tp: int = 1) -> float:
+def pass_seconds(
+    spec: ModelSpec, device: DeviceProfile, run: Pass, heads: HeadsSpec, tp: int = 1, kv_dtype: str | None = None
+) -> float:
     """Predicted seconds of a forward pass and what belongs to it, on each of ``tp`` devices.
 
     - the layers' matrices: read once, multiplied with every row (a mixture's with the rows that its experts get);
-    - attention: keys and values of all slots read once, ``4 * heads * dim`` operations per row and slot;
+    - attention: keys and values of all slots read once (as codes and scales where ``kv_dtype`` names some; turning
+      them back isn't counted), ``4 * heads * dim`` operations per row and slot;
     - the lm_head on ``lm_rows``; each head's blocks and vocabulary matrix (its own, or one more product with the
       model's for all heads) on ``head_rows``;
     - two all-reduces of the residual stream per layer for ``tp > 1``: ``2 (tp - 1) / tp`` of its bytes over a link;
@@ -58,8 +61,8 @@ def pass_seconds(spec: ModelSpec, device: DeviceProfile, run: Pass, heads: Heads
         seconds += device.linear_seconds(vocabulary, vocabulary * size, run.lm_rows, dtype)
     width = spec.num_qo_heads * (spec.head_dim + spec.v_head_dim) / tp
     flops = 2.0 * width * spec.num_layers * run.rows * (run.slots + run.rows / run.sequences / 2)
-    kv = spec.kv_bytes_per_token / tp
-    seconds += device.kernel_seconds(kv * (run.sequences * run.slots + 2 * run.rows), flops, dtype)
+    pages, own = page_token_bytes(spec, kv_dtype, tp), page_token_bytes(spec, None, tp)
+    seconds += device.kernel_seconds(pages * run.sequences * run.slots + 2 * own * run.rows, flops, dtype)
     if run.heads:
         blocks = run.heads * heads.num_layers * spec.hidden_size**2
         seconds += device.linear_seconds(blocks, blocks * size, run.head_rows, dtype)
@@ -100,8 +103,9 @@ def decode_pass(workload: Workload, sequences: int, tree_size: int, heads: int) 
 
 
 def prefill_seconds(
-    spec: ModelSpec, device: DeviceProfile, workload: Workload, sequences: int, chunk: int, tp: int = 1
-) -> float:
+    spec: ModelSpec, device: DeviceProfile, workload: Workload, sequences: int, chunk: int, tp: int = 1,
+    kv_dtype: str | None = None,
+) -> float:  # fmt: skip
     """All prompts of a round in chunks, which attend to half of their prompt on average."""
     tokens = sequences * workload.prompt
     full, rest = divmod(tokens, chunk)
@@ -110,7 +114,7 @@ def prefill_seconds(
     for count, rows in ((full, chunk), (1, rest)):
         if count and rows:
             run = Pass(rows, min(sequences, rows), workload.prompt / 2, min(sequences, rows))
-            seconds += count * pass_seconds(spec, device, run, no_heads, tp)
+            seconds += count * pass_seconds(spec, device, run, no_heads, tp, kv_dtype)
     return seconds
 
 

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import torch
+
 from specmemo_kernels.model_spec import ModelSpec
+from specmemo_kernels.paged_kv import LayerKV
 
 #: A prefill row or tree node outside of the model: int64 tokens (as drafted, packed, clamped), positions, and a spare.
 _ROW_BYTES = 5 * 8
@@ -188,6 +191,17 @@ def weight_bytes(spec: ModelSpec, tp: int = 1) -> int:
     return whole * spec.dtype_bytes + -(-divided // tp)
 
 
+def page_token_bytes(spec: ModelSpec, kv_dtype: str | None = None, tp: int = 1) -> int:
+    """All layers' bytes of a token in pages on one of ``tp`` ranks: elements, or codes and scales.
+
+    Raises:
+        ValueError: ``kv_dtype`` is none of ``None``, ``"int8"`` and ``"fp8"``.
+    """
+    heads, dtype = spec.num_kv_heads // tp, getattr(torch, spec.dtype)
+    layer = LayerKV(heads, spec.head_dim, spec.v_head_dim, dtype, torch.device("meta"))
+    return spec.num_layers * layer.page_bytes_per_token(kv_dtype)
+
+
 def pass_row_bytes(spec: ModelSpec, tp: int = 1) -> int:
     """Bytes that a row of a forward pass takes at the pass's worst moment, up to the lm_head.
 
@@ -224,6 +238,7 @@ def predicted_shape(
     tp: int = 1,
     split_size: int = 0,
     workspace_bytes: int = 0,
+    kv_dtype: str | None = None,
 ) -> GenerationShape:
     """What patching would measure, from a configuration: one rank of ``tp``, the first ``num_heads`` heads loaded.
 
@@ -231,6 +246,7 @@ def predicted_shape(
         split_size: tokens per split of attention that keeps the states of its splits in memory (0: it doesn't);
             float32, ``v_head_dim`` and two numbers per query head.
         workspace_bytes: what the backend keeps for itself.
+        kv_dtype: ``"int8"`` or ``"fp8"`` for pages of codes, ``None`` for the model's dtype.
 
     Raises:
         ValueError: heads that ``tp`` doesn't divide.
@@ -241,7 +257,8 @@ def predicted_shape(
             f"tp is {tp}, it must divide both"
         )
     return GenerationShape(
-        kv_bytes_per_token=spec.kv_bytes_per_token // tp,
+        kv_bytes_per_token=page_token_bytes(spec, kv_dtype, tp),
+        scratch_bytes_per_node=page_token_bytes(spec, None, tp),
         head_bytes=heads.weights(spec, num_heads, tp) * spec.dtype_bytes,
         forward=PassBytes(0, pass_row_bytes(spec, tp)),
         state_bytes=3 * spec.hidden_size * spec.dtype_bytes,

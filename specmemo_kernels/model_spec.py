@@ -154,6 +154,16 @@ class ModelSpec:
         """The same model with its layers' matrices in ``bits`` bits (scales included)."""
         return replace(self, weight_bits=bits, quantised="layers")
 
+    def with_dtype(self, dtype: str) -> ModelSpec:
+        """The same model loaded in ``dtype``.
+
+        Raises:
+            ValueError: a dtype whose size isn't known.
+        """
+        if dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPE_BYTES)}")
+        return replace(self, dtype=dtype)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -1,214 +1,33 @@
-"""The memory plan: what generation may use, part by part, decided before anything is allocated.
-
-:func:`plan_memory` chooses everything for a model that needn't be loaded, by predicted speed;
-:func:`divide_budget` divides a budget for a loaded model and a tree, on what was measured of it.
-"""
+"""Plans for models that needn't be loaded: heads, tree, pages and blocks with the most predicted speed in a budget."""
 
 from __future__ import annotations
 
 import math
-import re
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from specmemo_kernels.acceptance import DEFAULT_ACCURACY, Accuracy
 from specmemo_kernels.baselines import Workload
 from specmemo_kernels.device import DeviceProfile, known_device
-from specmemo_kernels.footprint import GenerationShape, HeadsSpec, Load, fixed_parts, page_parts
+from specmemo_kernels.footprint import HeadsSpec, page_token_bytes
+from specmemo_kernels.kernel_config import KernelConfig, attention_configs
+from specmemo_kernels.memory_plan import BudgetError, MemoryPlan, counted, format_at_least, format_bytes, parse_bytes
 from specmemo_kernels.model_spec import ModelSpec
-from specmemo_kernels.search import Choice, Problem, candidates, fastest, least_bytes, on_device, parts_of, tree_paths
+from specmemo_kernels.search import (
+    PAGE_SIZES,
+    Choice,
+    Problem,
+    candidates,
+    fastest,
+    least_bytes,
+    on_device,
+    parts_of,
+    tree_paths,
+)
 from specmemo_kernels.tree import DraftTree
-
-_UNITS = {"": 1, "B": 1} | {
-    prefix + suffix: base**power
-    for power, prefix in enumerate("KMGT", start=1)
-    for suffix, base in (("B", 1000), ("iB", 1024))
-}
-
-
-class BudgetError(ValueError):
-    """The budget can't hold what was asked for; the message names the part, the limit and what to do."""
-
-
-def parse_bytes(size: int | str) -> int:
-    """``"2GiB"``, ``"512 MB"``, ``"1000"`` or a number of bytes.
-
-    Raises:
-        ValueError: not a size, or not positive.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", str(size))
-    count = float(match[1]) * _UNITS.get(match[2], math.nan) if match else math.nan
-    if not 1 <= count < math.inf:
-        raise ValueError(f"memory_budget is {size!r}, expected bytes or a size such as '2GiB' or '512MB'")
-    return int(count)
-
-
-def format_bytes(size: float) -> str:
-    """``1536`` as ``"1.5 KiB"``."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"
-
-
-def _at_least(size: int) -> str:
-    """``size`` as :func:`format_bytes` writes it, rounded up, so that it is enough when given as a budget."""
-    unit = 1024 ** next(power for power in range(4) if size < 1024 ** (power + 1) or power == 3)
-    # What is shown has one decimal for KiB and MiB, two for GiB.
-    decimals = {1: 1, 1024: 10, 1024**2: 10}.get(unit, 100)
-    return format_bytes(math.ceil(size * decimals / unit) * unit / decimals)
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """What generation may use.
-
-    Attributes:
-        tree: the tree of a step, root included; pruned for the device and the budget.
-        max_sequences: sequences decoded at once; more wait for a free place.
-        page_size: tokens per page. max_pages: the most pages there will ever be (``None``: no budget was given, a
-            call of generate gets what its lengths need).
-        prefill_chunk: most prompt tokens per forward pass.
-        budget: bytes that the parts may take together, or ``None``. Plans of :func:`plan_memory` count the model's
-            weights among the parts, those of patching don't.
-        parts: bytes of each part at most; with a budget their sum stays within it. Prompts of more rows than
-            ``max_sequences`` add their ids, 24 bytes per padded token.
-        heads: Medusa heads to load, where the plan chose them.
-        kv_dtype: of keys and values in pages, ``None`` for the model's own; ``"int8"`` and ``"fp8"`` are codes with
-            scales, never chosen unasked.
-        tokens_per_step, tokens_per_second, step_seconds: predicted, where the plan knows the device.
-        reasons: what decided, in sentences.
-        kernels: the GPU kernels' block sizes, one per class of sequences, where the device has such kernels.
-    """
-
-    tree: DraftTree
-    max_sequences: int
-    page_size: int
-    max_pages: int | None
-    prefill_chunk: int
-    budget: int | None
-    parts: dict[str, int] = field(default_factory=dict)
-    heads: int | None = None
-    kv_dtype: str | None = None
-    tokens_per_step: float | None = None
-    tokens_per_second: float | None = None
-    step_seconds: float | None = None
-    reasons: tuple[str, ...] = ()
-    kernels: tuple[Any, ...] = ()
-
-    @property
-    def num_pages(self) -> int | None:
-        """The same as ``max_pages``."""
-        return self.max_pages
-
-    @property
-    def total_bytes(self) -> int:
-        """Predicted peak: all parts together."""
-        return sum(self.parts.values())
-
-    @property
-    def generation_bytes(self) -> int:
-        """All parts but the model's weights, which is what ``patch(memory_budget=...)`` bounds."""
-        return self.total_bytes - self.parts.get("weights", 0)
-
-    @property
-    def max_nodes(self) -> int:
-        """Scratch slots: the nodes of one step over all sequences."""
-        return self.tree.size * self.max_sequences
-
-    @property
-    def max_tokens(self) -> int | None:
-        """Tokens that the pages hold, over all sequences."""
-        return None if self.max_pages is None else self.max_pages * self.page_size
-
-    def to_json(self) -> dict[str, object]:
-        """A plain dict for ``json.dump``; the tree as rank paths."""
-        return asdict(self) | {"tree": [list(path) for path in self.tree.paths]}
-
-    def __str__(self) -> str:
-        pages = "as needed"
-        if self.max_pages is not None:
-            pages = f"{_count(self.max_pages, 'page')} of {_count(self.page_size, 'token')}"
-        speed: tuple[str, ...] = ()
-        if self.tokens_per_second is not None:
-            speed = (f"predicted {self.tokens_per_second:.1f} tokens/s, {self.tokens_per_step:.2f} tokens per step",)
-        return "; ".join(
-            (
-                f"budget {'none' if self.budget is None else format_bytes(self.budget)}",
-                f"tree of {_count(self.tree.size, 'node')}, depth {self.tree.max_depth}",
-                f"KV: {pages}" + (f" in {self.kv_dtype}" if self.kv_dtype in ("int8", "fp8") else ""),
-                f"prefill chunk {self.prefill_chunk}",
-                f"at most {_count(self.max_sequences, 'sequence')} at once",
-                ", ".join(f"{name} {format_bytes(size)}" for name, size in self.parts.items()),
-                *speed,
-            )
-        )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def divide_budget(
-    shape: GenerationShape,
-    tree: DraftTree,
-    *,
-    budget: int | None,
-    page_size: int,
-    max_sequences: int = 8,
-    prefill_chunk: int = 256,
-    kv_dtype: str | None = None,
-) -> MemoryPlan:
-    """Divide ``budget`` bytes: heads, scratch and a forward pass first, pages get the rest.
-
-    ``kv_dtype`` is what ``shape`` was made for; the plan only says so.
-
-    Under pressure the prefill chunk shrinks before anything else (it costs little speed), down to the nodes of a
-    step; then fewer sequences run at once.
-
-    Raises:
-        BudgetError: not even one page fits.
-    """
-    if budget is None:
-        parts = fixed_parts(shape, Load(tree.size, max_sequences, prefill_chunk, page_size))
-        return MemoryPlan(tree, max_sequences, page_size, None, prefill_chunk, None, parts, kv_dtype=kv_dtype)
-    loads = [
-        Load(tree.size, sequences, chunk, page_size)
-        for sequences in _halvings(max_sequences, 1)
-        for chunk in _halvings(prefill_chunk, min(32, prefill_chunk))
-    ]
-    for load in loads:
-        parts, page = fixed_parts(shape, load), page_parts(shape, load)
-        left, page_bytes = budget - sum(parts.values()), sum(page.values())
-        # A quarter for pages is the least that keeps a large chunk or batch from starving the cache.
-        if left >= max(page_bytes, budget // 4) or (load == loads[-1] and left >= page_bytes):
-            pages = left // page_bytes
-            parts = {name: parts.get(name, 0) + pages * page.get(name, 0) for name in parts | page}
-            return MemoryPlan(tree, load.sequences, page_size, pages, load.chunk, budget, parts, kv_dtype=kv_dtype)
-    raise BudgetError(_too_small(budget, page_size, parts, page_bytes))
-
-
-def _too_small(budget: int, page_size: int, parts: dict[str, int], page_bytes: int) -> str:
-    """Which parts the least plan has, how much is missing for it, and what would do."""
-    least = sum(parts.values()) + page_bytes
-    needed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
-    largest = max(parts, key=lambda name: parts[name])
-    instead = ", or heads='prompt-lookup', which has no weights" if parts["heads"] else ""
-    return (
-        f"memory_budget {format_bytes(budget)} is too small for one page of {page_size} tokens "
-        f"({format_bytes(page_bytes)}) beside {needed}: {format_bytes(least - budget)} missing, the largest part is "
-        f"{largest}; give at least {_at_least(least)}, or a smaller tree or fewer heads{instead}"
-    )
-
-
-def _halvings(start: int, least: int) -> list[int]:
-    values = [start]
-    while values[-1] > least:
-        values.append(max(least, values[-1] // 2))
-    return values
-
 
 Model = ModelSpec | str | Path
 Device = DeviceProfile | str
@@ -224,6 +43,7 @@ def problem_of(
     tp: int = 1,
     max_nodes: int = 64,
     workspace_bytes: int = 0,
+    kv_dtype: str | None = None,
 ) -> Problem:
     """What :func:`plan_memory` and :func:`minimum_budget` work on, from what a caller has.
 
@@ -231,16 +51,38 @@ def problem_of(
         model: a :class:`ModelSpec`, a configuration (object, file, folder or hub id).
         device: a profile, or the name of a known device.
         heads: the heads that could be loaded; five with vocabulary matrices of their own, as Medusa publishes.
+        kv_dtype: ``"int8"`` or ``"fp8"`` for keys and values in pages as codes with scales, half the bytes of 16 bits
+            and not lossless; ``None`` (default): in the model's dtype.
 
     Raises:
-        ValueError: an unknown device, sizes that make no sense.
+        ValueError: an unknown device, sizes that make no sense, a dtype or head size that the device's kernels can't
+            compute in.
     """
     if not isinstance(model, ModelSpec):
         model = ModelSpec.load(model) if isinstance(model, str | Path) else ModelSpec.from_config(model)
     profile = known_device(device) if isinstance(device, str) else device
-    return Problem(
-        on_device(model, profile), profile, workload, heads or HeadsSpec(), accuracy, tp, max_nodes, workspace_bytes
-    )
+    problem = Problem(
+        on_device(model, profile), profile, workload, heads or HeadsSpec(), accuracy, tp, max_nodes, workspace_bytes,
+        kv_dtype,
+    )  # fmt: skip
+    _kernels(problem, PAGE_SIZES[0])
+    return problem
+
+
+def _kernels(problem: Problem, page_size: int) -> tuple[KernelConfig, ...] | None:
+    """The block sizes that the GPU's kernels will have, ``None`` on other devices.
+
+    Raises:
+        ValueError: they can't compute this.
+    """
+    spec, device = problem.spec, problem.device
+    if device.kernel_target is None:
+        return None
+    sizes = (spec.head_dim, spec.v_head_dim, spec.num_qo_heads // spec.num_kv_heads, getattr(torch, spec.dtype))
+    try:
+        return attention_configs(device.kernel_target, *sizes, page_size, quantised=problem.kv_dtype is not None)
+    except ValueError as error:
+        raise ValueError(f"{spec.name} on {device.name}: {error}") from error
 
 
 def plan_memory(
@@ -273,9 +115,9 @@ def choose(problem: Problem, choices: list[Choice], budget: int | str | None) ->
     return MemoryPlan(
         tree=DraftTree.from_paths(paths), max_sequences=best.sequences, page_size=best.page_size,
         max_pages=best.num_pages, prefill_chunk=best.chunk, budget=limit, parts=parts_of(problem, best),
-        heads=best.heads, kv_dtype=problem.spec.dtype, tokens_per_step=best.tokens_per_step,
+        heads=best.heads, kv_dtype=problem.kv_dtype, tokens_per_step=best.tokens_per_step,
         tokens_per_second=best.speed.tokens_per_second, step_seconds=best.speed.step_seconds,
-        reasons=tuple(_reasons(problem, choices, best, free, asked)),
+        reasons=tuple(_reasons(problem, choices, best, free, asked)), kernels=_kernels(problem, best.page_size),
     )  # fmt: skip
 
 
@@ -309,7 +151,7 @@ def _reasons(problem: Problem, choices: list[Choice], best: Choice, free: Choice
     for other in (best, widest) if widest.tree_size > best.tree_size else (best,):
         cost = other.speed.step_seconds / plain.speed.step_seconds
         lines.append(
-            f"a step over {_count(other.tree_size, 'node')} takes {cost:.2f} times a plain step and writes "
+            f"a step over {counted(other.tree_size, 'node')} takes {cost:.2f} times a plain step and writes "
             f"{other.tokens_per_step:.2f} tokens: {other.tokens_per_step / cost:.2f} times the plain speed"
         )
     if widest.tree_size > best.tree_size and widest.total_bytes <= min(asked, device.memory):
@@ -319,6 +161,8 @@ def _reasons(problem: Problem, choices: list[Choice], best: Choice, free: Choice
         lines.append(f"memory is the limit: {share:.1%} of the speed that {format_bytes(free.total_bytes)} would allow")
     if best.sequences < problem.workload.batch:
         lines.append(f"{problem.workload.batch} sequences run {best.sequences} at a time")
+    if problem.kv_dtype is not None:
+        lines.append(f"keys and values are kept in {problem.kv_dtype}: tokens may differ from the model's own")
     if asked > device.memory:
         lines.append(f"{device.name} has {format_bytes(device.memory)}, less than the budget")
     return lines
@@ -331,7 +175,7 @@ def _nothing_fits(problem: Problem, choices: list[Choice], limit: int) -> str:
     parts = parts_of(problem, least)
     needed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     largest = max(parts, key=lambda name: parts[name])
-    advice = [f"a budget of {_at_least(least.total_bytes)}"]
+    advice = [f"a budget of {format_at_least(least.total_bytes)}"]
     others = least.total_bytes - parts["weights"]
     for bits in (8.0, 4.5):
         smaller = spec.with_weights(bits)
@@ -339,8 +183,11 @@ def _nothing_fits(problem: Problem, choices: list[Choice], limit: int) -> str:
             advice.append(f"weights in {bits:g} bits ({format_bytes(smaller.weight_bytes)})")
             break
     if others and limit > least.total_bytes - parts["kv_pages"]:
-        tokens = (limit - (least.total_bytes - parts["kv_pages"])) // (spec.kv_bytes_per_token // problem.tp)
+        room = limit - (least.total_bytes - parts["kv_pages"])
+        tokens = room // page_token_bytes(spec, problem.kv_dtype, problem.tp)
         advice.append(f"a context of about {tokens // least.sequences} tokens")
+    if problem.kv_dtype is None and (coded := least_bytes(replace(problem, kv_dtype="int8"))) <= limit:
+        advice.append(f"pages in int8, which is not lossless (kv_dtype='int8': {format_at_least(coded)})")
     for ranks in (2, 4, 8):
         if problem.tp == 1 and not spec.num_kv_heads % ranks and least_bytes(replace(problem, tp=ranks)) <= limit:
             advice.append(f"{ranks} such devices (tp={ranks})")

@@ -47,6 +47,7 @@ class Problem:
         tp: ranks of tensor parallel; all bytes are those of one rank.
         max_nodes: the largest tree that is considered, root included.
         workspace_bytes: what the backend keeps for itself.
+        kv_dtype: ``"int8"`` or ``"fp8"`` for pages of codes, which are never chosen unasked; ``None``: the model's.
     """
 
     spec: ModelSpec
@@ -57,6 +58,7 @@ class Problem:
     tp: int = 1
     max_nodes: int = MAX_NODES
     workspace_bytes: int = 0
+    kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.max_nodes < 1 or self.heads.num_heads < 0:
@@ -88,7 +90,12 @@ class Choice:
 
 
 def on_device(spec: ModelSpec, device: DeviceProfile) -> ModelSpec:
-    """The model in a dtype that the device computes in (bfloat16 becomes float16 on Turing)."""
+    """The model in a dtype that the device computes in: float32, where a CPU's rate in 16 bits isn't known.
+
+    Never on a GPU: its kernels take the model's dtype or refuse it (:mod:`specmemo_kernels.kernel_config`).
+    """
+    if device.kernel_target is not None:
+        return spec
     dtype = device.compute_dtype(spec.dtype)
     return spec if dtype == spec.dtype else replace(spec, dtype=dtype)
 
@@ -112,7 +119,7 @@ def _parts(
     spec, gpu = problem.spec, problem.device.kernel_target is not None
     shape = predicted_shape(
         spec, problem.heads, heads, tp=problem.tp, split_size=_SPLIT_SIZE if gpu else 0,
-        workspace_bytes=problem.workspace_bytes,
+        workspace_bytes=problem.workspace_bytes, kv_dtype=problem.kv_dtype,
     )  # fmt: skip
     load = Load(tree_size, sequences, min(chunk, sequences * problem.workload.prompt), page_size)
     each = -(-(problem.workload.context + heads) // page_size)
@@ -159,11 +166,12 @@ def candidates(problem: Problem) -> list[Choice]:
     for sequences in batch_limits(work.batch):
         chunks = sorted({min(chunk, sequences * work.prompt) for chunk in CHUNKS})
         prefill = {
-            chunk: prefill_seconds(problem.spec, problem.device, work, sequences, chunk, problem.tp) for chunk in chunks
+            chunk: prefill_seconds(problem.spec, problem.device, work, sequences, chunk, problem.tp, problem.kv_dtype)
+            for chunk in chunks
         }
         for heads, size, tokens in trees:
             run = decode_pass(work, sequences, size, heads)
-            step = pass_seconds(problem.spec, problem.device, run, problem.heads, problem.tp)
+            step = pass_seconds(problem.spec, problem.device, run, problem.heads, problem.tp, problem.kv_dtype)
             for chunk in chunks:
                 options = [_parts(problem, heads, size, sequences, chunk, page) for page in PAGE_SIZES]
                 totals = [sum(parts.values()) for parts, _ in options]
@@ -198,7 +206,7 @@ def best_tree(problem: Problem, with_heads: bool) -> tuple[Choice, Choice]:
 
     def timed(heads: int, size: int, tokens: float) -> Choice:
         run = decode_pass(problem.workload, 1, size, heads if with_heads else 0)
-        step = pass_seconds(problem.spec, problem.device, run, problem.heads, problem.tp)
+        step = pass_seconds(problem.spec, problem.device, run, problem.heads, problem.tp, problem.kv_dtype)
         return Choice(heads, size, 1, 0, 0, 0, 0, tokens, Speed(step, tokens / step))
 
     plain, *trees = (timed(*tree) for tree in shapes_of_trees(problem))

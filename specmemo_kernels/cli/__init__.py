@@ -19,6 +19,10 @@ app = typer.Typer(
 Device = Annotated[str, typer.Option(help="A torch device: cpu, cuda, cuda:1, ...")]
 Tree = Annotated[int | None, typer.Option(help="Nodes of the candidate tree (default: suits the device).", min=1)]
 Budget = Annotated[str | None, typer.Option(help="Generation memory, such as 64MiB or 2GiB (default: no limit).")]
+KVDtype = Annotated[
+    str | None,
+    typer.Option(help="int8 or fp8: keys and values as 8-bit codes, not lossless (default: the model's dtype)."),
+]
 Backend = Annotated[str | None, typer.Option(help="reference, cpu or triton (default: by device).")]
 
 
@@ -45,6 +49,7 @@ def demo(
     ] = None,
     device: Device = "cpu",
     backend: Backend = None,
+    kv_dtype: KVDtype = None,
 ) -> None:
     """Complete real Python files, plain and patched side by side, and compare speed, memory and tokens.
 
@@ -57,6 +62,7 @@ def demo(
         options = DemoOptions(
             prompt_files=tuple(prompt_file or ()), turns=turns, max_new_tokens=max_new_tokens, rounds=rounds, tree=tree,
             memory_budget=memory_budget, json_out=json_out, seed=seed, model=model, device=device, backend=backend,
+            kv_dtype=kv_dtype,
         )  # fmt: skip
         same = run_demo(options)
     if not same:
@@ -73,6 +79,7 @@ def chat(
     backend: Backend = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens per reply.", min=1)] = 256,
     tree: Tree = None,
+    kv_dtype: KVDtype = None,
 ) -> None:
     """Talk to a model with its heads: a chat where the tokenizer has a template, else completion of your text."""
     with one_line_errors():
@@ -81,7 +88,7 @@ def chat(
         run_chat(
             ChatOptions(
                 model=model, heads=heads, memory_budget=memory_budget, dtype=dtype, device=device, backend=backend,
-                max_new_tokens=max_new_tokens, tree=tree,
+                max_new_tokens=max_new_tokens, tree=tree, kv_dtype=kv_dtype,
             )
         )  # fmt: skip
 
@@ -114,10 +121,16 @@ def plan(
     prompt: Annotated[int | None, typer.Option(help="How many of them are prompt (default: half).", min=1)] = None,
     batch: Annotated[int, typer.Option(help="Sequences wanted at once.", min=1)] = 1,
     tp: Annotated[int, typer.Option(help="Devices that share the model; figures are for each.", min=1)] = 1,
-    heads: Annotated[int, typer.Option(help="Medusa heads that could be loaded.", min=0)] = 5,
+    heads: Annotated[
+        str, typer.Option(help="Heads to plan with: a folder or file (nothing is loaded), or how many like Vicuna's.")
+    ] = "5",
     shared_lm_head: Annotated[
-        bool, typer.Option("--shared-lm-head", help="The heads use the model's lm_head instead of owning one each.")
+        bool, typer.Option("--shared-lm-head", help="So many heads use the model's lm_head instead of owning one each.")
     ] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="Plan for the model loaded in this dtype (default: as configured).")
+    ] = None,
+    kv_dtype: KVDtype = None,
     weight_bits: Annotated[
         float | None, typer.Option(help="Plan for layers quantised to so many bits, scales included.", min=1, max=32)
     ] = None,
@@ -135,7 +148,8 @@ def plan(
         run_plan(
             PlanOptions(
                 model=model, device=device, budget=budget, context=context, prompt=prompt, batch=batch, tp=tp,
-                num_heads=heads, own_lm_head=not shared_lm_head, weight_bits=weight_bits, as_json=as_json, plot=plot,
+                heads=heads, shared_lm_head=shared_lm_head, dtype=dtype, kv_dtype=kv_dtype, weight_bits=weight_bits,
+                as_json=as_json, plot=plot,
             )
         )  # fmt: skip
 
@@ -157,7 +171,7 @@ def one_line_errors() -> Iterator[None]:
     import torch
 
     from specmemo_kernels.cli.common import UserError
-    from specmemo_kernels.planner import BudgetError
+    from specmemo_kernels.memory_plan import BudgetError
 
     try:
         yield

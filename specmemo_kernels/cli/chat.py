@@ -25,7 +25,7 @@ from specmemo_kernels.cli.common import (
     torch_dtype,
 )
 from specmemo_kernels.integrations.hf import patch
-from specmemo_kernels.planner import BudgetError, format_bytes
+from specmemo_kernels.memory_plan import BudgetError, format_bytes
 
 HELP = '/reset forgets all, /stats shows counters, /exit leaves; """ opens and closes text of several lines'
 
@@ -42,6 +42,7 @@ class ChatOptions:
     backend: str | None
     max_new_tokens: int
     tree: int | None
+    kv_dtype: str | None
 
 
 class ConsoleStreamer(TextStreamer):
@@ -215,7 +216,13 @@ def start_chat(options: ChatOptions, console: Console) -> Chat:
     tokenizer = load_tokenizer(folder)
     model = load_model(folder, torch_dtype(dtype), torch_device(options.device))
     handle = patch(
-        model, heads, memory_budget=options.memory_budget, tree=options.tree, backend=options.backend, max_batch_size=1
+        model,
+        heads,
+        memory_budget=options.memory_budget,
+        tree=options.tree,
+        backend=options.backend,
+        max_batch_size=1,
+        kv_dtype=options.kv_dtype,
     )
     chat = Chat(model, handle, tokenizer, options.max_new_tokens, console)
     name = "the bundled demo model, which completes Python code" if bundled else folder

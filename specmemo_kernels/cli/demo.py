@@ -37,6 +37,7 @@ class DemoOptions:
     model: Path | None
     device: str
     backend: str | None
+    kv_dtype: str | None
 
 
 def library_prompts(tokenizer: Any, count: int, seed: int, room: int) -> list[Prompt]:
@@ -102,7 +103,7 @@ def run_demo(options: DemoOptions) -> bool:
     with console.status("loading the model, plain and patched"), setting_up():
         pair = Pair(
             options.model or demo_model_folder(), options.max_new_tokens,
-            options.tree, options.memory_budget, options.device, options.backend,
+            options.tree, options.memory_budget, options.device, options.backend, options.kv_dtype,
         )  # fmt: skip
         if options.prompt_files:
             prompts = [file_prompt(pair.tokenizer, file, pair.room) for file in options.prompt_files]

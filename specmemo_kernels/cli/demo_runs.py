@@ -98,6 +98,7 @@ class Pair:
         memory_budget: str | None,
         device: str,
         backend: str | None,
+        kv_dtype: str | None = None,
     ) -> None:
         self.tokenizer = load_tokenizer(folder)
         self.models = {side: load_model(folder, torch.float32, torch_device(device)) for side in SIDES}
@@ -108,6 +109,7 @@ class Pair:
             tree=tree,
             backend=backend,
             max_batch_size=1,
+            kv_dtype=kv_dtype,
         )
         self.max_new_tokens = max_new_tokens
         plan = self.handle.plan

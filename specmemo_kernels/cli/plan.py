@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from specmemo_kernels.acceptance import expected_tokens_per_step
+from specmemo_kernels.acceptance import DEFAULT_ACCURACY, Accuracy, expected_tokens_per_step
 from specmemo_kernels.baselines import Workload, medusa_parts, plain_parts
 from specmemo_kernels.cli.common import UserError, setting_up
 from specmemo_kernels.cost import Speed, medusa_speed, plain_speed
 from specmemo_kernels.device import KNOWN_DEVICES, DeviceProfile, known_device, profile_of
 from specmemo_kernels.footprint import HeadsSpec, weight_bytes
+from specmemo_kernels.memory_plan import MemoryPlan, format_bytes
 from specmemo_kernels.model_spec import ModelSpec
-from specmemo_kernels.planner import MemoryPlan, choose, format_bytes, problem_of, smallest_budget
+from specmemo_kernels.planner import choose, problem_of, smallest_budget
 from specmemo_kernels.search import MAX_NODES, Choice, Problem, candidates, fastest, frontier, parts_of, tree_paths
 
 RETAIN = 0.96
@@ -34,8 +36,10 @@ class PlanOptions:
     prompt: int | None
     batch: int
     tp: int
-    num_heads: int
-    own_lm_head: bool
+    heads: str
+    shared_lm_head: bool
+    dtype: str | None
+    kv_dtype: str | None
     weight_bits: float | None
     as_json: bool
     plot: Path | None
@@ -78,11 +82,16 @@ def run_plan(options: PlanOptions) -> None:
         spec = ModelSpec.load(options.model)
         if options.weight_bits is not None:
             spec = spec.with_weights(options.weight_bits)
+        if options.dtype is not None:
+            spec = spec.with_dtype(options.dtype)
         workload = Workload(options.context, options.batch, options.prompt or 0)
-        heads = HeadsSpec(options.num_heads, own_lm_head=options.own_lm_head)
-        problem = problem_of(spec, device_profile(options.device), workload, heads=heads, tp=options.tp)
+        heads, accuracy = heads_of(options, spec)
+        problem = problem_of(
+            spec, device_profile(options.device), workload, heads=heads, accuracy=accuracy, tp=options.tp,
+            kv_dtype=options.kv_dtype,
+        )  # fmt: skip
         choices = candidates(problem)
-        plan = with_kernels(problem, choose(problem, choices, options.budget))
+        plan = choose(problem, choices, options.budget)
     rows = alternatives(problem, choices, plan)
     if options.as_json:
         print(json.dumps(to_json(problem, choices, plan, rows), indent=1))
@@ -94,17 +103,23 @@ def run_plan(options: PlanOptions) -> None:
         draw(options.plot, problem, choices, plan, rows)
 
 
-def with_kernels(problem: Problem, plan: MemoryPlan) -> MemoryPlan:
-    """The plan with the block sizes that the GPU kernels will have, as far as triton is here to tell."""
-    import torch
+def heads_of(options: PlanOptions, spec: ModelSpec) -> tuple[HeadsSpec, Accuracy]:
+    """The heads that could be loaded and how good they are: what a folder says, or so many of Vicuna's.
 
-    from specmemo_kernels import ops
+    Raises:
+        UserError: neither a number nor a folder or file, or a folder of heads with ``--shared-lm-head``.
+        HeadsError: no heads in it, or heads for another model.
+    """
+    if options.heads.isdecimal():
+        return HeadsSpec(int(options.heads), own_lm_head=not options.shared_lm_head), DEFAULT_ACCURACY
+    if not Path(options.heads).expanduser().exists():
+        raise UserError(f"--heads {options.heads}: neither a number nor a folder or file that is here")
+    if options.shared_lm_head:
+        raise UserError(f"--shared-lm-head is for a number of heads; {options.heads} says it itself")
+    from specmemo_kernels.drafting.load_heads import describe_heads
 
-    spec, target = problem.spec, problem.device.kernel_target
-    if target is None:
-        return plan
-    sizes = (spec.num_qo_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim)
-    return replace(plan, kernels=ops.kernel_configs(target, getattr(torch, spec.dtype), *sizes, plan.page_size))
+    found = describe_heads(options.heads, spec.hidden_size, spec.vocab_size)
+    return HeadsSpec(found.num_heads, found.num_layers, found.own_lm_head), found.accuracy or DEFAULT_ACCURACY
 
 
 def alternatives(problem: Problem, choices: list[Choice], plan: MemoryPlan) -> list[Row]:
@@ -131,11 +146,15 @@ def alternatives(problem: Problem, choices: list[Choice], plan: MemoryPlan) -> l
     tokens = expected_tokens_per_step(paths, problem.accuracy)
     theirs = medusa_speed(spec, device, work, published, MAX_NODES, tokens, tp)
     size, dense = sum(plain.values()), sum(medusa.values())
+    coded = None
+    if problem.kv_dtype is None:
+        coded = fastest(candidates(dataclasses.replace(problem, kv_dtype="int8")), plan.budget or 0)
     return [
         row("this plan", best),
         row("fastest of all", free),
         row(f"{RETAIN:.0%} of that, at least", lean),
         row("least that runs", least),
+        *([] if coded is None else [row("int8 pages, not lossless", coded)]),
         Row("plain generate", size, size + weights, 1.0, plain_speed(spec, device, work, tp)),
         Row("Medusa as published", dense, dense + weights, tokens, theirs, published.num_heads, MAX_NODES),
     ]
@@ -152,7 +171,7 @@ def show(console: Console, problem: Problem, choices: list[Choice], plan: Memory
         soft_wrap=True,
     )
     chosen = Table("chosen", "value")
-    for name, value in _chosen(plan).items():
+    for name, value in _chosen(plan, spec.dtype).items():
         chosen.add_row(name, value)
     parts = Table("part", "bytes")
     for name, size in plan.parts.items():
@@ -190,11 +209,11 @@ def _against_medusa(choices: list[Choice], rows: list[Row]) -> str:
     )
 
 
-def _chosen(plan: MemoryPlan) -> dict[str, str]:
+def _chosen(plan: MemoryPlan, dtype: str) -> dict[str, str]:
     return {
         "heads": str(plan.heads),
         "tree": f"{plan.tree.size} nodes, depth {plan.tree.max_depth}",
-        "pages": f"{plan.num_pages} of {plan.page_size} tokens, {plan.kv_dtype}",
+        "pages": f"{plan.num_pages} of {plan.page_size} tokens, {plan.kv_dtype or dtype}",
         "prefill chunk": f"{plan.prefill_chunk} tokens",
         "sequences at once": str(plan.max_sequences),
         "tokens per step": f"{plan.tokens_per_step:.2f}",
@@ -202,7 +221,7 @@ def _chosen(plan: MemoryPlan) -> dict[str, str]:
         "tokens/s": f"{plan.tokens_per_second:.1f}",
     } | {
         f"kernel, {c.min_nodes}+ nodes": f"{c.block_m} x {c.block_n}, split {c.split_size}"
-        for c in plan.kernels
+        for c in plan.kernels or ()
     }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from specmemo_kernels.cli.common import UserError
 from specmemo_kernels.cli.plan import RETAIN, Row, require_matplotlib
 from specmemo_kernels.footprint import weight_bytes
-from specmemo_kernels.planner import MemoryPlan
+from specmemo_kernels.memory_plan import MemoryPlan
 from specmemo_kernels.search import Choice, Problem, frontier
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from specmemo_kernels.cli.common import setting_up
 from specmemo_kernels.device import DeviceProfile, cache_file, probe
-from specmemo_kernels.planner import format_bytes
+from specmemo_kernels.memory_plan import format_bytes
 
 
 def run_probe(device: str, output: Path | None, seconds: float) -> None:

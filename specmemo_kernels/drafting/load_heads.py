@@ -23,7 +23,7 @@ from specmemo_kernels.drafting.head_files import (
 )
 from specmemo_kernels.drafting.medusa_heads import CONFIG_NAME, MedusaHeads
 
-__all__ = ["HeadsError", "HeadsSource", "load_heads", "load_pretrained"]
+__all__ = ["HeadsError", "HeadsFacts", "HeadsSource", "describe_heads", "load_heads", "load_pretrained"]
 
 _FLOATING = re.compile(r"B?F\d+.*|torch\.b?float\w+")  # as safetensors and torch call them
 _VLLM_EXTRAS = ("lm_head.weight", "token_map")
@@ -98,6 +98,31 @@ def load_pretrained(
         )
     hidden_size = (0, *stored.entries[str(plan.names["0.0.linear.weight"])].shape)[-1]
     return _load(stored, hidden_size, vocab_size, dtype, device)
+
+
+@dataclass(frozen=True)
+class HeadsFacts:
+    """What a file of heads says without being loaded; ``accuracy`` as ``MedusaHeads.cumulative_topk_accuracy``."""
+
+    num_heads: int
+    num_layers: int
+    own_lm_head: bool
+    accuracy: list[list[float]] | None
+
+
+def describe_heads(source: str | Path, hidden_size: int, vocab_size: int) -> HeadsFacts:
+    """What :func:`load_heads` would load for such a model. Keys, shapes and ``config.json`` are read, no weights.
+
+    (What torch wrote before it wrote zip archives can only be read whole.)
+
+    Raises:
+        HeadsError: as :func:`load_heads`.
+    """
+    stored = open_path(source)
+    plan = _plan(stored)
+    # Mixed dtypes become the model's when the heads are loaded for it.
+    _check(stored, plan, hidden_size, vocab_size, torch.float32)
+    return HeadsFacts(plan.num_heads, plan.num_layers, plan.own_lm_head, _accuracy(stored, plan.num_heads))
 
 
 def _plan(stored: Stored) -> _Plan:

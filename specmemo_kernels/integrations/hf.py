@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from specmemo_kernels.integrations.hf_plan import (
     choose_tree,
     device_plan,
     generation_shape,
+    kernel_blocks,
     make_chooser,
     make_drafter,
 )
 from specmemo_kernels.integrations.hf_probe import check_config, probe
 from specmemo_kernels.integrations.hf_target import HFTarget, ModelFacts, lm_head_hook
+from specmemo_kernels.memory_plan import BudgetError, MemoryPlan, divide_budget, parse_bytes
 from specmemo_kernels.paged_kv import PagedKVPool, page_dtype
-from specmemo_kernels.planner import BudgetError, MemoryPlan, divide_budget, parse_bytes
 from specmemo_kernels.stats import DecodeStats
 from specmemo_kernels.tree import DraftTree
 from specmemo_kernels.tree_choice import TreeChooser
@@ -244,6 +246,7 @@ def patch(
             chosen = choose_tree(tree, drafter, facts, accuracy)
             shape = generation_shape(model, facts, drafter, name, page_size, kv_dtype)
             plan = divide_budget(shape, chosen, **limits)
+        plan = replace(plan, kernels=kernel_blocks(facts, name, page_size, kv_dtype))
     except BaseException:
         for step in undo:
             step()

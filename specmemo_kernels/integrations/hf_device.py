@@ -23,7 +23,7 @@ _UNKNOWN_TREE = 12
 
 
 def device_tree(
-    model: Any, facts: ModelFacts, drafter: Drafter, accuracy: Accuracy
+    model: Any, facts: ModelFacts, drafter: Drafter, accuracy: Accuracy, kv_dtype: str | None = None
 ) -> tuple[DraftTree, dict[str, Any]]:
     """The tree with the most predicted tokens per second for one sequence, and what the plan says about it.
 
@@ -49,7 +49,8 @@ def device_tree(
     if profile.compute_dtype(dtype) != dtype:
         rates = dict(profile.matmul_rate) | {dtype: min(profile.matmul_rate.values())}
         profile = dataclasses.replace(profile, matmul_rate=rates)
-    problem = Problem(spec, profile, Workload(max(2, min(_CONTEXT, spec.max_context))), heads, known)
+    work = Workload(max(2, min(_CONTEXT, spec.max_context)))
+    problem = Problem(spec, profile, work, heads, known, kv_dtype=kv_dtype)
     best, plain = best_tree(problem, with_heads)
     gain = best.speed.tokens_per_second / plain.speed.tokens_per_second
     cost = best.speed.step_seconds / plain.speed.step_seconds

@@ -18,8 +18,9 @@ from specmemo_kernels.integrations.hf_device import device_tree
 from specmemo_kernels.integrations.hf_draft import DraftModel, HFDraftModel, is_language_model, load_draft_model
 from specmemo_kernels.integrations.hf_probe import measure_passes, time_passes
 from specmemo_kernels.integrations.hf_target import ModelFacts, lm_head
+from specmemo_kernels.kernel_config import KernelConfig
+from specmemo_kernels.memory_plan import BudgetError, MemoryPlan, divide_budget
 from specmemo_kernels.paged_kv import page_dtype
-from specmemo_kernels.planner import BudgetError, MemoryPlan, divide_budget
 from specmemo_kernels.stats import DecodeStats
 from specmemo_kernels.tree import DraftTree
 from specmemo_kernels.tree_choice import TreeChooser, chain_gains, node_gains
@@ -70,7 +71,7 @@ def device_plan(
     Raises:
         BudgetError: not even a tree of one draft fits.
     """
-    tree, forecast = device_tree(model, facts, drafter, accuracy)
+    tree, forecast = device_tree(model, facts, drafter, accuracy, limits["kv_dtype"])
     drafter = _without_unused_heads(drafter, tree, model, backend)
     shape = generation_shape(model, facts, drafter, backend, limits["page_size"], limits["kv_dtype"])
     while True:
@@ -112,6 +113,15 @@ def make_chooser(
         least_sequences=1,
         explores=True,
     )
+
+
+def kernel_blocks(
+    facts: ModelFacts, backend: str, page_size: int, kv_dtype: str | None
+) -> tuple[KernelConfig, ...] | None:
+    """The block sizes that the backend takes for the model's attention, of its widest heads where layers differ."""
+    kind, heads = max(zip(facts.layers, facts.num_qo_heads, strict=True), key=lambda pair: pair[0].head_dim)
+    sizes = (heads, kind.num_kv_heads, kind.head_dim, kind.v_head_dim)
+    return ops.kernel_configs(backend, kind.device, kind.dtype, *sizes, page_size, page_dtype(kv_dtype))
 
 
 def generation_shape(

@@ -85,24 +85,26 @@ def fixed_workspace(
 
 
 def kernel_configs(
-    target: str,
+    name: str,
+    device: torch.device,
     dtype: torch.dtype,
     num_qo_heads: int,
     num_kv_heads: int,
     head_dim: int,
     v_head_dim: int,
     page_size: int,
-) -> tuple[Any, ...]:
-    """The triton backend's block sizes of ``tree_attention`` on ``target``, which needn't be this machine.
+    page_dtype: torch.dtype | None = None,
+) -> tuple[Any, ...] | None:
+    """The block sizes that backend ``name`` takes in ``tree_attention``, one per class of sequences, in order.
 
-    Its classes of sequences in order; the rule needs neither triton nor a GPU.
+    ``None`` for a backend that has none to choose. Arguments as in :func:`split_workspace`.
 
     Raises:
-        ValueError: an unknown target, or a dtype or head size that it can't compute in.
+        ValueError: a device, dtype or head size that can't be served.
     """
-    rules = importlib.import_module("specmemo_kernels.kernel_config")
-    group = num_qo_heads // num_kv_heads
-    return tuple(rules.attention_configs(target, head_dim, v_head_dim, group, dtype, page_size))
+    hook = getattr(_load(name), "kernel_configs", None)
+    sizes = (num_qo_heads, num_kv_heads, head_dim, v_head_dim)
+    return None if hook is None else tuple(hook(device, dtype, *sizes, page_size, page_dtype))
 
 
 @functools.cache

@@ -223,12 +223,13 @@ def tree_attention(
     rows, heads, head_dim = q.shape
     kv_heads, v_dim, page_size = k_new.shape[1], v_new.shape[2], k_pages.shape[1]
     batch, group = seq_lens.shape[0], heads // kv_heads
+    codes = None if k_scales is None else k_pages.dtype
     out = q.new_empty(rows, heads, v_dim)
     lse = q.new_empty(rows, heads, dtype=torch.float32)
     if rows == 0 or heads == 0 or batch == 0:
         return out, lse
-    configs = configs or attention_configs(
-        target_of(q.device), head_dim, v_dim, group, q.dtype, page_size, invariant, k_scales is not None
+    configs = configs or kernel_configs(
+        q.device, q.dtype, heads, kv_heads, head_dim, v_dim, page_size, codes, invariant
     )
     max_nodes = min(rows, rows if max_qo_len is None else max_qo_len)
     max_slots = max_nodes + (block_table.shape[1] * page_size if max_seq_len is None else max_seq_len)
@@ -267,6 +268,27 @@ def tree_attention(
     return out, lse
 
 
+def kernel_configs(
+    device: torch.device,
+    dtype: torch.dtype,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    page_size: int,
+    page_dtype: torch.dtype | None = None,
+    invariant: bool = False,
+) -> tuple[KernelConfig, ...]:
+    """The block sizes that :func:`tree_attention` takes on ``device``: those of :mod:`specmemo_kernels.kernel_config`.
+
+    Raises:
+        ValueError: a device, dtype or head size that can't be served.
+    """
+    group = num_qo_heads // num_kv_heads
+    target, quantised = target_of(device), page_dtype is not None
+    return attention_configs(target, head_dim, v_head_dim, group, dtype, page_size, invariant, quantised)
+
+
 def split_workspace(
     device: torch.device,
     dtype: torch.dtype,
@@ -285,7 +307,6 @@ def split_workspace(
     Raises:
         ValueError: a device or dtype that can't be served.
     """
-    group = num_qo_heads // num_kv_heads
-    quantised = page_dtype is not None
-    configs = attention_configs(target_of(device), head_dim, v_head_dim, group, dtype, page_size, quantised=quantised)
+    sizes = (num_qo_heads, num_kv_heads, head_dim, v_head_dim)
+    configs = kernel_configs(device, dtype, *sizes, page_size, page_dtype)
     return min(config.split_size for config in configs), split_state_bytes(1, num_qo_heads, v_head_dim, 2) // 2
