@@ -92,6 +92,13 @@ def test_dtypes_without_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
         assert handle.plan.tree.size > 2
 
 
+def test_blocks_are_for_gpu_kernels() -> None:
+    """The C++ and reference kernels have none to choose (test_triton_steps looks at those of the others)."""
+    for backend in ("cpu", "reference"):
+        with sk.patch(tiny_model("llama"), sk.MedusaHeads(32, VOCAB, 2), tree=4, backend=backend) as handle:
+            assert handle.plan.kernels is None
+
+
 def test_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     """A configuration without sizes: a few nodes, no prediction, and the plan says why."""
     model = tiny_model("llama")

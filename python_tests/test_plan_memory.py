@@ -250,7 +250,7 @@ def test_quantised_pages(kv_dtype: str) -> None:
     assert (plain.kv_dtype, coded.kv_dtype) == (None, kv_dtype)
     assert coded.parts["kv_pages"] == coded.max_tokens * 32 * 32 * (2 * 128 + 2 * 4)
     assert coded.parts["tree_scratch"] == coded.max_nodes * VICUNA.kv_bytes_per_token, "a step's own are never codes"
-    assert coded.tokens_per_second > 1.1 * plain.tokens_per_second
+    assert coded.tokens_per_second > plain.tokens_per_second
     assert any(f"kept in {kv_dtype}: tokens may differ" in reason for reason in coded.reasons)
     assert not any("tokens may differ" in reason for reason in plain.reasons)
     assert f"in {kv_dtype}" in str(coded)
@@ -259,6 +259,14 @@ def test_quantised_pages(kv_dtype: str) -> None:
     target = known_device("a100").kernel_target
     sizes = (target, 128, 128, 1, torch.float16, coded.page_size)
     assert coded.kernels == attention_configs(*sizes, quantised=True) != plain.kernels == attention_configs(*sizes)
+
+
+def test_codes_are_read_in_fewer_bytes() -> None:
+    """A step's time falls by what its pages are smaller, divided by the read rate; its own rows stay as they are."""
+    run = Pass(60, 3, 100.0, 60)
+    plain, coded = (pass_seconds(TOY, TOY_DEVICE, run, HeadsSpec(0), kv_dtype=kind) for kind in (None, "int8"))
+    saved = 3 * 100 * 3 * 2 * ((16 + 16) * 3 - 2 * 4)
+    assert plain - coded == pytest.approx(saved / TOY_DEVICE.read_rate, rel=1e-9)
 
 
 def test_other_pages_have_no_size() -> None:

@@ -1,16 +1,7 @@
-"""The Triton kernels' results, computed by Triton's interpreter on the CPU.
-
-The interpreter is chosen before triton is imported, so this file runs itself in a process of its own: there
-``TestInterpreter`` is collected, in an ordinary test run ``test_in_the_interpreter`` is, and fails if any of the
-former does.
-"""
+"""The Triton attention kernels' results, computed by Triton's interpreter on the CPU (see ``interpreter.py``)."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,15 +15,13 @@ from cases import (
     attention_inputs,
     mask_words,
     one_sequence,
-    random_parents,
 )
-from op_cases import hard_rows
+from interpreter import INTERPRETING, run_in_interpreter
 
 from specmemo_kernels.backends import reference
 
 pytest.importorskip("triton")
 Inputs = dict[str, Any]
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 # A program costs about 10 ms. Splits multiply them and the merge adds one per row and head, so the cases of more than
 # 140 such (gqa8, tree64, wide_mask, causal_chunk, window_chunk) run with the launcher's own split sizes only.
@@ -57,11 +46,7 @@ def problem(case: AttentionCase, dtype: torch.dtype) -> Inputs:
 
 def test_in_the_interpreter() -> None:
     """Every test of ``TestInterpreter`` passes."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    environment = {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    run = subprocess.run(command, check=False, env=os.environ | environment, capture_output=True, text=True)
-    print(run.stdout[-4000:])
-    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+    run_in_interpreter(__file__)
 
 
 test_in_the_interpreter.__test__ = not INTERPRETING  # type: ignore[attr-defined]
@@ -114,35 +99,6 @@ def chain_inputs(length: int, nodes: int, dtype: torch.dtype) -> Inputs:
     words = mask_words(torch.arange(-1, nodes - 1, dtype=torch.int32), 1)
     lengths = torch.tensor([length], dtype=torch.int32)
     return inputs | {"tree_mask": words, "seq_lens": lengths, "max_seq_len": length}
-
-
-def paged_problem(generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Four sequences over shuffled pages of 7 tokens, keys of 24 and values of 16, NaN wherever nothing is."""
-    layers, pages, page_size, heads, nodes = 3, 20, 7, 3, 12
-    table = torch.full((4, 5), 2**30, dtype=torch.int32)
-    table[:, :4] = torch.randperm(pages, generator=generator).int()[:16].reshape(4, 4)
-    accept = torch.tensor([[0, 2, 4, -1], [-1] * 4, [0, -1, -1, -1], [0, 1, 3, 5]], dtype=torch.int32)
-    return {
-        "k_scratch": torch.randn(layers, nodes + 3, heads, 24, generator=generator).half(),
-        "v_scratch": torch.randn(layers, nodes + 3, heads, 16, generator=generator).half(),
-        "k_pages": torch.full((layers, pages, page_size, heads, 24), float("nan"), dtype=torch.float16),
-        "v_pages": torch.full((layers, pages, page_size, heads, 16), float("nan"), dtype=torch.float16),
-        "block_table": table,
-        "seq_lens": torch.tensor([6, 0, 13, 20], dtype=torch.int32),
-        "qo_indptr": torch.tensor([0, 5, 5, 6, 12], dtype=torch.int32),
-        "accept_index": accept,
-        "accept_length": torch.tensor([2, -1, 0, 3], dtype=torch.int32),
-    }
-
-
-def same_pages(run: Callable[..., None], oracle: Callable[..., None], arguments: list[torch.Tensor]) -> None:
-    """Both functions leave the same pages (arguments 2 and 3), bit for bit and NaN for NaN."""
-    mine, wanted = ([x.clone() for x in arguments] for _ in range(2))
-    run(*mine)
-    oracle(*wanted)
-    for got, expected in zip(mine, wanted, strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
-    assert not torch.equal(wanted[2].nan_to_num(), arguments[2].nan_to_num())
 
 
 @pytest.fixture
@@ -264,111 +220,12 @@ class TestInterpreter:
         for target in TARGETS:
             assert len(attention_configs(target, 128, 128, 4, torch.float16, 16, True)) == 1
 
-    def test_append(self) -> None:
-        from specmemo_kernels.backends import triton
-
-        pages_problem = paged_problem(torch.Generator().manual_seed(0))
-        rows = torch.randn(12, 5, 40, generator=torch.Generator().manual_seed(1)).half()
-        new = [rows[:, 1:4, :24], rows[:, 2:, 24:]]  # views: strides that no dense tensor has
-        pages = [pages_problem["k_pages"][1].contiguous(), pages_problem["v_pages"][1].contiguous()]
-        rest = [pages_problem[name] for name in ("block_table", "seq_lens", "qo_indptr")]
-        same_pages(triton.append_paged_kv, reference.append_paged_kv, [*new, *pages, *rest])
-
-    def test_commit(self) -> None:
-        from specmemo_kernels.backends import triton
-
-        arguments = list(paged_problem(torch.Generator().manual_seed(0)).values())
-        same_pages(triton.commit_paged_kv, reference.commit_paged_kv, arguments)
-
-    @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-    def test_append_of_codes(self, kv_dtype: torch.dtype) -> None:
-        """The reference's bits for rows of any size, ties, outliers, nothing, NaN and infinity."""
-        from specmemo_kernels.backends import triton
-
-        rows = hard_rows(torch.float32, 36)
-        rows = torch.cat([rows, torch.tensor([float("nan"), float("inf")])[:, None] * torch.ones(2, 36)])
-        new = rows[: len(rows) // 3 * 3].unflatten(0, (-1, 3))  # three heads
-        pages = torch.zeros(8, 7, 3, 36, dtype=torch.uint8).view(kv_dtype)
-        scales = torch.zeros(8, 7, 3)
-        table = torch.arange(8, dtype=torch.int32).flip(0).reshape(1, 8)
-        length, bounds = torch.tensor([3], dtype=torch.int32), torch.tensor([0, len(new)], dtype=torch.int32)
-        results = []
-        for backend in (triton, reference):
-            own = [x.clone() for x in (pages, pages, scales, scales)]
-            backend.append_paged_kv(new, new.flip(0), own[0], own[1], table, length, bounds, own[2], own[3])
-            results.append([own[0].view(torch.uint8), own[1].view(torch.uint8), own[2], own[3]])
-        for mine, wanted in zip(*results, strict=True):
-            torch.testing.assert_close(mine, wanted, rtol=0, atol=0, equal_nan=True)
-        assert bool((results[0][0] != 0).any())
-
-    @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-    def test_commit_of_codes(self, kv_dtype: torch.dtype) -> None:
-        from specmemo_kernels.backends import triton
-
-        inputs = paged_problem(torch.Generator().manual_seed(0))
-        results = []
-        for backend in (triton, reference):
-            pools = [torch.full_like(inputs[n], 0x33, dtype=torch.uint8).view(kv_dtype) for n in ("k_pages", "v_pages")]
-            scales = [torch.full(inputs["k_pages"].shape[:-1], float("nan")) for _ in range(2)]
-            rest = [x for name, x in inputs.items() if name not in ("k_scratch", "v_scratch", "k_pages", "v_pages")]
-            backend.commit_paged_kv(inputs["k_scratch"], inputs["v_scratch"], *pools, *rest, *scales)
-            results.append([pools[0].view(torch.uint8), pools[1].view(torch.uint8), *scales])
-        for mine, wanted in zip(*results, strict=True):
-            torch.testing.assert_close(mine, wanted, rtol=0, atol=0, equal_nan=True)
-        assert int(results[0][2].isfinite().sum()) == 3 * 3 * 8, "three layers and heads, eight tokens"
-
-    @pytest.mark.parametrize("max_depth", [0, 3, 20])
-    def test_verify(self, max_depth: int) -> None:
-        from specmemo_kernels.backends import triton
-
-        g = torch.Generator().manual_seed(max_depth)
-        nodes = [9, 0, 1, 70, 130]
-        parents = torch.cat([random_parents(n, g) for n in nodes])
-        indptr = torch.tensor([0, *torch.tensor(nodes).cumsum(0).tolist()], dtype=torch.int32)
-        for _ in range(3):
-            draft = torch.randint(-1, 3, (len(parents),), generator=g)
-            target = torch.randint(0, 3, (len(parents),), generator=g)
-            mine = triton.verify_tree_greedy(draft, target, parents, indptr, max_depth)
-            wanted = reference.verify_tree_greedy(draft, target, parents, indptr, max_depth)
-            assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(mine, wanted, strict=True))
-
-    @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-    @pytest.mark.parametrize(
-        ("rows", "vocabulary", "hidden", "dtype"),
-        [(5, 1000, 80, torch.float32), (17, 777, 64, torch.float16), (1, 33, 48, torch.float16)],
-    )
-    def test_lm_head(self, rows: int, vocabulary: int, hidden: int, dtype: torch.dtype, bias: bool) -> None:
-        """Small integers: exact logits, hundreds of ties."""
-        from specmemo_kernels.backends import triton
-
-        g = torch.Generator().manual_seed(rows)
-        x = torch.randint(-3, 4, (rows, hidden), generator=g).to(dtype)
-        weight = torch.randint(-2, 3, (vocabulary, hidden), generator=g).to(dtype)
-        offset = torch.randint(-2, 3, (vocabulary,), generator=g).to(dtype) if bias else None
-        assert torch.equal(triton.lm_head_argmax(x, weight, offset), reference.lm_head_argmax(x, weight, offset))
-        for k in (1, 5, 33):
-            mine, wanted = (backend.lm_head_topk(x, weight, offset, k) for backend in (triton, reference))
-            assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(mine, wanted, strict=True))
-
-    def test_lm_head_rounds_before_comparing(self) -> None:
-        """2048 and 2049 are the same number in float16: the lower token wins, not the larger sum."""
-        from specmemo_kernels.backends import triton
-
-        weight = torch.zeros(200, 16, dtype=torch.float16)
-        weight[70, 0], weight[150, 0], weight[150, 1] = 2048, 2048, 1
-        x = torch.zeros(2, 16, dtype=torch.float16)
-        x[:, :2] = 1
-        assert triton.lm_head_argmax(x, weight, None).tolist() == [70, 70]
-
     def test_refusals(self) -> None:
         inputs = problem(AttentionCase("small", (3,), (2,)), torch.float64)
         with pytest.raises(ValueError, match="float64"):
             run_attention(inputs)
 
     def test_nothing_to_do(self) -> None:
-        from specmemo_kernels.backends import triton
-
         out, lse = run_attention(problem(AttentionCase("none", (3, 4), (0, 0), tree=False), torch.float32))
         assert out.shape == (0, 4, 64)
         assert lse.shape == (0, 4)
-        assert triton.lm_head_argmax(torch.empty(0, 8), torch.ones(5, 8), None).shape == (0,)

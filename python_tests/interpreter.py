@@ -1,0 +1,23 @@
+"""Tests in Triton's interpreter, which computes the kernels on the CPU.
+
+It is chosen before triton is imported, so a file of such tests runs itself in a process of its own: there its
+``TestInterpreter`` is collected, in an ordinary test run its ``test_in_the_interpreter`` is, and fails if any of the
+former does.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def run_in_interpreter(file: str) -> None:
+    """Run a file's tests with the interpreter on."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file]
+    environment = {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    run = subprocess.run(command, check=False, env=os.environ | environment, capture_output=True, text=True)
+    print(run.stdout[-4000:])
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
