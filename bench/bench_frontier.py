@@ -1,0 +1,240 @@
+"""Throughput and generation memory: plain generate, Medusa as published, and this package at several budgets.
+
+    python bench/bench_frontier.py --device cpu --model bundled --json out.json
+    python bench/bench_frontier.py --device cpu --model 125m --questions mt_bench/question.jsonl --published medusa \\
+        --json out.json --pictures folder
+    python bench/bench_frontier.py --device cuda --model vicuna-7b --questions ... --published ... --json out.json
+
+``bundled`` is the trained model that comes with the package: everything is real, and all systems have to write the same
+tokens (float32). Its tokenizer is for Python, so its conversations are library files that it has never seen, two pieces
+of each as two turns; ``--questions`` gives it MT-Bench instead, which to it is text of no meaning. The other models are
+shapes with random weights: memory and time are real, acceptance is *replayed* (``bench/replay.py``): with
+``--published FOLDER`` (``trees.json`` and ``mt_bench_7b.json``) from Medusa's published run of Vicuna-7B, question by
+question, else from the accuracies of its heads alone. Their prompts are random tokens, as many as the text has
+characters over four. A turn's prompt is the whole conversation so far. Answers have ``--new-tokens`` tokens each, the
+end-of-text token ends none.
+
+Systems take turns conversation by conversation; tokens/s are all new tokens over the sum of the conversations' median
+seconds, prompts included. Generation memory is the peak of live tensor bytes beside the model's weights, heads
+included, over the conversation with the most tokens, in a run of its own. Budgets are shares of what Medusa as
+published needs; those above what the package takes without one would change nothing and are left out. "Medusa, our
+tree" is Medusa with as few nodes as this package takes: what the tree alone brings. Heads with a shared lm_head are
+replayed with the accuracies of those with their own.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from bench_step import DTYPES
+from conversations import Conversation, NoTokenizer, held_out_files, mt_bench
+from frontier_report import Row, draw, markdown, thinned
+from frontier_runs import Memory, take_turns, weigh
+from frontier_systems import MedusaSystem, OurSystem, PlainSystem, System, Turn, heads_name
+from replay import Published
+from shapes import SHAPES, random_heads, random_model, twin
+from step_profile import PASSES, breakdown
+from timing import environment
+
+import specmemo_kernels as sk
+from specmemo_kernels.acceptance import DEFAULT_ACCURACY, best_first_paths
+from specmemo_kernels.cli.common import demo_model_folder, hide_loading_bars, load_model, load_tokenizer
+from specmemo_kernels.tree import DraftTree
+
+BUNDLED = "bundled"
+#: Nodes of the trees that Medusa publishes, root included.
+PUBLISHED_NODES = 64
+#: The paper's savings are 65 %; smaller ones show where this package ends.
+BUDGETS = "0.35,0.2,0.17,0.14,0.1,0.05,0.02"
+#: Medusa publishes five heads.
+PUBLISHED_HEADS = 5
+
+
+class Setup:
+    """A model with its heads, trees and conversations.
+
+    Attributes:
+        heads: by what they are called; Medusa as published takes the first. published: what is replayed, or ``None``.
+    """
+
+    def __init__(self, name: str, dtype: str, device: str, questions: Path | None, folder: Path | None) -> None:
+        self.name, self.device, self.questions = name, torch.device(device), questions
+        self.published: Published | None = None
+        if name == BUNDLED:
+            source = demo_model_folder()
+            hide_loading_bars()
+            self.model = load_model(source, DTYPES[dtype], self.device)
+            self.model.generation_config.eos_token_id = None
+            self.tokenizer = load_tokenizer(source)
+            heads = sk.MedusaHeads.from_pretrained(source / "heads", dtype=DTYPES[dtype], device=self.device)
+            self.heads = [heads]
+            accuracy = heads.cumulative_topk_accuracy or DEFAULT_ACCURACY
+            self.tree = DraftTree.from_paths(best_first_paths(accuracy, PUBLISHED_NODES - 1))
+            return
+        if name not in SHAPES:
+            raise typer.BadParameter(f"--model is {name!r}, expected {BUNDLED} or one of {', '.join(SHAPES)}")
+        self.model = random_model(SHAPES[name], DTYPES[dtype], device)
+        self.tokenizer = NoTokenizer(self.model.config.vocab_size)
+        self.heads = [random_heads(self.model, PUBLISHED_HEADS, own) for own in (True, False)]
+        self.published = Published() if folder is None else Published.load(folder)
+        self.tree = self.published.tree
+
+    @property
+    def acceptance(self) -> str:
+        return "real" if self.published is None else "replayed"
+
+    def conversations(self, limit: int, new_tokens: int) -> list[Conversation]:
+        """As many as asked for, cut so that prompts, answers and Medusa's 64 slots fit the context."""
+        context = self.model.config.max_position_embeddings
+        room = context - 2 * new_tokens - PUBLISHED_NODES
+        if self.questions is None:
+            return held_out_files(self.tokenizer, limit, min(256, room // 2))
+        return [talk.cut(room) for talk in mt_bench(self.questions, self.tokenizer, limit)]
+
+
+def our_systems(
+    setup: Setup, shares: list[float], medusa_peak: int, tokens: int, weighed: Callable[[System], Memory]
+) -> Iterator[tuple[OurSystem, Memory]]:
+    """For each kind of heads one without a budget, and one for each budget that is less than that takes.
+
+    A budget that can't hold ``tokens`` tokens is left out, and said so.
+    """
+    for heads in setup.heads:
+        peak = medusa_peak
+        for share in [None, *sorted(shares, reverse=True)]:
+            name = "this, no budget" if share is None else f"this, {share:.0%} of Medusa's"
+            budget = None if share is None else int(share * medusa_peak)
+            if budget is not None and budget >= peak:
+                continue
+            try:
+                system = OurSystem(name, twin(setup.model), heads, budget, setup.published is not None)
+            except sk.BudgetError as error:
+                print(f"{name} ({heads_name(heads)}) left out: {str(error)[:200]}")
+                continue
+            plan = system.handle.plan
+            if plan.max_tokens is not None and plan.max_tokens < tokens + plan.tree.max_depth:
+                print(f"{name} ({heads_name(heads)}) left out: it holds {plan.max_tokens} of {tokens} tokens")
+                system.close()
+                continue
+            memory = weighed(system)
+            peak = memory.peak if share is None else peak
+            yield system, memory
+
+
+def rows_of(setup: Setup, systems: list[System], memories: list[Memory], timings: list[Any]) -> list[Row]:
+    """A row for each system; Medusa as published is the second."""
+    medusa_peak, medusa_speed = memories[1].peak, timings[1].tokens_per_s
+    return [
+        {
+            "model": setup.name, "system": system.name, "heads": system.heads, "nodes": system.nodes,
+            "budget": system.budget, "tokens_per_s": timing.tokens_per_s, "tokens_per_step": timing.tokens_per_step,
+            "peak_generation_bytes": memory.peak, "bytes_by_part": memory.parts, "acceptance": setup.acceptance,
+            "memory_vs_medusa": memory.peak / medusa_peak, "speed_vs_medusa": timing.tokens_per_s / medusa_speed,
+        }
+        for system, memory, timing in zip(systems, memories, timings, strict=True)
+    ]  # fmt: skip
+
+
+def step_rows(setup: Setup, systems: list[MedusaSystem | OurSystem], steps: int = 12) -> list[Row]:
+    """Where each system's step spends its time, behind a prompt of half the context, 1024 tokens at most."""
+    prompt = min(1024, setup.model.config.max_position_embeddings // 2)
+    ids = torch.randint(setup.model.config.vocab_size, (prompt,), generator=torch.Generator().manual_seed(0)).tolist()
+    new_tokens = PASSES * steps * (setup.tree.max_depth + 1) + 1
+    ranks = None
+    if setup.published is not None:
+        ranks = setup.published.ranks(0, 0, new_tokens)
+    rows = []
+    for system in systems:
+        with system.stepping(Turn(ids, new_tokens, ranks)) as step:
+            parts = breakdown(step, steps, setup.device)
+        name = f"{system.name} ({system.heads})"
+        rows.append({"system": name, "nodes": system.nodes, "context": prompt, "step": sum(parts.values())} | parts)
+    return rows
+
+
+def measure(
+    setup: Setup, shares: list[float], limit: int, new_tokens: int, rounds: int, seconds: float
+) -> tuple[list[Row], list[Row], list[Row]]:
+    """The rows, each system's memory through a conversation, and steps by part.
+
+    Raises:
+        AssertionError: a system writes other tokens than plain generate, where all have to write the same.
+    """
+    talks, vocab = setup.conversations(limit, new_tokens), setup.model.config.vocab_size
+    heaviest = max(talks, key=lambda talk: sum(map(len, talk.turns)))
+    until = time.perf_counter() + seconds
+
+    def weighed(system: System) -> Memory:
+        found = weigh(system, heaviest, new_tokens, setup.published, vocab)
+        print(f"{system.name} ({system.heads}): {found.peak / 2**20:.1f} MiB", flush=True)
+        return found
+
+    systems: list[System] = [PlainSystem(setup.model)]
+    systems.append(MedusaSystem("Medusa as published", setup.model, setup.heads[0], setup.tree))
+    memories = [weighed(system) for system in systems]
+    tokens = sum(map(len, heaviest.turns)) + len(heaviest.turns) * new_tokens
+    ours = list(our_systems(setup, shares, memories[1].peak, tokens, weighed))
+    systems.append(MedusaSystem("Medusa, our tree", setup.model, setup.heads[0], ours[0][0].handle.plan.tree))
+    memories.append(weighed(systems[-1]))
+    systems += [system for system, _ in ours]
+    memories += [memory for _, memory in ours]
+    for system in systems:
+        system.reset()
+    timings = take_turns(systems, talks, new_tokens, setup.published, rounds, until)
+    if setup.published is None and setup.model.dtype == torch.float32:
+        for system, timing in zip(systems, timings, strict=True):
+            if timing.answers != timings[0].answers:
+                raise AssertionError(f"{system.name} writes other tokens than plain generate")
+    curves = [
+        {"system": s.name, "heads": s.heads, "marks": m.marks, **thinned(m.calls, m.series)}
+        for s, m in zip(systems, memories, strict=True)
+    ]
+    rows = rows_of(setup, systems, memories, timings)
+    steps = step_rows(setup, [s for s in systems if isinstance(s, MedusaSystem | OurSystem) and s.budget is None])
+    for system in systems:
+        system.close()
+    return rows, curves, steps
+
+
+def main(
+    model: Annotated[str, typer.Option(help=f"{BUNDLED}, or a shape: " + ", ".join(SHAPES))] = BUNDLED,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="default: fp32 for the bundled model, else bf16")] = None,
+    questions: Annotated[Path | None, typer.Option(help="MT-Bench's question.jsonl", exists=True)] = None,
+    published: Annotated[Path | None, typer.Option(help="folder with Medusa's published files", exists=True)] = None,
+    budgets: Annotated[str, typer.Option(help="shares of what Medusa as published needs")] = BUDGETS,
+    limit: Annotated[int, typer.Option(help="conversations")] = 4,
+    new_tokens: Annotated[int, typer.Option(help="written in each turn")] = 64,
+    rounds: Annotated[int, typer.Option(help="of each conversation and system, at most")] = 3,
+    seconds: Annotated[float, typer.Option(help="no further round is begun after these")] = 180.0,
+    json_: Annotated[Path | None, typer.Option("--json", help="write all of it here")] = None,
+    pictures: Annotated[Path | None, typer.Option(help="a folder for frontier.md and the pictures")] = None,
+) -> None:
+    """Measure; print the tables, write JSON, Markdown and pictures."""
+    kind = dtype or ("fp32" if model == BUNDLED else "bf16")
+    setup = Setup(model, kind, device, questions, published)
+    rows, curves, steps = measure(setup, [float(b) for b in budgets.split(",")], limit, new_tokens, rounds, seconds)
+    data: dict[str, Any] = {
+        "environment": environment(), "model": model, "device": device, "dtype": kind, "conversations": limit,
+        "new_tokens": new_tokens, "prompts": "library files" if questions is None else "MT-Bench", "rows": rows,
+        "memory": curves, "steps": steps,
+    }  # fmt: skip
+    text = markdown(rows, data["steps"])
+    print(text)
+    if json_ is not None:
+        json_.parent.mkdir(parents=True, exist_ok=True)
+        json_.write_text(json.dumps(data, indent=1) + "\n")
+    if pictures is not None:
+        pictures.mkdir(parents=True, exist_ok=True)
+        (pictures / "frontier.md").write_text(text)
+        print(*draw(pictures, data, rows), sep="\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

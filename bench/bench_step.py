@@ -1,0 +1,117 @@
+"""One decode step beside the matrix products that it can't do without, timed alone in the same run.
+
+    python bench/bench_step.py --shape 125m --dtype bf16,fp32 --tree 8 --context 1024 --json out.json
+
+The step is the patched model's own loop (draft, forward, verify, commit) at batch 1. The products are torch's linears
+with the same weights and rows, one after the other: seven per layer and the lm_head over all nodes, the heads' blocks
+and the lm_head over one row per head. Both take turns, and each passes over all weights, so both find them as cold.
+``ratio`` is the median step over the median of the products.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from shapes import SHAPES, random_heads, random_model
+from timing import environment, take_turns
+from torch import nn
+
+import specmemo_kernels as sk
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+Row = dict[str, Any]
+
+
+class Steps:
+    """Decode steps of one sequence, each call one; the sequence begins anew where ``span`` tokens are written."""
+
+    def __init__(self, model: Any, context: int, span: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._prompt = torch.randint(model.config.vocab_size, (context,), generator=generator).tolist()
+        self._model, self._span = model, span
+        self._pieces: Iterator[sk.Piece] = iter(())
+
+    def __call__(self) -> sk.Piece:
+        piece = next(self._pieces, None)
+        if piece is None or piece.finished:
+            run = sk.stream_batch(self._model, [self._prompt], max_new_tokens=self._span, eos_token_ids=[])
+            self._pieces = iter(run)
+            next(self._pieces)  # the prompt
+            piece = next(self._pieces)
+        return piece
+
+
+def products(model: Any, heads: sk.MedusaHeads, depth: int, nodes: int) -> Callable[[], None]:
+    """All matrix products of a step over ``nodes`` nodes whose tree is ``depth`` deep."""
+    lm_head = model.get_output_embeddings().weight
+    jobs: list[tuple[torch.Tensor, int]] = []
+    for layer in model.model.layers:
+        jobs += [(m.weight, nodes) for m in layer.modules() if isinstance(m, nn.Linear)]
+    jobs.append((lm_head, nodes))
+    for head in range(depth):
+        jobs += [(heads.linear(head, layer).weight, 1) for layer in range(heads.num_layers)]
+        if heads.own_lm_head:
+            jobs.append((heads.lm_head_weight(head, lm_head), 1))
+    if not heads.own_lm_head:
+        jobs.append((lm_head, depth))
+    rows = {(w.shape[1], n): torch.randn(n, w.shape[1]).to(device=w.device, dtype=w.dtype) for w, n in jobs}
+
+    @torch.inference_mode()
+    def run() -> None:
+        for weight, count in jobs:
+            nn.functional.linear(rows[weight.shape[1], count], weight)
+
+    return run
+
+
+def measure(shape: str, dtype: str, tree: int | None, context: int, own: bool, seconds: float) -> Row:
+    """One row: the step of this shape, and its products."""
+    model = random_model(SHAPES[shape], DTYPES[dtype], "cpu")
+    heads = random_heads(model, 4, own)
+    with sk.patch(model, heads, tree=tree, max_batch_size=1) as handle:
+        plan, depth = handle.plan, handle.plan.tree.max_depth
+        step = Steps(model, context, span=512)
+        step()
+        alone = products(model, heads, depth, plan.tree.size)
+        times = take_turns({"step": step, "products": alone}, seconds=seconds, rounds=(20, 400))
+        return {
+            "shape": shape, "dtype": dtype, "context": context, "nodes": plan.tree.size, "depth": depth,
+            "heads": "own lm_head" if own else "shared lm_head", "step_ms": times["step"] * 1e3,
+            "products_ms": times["products"] * 1e3, "ratio": times["step"] / times["products"],
+        }  # fmt: skip
+
+
+def main(
+    shape: Annotated[str, typer.Option(help="of " + ", ".join(SHAPES))] = "125m",
+    dtype: Annotated[str, typer.Option(help="of " + ", ".join(DTYPES))] = "bf16,fp32",
+    tree: Annotated[str, typer.Option(help="nodes, or 'plan' for what patch chooses")] = "plan,8",
+    context: Annotated[int, typer.Option(help="tokens of the prompt")] = 1024,
+    own: Annotated[bool, typer.Option("--own-lm-head", help="heads with a vocabulary matrix each")] = False,
+    seconds: Annotated[float, typer.Option(help="for each row")] = 6.0,
+    json_: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
+) -> None:
+    """Measure, print a table and write JSON."""
+    rows = [
+        measure(name, kind, None if size == "plan" else int(size), context, own, seconds)
+        for name in shape.split(",")
+        for kind in dtype.split(",")
+        for size in tree.split(",")
+    ]
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row.values()))
+    Console(width=140).print(table)
+    if json_ is not None:
+        json_.parent.mkdir(parents=True, exist_ok=True)
+        json_.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

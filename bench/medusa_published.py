@@ -1,0 +1,209 @@
+"""Medusa as published (arXiv 2401.10774), from its description, to compare with: memory first of all.
+
+What makes it use the memory that it uses is kept:
+
+- one contiguous cache for the model's full context, allocated up front; candidates have their slots in it;
+- a dense tree mask, ``[nodes, context + nodes]``;
+- the logits of the model and of every head at every position of the prompt, and at every node of a step;
+- these gathered along every path of the tree (retrieve indices), of which one is then followed.
+
+What its own code loses beyond that is not: the model's dtype throughout, fused attention instead of matrices of
+scores, all heads' logits written to one tensor instead of a list and its copy, prefill logits dropped as soon as the
+last row is taken, and no forward pass for the last token. So it needs less here than in its own code
+(``specmemo_kernels.baselines.medusa_parts`` has that).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+from transformers import Cache
+
+from specmemo_kernels import MedusaHeads
+from specmemo_kernels.tree import DraftTree
+
+Tensor = torch.Tensor
+
+#: From ``candidates`` ``[leaves, depth + 1]`` and the model's ``logits`` ``[leaves, depth + 1, V]`` to the best path
+#: and how many of its drafts are accepted.
+Accept = Callable[[Tensor, Tensor], tuple[int, int]]
+
+
+def greedy_accept(candidates: Tensor, logits: Tensor) -> tuple[int, int]:
+    """The first of the paths that agree longest with what the model itself writes."""
+    agree = candidates[:, 1:] == logits[:, :-1].argmax(-1)
+    lengths = agree.long().cumprod(dim=1).sum(dim=1)
+    best = lengths.argmax()
+    found, count = torch.stack([best, lengths[best]]).tolist()
+    return found, count
+
+
+class ContiguousCache(Cache):
+    """``[2 * num_layers, 1, num_kv_heads, max_length, head_dim]`` at once; a forward pass writes behind ``length``."""
+
+    def __init__(self, config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(layers=[])
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        layers, self.max_length = config.num_hidden_layers, config.max_position_embeddings
+        shape = (2 * layers, 1, config.num_key_value_heads, self.max_length, head_dim)
+        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.length = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        """Write the rows of one layer behind the tokens that count; returns all up to there."""
+        end = self.length + key_states.shape[2]
+        keys, values = self.data[2 * layer_idx], self.data[2 * layer_idx + 1]
+        keys[:, :, self.length : end] = key_states
+        values[:, :, self.length : end] = value_states
+        return keys[:, :, :end], values[:, :, :end]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Keys that a pass over ``query_length`` rows sees, and the place of the first."""
+        return self.length + query_length, 0
+
+    def keep(self, slots: Tensor) -> None:
+        """Move the candidates in ``slots`` (``[n]`` int64, counted from the start) behind the tokens that count."""
+        end = self.length + len(slots)
+        self.data[..., self.length : end, :] = self.data.index_select(3, slots)
+        self.length = end
+
+
+class TreeBuffers:
+    """What follows from the tree alone.
+
+    Attributes:
+        columns: ``[T]``, each node's place among root and candidates, ``width`` per head.
+        depths: ``[T]``. mask: ``[T, T]``, 0 where a node sees another, else minus infinity.
+        retrieve: ``[leaves, depth + 1]``, the nodes of each path; behind its end the root, masked by ``there``.
+    """
+
+    def __init__(self, tree: DraftTree, dtype: torch.dtype, device: torch.device) -> None:
+        self.width = tree.width
+        columns = [0] + [1 + (d - 1) * tree.width + r for d, r in zip(tree.depths[1:], tree.ranks[1:], strict=True)]
+        self.columns = torch.tensor(columns, device=device)
+        self.depths = torch.tensor(tree.depths, device=device)
+        paths = [[*reversed(list(_ancestors(tree, node)))] for node in sorted(_leaves(tree))]
+        sees = torch.zeros(tree.size, tree.size, dtype=torch.bool)
+        for node in range(tree.size):
+            sees[node, list(_ancestors(tree, node))] = True
+        self.mask = torch.zeros(tree.size, tree.size, dtype=dtype).masked_fill(~sees, -torch.inf).to(device)
+        longest = tree.max_depth + 1
+        self.paths = paths
+        self.retrieve = torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=device)
+        self.there = torch.tensor([[i < len(path) for i in range(longest)] for path in paths], device=device)
+
+
+class MedusaPublished:
+    """Greedy decoding with Medusa heads, batch 1.
+
+    Args:
+        model: a Llama of transformers (nothing comes between its lm_head and its logits).
+        heads: on its device and in its dtype.
+        tree: as published by Medusa; 64 nodes with ``mc_sim_7b_63``.
+
+    Attributes:
+        cache: made by the first call and kept, as Medusa does. steps: of the last call, prefill apart.
+    """
+
+    def __init__(self, model: Any, heads: MedusaHeads, tree: DraftTree) -> None:
+        if tree.max_depth > heads.num_heads:
+            raise ValueError(f"the tree is {tree.max_depth} deep, there are {heads.num_heads} heads")
+        self.model, self.heads, self.tree = model, heads, tree
+        weight = model.get_output_embeddings().weight
+        self.lm_head, self.dtype, self.device = weight.detach(), weight.dtype, weight.device
+        self.buffers = TreeBuffers(tree, self.dtype, self.device)
+        self.cache: ContiguousCache | None = None
+        self.steps = 0
+        self._root = self._drafts = torch.empty(0)
+
+    @torch.inference_mode()
+    def generate(self, prompt: Sequence[int], max_new_tokens: int, accept: Accept = greedy_accept) -> list[int]:
+        """The new tokens, ``max_new_tokens`` of them.
+
+        Args:
+            accept: which path is followed; default: what greedy decoding would have written.
+
+        Raises:
+            ValueError: the context has no room for the prompt, the new tokens and a tree.
+        """
+        limit, wanted = self.model.config.max_position_embeddings, len(prompt) + max_new_tokens + self.tree.size
+        if wanted > limit:
+            raise ValueError(f"{wanted} slots for prompt, new tokens and tree; the model's context has {limit}")
+        tokens = [self.start(prompt)]
+        while len(tokens) < max_new_tokens:
+            tokens += self.step(accept)
+        return tokens[:max_new_tokens]
+
+    @torch.inference_mode()
+    def start(self, prompt: Sequence[int]) -> int:
+        """Compute a prompt; its first token."""
+        if self.cache is None:
+            self.cache = ContiguousCache(self.model.config, self.dtype, self.device)
+        self.cache.length, self.steps = 0, 0
+        ids = torch.tensor([prompt], device=self.device)
+        hidden = self._hidden(ids, torch.arange(len(prompt), device=self.device), None)
+        self.cache.length = len(prompt)
+        logits, by_head = self._logits(hidden)
+        self._root, self._drafts = logits[-1:].argmax(-1), self._guesses(by_head[:, -1])
+        return int(self._root)
+
+    @torch.inference_mode()
+    def step(self, accept: Accept = greedy_accept) -> list[int]:
+        """Verify one tree; the tokens that this adds."""
+        assert self.cache is not None
+        self.steps += 1
+        tree, start = self.buffers, self.cache.length
+        drafts = torch.cat([self._root, self._drafts])[tree.columns]
+        mask = torch.zeros(1, 1, len(drafts), start + len(drafts), dtype=self.dtype, device=self.device)
+        mask[..., start:] = tree.mask
+        logits, by_head = self._logits(self._hidden(drafts[None], start + tree.depths, mask))
+        with record_function("medusa::verify"):
+            path_logits, path_heads = logits[tree.retrieve], by_head[:, tree.retrieve]
+            candidates = torch.where(tree.there, drafts[tree.retrieve], -1)
+            best, count = accept(candidates, path_logits)
+        with record_function("medusa::commit"):
+            self.cache.keep(start + tree.retrieve[best, : count + 1])
+        self._root = path_logits[best, count].argmax(-1, keepdim=True)
+        self._drafts = self._guesses(path_heads[:, best, count])
+        new: list[int] = torch.cat([candidates[best, 1 : count + 1], self._root]).tolist()
+        return new
+
+    def _hidden(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        """``[N, hidden_size]``, what goes into the lm_head at each of ``ids`` ``[1, N]``."""
+        output = self.model.model(
+            input_ids=ids, position_ids=positions[None], attention_mask=mask, past_key_values=self.cache
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The model's ``[N, V]`` and all heads' ``[num_heads, N, V]``."""
+        with record_function("medusa::head"):
+            by_head = hidden.new_empty(self.heads.num_heads, len(hidden), len(self.lm_head))
+            for head in range(self.heads.num_heads):
+                weight = self.heads.lm_head_weight(head, self.lm_head)
+                torch.matmul(self.heads.features(hidden, head), weight.t(), out=by_head[head])
+            return nn.functional.linear(hidden, self.lm_head), by_head
+
+    def _guesses(self, by_head: Tensor) -> Tensor:
+        """The best candidates of each head, ``[num_heads * width]``."""
+        return by_head.topk(self.buffers.width, dim=-1).indices.flatten()
+
+
+def _ancestors(tree: DraftTree, node: int) -> list[int]:
+    """A node and what leads to it, the root last."""
+    found = [node]
+    while tree.parents[found[-1]] >= 0:
+        found.append(tree.parents[found[-1]])
+    return found
+
+
+def _leaves(tree: DraftTree) -> set[int]:
+    return set(range(tree.size)) - set(tree.parents)

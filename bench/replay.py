@@ -1,0 +1,190 @@
+"""Acceptance without a trained model: which guesses would have been right, drawn from published statistics.
+
+Weights are random, so nobody's guesses are. What is replayed is the rank at which each head would have held the right
+token, per place of the text; every system then accepts as far as its own tree holds that path of ranks. All systems
+see the same draws, a smaller tree accepts less, and everything else (forward passes, heads, walks, moves of keys and
+values) runs for real.
+
+The ranks follow the heads' published accuracies, raised to a power (below 1: easier text) that is chosen per turn of a
+conversation so that the published tree writes as many tokens per step as the published run did in that turn. Heads are
+taken as independent, as in :mod:`specmemo_kernels.acceptance`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specmemo_kernels.acceptance import (
+    DEFAULT_ACCURACY,
+    Accuracy,
+    best_first_paths,
+    expected_tokens_per_step,
+    extrapolated,
+    rank_probabilities,
+)
+from specmemo_kernels.batch import TreeBatch
+from specmemo_kernels.step_attention import StepAttention
+from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.verify import TargetModel, TargetOutput
+
+Tensor = torch.Tensor
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Published:
+    """What Medusa published: its tree, and of its run tokens per step by question and turn, where they are known.
+
+    By default the best tree of as many nodes for the heads' accuracies, and no run.
+    """
+
+    tree: DraftTree = field(default_factory=lambda: DraftTree.from_paths(_default_paths()))
+    tokens_per_step: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, folder: Path, tree: str = "mc_sim_7b_63") -> Published:
+        """From ``trees.json`` and ``mt_bench_7b.json``; a turn took one step more than its file says, which counts
+        from 0 (``bench/acceptance.py``)."""
+        paths = json.loads((folder / "trees.json").read_text())[tree]
+        questions = json.loads((folder / "mt_bench_7b.json").read_text())["questions"]
+        rates = {
+            (q["question_id"], turn): tokens / (steps + 1)
+            for q in questions
+            for turn, (steps, tokens) in enumerate(zip(q["steps"], q["new_tokens"], strict=True))
+        }
+        return cls(DraftTree.from_paths(paths), rates)
+
+    def ranks(self, question: int, turn: int, places: int) -> list[Ranks]:
+        """For each place of the turn's text the rank at which each head holds the right token.
+
+        Turns that the run doesn't have follow the accuracies as they are.
+        """
+        table = extrapolated(DEFAULT_ACCURACY, self.tree.width)
+        if (wanted := self.tokens_per_step.get((question, turn))) is not None:
+            table = eased(table, self.tree, wanted)
+        chances = rank_probabilities(table)
+        source = random.Random(1000 * question + turn)
+        return [tuple(_draw(chance, source) for chance in chances) for _ in range(places)]
+
+
+def _default_paths() -> list[tuple[int, ...]]:
+    """Medusa's trees have 63 nodes beside the root, four deep, of its heads' ten best guesses."""
+    return best_first_paths(extrapolated(DEFAULT_ACCURACY[:4], 10), 63)
+
+
+def eased(table: Accuracy, tree: DraftTree, wanted: float) -> list[list[float]]:
+    """The table to the power at which ``tree`` is expected to write ``wanted`` tokens per step.
+
+    Raises:
+        ValueError: no power does, because the tree writes between 1 and its depth + 1 tokens per step.
+    """
+    if not 1 < wanted < tree.max_depth + 1:
+        raise ValueError(f"{wanted:.2f} tokens per step: a tree of depth {tree.max_depth} can't")
+    low, high = 1e-4, 1e3
+    for _ in range(80):
+        power = (low * high) ** 0.5
+        powered = [[chance**power for chance in row] for row in table]
+        low, high = (power, high) if expected_tokens_per_step(tree, powered) > wanted else (low, power)
+    return powered
+
+
+def _draw(chance: Sequence[float], source: random.Random) -> int:
+    """A rank; the number of ranks where none is right."""
+    missed = max(0.0, 1.0 - sum(chance))
+    return source.choices(range(len(chance) + 1), [*chance, missed])[0]
+
+
+def walk_ranks(tree: DraftTree, ranks: Ranks) -> list[int]:
+    """The nodes of ``tree`` that hold the first of ``ranks``, root first, as far as there are such."""
+    children = {(parent, rank): node for node, (parent, rank) in enumerate(zip(tree.parents, tree.ranks, strict=True))}
+    path = [0]
+    for rank in ranks:
+        child = children.get((path[-1], rank))
+        if child is None:
+            break
+        path.append(child)
+    return path
+
+
+class Places:
+    """Where in a turn's text a system is: which draw comes next."""
+
+    def __init__(self) -> None:
+        self._ranks: list[Ranks] = []
+        self._next = 0
+
+    def begin(self, ranks: list[Ranks]) -> None:
+        self._ranks, self._next = ranks, 0
+
+    def first(self) -> None:
+        """The prompt yielded its token."""
+        self._next = 1
+
+    def walk(self, tree: DraftTree) -> list[int]:
+        """The path that the next step accepts; the text moves on behind it."""
+        path = walk_ranks(tree, self._ranks[min(self._next, len(self._ranks) - 1)])
+        self._next += len(path)
+        return path
+
+
+class ReplayedTarget:
+    """A target whose word on the drafts is replayed: its own argmax is taken, then made to agree along the path.
+
+    It stands in for a handle's target, so the whole loop behind it runs as it is. One sequence at a time.
+    """
+
+    def __init__(self, target: TargetModel, tree: DraftTree) -> None:
+        self.target, self.tree, self.places = target, tree, Places()
+        self.device, self.vocab_size = target.device, target.vocab_size
+        self._batch: TreeBatch | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name)
+
+    def forward(self, batch: TreeBatch, attention: StepAttention, keep: Tensor | None, logits: bool) -> TargetOutput:
+        self._batch = batch
+        return self.target.forward(batch, attention, keep, logits)
+
+    def argmax(self, output: TargetOutput) -> Tensor:
+        tokens, batch = self.target.argmax(output), self._batch
+        assert batch is not None
+        if not batch.num_tree_nodes:
+            self.places.first()
+            return tokens
+        tree = self.tree.truncated(batch.max_depth)
+        if batch.num_trees != 1 or tree.size != batch.num_tree_nodes:
+            raise ValueError(f"{batch.num_trees} trees of {batch.num_tree_nodes} nodes, replayed is one of {tree.size}")
+        path = self.places.walk(tree)
+        if len(path) > 1:
+            nodes = torch.tensor(path, device=self.device)
+            tokens[nodes[:-1]] = batch.tokens[nodes[1:]]
+        end = path[-1]
+        if children := [node for node, parent in enumerate(tree.parents) if parent == end]:
+            tokens[end] = other_token(tokens[end], batch.tokens[children])
+        return tokens
+
+
+def other_token(token: Tensor, drafts: Tensor) -> Tensor:
+    """``token`` unless it is one of ``drafts`` ``[n]``; then the first token that is none of them."""
+    first = torch.arange(len(drafts) + 1, device=drafts.device)
+    free = (first[:, None] == drafts).any(dim=1).int().argmin()
+    return torch.where((drafts == token).any(), free, token)
+
+
+class ReplayedAccept:
+    """The same for Medusa as published: takes the path that it finds itself, then follows the replayed one."""
+
+    def __init__(self, tree: DraftTree, paths: Sequence[Sequence[int]], accept: Any) -> None:
+        self.tree, self.accept, self.places = tree, accept, Places()
+        self._leaf = {node: (leaf, depth) for leaf, path in enumerate(paths) for depth, node in enumerate(path)}
+
+    def __call__(self, candidates: Tensor, logits: Tensor) -> tuple[int, int]:
+        self.accept(candidates, logits)
+        return self._leaf[self.places.walk(self.tree)[-1]]
