@@ -71,6 +71,22 @@ def test_peak_stays_within_the_budget(family: str, budget: int) -> None:
         assert used <= plan.parts["activations"] + plan.parts["metadata"] <= 1.25 * used
 
 
+def test_a_longer_call_after_a_shorter_one_stays_within_the_budget() -> None:
+    """The pages of the call before are gone when those of the next are made."""
+    model = wide_model("llama", seed=20)
+    heads, budget = sk.MedusaHeads(128, VOCAB, 3), with_workspace(model, 3 * 2**19)
+    with sk.patch(model, heads, memory_budget=budget, tree=8, max_batch_size=1, prefill_chunk=16) as handle:
+        assert handle.plan.max_tokens is not None
+        most, pages = min(handle.plan.max_tokens, 1000) - 10, []
+        with MemoryTracker() as tracker:
+            for length in (most * 2 // 3, most):
+                greedy(model, batch((length - 4,)), 4)
+                pages.append(handle.bytes_by_part["kv_pages"])
+        allowed = sum(handle.plan.parts.values())
+        assert sum(pages) + handle.drafter.nbytes > allowed, "both would fit"
+        assert tracker.peak + handle.drafter.nbytes <= allowed
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_least_budget_is_enough(family: str) -> None:
     """The budget that a refusal names is accepted, and kept by sequences that fill its pages."""

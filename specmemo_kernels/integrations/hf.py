@@ -78,7 +78,8 @@ class SpecMemo:
         nodes = plan.tree.size * sequences
         pool = self._pool
         if pool is None or pool.free_pages < needed or pool.max_nodes < nodes or not pool.fits_sequences(sequences):
-            self.release()  # free the old one first: both together might not fit
+            pool = None  # a name for the old one would keep it alive: both together might not fit
+            self.release()
             with torch.inference_mode(False):  # else the pool could not be written outside of inference mode later
                 self._pool = pool = PagedKVPool(
                     self.facts.layers,
