@@ -187,7 +187,9 @@ class OurSystem:
         """Its pages can be named afterwards."""
 
     def label(self, tracker: PartTracker) -> None:
-        for group in self.handle.pool_for([1]).groups:
+        pool = self.handle._pool  # what the last call left for the next; asking pool_for would be another call
+        assert pool is not None
+        for group in pool.groups:
             tracker.label(group.k_pages, "KV cache")
             tracker.label(group.v_pages, "KV cache")
             tracker.label(group.k_scratch, "candidates' KV")
