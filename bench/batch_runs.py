@@ -83,8 +83,9 @@ class Plain:
         for first in range(0, len(prompts), self.batch):
             rows = prompts[first : first + self.batch]
             longest = max(map(len, rows))
-            ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
-            mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+            device = self.work.model.device
+            ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=device)
+            mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
             output = self.work.model.generate(
                 ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, **self.options
             )

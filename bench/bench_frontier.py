@@ -25,6 +25,7 @@ replayed with the accuracies of those with their own.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -221,9 +222,9 @@ def main(
     setup = Setup(model, kind, device, questions, published)
     rows, curves, steps = measure(setup, [float(b) for b in budgets.split(",")], limit, new_tokens, rounds, seconds)
     data: dict[str, Any] = {
-        "environment": environment(), "model": model, "device": device, "dtype": kind, "conversations": limit,
-        "new_tokens": new_tokens, "prompts": "library files" if questions is None else "MT-Bench", "rows": rows,
-        "memory": curves, "steps": steps,
+        "environment": environment(), "command": " ".join(["python", *sys.argv]), "model": model, "device": device,
+        "dtype": kind, "conversations": limit, "new_tokens": new_tokens,
+        "prompts": "library files" if questions is None else "MT-Bench", "rows": rows, "memory": curves, "steps": steps,
     }  # fmt: skip
     text = markdown(rows, data["steps"])
     print(text)

@@ -77,7 +77,7 @@ def measure(shape: str, dtype: str, tree: int | None, context: int, own: bool, s
     heads = random_heads(model, 4, own)
     with sk.patch(model, heads, tree=tree, max_batch_size=1) as handle:
         plan, depth = handle.plan, handle.plan.tree.max_depth
-        step = Steps(model, context, span=512)
+        step = Steps(model, context, span=128)
         step()
         alone = products(model, heads, depth, plan.tree.size)
         times = take_turns({"step": step, "products": alone}, seconds=seconds, rounds=(20, 400))

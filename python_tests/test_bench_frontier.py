@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,7 @@ def bench() -> Iterator[dict[str, ModuleType]]:
     sys.path.insert(0, folder)
     try:
         names = ("medusa_published", "replay", "shapes", "part_tracker", "conversations")
-        names += ("frontier_systems", "frontier_runs")
+        names += ("frontier_systems", "frontier_runs", "bench_frontier")
         yield {name: importlib.import_module(name) for name in names}
     finally:
         sys.path.remove(folder)
@@ -185,3 +186,34 @@ def test_a_systems_memory_is_named_by_part(bench: dict[str, ModuleType]) -> None
     assert this["KV cache"][-1] == ours.handle.bytes_by_part["kv_pages"]
     assert this["candidates' KV"][-1] == ours.handle.plan.tree.size * token
     assert max(this["logits"]) == 0
+
+
+def test_the_whole_benchmark_on_a_tiny_shape(
+    bench: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows with what was asked for, in which parts add up; tables and pictures are written."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    sizes |= {"vocab_size": 300, "max_position_embeddings": 1024}
+    monkeypatch.setitem(bench["shapes"].SHAPES, "tiny", sizes)
+    bench["bench_frontier"].main(
+        model="tiny", device="cpu", dtype="fp32", questions=None, published=None, budgets="0.5,0.001", limit=1,
+        new_tokens=6, rounds=1, seconds=0, json_=tmp_path / "out.json", pictures=tmp_path,
+    )  # fmt: skip
+    data = json.loads((tmp_path / "out.json").read_text())
+    names = [row["system"] for row in data["rows"]]
+    assert names[:4] == ["plain generate", "Medusa as published", "Medusa, our tree", "this, no budget"]
+    assert [row["heads"] for row in data["rows"] if row["system"] == "this, no budget"] == [
+        "5, own lm_head",
+        "5, shared lm_head",
+    ]
+    for row in data["rows"]:
+        assert row["acceptance"] == "replayed"
+        assert row["tokens_per_s"] > 0
+        assert 1 <= row["tokens_per_step"] <= 5
+        assert row["peak_generation_bytes"] == sum(row["bytes_by_part"].values())
+        assert row["budget"] is None or row["peak_generation_bytes"] <= row["budget"]
+    assert len(data["steps"]) == 4
+    text = (tmp_path / "frontier.md").read_text()
+    assert all(name in text for name in names)
+    for picture in ("frontier.png", "memory.png", "step.png"):
+        assert (tmp_path / picture).stat().st_size > 10_000
