@@ -136,8 +136,7 @@ def append_paged_kv(
     ``k_pages`` and ``v_pages`` are changed in place, with quantised pages ``k_scales`` and ``v_scales`` too. Arguments
     and errors as in :func:`tree_attention`.
     """
-    checks.new_rows(k_new, v_new, k_pages, v_pages, (k_scales, v_scales))
-    checks.metadata(block_table, seq_lens, qo_indptr, k_pages)
+    checks.append(k_new, v_new, k_pages, v_pages, (k_scales, v_scales), block_table, seq_lens, qo_indptr)
     _ops.append_paged_kv(k_new, v_new, k_pages, v_pages, block_table, seq_lens, qo_indptr, k_scales, v_scales, backend)
 
 
@@ -166,10 +165,10 @@ def commit_paged_kv(
             ``seq_lens, seq_lens + 1, ...``; -1 writes nothing.
         k_scales, v_scales: ``[num_layers, num_pages, page_size, num_kv_heads]`` with quantised pages, changed in place.
     """
-    checks.metadata(block_table, seq_lens, qo_indptr, k_pages)
     checks.commit(
-        k_scratch, v_scratch, k_pages, v_pages, (k_scales, v_scales), accept_index, accept_length, len(seq_lens)
-    )
+        k_scratch, v_scratch, k_pages, v_pages, (k_scales, v_scales), block_table, seq_lens, qo_indptr,
+        accept_index, accept_length,
+    )  # fmt: skip
     _ops.commit_paged_kv(
         k_scratch, v_scratch, k_pages, v_pages, block_table, seq_lens, qo_indptr, accept_index, accept_length,
         k_scales, v_scales, backend,

@@ -2,9 +2,50 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 Tensor = torch.Tensor
+
+#: What was checked is remembered for this many kinds of calls; a step makes the same few again and again.
+_REMEMBERED = 1024
+
+
+def _facts(value: Any) -> Any:
+    """All of an argument that a check looks at.
+
+    Raises:
+        TypeError: of tensors that aren't plain (fake, traced or wrapped ones), whose sizes may be symbols.
+    """
+    if type(value) is Tensor or type(value) is torch.nn.Parameter:
+        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, Tensor):
+        raise TypeError(f"a {type(value).__name__} is always checked")
+    return tuple([_facts(item) for item in value]) if isinstance(value, tuple) else value
+
+
+def _once(check: Callable[..., None]) -> Callable[..., None]:
+    """The same check, in half its time for arguments like ones that passed before."""
+    passed: set[Any] = set()
+
+    @functools.wraps(check)
+    def checked(*args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return check(*args)
+        try:
+            facts = tuple([_facts(arg) for arg in args])
+        except TypeError:
+            return check(*args)
+        if facts not in passed:
+            check(*args)
+            if len(passed) >= _REMEMBERED:
+                passed.clear()
+            passed.add(facts)
+
+    return checked
 
 
 def _shape(name: str, tensor: Tensor, expected: tuple[int | None, ...], meaning: str) -> None:
@@ -98,6 +139,22 @@ def new_rows(k_new: Tensor, v_new: Tensor, k_pages: Tensor, v_pages: Tensor, sca
         _contiguous(name, tensor)
 
 
+@_once
+def append(
+    k_new: Tensor,
+    v_new: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    scales: Scales,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    qo_indptr: Tensor,
+) -> None:
+    new_rows(k_new, v_new, k_pages, v_pages, scales)
+    metadata(block_table, seq_lens, qo_indptr, k_pages)
+
+
+@_once
 def tree_attention(
     q: Tensor,
     k_new: Tensor,
@@ -130,16 +187,21 @@ def tree_attention(
         _contiguous("sinks", sinks)
 
 
+@_once
 def commit(
     k_scratch: Tensor,
     v_scratch: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
     scales: Scales,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    qo_indptr: Tensor,
     index: Tensor,
     length: Tensor,
-    batch: int,
 ) -> None:
+    metadata(block_table, seq_lens, qo_indptr, k_pages)
+    batch = seq_lens.shape[0]
     _shape("k_pages", k_pages, (None,) * 5, "[num_layers, num_pages, page_size, num_kv_heads, head_dim]")
     layers, num_pages, page_size, heads, head_dim = k_pages.shape
     _shape("v_pages", v_pages, (layers, num_pages, page_size, heads, None), "as k_pages, head_dim may differ")
@@ -164,6 +226,7 @@ def commit(
         _contiguous(name, tensor)
 
 
+@_once
 def verify(draft: Tensor, target: Tensor, parents: Tensor, qo_indptr: Tensor, max_depth: int) -> None:
     _shape("draft_tokens", draft, (None,), "[N]")
     nodes = draft.shape[0]
@@ -184,6 +247,7 @@ def verify(draft: Tensor, target: Tensor, parents: Tensor, qo_indptr: Tensor, ma
         raise ValueError(f"max_depth is {max_depth}, it must be at least 0")
 
 
+@_once
 def lm_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     _shape("hidden", hidden, (None, None), "[N, hidden_size]")
     _shape("weight", weight, (None, hidden.shape[1]), "[V, hidden_size]")
