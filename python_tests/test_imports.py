@@ -43,11 +43,14 @@ ALLOWED: dict[str, set[str]] = {
     "verify": {"ops", "batch", "sequence", "step_attention"},
     "sampled": {"batch", "sampling", "sequence", "verify"},
     "drafting": {"tree", "acceptance", "ops", "batch", "paged_kv", "step_attention", "verify"},
+    "memory_monitor": set(),
+    "pressure": {"memory_monitor"},
+    "prefill": {"tree", "batch", "paged_kv", "sequence"},
     "decode": {
         "tree", "acceptance", "ops", "batch", "paged_kv", "drafting", "stats", "step_attention", "memory_plan",
-        "sequence", "verify", "tree_choice",
+        "sequence", "verify", "tree_choice", "prefill",
     },
-    "scheduler": {"paged_kv", "sequence", "decode"},
+    "scheduler": {"paged_kv", "sequence", "decode", "drafting", "memory_monitor", "pressure"},
 }  # fmt: skip
 
 

@@ -1,17 +1,21 @@
-"""The speculative loop: draft trees, verify them in one forward pass beside chunks of prompts, commit the accepted."""
+"""The speculative loop: draft trees, verify them in one forward pass beside chunks of prompts, commit the accepted.
+
+A step is a transaction: tensors are made first, then the sequences change, on the host alone. Whatever fails on the
+way, an allocation above all, leaves every sequence as it was, and the step can be tried again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from specmemo_kernels import ops
-from specmemo_kernels.batch import TreeBatch, chunk_batch, side_by_side, tree_batch
+from specmemo_kernels.batch import TreeBatch, side_by_side, tree_batch
 from specmemo_kernels.drafting.base import Drafter, DraftInput, StatefulDrafter
 from specmemo_kernels.paged_kv import PagedKVPool
-from specmemo_kernels.sequence import SequenceState
+from specmemo_kernels.prefill import Chunk, first_trees, next_chunk
+from specmemo_kernels.sequence import Parked, SequenceState
 from specmemo_kernels.stats import DecodeStats
 from specmemo_kernels.step_attention import StepAttention
 from specmemo_kernels.tree import DraftTree
@@ -31,21 +35,6 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """Parts of prompts that one forward pass computes: ``(sequence, size)`` in order, and the metadata of their rows.
-
-    ``ended`` are those whose context it completes: first the ``fresh`` ones, whose first token is to be found, then
-    those that come back and have their newest token already. ``last_rows`` are their last rows in the chunk.
-    """
-
-    parts: list[tuple[SequenceState, int]]
-    batch: TreeBatch
-    fresh: list[SequenceState]
-    ended: list[SequenceState]
-    last_rows: Tensor
-
-
 class SpecDecoder:
     """Generates for a changing set of sequences, all of which take part in every step.
 
@@ -62,6 +51,7 @@ class SpecDecoder:
 
     Attributes:
         sequences: those that take steps. prefilling: those whose context is being computed, in the order of admission.
+        max_tree: most nodes that a step verifies of each sequence, below the tree's size while memory is scarce.
     """
 
     def __init__(
@@ -83,28 +73,43 @@ class SpecDecoder:
         self.stats = stats if stats is not None else DecodeStats()
         self.sequences: list[SequenceState] = []
         self.prefilling: list[SequenceState] = []
-        self._seq_lens = torch.empty(0, dtype=torch.int32, device=target.device)
-        self._roots = torch.empty(0, dtype=torch.int64, device=target.device)
-        self._hidden: Tensor | None = None
+        self.max_tree = tree.size
 
     def admit(self, sequences: Sequence[SequenceState]) -> None:
         """Give sequences pages for their context, which the next steps compute, chunk by chunk.
+
+        What was parked is copied back: such a sequence goes on where it was.
 
         Raises:
             OutOfPages: one doesn't fit; none of this call was admitted.
         """
         opened: list[SequenceState] = []
+        restored: list[Tensor | None] = []
         try:
             for sequence in sequences:
-                sequence.slot, sequence.computed = self.pool.open(), 0
+                sequence.slot = self.pool.open()
                 opened.append(sequence)
                 self.pool.reserve(sequence.slot, len(sequence.context))
+                parked = sequence.parked
+                if parked is not None:
+                    self.pool.swap_in(sequence.slot, parked.pages)
+                hidden = None if parked is None else parked.hidden
+                restored.append(None if hidden is None else hidden.to(self.target.device))
         except BaseException:
             for sequence in opened:
                 self.pool.close(sequence.slot)
                 sequence.slot = -1
             raise
-        self.prefilling += sequences
+        for sequence, hidden in zip(sequences, restored, strict=True):
+            sequence.computed = 0 if sequence.parked is None else sequence.parked.pages.tokens
+            sequence.parked, sequence.hidden = None, hidden
+            (self.prefilling if hidden is None else self.sequences).append(sequence)
+
+    def park(self, sequence: SequenceState) -> None:
+        """Copy an open sequence's keys, values and hidden state to host memory (:meth:`release` frees its pages)."""
+        running = sequence.hidden is not None
+        pages = self.pool.swap_out(sequence.slot, len(sequence.context) if running else sequence.computed)
+        sequence.parked = Parked(pages, None if sequence.hidden is None else sequence.hidden.to("cpu", copy=True))
 
     def start(self, sequences: Sequence[SequenceState]) -> None:
         """Admit sequences and compute their context to the end, while the others wait; they join the next steps.
@@ -119,7 +124,6 @@ class SpecDecoder:
         except BaseException:
             self.release(sequences)
             raise
-        self._retire()
 
     def reserve(self, sequence: SequenceState) -> None:
         """Make sure of the pages that a running sequence may fill in the next step.
@@ -136,15 +140,15 @@ class SpecDecoder:
         Returns the sequences that it finished (their pages are free).
 
         Raises:
-            OutOfPages: the accepted tokens might not fit; nothing was emitted.
+            OutOfPages: the accepted tokens might not fit.
+            Exception: of the target, the drafter, the verifier, a ``stop``, or for want of memory. Either way nothing
+                was emitted and the step may be tried again.
         """
-        trees = None
         if self.sequences:
             for sequence in self.sequences:
                 self.reserve(sequence)
-            trees = self._draft(self._step_tree())
-        self._forward(trees)
-        return self._retire()
+            return self._forward(self._draft(self._step_tree()))
+        return self._forward(None) if self.prefilling else []
 
     def release(self, sequences: Sequence[SequenceState]) -> None:
         """Take sequences out, whatever state they are in; their pages are free at once."""
@@ -154,15 +158,9 @@ class SpecDecoder:
                 self.pool.close(sequence.slot)
                 if isinstance(self.drafter, StatefulDrafter):
                     self.drafter.close(sequence.slot)
-                sequence.slot = -1
+                sequence.slot, sequence.hidden = -1, None
         self.prefilling = [s for s in self.prefilling if id(s) not in gone]
-        keep = [i for i, s in enumerate(self.sequences) if id(s) not in gone]
-        if len(keep) == len(self.sequences):
-            return
-        rows = torch.tensor(keep, dtype=torch.int64, device=self.target.device)
-        self.sequences = [self.sequences[i] for i in keep]
-        self._seq_lens, self._roots = self._seq_lens[rows], self._roots[rows]
-        self._hidden = self._hidden[rows] if self._hidden is not None and keep else None
+        self.sequences = [s for s in self.sequences if id(s) not in gone]
 
     def abort(self) -> None:
         """Close all sequences, whatever state they are in."""
@@ -170,21 +168,18 @@ class SpecDecoder:
             sequence.finished = True
         self.release([*self.sequences, *self.prefilling])
 
-    def _retire(self) -> list[SequenceState]:
-        finished = [s for s in self.sequences if s.finished]
-        self.release(finished)
-        return finished
-
     def _step_tree(self) -> DraftTree:
         """The tree, without nodes deeper than the tokens anybody still wants."""
         tree = self.tree if self.chooser is None else self.chooser.tree_for(len(self.sequences))
-        return tree.truncated(max(s.remaining for s in self.sequences) - 1)
+        return tree.pruned(min(tree.size, self.max_tree)).truncated(max(s.remaining for s in self.sequences) - 1)
 
     def _draft(self, tree: DraftTree) -> TreeBatch:
         """Let the drafter fill the tree; what isn't a token becomes -1 for the walk and 0 for the embedding."""
-        assert self._hidden is not None
         slots, tokens = [s.slot for s in self.sequences], [s.tokens for s in self.sequences]
-        draft = self.drafter.propose(DraftInput(tree, self._roots, self._hidden, tokens, slots))
+        known = [slots, [t[-1] for t in tokens], [len(t) - 1 for t in tokens]]
+        rows, roots, lengths = torch.tensor(known, device=self.target.device)
+        hidden = torch.stack([s.hidden for s in self.sequences if s.hidden is not None])
+        draft = self.drafter.propose(DraftInput(tree, roots, hidden, tokens, slots))
         expected = (len(self.sequences), tree.size)
         if tuple(draft.shape) != expected or draft.dtype != torch.int64:
             raise ValueError(
@@ -195,77 +190,45 @@ class SpecDecoder:
         if draft.device.type == "cpu":  # elsewhere a look at it would make the host wait
             tree, draft = _without_empty_depths(tree, draft)
         draft = draft.to(self.target.device)
-        draft[:, 0] = self._roots
-        rows = torch.tensor(slots, device=self.target.device)
-        longest = max(map(len, tokens)) - 1
-        return tree_batch(tree, draft, self._seq_lens, self.pool.block_table[rows], longest)
+        draft[:, 0] = roots
+        return tree_batch(tree, draft, lengths.int(), self.pool.block_table[rows], max(map(len, tokens)) - 1)
 
-    def _forward(self, trees: TreeBatch | None) -> None:
+    def _forward(self, trees: TreeBatch | None) -> list[SequenceState]:
         """One forward pass over trees and the next chunk, and everything that follows from it."""
+        device, batch = self.target.device, trees
+        chunk: Chunk | None = None
+        keep: Tensor | None = None
         running = self.sequences if trees is not None else []
-        chunk = self._next_chunk(trees)
-        if chunk is None and trees is None:
-            return
-        batch, keep, nodes = trees, None, 0 if trees is None else trees.num_tree_nodes
-        if chunk is not None:
+        nodes = 0 if trees is None else trees.num_tree_nodes
+        if self.prefilling:
+            # The plan counts the larger of a chunk and all trees.
+            room = self.prefill_chunk if trees is None else max(self.prefill_chunk, self.pool.max_nodes) - nodes
+            chunk = next_chunk(self.prefilling, room, self.pool, device)
             batch = chunk.batch if trees is None else side_by_side(trees, chunk.batch)
-            keep = torch.cat([torch.arange(nodes, device=self.target.device), nodes + chunk.last_rows])
-        assert batch is not None
-        attention = StepAttention(self.pool, batch, self.backend)
-        output = self.target.forward(batch, attention, keep, logits=self.verifier.needs_logits)
+            keep = torch.cat([torch.arange(nodes, device=device), nodes + chunk.last_rows])
+        assert batch is not None, "there is nothing to compute"
+        output = self.target.forward(
+            batch, StepAttention(self.pool, batch, self.backend), keep, logits=self.verifier.needs_logits
+        )
         fresh = chunk.fresh if chunk is not None else []
-        verdict = self._verdict(trees, running, fresh, output.rows(nodes + len(fresh)))
-        if trees is not None and verdict is not None:
-            self._advance(trees, verdict, output)
-        if chunk is not None:
-            self._count_chunk(chunk)
-            first = [tokens[0] for tokens in verdict.emitted[len(running) :]] if verdict is not None else []
-            for sequence, token in zip(fresh, first, strict=True):
-                sequence.take([token])
-            self._join(chunk, output.hidden[nodes:])
-
-    def _next_chunk(self, trees: TreeBatch | None) -> _Chunk | None:
-        """The next part of the contexts in ``prefilling``, oldest first, as large as the rows of a step allow."""
-        if not self.prefilling:
-            return None
-        room = self.prefill_chunk
-        if trees is not None:  # the plan counts the larger of a chunk and all trees
-            room = max(room, self.pool.max_nodes) - trees.num_tree_nodes
-        parts = []
-        for sequence in self.prefilling:
-            if size := min(room, len(sequence.context) - sequence.computed):
-                parts.append((sequence, size))
-                room -= size
-        device = self.target.device
-        tokens = [torch.tensor(s.context[s.computed : s.computed + size], device=device) for s, size in parts]
-        slots = torch.tensor([s.slot for s, _ in parts], device=device)
-        batch = chunk_batch(tokens, [s.computed for s, _ in parts], self.pool.block_table[slots])
-        ends = torch.tensor([size for _, size in parts]).cumsum(0).tolist()
-        done = [(s, end - 1) for (s, size), end in zip(parts, ends, strict=True) if s.computed + size == len(s.context)]
-        done.sort(key=lambda item: item[0].emitted > 0)
-        rows = torch.tensor([row for _, row in done], dtype=torch.int64, device=device)
-        return _Chunk(parts, batch, [s for s, _ in done if not s.emitted], [s for s, _ in done], rows)
-
-    def _verdict(
-        self,
-        trees: TreeBatch | None,
-        running: Sequence[SequenceState],
-        fresh: Sequence[SequenceState],
-        output: TargetOutput,
-    ) -> Verdict | None:
-        """The verifier's word on all trees; a new prompt's last row counts as a tree without drafts."""
+        all_trees, hidden = trees, output.hidden
+        emitted: list[list[int]] = []
         if fresh:
-            device = self.target.device
-            roots = torch.tensor([s.prompt[-1] for s in fresh], device=device)[:, None]
-            lengths = torch.tensor([len(s.prompt) - 1 for s in fresh], dtype=torch.int32, device=device)
-            table = self.pool.block_table[torch.tensor([s.slot for s in fresh], device=device)]
-            first = tree_batch(DraftTree.chain(0), roots, lengths, table, max(len(s.prompt) for s in fresh) - 1)
-            trees = first if trees is None else side_by_side(trees, first)
-        return None if trees is None else self.verifier(trees, [*running, *fresh], output)
+            first = first_trees(fresh, self.pool, device)
+            all_trees = first if trees is None else side_by_side(trees, first)
+        if all_trees is not None:
+            verdict = self.verifier(all_trees, [*running, *fresh], output.rows(nodes + len(fresh)))
+            emitted = verdict.emitted
+            if trees is not None:
+                hidden = self._commit(trees, verdict, hidden)
+        return self._advance(running, trees, chunk, emitted, hidden)
 
-    def _advance(self, trees: TreeBatch, verdict: Verdict, output: TargetOutput) -> None:
-        """Commit what the running sequences accepted, and let them take their tokens."""
-        count = len(self.sequences)
+    def _commit(self, trees: TreeBatch, verdict: Verdict, hidden: Tensor) -> Tensor:
+        """Write what the running sequences accepted behind their tokens, where a failed step may leave it.
+
+        Returns their last accepted nodes' hidden states, and behind them the kept rows of chunks.
+        """
+        count, nodes = trees.num_trees, trees.num_tree_nodes
         index, length = verdict.accept_index[:count], verdict.accept_length[:count]
         for group in self.pool.groups:
             device = group.k_pages.device
@@ -277,40 +240,52 @@ class SpecDecoder:
                 backend=self.backend,
             )  # fmt: skip
         last = trees.qo_indptr[:-1] + index.gather(1, length[:, None].long())[:, 0]
-        self._hidden = output.hidden[last.long()]
-        self._roots = verdict.bonus_token[:count]
-        self._seq_lens = self._seq_lens + length + 1
-        emitted = verdict.emitted[:count]
-        self.stats.record_step([len(tokens) - 1 for tokens in emitted], trees.num_tree_nodes, trees.max_depth)
-        if self.chooser is not None:
-            self.chooser.stepped()
-        for sequence, tokens in zip(self.sequences, emitted, strict=True):
-            sequence.steps += 1
-            sequence.accepted += len(tokens) - 1
-            self.stats.tokens += sequence.take(tokens)
+        if len(hidden) > nodes:
+            last = torch.cat([last, torch.arange(nodes, len(hidden), dtype=last.dtype, device=last.device)])
+        return hidden[last.long()]
 
-    def _count_chunk(self, chunk: _Chunk) -> None:
-        for sequence, size in chunk.parts:
+    def _advance(
+        self,
+        running: Sequence[SequenceState],
+        trees: TreeBatch | None,
+        chunk: Chunk | None,
+        emitted: Sequence[Sequence[int]],
+        hidden: Tensor,
+    ) -> list[SequenceState]:
+        """The step's only part that changes sequences: all of them, or, if somebody's ``stop`` fails, none."""
+        fresh, ended = (chunk.fresh, chunk.ended) if chunk is not None else ([], [])
+        states = hidden.unbind(0)
+        takers = [*running, *fresh]
+        before = [len(sequence.tokens) for sequence in takers]
+        try:
+            taken = [sequence.take(tokens) for sequence, tokens in zip(takers, emitted, strict=True)]
+        except BaseException:
+            for sequence, length in zip(takers, before, strict=True):
+                sequence.untake(length)
+            raise
+        if trees is not None:
+            accepted = [len(tokens) - 1 for tokens in emitted[: len(running)]]
+            self.stats.record_step(accepted, trees.num_tree_nodes, trees.max_depth)
+            self.stats.tokens += sum(taken[: len(running)])
+            for sequence, drafts in zip(running, accepted, strict=True):
+                sequence.steps += 1
+                sequence.accepted += drafts
+            if self.chooser is not None:
+                self.chooser.stepped()
+        for sequence, size in chunk.parts if chunk is not None else ():
+            again = min(size, max(0, sequence.lost - sequence.computed))
             sequence.computed += size
-            if sequence.preemptions:
-                self.stats.recomputed_tokens += size
-            else:
-                self.stats.prefill_tokens += size
+            self.stats.recomputed_tokens += again
+            self.stats.prefill_tokens += size - again
             self.stats.slots_written += size
-
-    def _join(self, chunk: _Chunk, hidden: Tensor) -> None:
-        """Sequences whose context is complete take part from now on; ``hidden`` are their last rows."""
-        if not chunk.ended:
-            return
-        joined = {id(sequence) for sequence in chunk.ended}
+        for sequence, state in zip([*running, *ended], states, strict=True):
+            sequence.hidden = state
+        joined = {id(sequence) for sequence in ended}
         self.prefilling = [s for s in self.prefilling if id(s) not in joined]
-        device = self.target.device
-        roots = torch.tensor([s.tokens[-1] for s in chunk.ended], device=device)
-        lengths = torch.tensor([len(s.tokens) - 1 for s in chunk.ended], dtype=torch.int32, device=device)
-        self._hidden = hidden if self._hidden is None else torch.cat([self._hidden, hidden])
-        self._roots = torch.cat([self._roots, roots])
-        self._seq_lens = torch.cat([self._seq_lens, lengths])
-        self.sequences = [*self.sequences, *chunk.ended]
+        self.sequences = [*self.sequences, *ended]
+        finished = [s for s in self.sequences if s.finished]
+        self.release(finished)
+        return finished
 
 
 def _without_empty_depths(tree: DraftTree, draft: Tensor) -> tuple[DraftTree, Tensor]:

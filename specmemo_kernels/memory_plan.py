@@ -25,8 +25,8 @@ class BudgetError(ValueError):
     """The budget can't hold what was asked for; the message names the part, the limit and what to do."""
 
 
-def parse_bytes(size: int | str) -> int:
-    """``"2GiB"``, ``"512 MB"``, ``"1000"`` or a number of bytes.
+def parse_bytes(size: int | str, name: str = "memory_budget") -> int:
+    """``"2GiB"``, ``"512 MB"``, ``"1000"`` or a number of bytes; ``name`` is the argument's.
 
     Raises:
         ValueError: not a size, or not positive.
@@ -34,7 +34,7 @@ def parse_bytes(size: int | str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", str(size))
     count = float(match[1]) * _UNITS.get(match[2], math.nan) if match else math.nan
     if not 1 <= count < math.inf:
-        raise ValueError(f"memory_budget is {size!r}, expected bytes or a size such as '2GiB' or '512MB'")
+        raise ValueError(f"{name} is {size!r}, expected bytes or a size such as '2GiB' or '512MB'")
     return int(count)
 
 

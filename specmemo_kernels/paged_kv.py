@@ -75,12 +75,28 @@ class LayerGroup:
     v_scales: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class HostPages:
+    """The first ``tokens`` tokens of a sequence in host memory: per group its pages' keys, values and scales as stored.
+
+    Each part is ``[pages, num_layers, page_size, ...]``.
+    """
+
+    tokens: int
+    parts: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        return sum(part.nbytes for part in self.parts)
+
+
 class PagedKVPool:
     """Pages for all layers and sequences.
 
     Args:
         layers: what each layer stores; equal layers are stacked.
-        num_pages, page_size: pages and tokens per page; the pool never grows beyond them.
+        num_pages, page_size: pages and tokens per page; the pool never grows by itself (:meth:`resize`).
         max_sequences: rows of the block table.
         max_nodes: scratch slots, the most tree nodes that one step verifies over all sequences.
         kv_dtype: ``"int8"`` or ``"fp8"`` for pages of 8-bit codes with a scale per token and head; ``None`` for
@@ -106,7 +122,40 @@ class PagedKVPool:
                 raise ValueError(f"PagedKVPool: {name} is {value}, it must be at least 1")
         self.layers = tuple(layers)
         self.num_pages, self.page_size, self.max_nodes, self.kv_dtype = num_pages, page_size, max_nodes, kv_dtype
-        self.groups = tuple(self._allocate(kind) for kind in dict.fromkeys(self.layers))
+        self.device = self.layers[0].device
+        self._kinds = {kind: tuple(i for i, la in enumerate(self.layers) if la == kind) for kind in self.layers}
+        self._adopt([(*self._new_pages(kind, num_pages), *self._new_scratch(kind, max_nodes)) for kind in self._kinds])
+        self.block_table = torch.zeros(max_sequences, num_pages, dtype=torch.int32, device=self.device)
+        self._free_pages = list(range(num_pages - 1, -1, -1))
+        self._free_slots = list(range(max_sequences - 1, -1, -1))
+        self._pages: dict[int, list[int]] = {}
+
+    def _new_pages(self, kind: LayerKV, num_pages: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Keys, values and their scales."""
+        shape = (len(self._kinds[kind]), num_pages, self.page_size, kind.num_kv_heads)
+        codes = page_dtype(self.kv_dtype)
+        k, v = (
+            torch.empty(*shape, dim, dtype=codes or kind.dtype, device=kind.device)
+            for dim in (kind.head_dim, kind.v_head_dim)
+        )
+        if codes is None:
+            return k, v, None, None
+        scales = [torch.empty(shape, dtype=torch.float32, device=kind.device) for _ in range(2)]
+        return k, v, scales[0], scales[1]
+
+    def _new_scratch(self, kind: LayerKV, max_nodes: int) -> tuple[Tensor, Tensor]:
+        shape = (len(self._kinds[kind]), max_nodes, kind.num_kv_heads)
+        k = torch.empty(*shape, kind.head_dim, dtype=kind.dtype, device=kind.device)
+        return k, torch.empty(*shape, kind.v_head_dim, dtype=kind.dtype, device=kind.device)
+
+    def _adopt(self, tensors: Sequence[tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor]]) -> None:
+        """These are the groups' pages, scales and scratch from now on."""
+        self.groups = tuple(
+            LayerGroup(layers, k, v, k_scratch, v_scratch, k_scales, v_scales)
+            for layers, (k, v, k_scales, v_scales, k_scratch, v_scratch) in zip(
+                self._kinds.values(), tensors, strict=True
+            )
+        )
         views = {layer: (group, i) for group in self.groups for i, layer in enumerate(group.layers)}
         order = [views[layer] for layer in range(len(self.layers))]
         self.k_pages = [group.k_pages[i] for group, i in order]
@@ -115,30 +164,54 @@ class PagedKVPool:
         self.v_scratch = [group.v_scratch[i] for group, i in order]
         self.k_scales = [None if group.k_scales is None else group.k_scales[i] for group, i in order]
         self.v_scales = [None if group.v_scales is None else group.v_scales[i] for group, i in order]
-        self.device = self.layers[0].device
-        self.block_table = torch.zeros(max_sequences, num_pages, dtype=torch.int32, device=self.device)
-        self._free_pages = list(range(num_pages - 1, -1, -1))
-        self._free_slots = list(range(max_sequences - 1, -1, -1))
-        self._pages: dict[int, list[int]] = {}
 
-    def _allocate(self, kind: LayerKV) -> LayerGroup:
-        layers = tuple(i for i, layer in enumerate(self.layers) if layer == kind)
+    def resize(self, num_pages: int) -> None:
+        """Really have ``num_pages`` pages, while no sequence is open: the old ones are freed before there are new ones.
 
-        def make(dtype: torch.dtype, *shape: int) -> Tensor:
-            return torch.empty(len(layers), *shape, dtype=dtype, device=kind.device)
+        A failed allocation leaves a pool without pages, which can be resized again.
+        """
+        assert not self._pages, f"sequences {sorted(self._pages)} are open; their pages would be lost"
+        for pages in (0, num_pages):
+            with torch.inference_mode(False):
+                tables = self.block_table.new_zeros(len(self._free_slots), pages)
+                new = [self._new_pages(kind, pages) for kind in self._kinds]
+            self._adopt([(*n, g.k_scratch, g.v_scratch) for n, g in zip(new, self.groups, strict=True)])
+            self.block_table, self.num_pages, self._free_pages = tables, pages, list(range(pages - 1, -1, -1))
 
-        codes = page_dtype(self.kv_dtype)
-        stored = codes or kind.dtype
-        pages, scratch = (self.num_pages, self.page_size, kind.num_kv_heads), (self.max_nodes, kind.num_kv_heads)
-        return LayerGroup(
-            layers,
-            make(stored, *pages, kind.head_dim),
-            make(stored, *pages, kind.v_head_dim),
-            make(kind.dtype, *scratch, kind.head_dim),
-            make(kind.dtype, *scratch, kind.v_head_dim),
-            None if codes is None else make(torch.float32, *pages),
-            None if codes is None else make(torch.float32, *pages),
-        )
+    def resize_scratch(self, max_nodes: int) -> None:
+        """Have ``max_nodes`` scratch slots, between steps; a failed allocation leaves none."""
+        for nodes in (0, max_nodes):
+            with torch.inference_mode(False):
+                new = [self._new_scratch(kind, nodes) for kind in self._kinds]
+            pages = [(g.k_pages, g.v_pages, g.k_scales, g.v_scales) for g in self.groups]
+            self._adopt([(*p, *n) for p, n in zip(pages, new, strict=True)])
+            self.max_nodes = nodes
+
+    def swap_out(self, slot: int, tokens: int) -> HostPages:
+        """A copy in host memory of the sequence's first ``tokens`` tokens; :meth:`close` then frees its pages.
+
+        It goes page by page, as there may be no device memory left for a copy of all.
+        """
+        ids = self._pages[slot][: self.pages_for(tokens)]
+        parts = []
+        for tensor in self._stored():
+            host = torch.empty(len(ids), *tensor[:, 0].shape, dtype=tensor.dtype, device="cpu")
+            for place, page in enumerate(ids):
+                host[place].copy_(tensor[:, page])
+            parts.append(host)
+        return HostPages(tokens, tuple(parts))
+
+    def swap_in(self, slot: int, pages: HostPages) -> None:
+        """Copy back what :meth:`swap_out` saved into the sequence's own pages, which have been reserved."""
+        ids = self._pages[slot][: self.pages_for(pages.tokens)]
+        for tensor, host in zip(self._stored(), pages.parts, strict=True):
+            for place, page in enumerate(ids):
+                tensor[:, page].copy_(host[place])
+
+    def _stored(self) -> list[Tensor]:
+        """Everything in which a page has its place, as ``[num_layers, num_pages, ...]``."""
+        tensors = [t for g in self.groups for t in (g.k_pages, g.v_pages, g.k_scales, g.v_scales)]
+        return [tensor for tensor in tensors if tensor is not None]
 
     @property
     def page_bytes(self) -> int:
@@ -190,8 +263,9 @@ class PagedKVPool:
                 f"{tokens} tokens need {missing} more pages of {self.page_size} tokens, {len(self._free_pages)} of "
                 f"{self.num_pages} are free; shorten the prompt or max_new_tokens, or raise memory_budget"
             )
-        new = [self._free_pages.pop() for _ in range(missing)]
+        new = self._free_pages[: -missing - 1 : -1]
         self.block_table[slot, len(held) : len(held) + missing] = torch.tensor(new, dtype=torch.int32)
+        del self._free_pages[-missing:]  # nothing is taken before nothing can fail any more
         held.extend(new)
 
     def close(self, slot: int) -> None:

@@ -76,7 +76,7 @@ def walk(
 
     Args:
         choose: the target's token at a node, given the tokens that this step emitted before; asked once per emitted
-            token, in order, and not again after the sequence's end.
+            token, in order, and not again after the sequence's end (see :meth:`SequenceState.decide`).
 
     Returns:
         The accepted path (node ids, root first) and the token that the target writes at each of its nodes.
@@ -84,7 +84,7 @@ def walk(
     path: list[int] = [0]
     tokens: list[int] = []
     while True:
-        token = choose(path[-1], tokens)
+        token = sequence.decide(len(tokens), partial(choose, path[-1], tokens))
         tokens.append(token)
         if token in sequence.eos_token_ids or len(tokens) >= sequence.remaining or len(path) > max_depth:
             return path, tokens
@@ -110,6 +110,10 @@ def _best_token(best: list[int], node: int, _: list[int]) -> int:
     return best[node]
 
 
+def _nothing_to_choose(node: int, tokens: list[int]) -> int:
+    raise AssertionError(f"token {len(tokens)} of the step, at node {node}, was to be decided already")
+
+
 def _draw_token(
     sequence: SequenceState, sampling: Sampling, logits: Callable[[int], Tensor], node: int, _: list[int]
 ) -> int:
@@ -125,6 +129,8 @@ def _typical(
     rule: TypicalAcceptance,
 ) -> Path:
     """The longest path of typical candidates, of equally long ones the likeliest; the token after it is drawn."""
+    if sequence.decided:
+        return walk(sequence, parents, drafts, sequence.decided - 1, _nothing_to_choose)
     log_chance = {0: 0.0}
     depth = {0: 0}
     children: dict[int, list[int]] = {}
@@ -147,4 +153,5 @@ def _typical(
         path.append(parents[path[-1]])
     path.reverse()
     bonus = draw(sampling.probabilities(logits(last)), sequence.random(sampling))
-    return path, [*(drafts[node] for node in path[1:]), bonus]
+    tokens = [*(drafts[node] for node in path[1:]), bonus]
+    return path, [sequence.decide(ahead, partial(int, token)) for ahead, token in enumerate(tokens)]

@@ -84,6 +84,15 @@ class Sampling:
 
 
 def draw(probabilities: Tensor, generator: torch.Generator | None) -> int:
-    """One token from ``[V]`` probabilities, with ``generator`` on its own device; ``None`` takes torch's own."""
-    there = probabilities if generator is None else probabilities.to(generator.device)
-    return int(torch.multinomial(there, 1, generator=generator))
+    """One token from ``[V]`` probabilities, with ``generator`` on its own device; ``None`` takes torch's own.
+
+    A draw that fails leaves the generator as it was.
+    """
+    if generator is None:
+        return int(torch.multinomial(probabilities, 1))
+    before = generator.get_state()
+    try:
+        return int(torch.multinomial(probabilities.to(generator.device), 1, generator=generator))
+    except BaseException:
+        generator.set_state(before)
+        raise

@@ -7,7 +7,10 @@ import threading
 from collections.abc import Sequence
 
 from specmemo_kernels.decode import SpecDecoder
+from specmemo_kernels.drafting.placing import DrafterPlace, can_offload
+from specmemo_kernels.memory_monitor import give_back
 from specmemo_kernels.paged_kv import OutOfPages
+from specmemo_kernels.pressure import Governor, Level, is_out_of_memory, levels
 from specmemo_kernels.sequence import SequenceState
 
 
@@ -16,21 +19,41 @@ class Scheduler:
 
     A sequence is admitted when a place is free and the pages that it needs now are: its context and one step, not the
     worst case of its whole length. Contexts are computed in chunks inside the steps of the running sequences. When the
-    running sequences can't all grow, the youngest gives its pages back and waits at its place in the order; later its
-    tokens are computed anew, so nothing that it emitted changes. The oldest is never preempted, so everybody is served.
+    running sequences can't all grow, the youngest gives its pages back and waits at its place in the order. They are
+    copied to host memory and back, or, where that is the same memory or can't be had, computed anew; nothing that it
+    emitted changes. The oldest is never preempted for a younger one, so everybody is served.
+
+    An allocation that fails inside a step changes no sequence: the governor gives something up and the step is tried
+    again. What it gives up is really freed: scratch and activations with the tree, the pool's unused pages by a smaller
+    pool, for which all that is alive is parked in host memory for a moment, the drafter by moving to the host.
 
     Args:
         decoder: with nothing running; the scheduler alone admits to it.
         max_sequences: most sequences at once, within the rows of the decoder's block table.
+        governor: says what may be used; ``None``: one of its own that only reacts to failed allocations.
+        max_pages: pages that the pool may be given when memory is plenty; ``None``: those that it has.
 
     :meth:`abort` may be called from anywhere, also from another thread or a sequence's own ``stop``; everything else
     belongs to one thread.
     """
 
-    def __init__(self, decoder: SpecDecoder, max_sequences: int) -> None:
+    def __init__(
+        self,
+        decoder: SpecDecoder,
+        max_sequences: int,
+        *,
+        governor: Governor | None = None,
+        max_pages: int | None = None,
+    ) -> None:
         rows = decoder.pool.block_table.shape[0]
         if not 1 <= max_sequences <= rows:
             raise ValueError(f"max_sequences is {max_sequences}, the pool has {rows} rows; give 1 to {rows}")
+        if governor is None:
+            can_go = can_offload(decoder.drafter)
+            governor = Governor(levels(decoder.tree.size, decoder.prefill_chunk, max_sequences, can_go))
+        self.governor, self.max_pages = governor, max_pages or decoder.pool.num_pages
+        self._applied: Level | None = None
+        self._drafter = DrafterPlace(decoder.drafter, decoder.pool)
         self.decoder, self.max_sequences = decoder, max_sequences
         self._waiting: list[SequenceState] = []
         self._arrivals = 0
@@ -51,10 +74,10 @@ class Scheduler:
                 "both must be at least 1"
             )
         most = self.most_slots(len(sequence.prompt), sequence.max_new_tokens)
-        if pool.pages_for(most) > pool.num_pages:
+        if pool.pages_for(most) > self.max_pages:
             raise OutOfPages(
                 f"a prompt of {len(sequence.prompt)} and {sequence.max_new_tokens} new tokens may take {most} slots, "
-                f"the pool has {pool.num_pages * pool.page_size}; shorten the prompt or max_new_tokens, or raise "
+                f"the pool has {self.max_pages * pool.page_size}; shorten the prompt or max_new_tokens, or raise "
                 "memory_budget"
             )
         self._arrivals += 1
@@ -97,15 +120,18 @@ class Scheduler:
     def step(self) -> list[SequenceState]:
         """Admit whom there is room for, then one forward pass; returns the sequences that ended, also the aborted.
 
-        After an exception (of the model, the drafter or a ``stop``) only :meth:`close` is left.
+        After an exception (of the model, the drafter or a ``stop``, or of an allocation when nothing is left to give
+        up) only :meth:`close` is left.
         """
         with self._lock:
             self._stepping = True
             try:
                 ended = self._drop_aborted()
-                self._admit()
-                self._make_room()
-                ended += self.decoder.step()
+                move = self.governor.review()
+                self.decoder.stats.grows += move > 0
+                if move < 0:
+                    self._shrink()
+                ended += self._step()
             finally:
                 self._stepping = False
             return ended + self._drop_aborted()
@@ -125,19 +151,89 @@ class Scheduler:
                 sequence.aborted = sequence.finished = True
             self._drop_aborted()
 
+    def _step(self) -> list[SequenceState]:
+        """One step of the decoder, tried again with less as long as allocations fail and something is left."""
+        while True:
+            try:
+                self._adapt(self.governor.level)
+                self._admit()
+                self._make_room()
+                return self.decoder.step()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if not self._shrink():
+                    error.add_note(
+                        f"specmemo: memory ran out with nothing left to give up ({self.governor.level}); free some, "
+                        "shorten the prompt or max_new_tokens, or patch with a smaller memory_budget"
+                    )
+                    raise
+            # Here the error is gone, and with it the frames that held the failed pass's tensors.
+            self.decoder.stats.retries += 1
+
+    def _shrink(self) -> bool:
+        moved = self.governor.shrink(min(self.max_sequences, len(self.active) + len(self._waiting)))
+        self.decoder.stats.shrinks += moved
+        return moved
+
+    def _adapt(self, level: Level) -> None:
+        """Make everything as the level says; what fails on the way is done by the next try."""
+        if level is self._applied:
+            return
+        self._applied = None
+        decoder, places = self.decoder, min(level.max_sequences, self.max_sequences)
+        decoder.max_tree, decoder.prefill_chunk = level.max_tree, level.prefill_chunk
+        nodes = min(level.max_tree, decoder.tree.size) * places
+        if decoder.pool.max_nodes < nodes or (self.governor.shrunk and decoder.pool.max_nodes > nodes):
+            decoder.pool.resize_scratch(nodes)
+        while len(self.active) > places:
+            self._preempt(self.active[-1])
+        pages = self._pages_wanted(level, places)
+        if decoder.pool.num_pages != pages:
+            self._resize(pages)
+        self._drafter.put(level.heads, level.prefill_chunk)
+        if self.governor.shrunk:
+            give_back({kv.device for kv in decoder.pool.layers})
+        self._applied = level
+
+    def _pages_wanted(self, level: Level, places: int) -> int:
+        """All, or what those who may run need for their next step and the oldest to its end."""
+        first = sorted((*self.active, *self._waiting), key=_arrival)[:places]
+        if level.spare_pages or not first:
+            return max(self.max_pages, self.decoder.pool.num_pages)
+        return min(self.max_pages, max(self._most_pages(first[0]), sum(map(self._next_pages, first))))
+
+    def _most_pages(self, sequence: SequenceState) -> int:
+        return self.decoder.pool.pages_for(self.most_slots(len(sequence.prompt), sequence.max_new_tokens))
+
+    def _next_pages(self, sequence: SequenceState) -> int:
+        """Pages for its context and one step."""
+        return self.decoder.pool.pages_for(len(sequence.context) + 1 + self.decoder.tree.max_depth)
+
+    def _resize(self, pages: int) -> None:
+        """Another number of pages in the pool; everybody waits meanwhile, and is admitted again in order."""
+        for sequence in reversed(self.active):
+            self._preempt(sequence)
+        self.decoder.pool.resize(pages)
+
     def _drop_aborted(self) -> list[SequenceState]:
         gone = [s for s in (*self._waiting, *self.active) if s.finished]
+        for sequence in gone:
+            sequence.parked = None
         self._waiting = [s for s in self._waiting if not s.finished]
         self.decoder.release(gone)
         return gone
 
     def _admit(self) -> None:
         """The next ones in order, while each leaves a page for everybody who runs already."""
-        pool = self.decoder.pool
-        while self._waiting and (active := len(self.active)) < self.max_sequences:
+        pool, level = self.decoder.pool, self.governor.level
+        places = min(self.max_sequences, level.max_sequences)
+        while self._waiting and (active := len(self.active)) < places:
             sequence = self._waiting[0]
-            needed = pool.pages_for(len(sequence.context) + 1 + self.decoder.tree.max_depth)
-            if active and needed + active > pool.free_pages:
+            if not active and self._most_pages(sequence) > pool.num_pages:  # after the pool has shrunk
+                self._resize(self._most_pages(sequence))
+                self._drafter.put(level.heads, level.prefill_chunk)
+            if active and self._next_pages(sequence) + active > pool.free_pages:
                 return
             self.decoder.admit([sequence])
             del self._waiting[0]
@@ -153,6 +249,18 @@ class Scheduler:
                     self._preempt(self.active[-1])
 
     def _preempt(self, sequence: SequenceState) -> None:
+        """Take a sequence's pages, with a copy in host memory if it may and can be had."""
+        layers, swap = self.decoder.pool.layers, self.governor.swap
+        if swap or (swap is None and any(layer.device.type != "cpu" for layer in layers)):
+            try:
+                self.decoder.park(sequence)
+                self.decoder.stats.swaps += 1
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+        if sequence.parked is None:
+            there = len(sequence.context) if sequence.hidden is not None else sequence.computed
+            sequence.lost = max(sequence.lost, there)
         self.decoder.release([sequence])
         sequence.preemptions += 1
         self.decoder.stats.preemptions += 1

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from specmemo_kernels.sampling import Sampling
+
+if TYPE_CHECKING:
+    from specmemo_kernels.paged_kv import HostPages
+
+
+@dataclass(frozen=True)
+class Parked:
+    """A preempted sequence in host memory: its pages, and its hidden state if it took steps already."""
+
+    pages: HostPages
+    hidden: torch.Tensor | None
 
 
 @dataclass(eq=False)
@@ -23,7 +35,10 @@ class SequenceState:
         index: the caller's name for it (a row of the batch).
         slot: its row of the block table while it runs, else -1.
         tokens: prompt and output so far.
-        computed: tokens of its context that are in pages, while the context is being computed.
+        computed: tokens of its context that are in pages, while the context is being computed. lost: how many were,
+            before its pages were taken without a copy.
+        hidden: ``[hidden_size]``, the target's state that its newest token came from, while it takes steps.
+        parked: what of it waits in host memory, after its pages were taken.
         finished, aborted: it emits nothing more; on its own account, or because somebody wanted so.
         arrival: its place in the order of a scheduler.
         steps, accepted, preemptions: verification steps it took part in, drafts accepted in them, and how often its
@@ -39,6 +54,9 @@ class SequenceState:
     slot: int = -1
     tokens: list[int] = field(init=False)
     computed: int = field(default=0, init=False)
+    lost: int = field(default=0, init=False)
+    hidden: torch.Tensor | None = field(default=None, init=False, repr=False)
+    parked: Parked | None = field(default=None, init=False, repr=False)
     finished: bool = False
     aborted: bool = field(default=False, init=False)
     arrival: int = field(default=0, init=False)
@@ -46,6 +64,8 @@ class SequenceState:
     accepted: int = field(default=0, init=False)
     preemptions: int = field(default=0, init=False)
     _random: torch.Generator | None = field(default=None, init=False, repr=False)
+    _decided: list[int] = field(default_factory=list, init=False, repr=False)
+    _decided_from: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -86,3 +106,26 @@ class SequenceState:
                 self.finished = True
                 return count
         return len(emitted)
+
+    def untake(self, length: int) -> None:
+        """Take back all tokens but the first ``length``, which a failed step had appended."""
+        del self.tokens[length:]
+        self.finished = self.aborted
+
+    @property
+    def decided(self) -> int:
+        """How many tokens behind the newest one are known already (:meth:`decide`)."""
+        return max(0, self._decided_from + len(self._decided) - len(self.tokens))
+
+    def decide(self, ahead: int, choose: Callable[[], int]) -> int:
+        """The token ``ahead`` places behind the newest one's successor, from ``choose`` or as it was decided before.
+
+        A step that fails behind its verdict is tried again, perhaps with a smaller tree. What was drawn or processed
+        is kept until it is taken, so that the second try neither draws again nor shows a processor the same twice.
+        """
+        if not self.decided:
+            self._decided_from, self._decided = len(self.tokens), []
+        place = len(self.tokens) + ahead - self._decided_from
+        if place == len(self._decided):
+            self._decided.append(choose())
+        return self._decided[place]

@@ -15,7 +15,9 @@ class DecodeStats:
         tokens: tokens those steps delivered (cut at EOS and at the length limit).
         prefill_tokens: prompt tokens computed.
         recomputed_tokens: tokens computed once more, for sequences whose pages had been taken for others.
-        preemptions: how often that was.
+        preemptions: how often pages were taken from a sequence. swaps: of these, how often with a copy in host memory.
+        retries: steps tried again because memory ran out inside. shrinks, grows: how often something was given up,
+            and taken back (:mod:`specmemo_kernels.pressure`).
         drafted: candidate tokens verified.
         accepted_at_depth: entry d: how many sequence steps accepted at least d + 1 drafts.
         offered_at_depth: entry d: how many sequence steps verified a tree of depth d + 1 or more.
@@ -29,6 +31,10 @@ class DecodeStats:
     prefill_tokens: int = 0
     recomputed_tokens: int = 0
     preemptions: int = 0
+    swaps: int = 0
+    retries: int = 0
+    shrinks: int = 0
+    grows: int = 0
     drafted: int = 0
     accepted_at_depth: list[int] = field(default_factory=list)
     offered_at_depth: list[int] = field(default_factory=list)

@@ -87,3 +87,18 @@ class PagedDrafter(StatefulDrafter, Protocol):
 
     def release(self) -> None:
         """Give the pages back."""
+
+
+@runtime_checkable
+class OffloadingDrafter(Drafter, Protocol):
+    """A drafter that can leave its device while memory is scarce; it then is asked for trees without drafts alone."""
+
+    @property
+    def offloadable(self) -> bool:
+        """Whether its device has memory of its own, so that leaving it gives something back."""
+
+    def offload(self) -> None:
+        """Move to host memory, if it isn't there."""
+
+    def restore(self) -> None:
+        """Move back, if it isn't there; if memory doesn't suffice, all of it stays on the host."""

@@ -26,7 +26,11 @@ class _Row:
     guessed: list[int]
 
     def settle(self, tokens: Sequence[int]) -> int:
-        """How many of ``tokens`` are in pages; the newest one never counts, because its successor is asked for."""
+        """How many of ``tokens`` are in pages; the newest one never counts, because its successor is asked for.
+
+        The tokens may be those of the last proposal, when its step failed and is tried again.
+        """
+        self.known = min(self.known, len(tokens) - 1)
         for token in self.guessed:
             if self.known >= len(tokens) - 1 or tokens[self.known] != token:
                 break
@@ -112,11 +116,11 @@ class DraftModelDrafter:
             starts = [length + ahead for length in lengths]
             chain.append(self.model.argmax(self._forward(self._pool, rows, single, starts)))
         drafted = torch.stack(chain, dim=1)
-        for row, length, tokens in zip(rows, lengths, drafted[:, :-1].tolist(), strict=True):
-            row.known, row.guessed = length, tokens
         nodes = [node for node, path in enumerate(tree.paths, start=1) if not any(path)]
         depths = [tree.depths[node] - 1 for node in nodes]
         guesses[:, nodes] = drafted[:, depths].to(device)
+        for row, length, tokens in zip(rows, lengths, drafted[:, :-1].tolist(), strict=True):
+            row.known, row.guessed = length, tokens
         return guesses
 
     def _row(self, pool: PagedKVPool, slot: int) -> _Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -28,6 +29,7 @@ class MedusaDrafter:
         self.heads, self.backend = heads, backend
         self._lm_head = lm_head
         self._weights, self._biases = _stack_blocks(heads)
+        self._home = self._weights[0].device
 
     @property
     def max_depth(self) -> int:
@@ -35,7 +37,29 @@ class MedusaDrafter:
 
     @property
     def nbytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.heads.parameters())
+        """Bytes on its device: none while it is offloaded."""
+        return sum(p.nbytes for p in self.heads.parameters() if p.device == self._home)
+
+    @property
+    def offloadable(self) -> bool:
+        return self._home.type != "cpu"
+
+    def offload(self) -> None:
+        """Move the heads' weights to host memory, in the module that ``patch`` was given too if it holds the same."""
+        self._move(torch.device("cpu"))
+
+    def restore(self) -> None:
+        self._move(self._home)
+
+    def _move(self, device: torch.device) -> None:
+        """All or nothing: everything has arrived before the first old tensor is let go."""
+        stacks = [[tensor.to(device) for tensor in kind] for kind in (self._weights, self._biases)]
+        own = [self.heads.own_weight(head) for head in range(self.heads.num_heads)] if self.heads.own_lm_head else []
+        moved = [weight.data.to(device) for weight in own]
+        for weight, data in zip(own, moved, strict=True):
+            weight.data = data
+        self._weights, self._biases = stacks
+        _point_into(self.heads, *stacks)
 
     def propose(self, inputs: DraftInput) -> torch.Tensor:
         batch, tree = len(inputs.root_tokens), inputs.tree
@@ -70,11 +94,18 @@ def _stack_blocks(heads: MedusaHeads) -> tuple[list[torch.Tensor], list[torch.Te
         linears = [heads.linear(head, layer) for head in range(heads.num_heads)]
         weight = torch.stack([linear.weight.data for linear in linears])
         bias = torch.stack([linear.bias.data for linear in linears])[:, None]
-        for h, linear in enumerate(linears):
-            linear.weight.data, linear.bias.data = weight[h], bias[h, 0]
         weights.append(weight)
         biases.append(bias)
+        _point_into(heads, weights, biases)  # layer by layer: the old matrices are freed before the next stack is made
     return weights, biases
+
+
+def _point_into(heads: MedusaHeads, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> None:
+    """The first layers' parameters become views of their stacks."""
+    for layer, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        for head in range(heads.num_heads):
+            linear = heads.linear(head, layer)
+            linear.weight.data, linear.bias.data = weight[head], bias[head, 0]
 
 
 # The memory plan counts this many (footprint.KEPT_LAYOUTS).

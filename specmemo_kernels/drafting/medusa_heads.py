@@ -88,7 +88,11 @@ class MedusaHeads(nn.ModuleList):
 
     def lm_head_weight(self, head: int, shared: torch.Tensor) -> torch.Tensor:
         """The ``[vocab_size, hidden_size]`` matrix behind head ``head``; ``shared`` is the model's."""
-        return cast(nn.Linear, self._layers(head)[self.num_layers]).weight if self.own_lm_head else shared
+        return self.own_weight(head) if self.own_lm_head else shared
+
+    def own_weight(self, head: int) -> torch.Tensor:
+        """The matrix of head ``head``'s own lm_head."""
+        return cast(nn.Linear, self._layers(head)[self.num_layers]).weight
 
     def linear(self, head: int, layer: int) -> nn.Linear:
         """The linear layer ``[hidden_size, hidden_size]`` of a residual block."""

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from specmemo_kernels import ops
-from specmemo_kernels.drafting.base import Drafter, PagedDrafter
+from specmemo_kernels.drafting.base import Drafter, OffloadingDrafter, PagedDrafter
+from specmemo_kernels.drafting.placing import can_offload
 from specmemo_kernels.integrations.hf_draft import DraftModel, HFDraftModel, attach
 from specmemo_kernels.integrations.hf_generate import Generator
 from specmemo_kernels.integrations.hf_plan import (
@@ -26,8 +27,10 @@ from specmemo_kernels.integrations.hf_plan import (
 )
 from specmemo_kernels.integrations.hf_probe import check_config, probe
 from specmemo_kernels.integrations.hf_target import HFTarget, ModelFacts, lm_head_hook
+from specmemo_kernels.memory_monitor import DeviceMonitor
 from specmemo_kernels.memory_plan import BudgetError, MemoryPlan, divide_budget, parse_bytes
 from specmemo_kernels.paged_kv import PagedKVPool, page_dtype
+from specmemo_kernels.pressure import Governor, is_out_of_memory, levels
 from specmemo_kernels.stats import DecodeStats
 from specmemo_kernels.tree import DraftTree
 from specmemo_kernels.tree_choice import TreeChooser
@@ -41,14 +44,27 @@ class SpecMemo:
         stats: what was counted since patching or ``stats.reset()`` (:class:`DecodeStats`).
         drafter: what proposes tokens.
         backend: name of the operators' backend.
+        governor: what of the plan may be used now (``governor.level``), and when memory is looked at.
         chooser: shrinks the tree as more sequences share a step, where nobody asked for a tree.
     """
 
     def __init__(
-        self, model: Any, facts: ModelFacts, drafter: Drafter, plan: MemoryPlan, target: HFTarget, backend: str
+        self,
+        model: Any,
+        facts: ModelFacts,
+        drafter: Drafter,
+        plan: MemoryPlan,
+        target: HFTarget,
+        backend: str,
+        keep_free: int | None = None,
     ) -> None:
         self.model, self.facts, self.drafter, self.plan, self.target = model, facts, drafter, plan, target
         self.backend = backend
+        self.governor = Governor(
+            levels(plan.tree.size, plan.prefill_chunk, plan.max_sequences, can_offload(drafter)),
+            monitor=None if keep_free is None else DeviceMonitor({layer.device for layer in facts.layers}),
+            keep_free=keep_free or 0,
+        )
         self.stats = DecodeStats()
         self.chooser: TreeChooser | None = None
         self.generator = Generator(self)
@@ -57,10 +73,8 @@ class SpecMemo:
         self._lock = threading.Lock()
         self._generating: int | None = None
 
-    def pool_for(self, lengths: Sequence[int]) -> PagedKVPool:
-        """A pool in which sequences of these lengths fit, as many side by side as the plan allows.
-
-        The last call's pool serves again when it is large enough; else a new one takes its place.
+    def pages_for(self, lengths: Sequence[int]) -> int:
+        """Pages in which sequences of these lengths fit, as many side by side as the plan allows.
 
         Raises:
             BudgetError: one of them can never fit the plan.
@@ -73,25 +87,49 @@ class SpecMemo:
                 f"({plan.max_pages} pages of {plan.page_size}); shorten the prompt or max_new_tokens, or patch with a "
                 "larger memory_budget"
             )
-        sequences = min(len(lengths), plan.max_sequences)
-        needed = min(sum(pages[:sequences]), plan.max_pages or sum(pages))
-        nodes = plan.tree.size * sequences
-        pool = self._pool
-        if pool is None or pool.free_pages < needed or pool.max_nodes < nodes or not pool.fits_sequences(sequences):
-            pool = None  # a name for the old one would keep it alive: both together might not fit
-            self.release()
-            with torch.inference_mode(False):  # else the pool could not be written outside of inference mode later
-                self._pool = pool = PagedKVPool(
-                    self.facts.layers,
-                    num_pages=needed,
-                    page_size=plan.page_size,
-                    max_sequences=sequences,
-                    max_nodes=nodes,
-                    kv_dtype=plan.kv_dtype,
-                )
-                if isinstance(self.drafter, PagedDrafter):
-                    self.drafter.allocate(needed, plan.page_size, sequences, plan.prefill_chunk)
-        self.stats.bytes_by_part = self.bytes_by_part
+        return min(sum(pages[: plan.max_sequences]), plan.max_pages or sum(pages))
+
+    def pool_for(self, lengths: Sequence[int]) -> PagedKVPool:
+        """A pool of :meth:`pages_for`, or while memory is scarce of the pages that the longest one alone needs.
+
+        The last call's pool serves again when it is large enough; else a new one takes its place.
+
+        Raises:
+            BudgetError: one of the sequences can never fit the plan.
+        """
+        wanted, sequences = self.pages_for(lengths), min(len(lengths), self.plan.max_sequences)
+        while True:
+            level = self.governor.level
+            pages = wanted if level.spare_pages else -(-max(lengths) // self.plan.page_size)
+            nodes = min(level.max_tree, self.plan.tree.size) * min(sequences, level.max_sequences)
+            pool = self._pool
+            if pool is None or pool.free_pages < pages or pool.max_nodes < nodes or not pool.fits_sequences(sequences):
+                pool = None  # a name for the old one would keep it alive: both together might not fit
+                self.release()
+                try:
+                    pool = self._new_pool(pages, sequences, nodes)
+                except (RuntimeError, MemoryError) as error:
+                    if not is_out_of_memory(error) or not self.governor.shrink(sequences):
+                        raise
+                    self.stats.shrinks += 1
+                    continue
+            self.stats.bytes_by_part = self.bytes_by_part
+            return pool
+
+    def _new_pool(self, pages: int, sequences: int, nodes: int) -> PagedKVPool:
+        plan = self.plan
+        with torch.inference_mode(False):  # else the pool could not be written outside of inference mode later
+            pool = PagedKVPool(
+                self.facts.layers,
+                num_pages=pages,
+                page_size=plan.page_size,
+                max_sequences=sequences,
+                max_nodes=nodes,
+                kv_dtype=plan.kv_dtype,
+            )
+            if isinstance(self.drafter, PagedDrafter) and self.governor.level.heads:
+                self.drafter.allocate(pages, plan.page_size, sequences, plan.prefill_chunk)
+        self._pool = pool
         return pool
 
     def acquire(self) -> None:
@@ -193,6 +231,7 @@ def patch(
     prefill_chunk: int = 256,
     max_batch_size: int = 8,
     kv_dtype: str | None = None,
+    keep_free: int | str | None = None,
 ) -> SpecMemo:
     """Make ``model.generate`` speculate: the same tokens, in fewer steps, inside a memory budget.
 
@@ -215,6 +254,10 @@ def patch(
         kv_dtype: ``"int8"`` or ``"fp8"`` stores keys and values in pages as 8-bit codes with a scale per token and
             head: about twice the tokens in the same memory, at a small error, so that the tokens may differ from the
             model's own. ``None`` (default): in the model's dtype. Never chosen for you.
+        keep_free: bytes (or ``"512MiB"``) of the device's memory to leave to others. Every few steps it is looked at;
+            below the mark generation gives up, one after the other, nodes of the tree, pages that nobody needs yet, the
+            heads, and sequences, which wait in host memory; it takes them back when there is a quarter more again.
+            ``None``: only when an allocation fails, which either way costs a step's time and no token.
 
     Returns:
         The handle, also ``model.specmemo``; ``with patch(...):`` unpatches at the end.
@@ -231,6 +274,7 @@ def patch(
         raise ValueError(f"patch needs a transformers model with generate and an lm_head, got {type(model).__name__}")
     check_config(model.config)
     budget = None if memory_budget is None else parse_bytes(memory_budget)
+    free = None if keep_free is None else parse_bytes(keep_free, "keep_free")
     page_dtype(kv_dtype)
     name = ops.backend_name(backend, model.get_input_embeddings().weight.device)
     undo = [attach(model)]
@@ -248,11 +292,11 @@ def patch(
             shape = generation_shape(model, facts, drafter, name, page_size, kv_dtype)
             plan = divide_budget(shape, chosen, **limits)
         plan = replace(plan, kernels=kernel_blocks(facts, name, page_size, kv_dtype))
+        handle = SpecMemo(model, facts, drafter, plan, HFTarget(model, facts, name), name, free)
     except BaseException:
         for step in undo:
             step()
         raise
-    handle = SpecMemo(model, facts, drafter, plan, HFTarget(model, facts, name), name)
     handle._undo = undo
     if tree is None:
         handle.chooser = make_chooser(model, facts, drafter, accuracy, plan, handle.stats)
@@ -273,3 +317,5 @@ def unpatch(model: Any) -> None:
         step()
     model.__class__ = _plain_class(type(model))
     del model.specmemo
+    if isinstance(handle.drafter, OffloadingDrafter):
+        handle.drafter.restore()

@@ -103,7 +103,10 @@ class BatchRun:
             prefill_chunk=plan.prefill_chunk, backend=handle.backend, stats=handle.stats,
             chooser=handle.chooser,
         )  # fmt: skip
-        scheduler = Scheduler(decoder, min(len(lengths), plan.max_sequences))
+        scheduler = Scheduler(
+            decoder, min(len(lengths), plan.max_sequences),
+            governor=handle.governor, max_pages=handle.pages_for(lengths),
+        )  # fmt: skip
         submit_all(scheduler, self._sequences)
         return scheduler
 

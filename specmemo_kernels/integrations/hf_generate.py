@@ -144,7 +144,10 @@ class Generator:
             prefill_chunk=plan.prefill_chunk, backend=handle.backend, stats=handle.stats,
             chooser=handle.chooser,
         )  # fmt: skip
-        scheduler = Scheduler(decoder, min(len(sequences), plan.max_sequences))
+        scheduler = Scheduler(
+            decoder, min(len(sequences), plan.max_sequences),
+            governor=handle.governor, max_pages=handle.pages_for(lengths),
+        )  # fmt: skip
         columns = _Columns(call, sequences)
         try:
             submit_all(scheduler, sequences)

@@ -62,14 +62,16 @@ class ProcessedVerifier:
         ids = torch.cat([known, known.new_tensor(tokens)])
         logits = self.target.row_logits(output, first + node)
         raw = logits.to(device=ids.device, dtype=torch.float32, copy=True).repeat(batch, 1)
-        if self.keep:
-            self.logits.append(raw.clone())
+        kept = raw.clone() if self.keep else raw
         scores = self.processor(ids.repeat(batch, 1), raw)
-        if self.keep:
-            self.scores.append(scores)
         if self.generators is None:
-            return int(scores[index].argmax())
-        return draw(scores[index].softmax(0), self.generators[index])
+            token = int(scores[index].argmax())
+        else:
+            token = draw(scores[index].softmax(0), self.generators[index])
+        if self.keep:  # only now: a row that failed on the way is looked at again
+            self.logits.append(kept)
+            self.scores.append(scores)
+        return token
 
 
 def row_generators(device: torch.device, rows: int) -> list[torch.Generator]:

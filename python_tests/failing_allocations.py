@@ -1,0 +1,108 @@
+"""Allocations that fail where a test wants them to."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from specmemo_kernels.decode import SequenceState
+from specmemo_kernels.scheduler import Scheduler
+
+
+def storages(values: Any) -> set[int]:
+    return {leaf.untyped_storage()._cdata for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)}
+
+
+class FailingAllocations(TorchDispatchMode):
+    """Every operator that makes a tensor, and each of this package's, is a site; at some of them memory runs out.
+
+    The operator has done its work by then (written to pages, drawn from a generator): the worst time to fail.
+
+    Args:
+        fails: asked with a site's number, counted from 0 at the last :meth:`restart`.
+    """
+
+    def __init__(self, fails: Callable[[int], bool]) -> None:
+        super().__init__()
+        self.fails, self.site, self.failures = fails, 0, 0
+        self.armed = True
+
+    def restart(self) -> None:
+        self.site = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        known = storages((args, kwargs))
+        result = func(*args, **(kwargs or {}))
+        # A tensor made of Python numbers comes from nowhere and is lifted.
+        fresh = func is torch.ops.aten.lift_fresh.default or storages(result) - known
+        if self.armed and (fresh or func.namespace == "specmemo"):
+            self.site += 1
+            if self.fails(self.site - 1):
+                self.failures += 1
+                raise torch.OutOfMemoryError(f"out of memory on purpose, at {func}")
+        return result
+
+
+class AtEverySite(FailingAllocations):
+    """Inside ``Scheduler.step``, every site fails once, and the try after it goes on to the next that hasn't yet.
+
+    Two sites are the same if the whole way of calls to them is, with and without running sequences and with and without
+    prompts still to compute; in a loop the first two rounds are different sites. What a function named ``sparing`` does
+    never fails.
+    """
+
+    def __init__(self, sparing: str = "") -> None:
+        super().__init__(self._is_new)
+        self.armed, self.sparing = False, sparing
+        self.kind: tuple[bool, bool] = (False, False)
+        self.seen: set[Any] = set()
+        self._rounds: Counter[Any] = Counter()
+
+    def restart(self) -> None:
+        super().restart()
+        self._rounds.clear()
+
+    def _is_new(self, _: int) -> bool:
+        way, frame = [], sys._getframe(2)
+        while frame.f_back is not None and frame.f_code is not Scheduler.step.__code__:
+            if frame.f_code.co_name == self.sparing:
+                return False
+            way.append((frame.f_code, frame.f_lineno))
+            frame = frame.f_back
+        place = tuple(way)
+        self._rounds[place] += 1
+        site = (self.kind, place, min(2, self._rounds[place]))
+        if site in self.seen:
+            return False
+        self.seen.add(site)
+        self.restart()
+        return True
+
+
+@contextmanager
+def failing_everywhere(monkeypatch: pytest.MonkeyPatch, sparing: str = "") -> Iterator[AtEverySite]:
+    """All steps of all schedulers fail at all of their sites."""
+    mode, own = AtEverySite(sparing), Scheduler.step
+
+    def step(scheduler: Scheduler) -> list[SequenceState]:
+        mode.kind = (bool(scheduler.decoder.sequences), bool(scheduler.waiting or scheduler.decoder.prefilling))
+        mode.restart()
+        mode.armed = True
+        try:
+            return own(scheduler)
+        finally:
+            mode.armed = False
+
+    with monkeypatch.context() as patch, mode:
+        patch.setattr(Scheduler, "step", step)
+        yield mode
