@@ -49,6 +49,8 @@ from specmemo_kernels.cli.common import demo_model_folder, hide_loading_bars, lo
 from specmemo_kernels.tree import DraftTree
 
 BUNDLED = "bundled"
+#: A budget doesn't know how long the conversations are, so a smaller chunk is asked for where they don't fit.
+PREFILL_CHUNKS = (256, 64, 16)
 #: Nodes of the trees that Medusa publishes, root included.
 PUBLISHED_NODES = 64
 #: The paper's savings are 65 %; smaller ones show where this package ends.
@@ -104,7 +106,7 @@ def our_systems(
 ) -> Iterator[tuple[OurSystem, Memory]]:
     """For each kind of heads one without a budget, and one for each budget that is less than that takes.
 
-    A budget that can't hold ``tokens`` tokens is left out, and said so.
+    Budgets that can't hold ``tokens`` tokens are left out, the first one is said so.
     """
     for heads in setup.heads:
         peak = medusa_peak
@@ -113,19 +115,29 @@ def our_systems(
             budget = None if share is None else int(share * medusa_peak)
             if budget is not None and budget >= peak:
                 continue
-            try:
-                system = OurSystem(name, twin(setup.model), heads, budget, setup.published is not None)
-            except sk.BudgetError as error:
-                print(f"{name} ({heads_name(heads)}) left out: {str(error)[:200]}")
-                continue
-            plan = system.handle.plan
-            if plan.max_tokens is not None and plan.max_tokens < tokens + plan.tree.max_depth:
-                print(f"{name} ({heads_name(heads)}) left out: it holds {plan.max_tokens} of {tokens} tokens")
-                system.close()
-                continue
+            system = fitting(setup, name, heads, budget, tokens)
+            if system is None:  # nor do smaller ones
+                break
             memory = weighed(system)
             peak = memory.peak if share is None else peak
             yield system, memory
+
+
+def fitting(setup: Setup, name: str, heads: sk.MedusaHeads, budget: int | None, tokens: int) -> OurSystem | None:
+    """A system that holds ``tokens`` tokens in its budget, with the largest prefill chunk of a few that leaves room."""
+    for chunk in PREFILL_CHUNKS:
+        try:
+            replayed = setup.published is not None
+            system = OurSystem(name, twin(setup.model), heads, budget, replayed, prefill_chunk=chunk)
+        except sk.BudgetError as error:
+            print(f"{name} ({heads_name(heads)}) left out: {str(error)[:200]}")
+            return None
+        plan = system.handle.plan
+        if plan.max_tokens is None or plan.max_tokens >= tokens + plan.tree.max_depth:
+            return system
+        print(f"{name} ({heads_name(heads)}), prefill chunk {chunk}: it holds {plan.max_tokens} of {tokens} tokens")
+        system.close()
+    return None
 
 
 def rows_of(setup: Setup, systems: list[System], memories: list[Memory], timings: list[Any]) -> list[Row]:
@@ -134,12 +146,18 @@ def rows_of(setup: Setup, systems: list[System], memories: list[Memory], timings
     return [
         {
             "model": setup.name, "system": system.name, "heads": system.heads, "nodes": system.nodes,
-            "budget": system.budget, "tokens_per_s": timing.tokens_per_s, "tokens_per_step": timing.tokens_per_step,
+            "budget": system.budget, "prefill_chunk": prefill_chunk(system),
+            "tokens_per_s": timing.tokens_per_s, "tokens_per_step": timing.tokens_per_step,
             "peak_generation_bytes": memory.peak, "bytes_by_part": memory.parts, "acceptance": setup.acceptance,
             "memory_vs_medusa": memory.peak / medusa_peak, "speed_vs_medusa": timing.tokens_per_s / medusa_speed,
         }
         for system, memory, timing in zip(systems, memories, timings, strict=True)
     ]  # fmt: skip
+
+
+def prefill_chunk(system: System) -> int | None:
+    """Rows of a pass over a prompt; ``None``: all of it."""
+    return system.handle.plan.prefill_chunk if isinstance(system, OurSystem) else None
 
 
 def step_rows(setup: Setup, systems: list[MedusaSystem | OurSystem], steps: int = 12) -> list[Row]:

@@ -29,14 +29,10 @@ def markdown(rows: Sequence[Row], steps: Sequence[Row]) -> str:
         ]
         for row in rows
     ]  # fmt: skip
-    parts = [
-        [
-            row["system"],
-            *(_mib(row["bytes_by_part"].get(part, 0)) for part in PARTS),
-            _mib(row["peak_generation_bytes"]),
-        ]
-        for row in rows
-    ]
+    parts = []
+    for row in rows:
+        sizes = [*(row["bytes_by_part"][part] for part in PARTS), row["peak_generation_bytes"]]
+        parts.append([row["system"], row["heads"], *map(_mib, sizes)])
     tables = [
         f"Acceptance: {rows[0]['acceptance']}.",
         _table(title, lines),
@@ -54,6 +50,7 @@ def _mib(size: int | None) -> str:
 
 
 def _table(title: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    assert all(len(line) == len(title) for line in lines), f"a line doesn't fit {title}"
     rule = "|".join(["", *("---" for _ in title), ""])
     return "\n".join(["| " + " | ".join(title) + " |", rule, *("| " + " | ".join(line) + " |" for line in lines)])
 

@@ -139,10 +139,12 @@ class MedusaSystem:
 class OurSystem:
     """This package: a patched twin of the model, its tree chosen by ``patch``."""
 
-    def __init__(self, name: str, model: Any, heads: sk.MedusaHeads, budget: int | None, replayed: bool) -> None:
+    def __init__(
+        self, name: str, model: Any, heads: sk.MedusaHeads, budget: int | None, replayed: bool, **options: Any
+    ) -> None:
         self.name, self.heads, self.budget = name, heads_name(heads), budget
         self._model = model
-        self.handle = sk.patch(model, heads, memory_budget=budget, max_batch_size=1)
+        self.handle = sk.patch(model, heads, memory_budget=budget, max_batch_size=1, **options)
         self.nodes = self.handle.plan.tree.size
         self._target: ReplayedTarget | None = None
         if replayed:
