@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from specmemo_kernels import device
-from specmemo_kernels.device import GIB, KNOWN_DEVICES, DeviceProfile, known_device, probe, profile_of
+from specmemo_kernels import device_probe
+from specmemo_kernels.device import GIB, KNOWN_DEVICES, DeviceProfile, known_device
+from specmemo_kernels.device_probe import probe, profile_of
+from specmemo_kernels.kernel_target import TARGETS
 
 TOY = DeviceProfile("toy", 8 * GIB, 1e9, {"float32": 1e10, "float16": 4e10}, 1e-3)
 
@@ -63,6 +65,15 @@ def test_names_that_drivers_give(name: str, key: str) -> None:
     assert replace(known_device(name), name="") == replace(KNOWN_DEVICES[key], name="")
 
 
+def test_targets_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probed GPU gets the rule of its architecture, so that plans for it count what a GPU takes; older ones none."""
+    assert all(p.kernel_target in TARGETS for name, p in KNOWN_DEVICES.items() if name != "cpu")
+    monkeypatch.setattr(torch.version, "hip", None)
+    for capability, target in (((9, 0), "sm_90"), ((8, 6), "sm_86"), ((7, 0), None)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert device_probe._kernel_target(torch.device("cuda")) == target
+
+
 def test_unknown_device() -> None:
     with pytest.raises(ValueError, match=r"unknown device 'gtx-970', known are titan-rtx, .*specmemo probe"):
         known_device("gtx-970")
@@ -106,7 +117,7 @@ def test_probe(measured: DeviceProfile) -> None:
         torch.nn.functional.linear(x, weight)
         seconds.append(time.perf_counter() - start)
     assert 0.5 < measured.linear_seconds(2048**2, 4 * 2048**2, 64, "float32") / min(seconds) < 2
-    assert measured.memory == device._host_memory() > 2**28
+    assert measured.memory == device_probe._host_memory() > 2**28
     assert 1e-7 < measured.launch_seconds < 1e-3
     assert 5e8 < measured.read_rate < 1e13
     assert not measured.overlaps
@@ -121,9 +132,9 @@ def test_probe_of_nothing() -> None:
 def test_profile_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: DeviceProfile) -> None:
     """A cached profile of the same machine is taken as it is; one of another machine isn't; nothing is probed twice."""
     file = tmp_path / "cpu.json"
-    monkeypatch.setattr(device, "cache_file", lambda _: file)
+    monkeypatch.setattr(device_probe, "cache_file", lambda _: file)
     probes = []
-    monkeypatch.setattr(device, "probe", lambda *_, **__: probes.append(1) or measured)
+    monkeypatch.setattr(device_probe, "probe", lambda *_, **__: probes.append(1) or measured)
     for content, expected in ((replace(measured, launch_seconds=1.0), 1.0), (replace(TOY, name="other"), None)):
         profile_of.cache_clear()
         content.save(file)
@@ -145,4 +156,4 @@ def test_cache_folder(variable: str, folder: str | None, monkeypatch: pytest.Mon
     """As the XDG base directory specification says: absolute, else ~/.cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", variable)
     expected = Path(folder) if folder else Path.home() / ".cache"
-    assert device.cache_file("cuda:1") == expected / "specmemo_kernels" / "device-cuda-1.json"
+    assert device_probe.cache_file("cuda:1") == expected / "specmemo_kernels" / "device-cuda-1.json"
