@@ -35,6 +35,8 @@ class DeviceProfile:
         link_rate: bytes per second, each way, to another device of the same kind.
         kernel_target: name of the Triton target (``"sm_80"``, ``"gfx90a"``), or ``None``.
         curves: by dtype, measured seconds per weight of ``linear`` at some row counts; they replace the roofline.
+        matrix_seconds: by dtype, what every matrix takes beyond that at some row counts, however small it is: its
+            first bytes come from memory before a prefetcher knows of it.
         source: where the numbers come from.
     """
 
@@ -48,6 +50,7 @@ class DeviceProfile:
     kernel_target: str | None = None
     link_rate: float = 25e9  # PCI Express 4.0 x16, less its overhead
     curves: Mapping[str, Curve] = field(default_factory=dict)
+    matrix_seconds: Mapping[str, Curve] = field(default_factory=dict)
     source: str = "data sheet"
 
     def __post_init__(self) -> None:
@@ -64,15 +67,16 @@ class DeviceProfile:
         """``dtype`` where the device computes in it, else the 16-bit or 32-bit type that it has."""
         return next(name for name in (dtype, "float16", "float32", *self.matmul_rate) if name in self.matmul_rate)
 
-    def linear_seconds(self, weights: float, weight_bytes: float, rows: int, dtype: str) -> float:
-        """A product of ``rows`` rows with matrices of ``weights`` elements that take ``weight_bytes`` bytes.
+    def linear_seconds(self, weights: float, weight_bytes: float, rows: int, dtype: str, matrices: float = 0) -> float:
+        """A product of ``rows`` rows with ``matrices`` of ``weights`` elements in all that take ``weight_bytes`` bytes.
 
         Roofline (Williams et al. 2009): the larger of reading and computing where the device overlaps them, else
         their sum; or the measured curve, straight between its points and beyond the last.
         """
         curve = self.curves.get(dtype)
         if curve:
-            return weights * _interpolated(curve, rows)
+            each = self.matrix_seconds.get(dtype)
+            return weights * _interpolated(curve, rows) + (matrices * _interpolated(each, rows) if each else 0.0)
         return self.kernel_seconds(weight_bytes, 2.0 * weights * rows, dtype)
 
     def kernel_seconds(self, read: float, flops: float, dtype: str) -> float:
@@ -96,9 +100,12 @@ class DeviceProfile:
         Raises:
             ValueError: a field is missing, unknown or out of range.
         """
-        curves = {k: tuple((int(n), float(s)) for n, s in points) for k, points in data.get("curves", {}).items()}
+        curves = {
+            name: {k: tuple((int(n), float(s)) for n, s in points) for k, points in data.get(name, {}).items()}
+            for name in ("curves", "matrix_seconds")
+        }
         try:
-            return cls(**{**data, "curves": curves})
+            return cls(**{**data, **curves})
         except TypeError as error:
             raise ValueError(f"not a device profile: {error}; make a new one with `specmemo probe`") from error
 

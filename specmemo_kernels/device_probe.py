@@ -16,15 +16,19 @@ from specmemo_kernels.kernel_target import target_of_gpu
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _SIDE = 1536
-_MATRICES = 12
+_FEW_ROWS = (1, 4, 16, 64)
+_SMALL_SIDE = 384
+_BYTES = 112 << 20  # of all matrices that take turns, more than caches hold
+#: Operators of a layer of transformers' own Llama, as torch dispatches them in a step with a cache.
+_LAYER_OPERATORS = 55
 
 
 def probe(device: str = "cpu", seconds: float = 3.0) -> DeviceProfile:
     """Measure a torch device of this machine, in about ``seconds``.
 
     Bandwidth by copying far more than caches hold; products of several row counts with matrices that take turns, so
-    that none is found in a cache; operators by a chain of tiny modules. Each figure is the best of several runs: what
-    the device can do when nobody disturbs it.
+    that none is found in a cache, large ones and small ones; operators by the layers of a tiny transformers Llama. Each
+    figure is the best of several runs: what the device can do when nobody disturbs it.
 
     Raises:
         ValueError: no such device here.
@@ -39,14 +43,16 @@ def probe(device: str = "cpu", seconds: float = 3.0) -> DeviceProfile:
     sync: Callable[[], None] = torch.cuda.synchronize if where.type == "cuda" else lambda: None
     on_cpu = where.type == "cpu"
     names = ["float32", "bfloat16"] if on_cpu else ["float32", "float16", "bfloat16"]
-    share = seconds / (len(names) * len(_ROWS) + 4)
+    share = seconds / (len(names) * (len(_ROWS) + len(_FEW_ROWS)) + 4)
     with torch.inference_mode():
-        curves = {name: _linear_curve(torch, where, name, share, sync) for name in names}
+        curves = {name: _linear_curve(torch, where, name, _SIDE, _ROWS, share, sync) for name in names}
+        small = {name: _linear_curve(torch, where, name, _SMALL_SIDE, _FEW_ROWS, share, sync) for name in names}
         big = torch.zeros(2, 2**24 if on_cpu else 2**28, dtype=torch.float32, device=where)
         read_rate = big.nbytes / _best(lambda: big[0].copy_(big[1]), 2 * share, sync)
         launch = _launch_seconds(torch, where, 2 * share, sync)
     rates = {name: 2 * rows / cost for name, points in curves.items() for rows, cost in points[-1:]}
     common: dict[str, Any] = {"read_rate": read_rate, "matmul_rate": rates, "launch_seconds": launch, "curves": curves}
+    common["matrix_seconds"] = {name: _beyond(small[name], curves[name]) for name in names}
     if on_cpu:
         return DeviceProfile(_machine(torch), _host_memory(), overlaps=False, source="measured", **common)
     properties = torch.cuda.get_device_properties(where)
@@ -63,25 +69,49 @@ def _kernel_target(where: Any) -> str | None:
         return None
 
 
-def _linear_curve(torch: Any, where: Any, name: str, share: float, sync: Callable[[], None]) -> Curve:
+def _linear_curve(
+    torch: Any, where: Any, name: str, side: int, counts: tuple[int, ...], share: float, sync: Callable[[], None]
+) -> Curve:
+    """Seconds per weight of square matrices at some row counts."""
     dtype = getattr(torch, name)
-    weights = [torch.ones(_SIDE, _SIDE, dtype=dtype, device=where) for _ in range(_MATRICES)]
+    number = _BYTES // (side**2 * dtype.itemsize)
+    weights = [torch.ones(side, side, dtype=dtype, device=where) for _ in range(number)]
     points = []
-    for rows in _ROWS:
-        x, turn = torch.ones(rows, _SIDE, dtype=dtype, device=where), iter(range(10**9))
+    for rows in counts:
+        x = torch.ones(rows, side, dtype=dtype, device=where)
 
-        def product(x: Any = x, turn: Any = turn) -> Any:
-            return torch.nn.functional.linear(x, weights[next(turn) % _MATRICES])
+        def products(x: Any = x) -> None:
+            for weight in weights:
+                torch.nn.functional.linear(x, weight)
 
-        points.append((rows, _best(product, share, sync, least=_MATRICES) / _SIDE**2))
+        points.append((rows, _best(products, share, sync, least=2) / (number * side**2)))
     return tuple(points)
 
 
+def _beyond(small: Curve, large: Curve) -> Curve:
+    """Seconds that a small matrix takes beyond its weights' share of a large one's."""
+    each = dict(large)
+    return tuple((rows, max(0.0, seconds - each[rows]) * _SMALL_SIDE**2) for rows, seconds in small)
+
+
 def _launch_seconds(torch: Any, where: Any, share: float, sync: Callable[[], None]) -> float:
-    """Host time per operator of a chain of tiny modules: a linear layer and an activation each."""
-    chain = torch.nn.Sequential(*[m for _ in range(16) for m in (torch.nn.Linear(8, 8), torch.nn.SiLU())]).to(where)
-    x = torch.ones(1, 8, device=where)
-    return _best(lambda: chain(x), share, sync) / len(chain)
+    """Host time per operator: what six more layers of a tiny Llama add to a step, divided by their operators."""
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+    seconds = []
+    for layers in (2, 8):
+        config = LlamaConfig(
+            vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=256,
+        )  # fmt: skip
+        with torch.random.fork_rng(devices=[]):  # the caller's seed is for other things
+            model = LlamaForCausalLM(config).to(where).eval()
+        ids, cache = torch.zeros(1, 8, dtype=torch.int64, device=where), DynamicCache(config=config)
+        # The cache grows by a token a step, too little to be seen.
+        step = functools.partial(model, past_key_values=cache, logits_to_keep=1)
+        step(ids)
+        seconds.append(_best(functools.partial(step, ids[:, :1]), share / 2, sync))
+    return max(seconds[1] - seconds[0], 1e-9) / (6 * _LAYER_OPERATORS)
 
 
 def _best(call: Callable[[], Any], share: float, sync: Callable[[], None], least: int = 3) -> float:
