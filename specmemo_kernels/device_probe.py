@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import platform
 import time
@@ -18,7 +19,8 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _SIDE = 1536
 _FEW_ROWS = (1, 4, 16, 64)
 _SMALL_SIDE = 384
-_BYTES = 112 << 20  # of all matrices that take turns, more than caches hold
+#: Matrices of so many bytes in all, more than caches hold, are multiplied a twelfth at a time.
+_BYTES, _TURNS = 112 << 20, 12
 #: Operators of a layer of transformers' own Llama, as torch dispatches them in a step with a cache.
 _LAYER_OPERATORS = 55
 
@@ -74,17 +76,17 @@ def _linear_curve(
 ) -> Curve:
     """Seconds per weight of square matrices at some row counts."""
     dtype = getattr(torch, name)
-    number = _BYTES // (side**2 * dtype.itemsize)
-    weights = [torch.ones(side, side, dtype=dtype, device=where) for _ in range(number)]
+    each = max(1, _BYTES // (_TURNS * side**2 * dtype.itemsize))
+    weights = [[torch.ones(side, side, dtype=dtype, device=where) for _ in range(each)] for _ in range(_TURNS)]
     points = []
     for rows in counts:
-        x = torch.ones(rows, side, dtype=dtype, device=where)
+        x, turns = torch.ones(rows, side, dtype=dtype, device=where), itertools.cycle(weights)
 
-        def products(x: Any = x) -> None:
-            for weight in weights:
+        def products(x: Any = x, turns: Any = turns) -> None:
+            for weight in next(turns):
                 torch.nn.functional.linear(x, weight)
 
-        points.append((rows, _best(products, share, sync, least=2) / (number * side**2)))
+        points.append((rows, _best(products, share, sync, least=_TURNS) / (each * side**2)))
     return tuple(points)
 
 
