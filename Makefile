@@ -58,9 +58,10 @@ GPU_RESULTS := $(RESULTS)/ops_gpu
 gpu:
 	$(PYTHON) -c "import torch; assert torch.cuda.is_available(), 'make gpu needs a GPU that torch sees'"
 	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --no-index -e .
-	timeout 230 $(PYTHON) -m pytest -m gpu python_tests/test_gpu.py $(ARGS)
+	timeout 200 $(PYTHON) -m pytest -m gpu python_tests/test_gpu.py $(ARGS)
+	$(PYTHON) bench/sanitize.py --limit-s 40
 	mkdir -p $(RESULTS)
-	timeout 150 $(PYTHON) bench/bench_ops.py --device cuda --model llama3-8b --dtype bf16 --context 8192,32768,2048 \
+	timeout 140 $(PYTHON) bench/bench_ops.py --device cuda --model llama3-8b --dtype bf16 --context 8192,32768,2048 \
 	  --batch 8,1,32 --tree 1,25,64 --peers sdpa,sdpa_folded,flex,flashinfer --limit-s 100 --json $(GPU_RESULTS).json
 	$(PYTHON) bench/plot_ops.py $(GPU_RESULTS).json $(GPU_RESULTS).png --batch 8
 	timeout 150 $(PYTHON) bench/bench_frontier.py --device cuda --model vicuna-7b $(REPLAY) --budgets 0.35,0.2,0.1 \

@@ -12,6 +12,7 @@ import torch
 
 from specmemo_kernels import kernel_config as config
 from specmemo_kernels.backends.triton import attention, lm_head, paged, runtime, verify
+from specmemo_kernels.kernel_target import TARGETS
 
 KV_TYPES = {None: 0, "int8": 1, "fp8": 2}
 NO_SCALES = {"k_scales_ptr": None, "v_scales_ptr": None}
@@ -55,7 +56,7 @@ class Job:
 
 def problem(target: str, kernel: str, shape: Shape, used: aot_compile.Resources) -> str:
     """What a compiled kernel must not do: spill, exceed shared memory, or multiply without matrix instructions."""
-    device = config.TARGETS[target]
+    device = TARGETS[target]
     if used.spills or used.stack_bytes:
         return f"{used.stack_bytes} bytes of stack, {used.spills} spills"
     if used.shared_bytes > device.shared_bytes:

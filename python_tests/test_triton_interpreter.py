@@ -215,7 +215,8 @@ class TestInterpreter:
                     assert least <= rows * row_bytes * -(-slots // split_size)
 
     def test_invariant_is_one_class(self) -> None:
-        from specmemo_kernels.kernel_config import TARGETS, attention_configs
+        from specmemo_kernels.kernel_config import attention_configs
+        from specmemo_kernels.kernel_target import TARGETS
 
         for target in TARGETS:
             assert len(attention_configs(target, 128, 128, 4, torch.float16, 16, True)) == 1

@@ -12,8 +12,9 @@ from specmemo_kernels.device import DeviceProfile
 from specmemo_kernels.footprint import HeadsSpec, page_token_bytes
 from specmemo_kernels.model_spec import ModelSpec
 
-#: Operators of transformers 5 in a layer of Llama and outside of layers, views included, counted in a traced pass.
-OPERATORS_PER_LAYER, OPERATORS_BESIDE = 84, 30
+#: Operators of a patched Llama of transformers 5 in a layer and outside of layers, views included, as torch dispatches
+#: them (a dispatch mode counted).
+OPERATORS_PER_LAYER, OPERATORS_BESIDE = 79, 25
 #: Operators of a step around the model: drafting, metadata, verification, the commit.
 OPERATORS_AROUND = 60
 
@@ -55,19 +56,19 @@ def pass_seconds(
     size = spec.dtype_bytes
     read = spec.read_weights(run.rows)
     rows_each = max(1, round(run.rows * spec.active_weights / read))
-    seconds = device.linear_seconds(read / tp, read * spec.bytes_per_weight / tp, rows_each, dtype)
+    seconds = device.linear_seconds(read / tp, read * spec.bytes_per_weight / tp, rows_each, dtype, spec.layer_matrices)
     vocabulary = spec.vocab_weights / tp
     if run.lm_rows:
-        seconds += device.linear_seconds(vocabulary, vocabulary * size, run.lm_rows, dtype)
+        seconds += device.linear_seconds(vocabulary, vocabulary * size, run.lm_rows, dtype, 1)
     width = spec.num_qo_heads * (spec.head_dim + spec.v_head_dim) / tp
     flops = 2.0 * width * spec.num_layers * run.rows * (run.slots + run.rows / run.sequences / 2)
     pages, own = page_token_bytes(spec, kv_dtype, tp), page_token_bytes(spec, None, tp)
     seconds += device.kernel_seconds(pages * run.sequences * run.slots + 2 * own * run.rows, flops, dtype)
     if run.heads:
         blocks = run.heads * heads.num_layers * spec.hidden_size**2
-        seconds += device.linear_seconds(blocks, blocks * size, run.head_rows, dtype)
+        seconds += device.linear_seconds(blocks, blocks * size, run.head_rows, dtype, run.heads * heads.num_layers)
         own, rows = (run.heads, run.head_rows) if heads.own_lm_head else (1, run.heads * run.head_rows)
-        seconds += device.linear_seconds(own * vocabulary, own * vocabulary * size, rows, dtype)
+        seconds += device.linear_seconds(own * vocabulary, own * vocabulary * size, rows, dtype, own)
     if tp > 1:
         stream = run.rows * spec.hidden_size * size
         seconds += 2 * spec.num_layers * 2 * (tp - 1) / tp * stream / device.link_rate

@@ -1,13 +1,9 @@
-"""What a device has: memory, bandwidth, matrix rates, overheads. A table of known devices, and a probe for this one."""
+"""What a device has: memory, bandwidth, matrix rates, overheads; and a table of known devices."""
 
 from __future__ import annotations
 
-import functools
 import json
-import os
-import platform
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -39,6 +35,8 @@ class DeviceProfile:
         link_rate: bytes per second, each way, to another device of the same kind.
         kernel_target: name of the Triton target (``"sm_80"``, ``"gfx90a"``), or ``None``.
         curves: by dtype, measured seconds per weight of ``linear`` at some row counts; they replace the roofline.
+        matrix_seconds: by dtype, what every matrix takes beyond that at some row counts, however small it is: its
+            first bytes come from memory before a prefetcher knows of it.
         source: where the numbers come from.
     """
 
@@ -52,6 +50,7 @@ class DeviceProfile:
     kernel_target: str | None = None
     link_rate: float = 25e9  # PCI Express 4.0 x16, less its overhead
     curves: Mapping[str, Curve] = field(default_factory=dict)
+    matrix_seconds: Mapping[str, Curve] = field(default_factory=dict)
     source: str = "data sheet"
 
     def __post_init__(self) -> None:
@@ -68,15 +67,16 @@ class DeviceProfile:
         """``dtype`` where the device computes in it, else the 16-bit or 32-bit type that it has."""
         return next(name for name in (dtype, "float16", "float32", *self.matmul_rate) if name in self.matmul_rate)
 
-    def linear_seconds(self, weights: float, weight_bytes: float, rows: int, dtype: str) -> float:
-        """A product of ``rows`` rows with matrices of ``weights`` elements that take ``weight_bytes`` bytes.
+    def linear_seconds(self, weights: float, weight_bytes: float, rows: int, dtype: str, matrices: float = 0) -> float:
+        """A product of ``rows`` rows with ``matrices`` of ``weights`` elements in all that take ``weight_bytes`` bytes.
 
         Roofline (Williams et al. 2009): the larger of reading and computing where the device overlaps them, else
         their sum; or the measured curve, straight between its points and beyond the last.
         """
         curve = self.curves.get(dtype)
         if curve:
-            return weights * _interpolated(curve, rows)
+            each = self.matrix_seconds.get(dtype)
+            return weights * _interpolated(curve, rows) + (matrices * _interpolated(each, rows) if each else 0.0)
         return self.kernel_seconds(weight_bytes, 2.0 * weights * rows, dtype)
 
     def kernel_seconds(self, read: float, flops: float, dtype: str) -> float:
@@ -100,9 +100,12 @@ class DeviceProfile:
         Raises:
             ValueError: a field is missing, unknown or out of range.
         """
-        curves = {k: tuple((int(n), float(s)) for n, s in points) for k, points in data.get("curves", {}).items()}
+        curves = {
+            name: {k: tuple((int(n), float(s)) for n, s in points) for k, points in data.get(name, {}).items()}
+            for name in ("curves", "matrix_seconds")
+        }
         try:
-            return cls(**{**data, "curves": curves})
+            return cls(**{**data, **curves})
         except TypeError as error:
             raise ValueError(f"not a device profile: {error}; make a new one with `specmemo probe`") from error
 
@@ -195,128 +198,3 @@ def known_device(name: str) -> DeviceProfile:
         if key != "cpu" and all(word in squeezed.split() or word in squeezed for word in words):
             return replace(profile, name=name)
     raise ValueError(f"unknown device {name!r}, known are {', '.join(KNOWN_DEVICES)}; measure others: specmemo probe")
-
-
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-_SIDE = 1536
-_MATRICES = 12
-
-
-def probe(device: str = "cpu", seconds: float = 3.0) -> DeviceProfile:
-    """Measure a torch device of this machine, in about ``seconds``.
-
-    Bandwidth by copying far more than caches hold; products of several row counts with matrices that take turns, so
-    that none is found in a cache; operators by a chain of tiny modules. Each figure is the best of several runs: what
-    the device can do when nobody disturbs it.
-
-    Raises:
-        ValueError: no such device here.
-    """
-    import torch
-
-    try:
-        where = torch.device(device)
-        torch.empty(1, device=where)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {device!r}: {str(error).splitlines()[0]}") from error
-    sync: Callable[[], None] = torch.cuda.synchronize if where.type == "cuda" else lambda: None
-    on_cpu = where.type == "cpu"
-    names = ["float32", "bfloat16"] if on_cpu else ["float32", "float16", "bfloat16"]
-    share = seconds / (len(names) * len(_ROWS) + 4)
-    with torch.inference_mode():
-        curves = {name: _linear_curve(torch, where, name, share, sync) for name in names}
-        big = torch.zeros(2, 2**24 if on_cpu else 2**28, dtype=torch.float32, device=where)
-        read_rate = big.nbytes / _best(lambda: big[0].copy_(big[1]), 2 * share, sync)
-        launch = _launch_seconds(torch, where, 2 * share, sync)
-    rates = {name: 2 * rows / cost for name, points in curves.items() for rows, cost in points[-1:]}
-    common: dict[str, Any] = {"read_rate": read_rate, "matmul_rate": rates, "launch_seconds": launch, "curves": curves}
-    if on_cpu:
-        return DeviceProfile(_machine(torch), _host_memory(), overlaps=False, source="measured", **common)
-    properties = torch.cuda.get_device_properties(where)
-    shared = int(getattr(properties, "shared_memory_per_block_optin", 0))
-    return DeviceProfile(properties.name, properties.total_memory, shared_memory=shared, source="measured", **common)
-
-
-def _linear_curve(torch: Any, where: Any, name: str, share: float, sync: Callable[[], None]) -> Curve:
-    dtype = getattr(torch, name)
-    weights = [torch.ones(_SIDE, _SIDE, dtype=dtype, device=where) for _ in range(_MATRICES)]
-    points = []
-    for rows in _ROWS:
-        x, turn = torch.ones(rows, _SIDE, dtype=dtype, device=where), iter(range(10**9))
-
-        def product(x: Any = x, turn: Any = turn) -> Any:
-            return torch.nn.functional.linear(x, weights[next(turn) % _MATRICES])
-
-        points.append((rows, _best(product, share, sync, least=_MATRICES) / _SIDE**2))
-    return tuple(points)
-
-
-def _launch_seconds(torch: Any, where: Any, share: float, sync: Callable[[], None]) -> float:
-    """Host time per operator of a chain of tiny modules: a linear layer and an activation each."""
-    chain = torch.nn.Sequential(*[m for _ in range(16) for m in (torch.nn.Linear(8, 8), torch.nn.SiLU())]).to(where)
-    x = torch.ones(1, 8, device=where)
-    return _best(lambda: chain(x), share, sync) / len(chain)
-
-
-def _best(call: Callable[[], Any], share: float, sync: Callable[[], None], least: int = 3) -> float:
-    """Seconds of the fastest of as many calls as ``share`` seconds hold, at least ``least``, after one to warm up."""
-    call()
-    sync()
-    best, ends, count = float("inf"), time.perf_counter() + share, 0
-    while count < least or time.perf_counter() < ends:
-        start = time.perf_counter()
-        call()
-        sync()
-        best, count = min(best, time.perf_counter() - start), count + 1
-    return best
-
-
-def _machine(torch: Any) -> str:
-    """The processor and the threads that torch uses, which is what a CPU profile is valid for."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        model = platform.processor() or platform.machine()
-    return f"{model}, {torch.get_num_threads()} threads"
-
-
-def _host_memory() -> int:
-    """Bytes of main memory, or of the control group's limit where that is less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):
-        return total
-
-
-def cache_file(device: str) -> Path:
-    """Where `specmemo probe` keeps the profile of a torch device: the user's cache folder (XDG base directories)."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    folder = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
-    return folder / "specmemo_kernels" / f"device-{device.replace(':', '-')}.json"
-
-
-@functools.cache
-def profile_of(device: str) -> DeviceProfile:
-    """The profile of a torch device of this process: cached by `specmemo probe`, known by name, or probed in a second.
-
-    Probes once per process at most, and writes no file. A cached CPU profile counts only for the same processor and
-    number of threads.
-    """
-    import torch
-
-    where = torch.device(device)
-    name = _machine(torch) if where.type == "cpu" else torch.cuda.get_device_name(where)
-    try:
-        cached = DeviceProfile.load(cache_file(device))
-    except (OSError, ValueError):
-        cached = None
-    if cached is not None and cached.name == name:
-        return cached
-    if where.type == "cuda":
-        try:
-            return replace(known_device(name), memory=torch.cuda.get_device_properties(where).total_memory)
-        except ValueError:
-            pass
-    return probe(device, seconds=0.7)

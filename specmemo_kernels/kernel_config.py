@@ -7,53 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-INTERPRETER = "interpreter"
+from specmemo_kernels.kernel_target import INTERPRETER, Target, supporting
+
 NO_LIMIT = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class Target:
-    """What a family of devices gives one program.
-
-    Attributes:
-        shared_bytes: the most shared memory (LDS) of one program.
-        warp_size: threads of a warp (wavefront).
-        matrix: instruction family that Triton's dots become, or ``None`` where they become multiply-adds.
-        bf16: whether bfloat16 is supported.
-        max_head_dim: the widest padded head of 16-bit numbers that a tile of 16 x 16 holds without spilling registers.
-    """
-
-    name: str
-    shared_bytes: int
-    warp_size: int
-    matrix: str | None
-    bf16: bool = True
-    max_head_dim: int = 512
-
-    def head_dim_limit(self, dtype: torch.dtype) -> int:
-        """The widest padded head in ``dtype``."""
-        return self.max_head_dim if dtype != torch.float32 or self.name == INTERPRETER else min(256, self.max_head_dim)
-
-    @property
-    def hip(self) -> bool:
-        return self.name.startswith("gfx")
-
-
-# sm_75 has tensor cores, but Triton has generated no code for them since 3.3.
-TARGETS = {
-    target.name: target
-    for target in (
-        Target("sm_75", 64 << 10, 32, None, bf16=False, max_head_dim=256),
-        Target("sm_80", 163 << 10, 32, "mma"),
-        Target("sm_86", 99 << 10, 32, "mma"),
-        Target("sm_89", 99 << 10, 32, "mma"),
-        Target("sm_90", 227 << 10, 32, "wgmma"),
-        Target("gfx90a", 64 << 10, 64, "mfma"),
-        Target("gfx942", 64 << 10, 64, "mfma"),
-        Target("gfx1100", 64 << 10, 32, "wmma", max_head_dim=128),
-        Target(INTERPRETER, 1 << 30, 1, None, max_head_dim=1 << 20),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -145,7 +101,7 @@ def choose_config(
 def _attention_configs(
     target: str, dim: int, group: int, dtype: torch.dtype, page_size: int, invariant: bool, quantised: bool
 ) -> tuple[KernelConfig, ...]:
-    device = _target(target, dtype)
+    device = supporting(target, dtype)
     limit = device.head_dim_limit(dtype)
     if dim > limit:
         raise ValueError(
@@ -172,20 +128,24 @@ def _attention_configs(
 def _tile(target: Target, dim: int, dtype: torch.dtype, kind: str) -> tuple[int, int, int, int]:
     """``(block_m, block_n, num_warps, num_stages)``: the largest tile that compiles without a spill.
 
-    ``dim`` is the padded head dimension. Found by compiling (``bench/aot.py``); what grows with it is the
-    accumulator, ``block_m x dim`` float32, and a tile of keys and values, ``2 x block_n x dim`` per stage.
+    ``dim`` is the padded head dimension. Found by compiling with Triton 3.6 and 3.9 (``bench/aot.py``); what grows
+    with it is the accumulator, ``block_m x dim`` float32, and a tile of keys and values, ``2 x block_n x dim`` per
+    stage.
     """
     few = kind == "decode"
     if target.name == INTERPRETER:
         return (16 if few else 32), 32, 4, 1  # few programs, tiles small enough to be exact in float32
     if dim > 256 or dtype == torch.float32:
         # Multiply-adds on most targets: registers go first.
+        if target.matrix == "wmma" and dim == 128:
+            return 16, 16, 16, 1
         wide = dim > 256 or target.matrix == "wmma" or (dim == 256 and target.matrix != "wgmma")
+        wide |= dim == 128 and target.matrix is None
         return 16, 16, 8 if wide else 4, 1
     if target.matrix is None:
-        if dim == 256:
+        if dim >= 128:
             return 16, 16, 8, 1
-        return (16, 32, 4, 1) if few or dim == 128 else (32, 32, 8, 1)
+        return (16, 32, 4, 1) if few else (32, 32, 8, 1)
     if target.matrix == "wmma":
         # 256 registers a thread, and both halves of a wave hold each fragment: 16 keys a tile, or spills.
         if few:
@@ -201,7 +161,7 @@ def _tile(target: Target, dim: int, dtype: torch.dtype, kind: str) -> tuple[int,
     if dim == 256:
         return (16, 32, 8, 2) if few else (32, 32, 8, 2)
     if few:
-        return 16, 64, 4, 3
+        return (16, 64, 8, 3) if dim <= 64 and target.matrix == "mma" else (16, 64, 4, 3)
     if target.matrix == "wgmma":
         return (64, 64, 8, 3) if kind == "tree" else (128, 64, 8, 3)
     if dim <= 64:
@@ -214,14 +174,14 @@ def _tile_of_codes(target: Target, dim: int, dtype: torch.dtype, kind: str) -> t
     plain = _tile(target, dim, dtype, kind)
     if dtype == torch.float32 or dim > 128:
         return plain
-    if target.matrix is None and dim == 128 and target.name != INTERPRETER:
-        return 16, 32, 8, 1
     if target.matrix == "mma":
         if kind == "decode":
             return (16, 32, 4, 2) if dim <= 64 else (16, 64, 8, 2)
         return (64, 32, 4, 2) if dim <= 64 else (32, 32, 4, 2)
-    if target.matrix == "wgmma" and kind == "decode" and dim > 64:
-        return 16, 64, 8, 3
+    if target.matrix == "wgmma" and kind == "decode":
+        return (16, 64, 8, 3) if dim > 64 else (16, 64, 4, 2)
+    if target.matrix == "mfma" and kind != "decode" and dim == 128:
+        return 64, 32, 4, 1
     if target.matrix == "wmma":
         return (16, 16, 4, 1) if dim <= 64 and kind == "decode" else (64 if dim <= 64 else 32, 16, 8, 1)
     return plain
@@ -253,7 +213,7 @@ def lm_head_config(target: str, rows: int, dtype: torch.dtype) -> KernelConfig:
     Raises:
         ValueError: as in :func:`attention_configs`.
     """
-    device = _target(target, dtype)
+    device = supporting(target, dtype)
     if device.name == INTERPRETER:
         block_m, block_v, block_k, warps, stages = 16, 64, 64, 4, 1
     elif device.matrix is None or dtype == torch.float32:
@@ -267,42 +227,3 @@ def lm_head_config(target: str, rows: int, dtype: torch.dtype) -> KernelConfig:
     if device.hip:
         block_k, stages = min(block_k, 64), min(stages, 1 if device.matrix == "wmma" else 2)
     return KernelConfig(0, block_m, block_v, 0, warps, stages, block_k=block_k)
-
-
-def _target(name: str, dtype: torch.dtype) -> Target:
-    if name not in TARGETS:
-        raise ValueError(f"unknown target {name!r}, there are {', '.join(TARGETS)}")
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise ValueError(f"the triton backend computes in float16, bfloat16 or float32, not {dtype}")
-    if dtype == torch.bfloat16 and not TARGETS[name].bf16:
-        raise ValueError(f"{name} has no bfloat16 arithmetic; load the model in torch.float16")
-    return TARGETS[name]
-
-
-def target_for_capability(major: int, minor: int) -> str:
-    """The rule that serves a CUDA device of that compute capability.
-
-    Raises:
-        ValueError: older than 7.5.
-    """
-    if (major, minor) < (7, 5):
-        raise ValueError(f"the triton backend needs compute capability 7.5 or newer, this GPU has {major}.{minor}")
-    if major >= 12:  # consumer Blackwell: mma and 99 KiB of shared memory, as Ada
-        return "sm_89"
-    if major >= 9:
-        return "sm_90"
-    known = [name for name in ("sm_75", "sm_80", "sm_86", "sm_89") if int(name[3:]) <= 10 * major + minor]
-    return known[-1]
-
-
-def target_for_arch(arch: str) -> str:
-    """The rule that serves an AMD device, by its ``gcnArchName`` (``"gfx90a:sramecc+:xnack-"``).
-
-    Raises:
-        ValueError: an architecture that no rule covers.
-    """
-    name = arch.split(":")[0]
-    for prefix, target in (("gfx90a", "gfx90a"), ("gfx94", "gfx942"), ("gfx95", "gfx942"), ("gfx11", "gfx1100")):
-        if name.startswith(prefix):
-            return target
-    raise ValueError(f"the triton backend has no block sizes for {arch}; it knows gfx90a, gfx942 and gfx11")

@@ -100,6 +100,12 @@ class ModelSpec:
         )
 
     @property
+    def layer_matrices(self) -> int:
+        """Matrices that a token meets in all layers; attention's taken to be four."""
+        experts = self.moe_layers * (self.experts_per_token + bool(self.shared_size))
+        return 4 * self.num_layers + self._ffn_matrices * (self.dense_layers + experts)
+
+    @property
     def vocab_weights(self) -> int:
         """Elements of one vocabulary matrix."""
         return self.vocab_size * self.hidden_size

@@ -20,7 +20,7 @@ def collect_env() -> dict[str, str]:
     facts = {
         "specmemo-kernels": __version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
         "processor": f"{_cpu_name()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads",
     }
     facts |= {name: _version(name) for name in _PACKAGES}

@@ -15,7 +15,8 @@ from specmemo_kernels.acceptance import DEFAULT_ACCURACY, Accuracy, expected_tok
 from specmemo_kernels.baselines import Workload, medusa_parts, plain_parts
 from specmemo_kernels.cli.common import UserError, setting_up
 from specmemo_kernels.cost import Speed, medusa_speed, plain_speed
-from specmemo_kernels.device import KNOWN_DEVICES, DeviceProfile, known_device, profile_of
+from specmemo_kernels.device import KNOWN_DEVICES, DeviceProfile, known_device
+from specmemo_kernels.device_probe import profile_of
 from specmemo_kernels.footprint import HeadsSpec, weight_bytes
 from specmemo_kernels.memory_plan import MemoryPlan, format_bytes
 from specmemo_kernels.model_spec import ModelSpec

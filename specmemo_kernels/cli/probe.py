@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from specmemo_kernels.cli.common import setting_up
-from specmemo_kernels.device import DeviceProfile, cache_file, probe
+from specmemo_kernels.device import DeviceProfile
+from specmemo_kernels.device_probe import cache_file, probe
 from specmemo_kernels.memory_plan import format_bytes
 
 

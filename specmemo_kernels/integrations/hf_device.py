@@ -7,7 +7,7 @@ from typing import Any
 
 from specmemo_kernels.acceptance import Accuracy, best_first_paths
 from specmemo_kernels.baselines import Workload
-from specmemo_kernels.device import profile_of
+from specmemo_kernels.device_probe import profile_of
 from specmemo_kernels.drafting.base import Drafter
 from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.footprint import HeadsSpec

@@ -9,7 +9,8 @@ import functools
 import torch
 import triton
 
-from specmemo_kernels.kernel_config import INTERPRETER, KernelConfig, target_for_arch, target_for_capability
+from specmemo_kernels.kernel_config import KernelConfig
+from specmemo_kernels.kernel_target import INTERPRETER, target_of_gpu
 
 # Read at the moment at which the kernels' decorators read it. The interpreter (TRITON_INTERPRET=1, set before this
 # package and triton are imported) runs the kernels on CPU tensors, slowly, for tests.
@@ -41,11 +42,7 @@ def target_of(device: torch.device) -> str:
     Raises:
         ValueError: a GPU that no rule covers.
     """
-    if INTERPRETED:
-        return INTERPRETER
-    if torch.version.hip:
-        return target_for_arch(torch.cuda.get_device_properties(device).gcnArchName)
-    return target_for_capability(*torch.cuda.get_device_capability(device))
+    return INTERPRETER if INTERPRETED else target_of_gpu(device)
 
 
 @functools.cache

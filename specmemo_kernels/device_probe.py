@@ -1,0 +1,180 @@
+"""The profile of a device of this machine: measured, known by name, or kept from an earlier measurement."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from specmemo_kernels.device import Curve, DeviceProfile, known_device
+from specmemo_kernels.kernel_target import target_of_gpu
+
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+_SIDE = 1536
+_FEW_ROWS = (1, 4, 16, 64)
+_SMALL_SIDE = 384
+#: Matrices of so many bytes in all, more than caches hold, are multiplied a twelfth at a time.
+_BYTES, _TURNS = 112 << 20, 12
+#: Operators of a layer of transformers' own Llama, as torch dispatches them in a step with a cache.
+_LAYER_OPERATORS = 55
+
+
+def probe(device: str = "cpu", seconds: float = 3.0) -> DeviceProfile:
+    """Measure a torch device of this machine, in about ``seconds``.
+
+    Bandwidth by copying far more than caches hold; products of several row counts with matrices that take turns, so
+    that none is found in a cache, large ones and small ones; operators by the layers of a tiny transformers Llama. Each
+    figure is the best of several runs: what the device can do when nobody disturbs it.
+
+    Raises:
+        ValueError: no such device here.
+    """
+    import torch
+
+    try:
+        where = torch.device(device)
+        torch.empty(1, device=where)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device!r}: {str(error).splitlines()[0]}") from error
+    sync: Callable[[], None] = torch.cuda.synchronize if where.type == "cuda" else lambda: None
+    on_cpu = where.type == "cpu"
+    names = ["float32", "bfloat16"] if on_cpu else ["float32", "float16", "bfloat16"]
+    share = seconds / (len(names) * (len(_ROWS) + len(_FEW_ROWS)) + 4)
+    with torch.inference_mode():
+        curves = {name: _linear_curve(torch, where, name, _SIDE, _ROWS, share, sync) for name in names}
+        small = {name: _linear_curve(torch, where, name, _SMALL_SIDE, _FEW_ROWS, share, sync) for name in names}
+        big = torch.zeros(2, 2**24 if on_cpu else 2**28, dtype=torch.float32, device=where)
+        read_rate = big.nbytes / _best(lambda: big[0].copy_(big[1]), 2 * share, sync)
+        launch = _launch_seconds(torch, where, 2 * share, sync)
+    rates = {name: 2 * rows / cost for name, points in curves.items() for rows, cost in points[-1:]}
+    common: dict[str, Any] = {"read_rate": read_rate, "matmul_rate": rates, "launch_seconds": launch, "curves": curves}
+    common["matrix_seconds"] = {name: _beyond(small[name], curves[name]) for name in names}
+    if on_cpu:
+        return DeviceProfile(_machine(torch), _host_memory(), overlaps=False, source="measured", **common)
+    properties = torch.cuda.get_device_properties(where)
+    shared = int(getattr(properties, "shared_memory_per_block_optin", 0))
+    common |= {"shared_memory": shared, "kernel_target": _kernel_target(where), "source": "measured"}
+    return DeviceProfile(properties.name, properties.total_memory, **common)
+
+
+def _kernel_target(where: Any) -> str | None:
+    """The rule of block sizes for a GPU, ``None`` where the kernels don't run on it."""
+    try:
+        return target_of_gpu(where)
+    except ValueError:
+        return None
+
+
+def _linear_curve(
+    torch: Any, where: Any, name: str, side: int, counts: tuple[int, ...], share: float, sync: Callable[[], None]
+) -> Curve:
+    """Seconds per weight of square matrices at some row counts."""
+    dtype = getattr(torch, name)
+    each = max(1, _BYTES // (_TURNS * side**2 * dtype.itemsize))
+    weights = [[torch.ones(side, side, dtype=dtype, device=where) for _ in range(each)] for _ in range(_TURNS)]
+    points = []
+    for rows in counts:
+        x, turns = torch.ones(rows, side, dtype=dtype, device=where), itertools.cycle(weights)
+
+        def products(x: Any = x, turns: Any = turns) -> None:
+            for weight in next(turns):
+                torch.nn.functional.linear(x, weight)
+
+        points.append((rows, _best(products, share, sync, least=_TURNS) / (each * side**2)))
+    return tuple(points)
+
+
+def _beyond(small: Curve, large: Curve) -> Curve:
+    """Seconds that a small matrix takes beyond its weights' share of a large one's."""
+    each = dict(large)
+    return tuple((rows, max(0.0, seconds - each[rows]) * _SMALL_SIDE**2) for rows, seconds in small)
+
+
+def _launch_seconds(torch: Any, where: Any, share: float, sync: Callable[[], None]) -> float:
+    """Host time per operator: what six more layers of a tiny Llama add to a step, divided by their operators."""
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+    seconds = []
+    for layers in (2, 8):
+        config = LlamaConfig(
+            vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=256,
+        )  # fmt: skip
+        with torch.random.fork_rng(devices=[]):  # the caller's seed is for other things
+            model = LlamaForCausalLM(config).to(where).eval()
+        ids, cache = torch.zeros(1, 8, dtype=torch.int64, device=where), DynamicCache(config=config)
+        # The cache grows by a token a step, too little to be seen.
+        step = functools.partial(model, past_key_values=cache, logits_to_keep=1)
+        step(ids)
+        seconds.append(_best(functools.partial(step, ids[:, :1]), share / 2, sync))
+    return max(seconds[1] - seconds[0], 1e-9) / (6 * _LAYER_OPERATORS)
+
+
+def _best(call: Callable[[], Any], share: float, sync: Callable[[], None], least: int = 3) -> float:
+    """Seconds of the fastest of as many calls as ``share`` seconds hold, at least ``least``, after one to warm up."""
+    call()
+    sync()
+    best, ends, count = float("inf"), time.perf_counter() + share, 0
+    while count < least or time.perf_counter() < ends:
+        start = time.perf_counter()
+        call()
+        sync()
+        best, count = min(best, time.perf_counter() - start), count + 1
+    return best
+
+
+def _machine(torch: Any) -> str:
+    """The processor and the threads that torch uses, which is what a CPU profile is valid for."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = platform.processor() or platform.machine()
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+def _host_memory() -> int:
+    """Bytes of main memory, or of the control group's limit where that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):
+        return total
+
+
+def cache_file(device: str) -> Path:
+    """Where `specmemo probe` keeps the profile of a torch device: the user's cache folder (XDG base directories)."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    folder = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
+    return folder / "specmemo_kernels" / f"device-{device.replace(':', '-')}.json"
+
+
+@functools.cache
+def profile_of(device: str) -> DeviceProfile:
+    """The profile of a torch device of this process: cached by `specmemo probe`, known by name, or probed in a second.
+
+    Probes once per process at most, and writes no file. A cached CPU profile counts only for the same processor and
+    number of threads.
+    """
+    import torch
+
+    where = torch.device(device)
+    name = _machine(torch) if where.type == "cpu" else torch.cuda.get_device_name(where)
+    try:
+        cached = DeviceProfile.load(cache_file(device))
+    except (OSError, ValueError):
+        cached = None
+    if cached is not None and cached.name == name:
+        return cached
+    if where.type == "cuda":
+        try:
+            return replace(known_device(name), memory=torch.cuda.get_device_properties(where).total_memory)
+        except ValueError:
+            pass
+    return probe(device, seconds=0.7)

@@ -1,0 +1,109 @@
+"""What families of GPUs give a Triton program, and which family a GPU is of; needs neither triton nor a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+INTERPRETER = "interpreter"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a family of devices gives one program.
+
+    Attributes:
+        shared_bytes: the most shared memory (LDS) of one program.
+        warp_size: threads of a warp (wavefront).
+        matrix: instruction family that Triton's dots become, or ``None`` where they become multiply-adds.
+        bf16: whether bfloat16 is supported.
+        max_head_dim: the widest padded head of 16-bit numbers that a tile of 16 x 16 holds without spilling registers.
+    """
+
+    name: str
+    shared_bytes: int
+    warp_size: int
+    matrix: str | None
+    bf16: bool = True
+    max_head_dim: int = 512
+
+    def head_dim_limit(self, dtype: torch.dtype) -> int:
+        """The widest padded head in ``dtype``."""
+        return self.max_head_dim if dtype != torch.float32 or self.name == INTERPRETER else min(256, self.max_head_dim)
+
+    @property
+    def hip(self) -> bool:
+        return self.name.startswith("gfx")
+
+
+# sm_75 has tensor cores, but Triton has generated no code for them since 3.3.
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("sm_75", 64 << 10, 32, None, bf16=False, max_head_dim=256),
+        Target("sm_80", 163 << 10, 32, "mma"),
+        Target("sm_86", 99 << 10, 32, "mma"),
+        Target("sm_89", 99 << 10, 32, "mma"),
+        Target("sm_90", 227 << 10, 32, "wgmma"),
+        Target("gfx90a", 64 << 10, 64, "mfma"),
+        Target("gfx942", 64 << 10, 64, "mfma"),
+        Target("gfx1100", 64 << 10, 32, "wmma", max_head_dim=128),
+        Target(INTERPRETER, 1 << 30, 1, None, max_head_dim=1 << 20),
+    )
+}
+
+
+def supporting(name: str, dtype: torch.dtype) -> Target:
+    """The target of that name.
+
+    Raises:
+        ValueError: no such target, or a dtype that it can't compute in.
+    """
+    if name not in TARGETS:
+        raise ValueError(f"unknown target {name!r}, there are {', '.join(TARGETS)}")
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"the triton backend computes in float16, bfloat16 or float32, not {dtype}")
+    if dtype == torch.bfloat16 and not TARGETS[name].bf16:
+        raise ValueError(f"{name} has no bfloat16 arithmetic; load the model in torch.float16")
+    return TARGETS[name]
+
+
+def target_for_capability(major: int, minor: int) -> str:
+    """The rule that serves a CUDA device of that compute capability.
+
+    Raises:
+        ValueError: older than 7.5.
+    """
+    if (major, minor) < (7, 5):
+        raise ValueError(f"the triton backend needs compute capability 7.5 or newer, this GPU has {major}.{minor}")
+    if major >= 12:  # consumer Blackwell: mma and 99 KiB of shared memory, as Ada
+        return "sm_89"
+    if major >= 9:
+        return "sm_90"
+    known = [name for name in ("sm_75", "sm_80", "sm_86", "sm_89") if int(name[3:]) <= 10 * major + minor]
+    return known[-1]
+
+
+def target_for_arch(arch: str) -> str:
+    """The rule that serves an AMD device, by its ``gcnArchName`` (``"gfx90a:sramecc+:xnack-"``).
+
+    Raises:
+        ValueError: an architecture that no rule covers.
+    """
+    name = arch.split(":")[0]
+    for prefix, target in (("gfx90a", "gfx90a"), ("gfx94", "gfx942"), ("gfx95", "gfx942"), ("gfx11", "gfx1100")):
+        if name.startswith(prefix):
+            return target
+    raise ValueError(f"the triton backend has no block sizes for {arch}; it knows gfx90a, gfx942 and gfx11")
+
+
+def target_of_gpu(device: torch.device) -> str:
+    """The rule that serves a GPU of this machine.
+
+    Raises:
+        ValueError: a GPU that no rule covers.
+    """
+    if torch.version.hip:
+        return target_for_arch(torch.cuda.get_device_properties(device).gcnArchName)
+    return target_for_capability(*torch.cuda.get_device_capability(device))
