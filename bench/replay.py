@@ -16,6 +16,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -163,12 +164,17 @@ class ReplayedTarget:
             raise ValueError(f"{batch.num_trees} trees of {batch.num_tree_nodes} nodes, replayed is one of {tree.size}")
         path = self.places.walk(tree)
         if len(path) > 1:
-            nodes = torch.tensor(path, device=self.device)
-            tokens[nodes[:-1]] = batch.tokens[nodes[1:]]
+            tokens[_index(tuple(path[:-1]), self.device)] = batch.tokens[_index(tuple(path[1:]), self.device)]
         end = path[-1]
-        if children := [node for node, parent in enumerate(tree.parents) if parent == end]:
-            tokens[end] = other_token(tokens[end], batch.tokens[children])
+        if children := tuple(node for node, parent in enumerate(tree.parents) if parent == end):
+            tokens[end] = other_token(tokens[end], batch.tokens[_index(children, self.device)])
         return tokens
+
+
+@lru_cache(maxsize=4096)
+def _index(nodes: tuple[int, ...], device: torch.device) -> Tensor:
+    """``nodes`` as a tensor; paths come back, and a copy to a GPU would make every step wait for it."""
+    return torch.tensor(nodes, device=device)
 
 
 def other_token(token: Tensor, drafts: Tensor) -> Tensor:
