@@ -109,9 +109,9 @@ class Ours:
     With ``disturb`` prompts come in reverse, every seventh one is aborted after its first piece and asked for again.
     """
 
-    def __init__(self, model: Any, heads: Any, batch: int, budget: str | None, disturb: bool) -> None:
+    def __init__(self, model: Any, heads: Any, batch: int, budget: str | None, disturb: bool, tree: int | None) -> None:
         self.model, self.disturb = model, disturb
-        self.handle = sk.patch(model, heads, max_batch_size=batch, memory_budget=budget)
+        self.handle = sk.patch(model, heads, max_batch_size=batch, memory_budget=budget, tree=tree)
 
     def answer(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
         if self.disturb:

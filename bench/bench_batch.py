@@ -63,7 +63,8 @@ def sides_for(
         sides["draft (HF assisted)"] = runs.Plain(work, 1, assistant_model=small)
     for name in drafters:
         model = copy.deepcopy(work.model)
-        sides[name] = runs.Ours(model, runs.heads_for(name, work, folder, layers), batch, budget, disturb)
+        heads = runs.heads_for(name, work, folder, layers)
+        sides[name] = runs.Ours(model, heads, batch, budget, disturb, options["tree"])
     return sides
 
 
@@ -144,6 +145,9 @@ def main(
     peers: Annotated[bool, typer.Option(help="measure plain and assisted generate too")] = True,
     disturb: Annotated[bool, typer.Option(help="reverse the order, abort requests and ask for them again")] = False,
     memory_budget: Annotated[str | None, typer.Option(help="as for patch: little makes preemptions")] = None,
+    tree: Annotated[
+        int | None, typer.Option(help="nodes verified for each sequence in every step; default: as many as pay")
+    ] = None,
     json_: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="a .png or .svg to write")] = None,
 ) -> None:
@@ -151,7 +155,7 @@ def main(
     folder = demo_model_folder() if model is None else model
     batches = [int(size) for size in batch.split(",")]
     rows: list[Row] = []
-    options = {"draft_layers": draft_layers, "memory_budget": memory_budget, "disturb": disturb}
+    options = {"draft_layers": draft_layers, "memory_budget": memory_budget, "disturb": disturb, "tree": tree}
     for kind in dtype.split(","):
         work = runs.load_work(folder, kind, questions, limit, new_tokens)
         reference = runs.Plain(work, 1).answer(work.prompts, new_tokens)
