@@ -1,7 +1,7 @@
 // The kernels for one instruction set. CMakeLists.txt compiles this file once for each, with SPECMEMO_ISA set to the
 // set's name and the compiler's flags to its instructions. Everything it includes is in anonymous namespaces, so that
 // no function compiled for a newer machine can be linked into the code for an older one.
-#include "attention.h"
+#include "attention_run.h"
 #include "lm_head.h"
 
 #define SPECMEMO_TEXT(x) #x
