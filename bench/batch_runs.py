@@ -111,7 +111,7 @@ class Ours:
 
     def __init__(self, model: Any, heads: Any, batch: int, budget: str | None, disturb: bool, tree: int | None) -> None:
         self.model, self.disturb = model, disturb
-        self.handle = sk.patch(model, heads, max_batch_size=batch, memory_budget=budget, tree=tree)
+        self.handle = sk.patch(model, heads, max_batch_size=batch, memory_budget=budget, tree=tree, reuse_prefix=False)
 
     def answer(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
         if self.disturb:

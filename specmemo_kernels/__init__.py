@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         generate_batch,
         stream_batch,
     )
+    from specmemo_kernels.integrations.hf_chat import ChatSession
     from specmemo_kernels.integrations.hf_draft import DraftModel
     from specmemo_kernels.memory_plan import BudgetError, MemoryPlan
     from specmemo_kernels.sampling import Sampling, TypicalAcceptance
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchRun",
     "BudgetError",
+    "ChatSession",
     "Completion",
     "DraftInput",
     "DraftModel",
@@ -60,6 +62,7 @@ __all__ = [
 _HOME = {
     "BatchRun": "integrations.hf_batch",
     "BudgetError": "memory_plan",
+    "ChatSession": "integrations.hf_chat",
     "Completion": "integrations.hf_batch",
     "Drafter": "drafting",
     "DraftInput": "drafting",

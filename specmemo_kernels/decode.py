@@ -76,7 +76,7 @@ class SpecDecoder:
         self.max_tree = tree.size
 
     def admit(self, sequences: Sequence[SequenceState]) -> None:
-        """Give sequences pages for their context, which the next steps compute, chunk by chunk.
+        """Give sequences pages for their context; what kept ones don't hold the next steps compute, chunk by chunk.
 
         What was parked is copied back: such a sequence goes on where it was.
 
@@ -87,8 +87,10 @@ class SpecDecoder:
         restored: list[Tensor | None] = []
         try:
             for sequence in sequences:
-                sequence.slot = self.pool.open()
+                sequence.slot, sequence.computed = self.pool.open(), 0
                 opened.append(sequence)
+                if sequence.parked is None:  # else pages of its own are written to
+                    sequence.computed = self.pool.reuse(sequence.slot, sequence.context)
                 self.pool.reserve(sequence.slot, len(sequence.context))
                 parked = sequence.parked
                 if parked is not None:
@@ -97,11 +99,14 @@ class SpecDecoder:
                 restored.append(None if hidden is None else hidden.to(self.target.device))
         except BaseException:
             for sequence in opened:
-                self.pool.close(sequence.slot)
+                self.pool.close(sequence.slot, sequence.tokens[: sequence.computed])
                 sequence.slot = -1
             raise
         for sequence, hidden in zip(sequences, restored, strict=True):
-            sequence.computed = 0 if sequence.parked is None else sequence.parked.pages.tokens
+            if sequence.parked is None:
+                self.stats.reused_tokens += sequence.computed
+            else:
+                sequence.computed = sequence.parked.pages.tokens
             sequence.parked, sequence.hidden = None, hidden
             (self.prefilling if hidden is None else self.sequences).append(sequence)
 
@@ -155,7 +160,7 @@ class SpecDecoder:
         gone = {id(sequence) for sequence in sequences}
         for sequence in (*self.prefilling, *self.sequences):
             if id(sequence) in gone:
-                self.pool.close(sequence.slot)
+                self.pool.close(sequence.slot, sequence.tokens[: sequence.computed])
                 if isinstance(self.drafter, StatefulDrafter):
                     self.drafter.close(sequence.slot)
                 sequence.slot, sequence.hidden = -1, None
@@ -270,6 +275,7 @@ class SpecDecoder:
             for sequence, drafts in zip(running, accepted, strict=True):
                 sequence.steps += 1
                 sequence.accepted += drafts
+                sequence.computed += drafts + 1
             if self.chooser is not None:
                 self.chooser.stepped()
         for sequence, size in chunk.parts if chunk is not None else ():

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from specmemo_kernels.prefix_index import PrefixIndex
+
 Tensor = torch.Tensor
 
 #: What quantised pages hold, by the name that plans and users give it.
@@ -101,6 +103,7 @@ class PagedKVPool:
         max_nodes: scratch slots, the most tree nodes that one step verifies over all sequences.
         kv_dtype: ``"int8"`` or ``"fp8"`` for pages of 8-bit codes with a scale per token and head; ``None`` for
             pages in the layers' own dtype.
+        keep: pages of closed sequences stay until they are needed otherwise, for sequences that begin the same.
 
     Attributes:
         k_pages, v_pages, k_scratch, v_scratch: per layer, views into the groups.
@@ -116,6 +119,7 @@ class PagedKVPool:
         max_sequences: int,
         max_nodes: int,
         kv_dtype: str | None = None,
+        keep: bool = False,
     ) -> None:
         for name, value in (("num_pages", num_pages), ("page_size", page_size), ("max_sequences", max_sequences)):
             if value < 1:
@@ -129,6 +133,10 @@ class PagedKVPool:
         self._free_pages = list(range(num_pages - 1, -1, -1))
         self._free_slots = list(range(max_sequences - 1, -1, -1))
         self._pages: dict[int, list[int]] = {}
+        self._users: Counter[int] = Counter()
+        # Pages that nobody uses but whose content is known; the oldest comes first.
+        self._kept: dict[int, None] = {}
+        self._index = PrefixIndex(page_size) if keep else None
 
     def _new_pages(self, kind: LayerKV, num_pages: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Keys, values and their scales."""
@@ -168,9 +176,10 @@ class PagedKVPool:
     def resize(self, num_pages: int) -> None:
         """Really have ``num_pages`` pages, while no sequence is open: the old ones are freed before there are new ones.
 
-        A failed allocation leaves a pool without pages, which can be resized again.
+        A failed allocation leaves a pool without pages, which can be resized again. Kept pages are gone either way.
         """
         assert not self._pages, f"sequences {sorted(self._pages)} are open; their pages would be lost"
+        self.forget()
         for pages in (0, num_pages):
             with torch.inference_mode(False):
                 tables = self.block_table.new_zeros(len(self._free_slots), pages)
@@ -226,7 +235,13 @@ class PagedKVPool:
 
     @property
     def free_pages(self) -> int:
-        return len(self._free_pages)
+        """Pages for whoever needs some, the kept ones among them."""
+        return len(self._free_pages) + len(self._kept)
+
+    @property
+    def kept_pages(self) -> int:
+        """Free pages whose content is known: it serves whoever begins the same, until the page is needed otherwise."""
+        return len(self._kept)
 
     def fits_sequences(self, count: int) -> bool:
         """Whether ``count`` more sequences find a row in the block table."""
@@ -258,28 +273,114 @@ class PagedKVPool:
         missing = self.pages_for(tokens) - len(held)
         if missing <= 0:
             return
-        if missing > len(self._free_pages):
+        if missing > self.free_pages:
             raise OutOfPages(
-                f"{tokens} tokens need {missing} more pages of {self.page_size} tokens, {len(self._free_pages)} of "
+                f"{tokens} tokens need {missing} more pages of {self.page_size} tokens, {self.free_pages} of "
                 f"{self.num_pages} are free; shorten the prompt or max_new_tokens, or raise memory_budget"
             )
-        new = self._free_pages[: -missing - 1 : -1]
-        self.block_table[slot, len(held) : len(held) + missing] = torch.tensor(new, dtype=torch.int32)
-        del self._free_pages[-missing:]  # nothing is taken before nothing can fail any more
-        held.extend(new)
+        spare = min(missing, len(self._free_pages))  # kept pages, the oldest first, only where no other is left
+        kept = [page for page, _ in zip(self._kept, range(missing - spare), strict=False)]
+        self._hand_out(slot, [*self._free_pages[len(self._free_pages) - spare :][::-1], *kept])
+        del self._free_pages[len(self._free_pages) - spare :]
+        for page in kept:
+            self._kept.pop(page)
+            self._unlabel(page)
 
-    def close(self, slot: int) -> None:
-        """Retire a sequence: its pages and its row are free at once."""
-        self._free_pages.extend(reversed(self._pages.pop(slot)))
+    def _hand_out(self, slot: int, pages: list[int]) -> None:
+        """These are a sequence's next pages; nothing has changed if the table can't be written."""
+        held = self._pages[slot]
+        self.block_table[slot, len(held) : len(held) + len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        held.extend(pages)
+        self._users.update(pages)
+
+    def _unlabel(self, page: int) -> None:
+        if self._index is not None:
+            self._index.drop(page)
+
+    def known(self, tokens: Sequence[int]) -> int:
+        """How many of the first ``tokens`` needn't be computed, because pages hold their keys and values."""
+        return self._index.match(tokens)[1] if self._index is not None else 0
+
+    def reuse(self, slot: int, tokens: Sequence[int]) -> int:
+        """Give a sequence that has no pages yet those that hold the longest known beginning of its ``tokens``.
+
+        Full pages are shared, and nobody writes to them. A partly filled one belongs to this sequence from now on.
+
+        Returns:
+            How many tokens needn't be computed; the last one always must be.
+        """
+        if self._index is None or self._pages[slot]:
+            return 0
+        pages, known = self._index.match(tokens)
+        if pages:
+            self._hand_out(slot, pages)
+        for page in pages:
+            self._kept.pop(page, None)
+        if known % self.page_size:
+            self._unlabel(pages[-1])
+        return known
+
+    def close(self, slot: int, tokens: Sequence[int] = ()) -> None:
+        """Retire a sequence: its pages and its row are free at once.
+
+        Args:
+            tokens: those whose keys and values its pages hold; a pool that keeps pages finds them by these.
+        """
+        pages = self._pages.pop(slot)
+        if self._index is not None:
+            self._index.label(pages, tokens)
+        for page in reversed(pages):  # of kept pages the last of a text goes first, without which others still serve
+            self._users[page] -= 1
+            if not self._users[page]:
+                del self._users[page]
+                if self._index is not None and page in self._index:
+                    self._kept[page] = None
+                else:
+                    self._free_pages.append(page)
         self._free_slots.append(slot)
 
+    def forget(self) -> None:
+        """Drop what is known about pages, while no sequence is open.
+
+        Raises:
+            RuntimeError: one is; when it closes, its pages would be labelled again.
+        """
+        if self._pages:
+            raise RuntimeError(f"{len(self._pages)} sequences are open; close them first")
+        if self._index is not None:
+            self._index = PrefixIndex(self.page_size)
+        self._free_pages.extend(self._kept)
+        self._kept.clear()
+
+    def take_kept(self, other: PagedKVPool) -> None:
+        """Copy the kept pages of ``other``, a pool of the same layers, as many as fit, the newest first.
+
+        This pool must be unused; both exist while it happens.
+        """
+        newest = list(other._kept)[::-1][: len(self._free_pages)]
+        place = {page: self._free_pages.pop() for page in newest}
+        if not place or other._index is None:
+            return
+        for mine, theirs in zip(self._stored(), other._stored(), strict=True):
+            for old, new in place.items():
+                mine[:, new].copy_(theirs[:, old])  # page by page, so that nothing else is held meanwhile
+        self._index = other._index.moved(place)
+        self._kept = {place[page]: None for page in reversed(newest)}
+
     def check_integrity(self) -> None:
-        """Raise ``AssertionError`` unless every page has exactly one owner and the block table says the same."""
-        owners = Counter(self._free_pages)
+        """Raise ``AssertionError`` unless every page has one owner, or users that share what it holds, and the block
+        table says the same."""
+        owners = Counter(self._free_pages) + Counter(self._kept.keys())
+        used: Counter[int] = Counter()
         for slot, pages in self._pages.items():
-            owners.update(pages)
+            used.update(pages)
             table = self.block_table[slot, : len(pages)].tolist()
             assert table == pages, f"block table of sequence {slot} says {table}, the allocator {pages}"
+        labels = set(self._index.pages()) if self._index is not None else set()
+        owners.update({page: 1 if page in labels else count for page, count in used.items()})
+        assert used == self._users, f"pages owned not once: {used} by the sequences, {self._users} by the allocator"
+        assert labels <= self._kept.keys() | used.keys(), "pages owned not once: labelled ones that are free"
+        assert self._kept.keys() <= labels, "pages owned not once: kept ones without a label"
         wrong = {page: count for page, count in owners.items() if count != 1 or not 0 <= page < self.num_pages}
         assert not wrong, f"pages owned not once: {wrong}"
         assert len(owners) == self.num_pages, f"pages owned not once: {self.num_pages - len(owners)} have no owner"

@@ -35,8 +35,8 @@ class SequenceState:
         index: the caller's name for it (a row of the batch).
         slot: its row of the block table while it runs, else -1.
         tokens: prompt and output so far.
-        computed: tokens of its context that are in pages, while the context is being computed. lost: how many were,
-            before its pages were taken without a copy.
+        computed: its first tokens, as many as have their keys and values in pages (while it has any). lost: how many
+            had, before its pages were taken without a copy.
         hidden: ``[hidden_size]``, the target's state that its newest token came from, while it takes steps.
         parked: what of it waits in host memory, after its pages were taken.
         finished, aborted: it emits nothing more; on its own account, or because somebody wanted so.

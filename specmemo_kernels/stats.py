@@ -14,6 +14,7 @@ class DecodeStats:
         sequence_steps: the same counted once per sequence that took part.
         tokens: tokens those steps delivered (cut at EOS and at the length limit).
         prefill_tokens: prompt tokens computed.
+        reused_tokens: tokens that weren't, because pages of earlier sequences held their keys and values.
         recomputed_tokens: tokens computed once more, for sequences whose pages had been taken for others.
         preemptions: how often pages were taken from a sequence. swaps: of these, how often with a copy in host memory.
         retries: steps tried again because memory ran out inside. shrinks, grows: how often something was given up,
@@ -29,6 +30,7 @@ class DecodeStats:
     sequence_steps: int = 0
     tokens: int = 0
     prefill_tokens: int = 0
+    reused_tokens: int = 0
     recomputed_tokens: int = 0
     preemptions: int = 0
     swaps: int = 0

@@ -79,8 +79,3 @@ def load_tokenizer(folder: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)
-
-
-def context_length(model: Any) -> int:
-    """The most tokens the model was made for; plenty when it doesn't say."""
-    return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from specmemo_kernels.cli.common import UserError, context_length, load_model, load_tokenizer, torch_device
+from specmemo_kernels.cli.common import UserError, load_model, load_tokenizer, torch_device
 from specmemo_kernels.cli.env import collect_env
 from specmemo_kernels.integrations.hf import patch
+from specmemo_kernels.integrations.hf_chat import longest_text
 from specmemo_kernels.memory_tracker import MemoryTracker
 
 SIDES = ("plain", "patched")
@@ -110,12 +111,10 @@ class Pair:
             backend=backend,
             max_batch_size=1,
             kv_dtype=kv_dtype,
+            reuse_prefix=False,  # each round computes its prompt, as the plain side does
         )
         self.max_new_tokens = max_new_tokens
-        plan = self.handle.plan
-        total = context_length(self.models["plain"])
-        if plan.max_tokens is not None:  # a step's deepest candidate lies behind the last token wanted
-            total = min(total, plan.max_tokens - plan.tree.max_depth)
+        total = longest_text(self.models["patched"])
         self.room = total - max_new_tokens
         if self.room < LEAST_PROMPT:
             raise UserError(

@@ -18,10 +18,11 @@ Tensor = torch.Tensor
 
 @dataclass
 class _Row:
-    """A sequence as the draft model knows it: ``slot`` of its own pool, ``known`` real tokens whose keys and values are
-    in pages, and behind them those of ``guessed`` tokens, of which some may have become real."""
+    """A sequence as the draft model knows it: ``slot`` of its own pool, ``known`` of its ``tokens`` whose keys and
+    values are in pages, and behind them those of ``guessed`` tokens, of which some may have become real."""
 
     slot: int
+    tokens: Sequence[int]
     known: int
     guessed: list[int]
 
@@ -51,9 +52,13 @@ class DraftModelDrafter:
         max_depth: tokens guessed per step.
         weight_bytes: what its weights take, counted against the budget.
         backend: of the operators.
+
+    Attributes:
+        keeps_pages: what it knows of a closed sequence serves those that begin the same.
     """
 
     prefers_chain = True
+    keeps_pages = True
 
     def __init__(
         self,
@@ -83,12 +88,21 @@ class DraftModelDrafter:
         return self._pool.page_bytes if self._pool is not None else 0
 
     def allocate(self, num_pages: int, page_size: int, max_sequences: int, prefill_chunk: int) -> None:
-        """Pages for as many tokens as the target's pool holds: it never knows more of a sequence than the target."""
-        self.release()
-        self._prefill_chunk = prefill_chunk
+        """Pages for as many tokens as the target's pool holds: it never knows more of a sequence than the target.
+
+        What the pages before knew of closed sequences is copied; :meth:`release` them first where both don't fit.
+        """
+        old, self._rows, self._prefill_chunk = self._pool, {}, prefill_chunk
         self._pool = PagedKVPool(
-            self.layers, num_pages=num_pages, page_size=page_size, max_sequences=max_sequences, max_nodes=0
+            self.layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            max_sequences=max_sequences,
+            max_nodes=0,
+            keep=self.keeps_pages,
         )
+        if old is not None:
+            self._pool.take_kept(old)
 
     def release(self) -> None:
         """Give the pages back; all sequences are forgotten."""
@@ -98,7 +112,7 @@ class DraftModelDrafter:
         row = self._rows.pop(slot, None)
         if row is not None:
             assert self._pool is not None
-            self._pool.close(row.slot)
+            self._pool.close(row.slot, row.tokens[: row.settle(row.tokens)])
 
     def propose(self, inputs: DraftInput) -> Tensor:
         tree, device = inputs.tree, inputs.root_tokens.device
@@ -108,7 +122,7 @@ class DraftModelDrafter:
             return guesses
         if self._pool is None:
             raise RuntimeError("the draft model has no pages; call allocate first")
-        rows = [self._row(self._pool, slot) for slot in inputs.slots]
+        rows = [self._row(self._pool, *each) for each in zip(inputs.slots, inputs.token_ids, strict=True)]
         chain = [self._catch_up(self._pool, rows, inputs.token_ids, depth)]
         lengths = [len(tokens) for tokens in inputs.token_ids]
         for ahead in range(depth - 1):
@@ -123,9 +137,11 @@ class DraftModelDrafter:
             row.known, row.guessed = length, tokens
         return guesses
 
-    def _row(self, pool: PagedKVPool, slot: int) -> _Row:
+    def _row(self, pool: PagedKVPool, slot: int, tokens: Sequence[int]) -> _Row:
         if slot not in self._rows:
-            self._rows[slot] = _Row(pool.open(), 0, [])
+            row = self._rows[slot] = _Row(pool.open(), [], 0, [])
+            row.known = pool.reuse(row.slot, tokens)
+        self._rows[slot].tokens = tokens
         return self._rows[slot]
 
     def _catch_up(

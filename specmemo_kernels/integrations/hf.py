@@ -26,6 +26,7 @@ from specmemo_kernels.integrations.hf_plan import (
     make_drafter,
 )
 from specmemo_kernels.integrations.hf_probe import check_config, probe
+from specmemo_kernels.integrations.hf_signature import ModelSignature
 from specmemo_kernels.integrations.hf_target import HFTarget, ModelFacts, lm_head_hook
 from specmemo_kernels.memory_monitor import DeviceMonitor
 from specmemo_kernels.memory_plan import BudgetError, MemoryPlan, divide_budget, parse_bytes
@@ -44,6 +45,7 @@ class SpecMemo:
         stats: what was counted since patching or ``stats.reset()`` (:class:`DecodeStats`).
         drafter: what proposes tokens.
         backend: name of the operators' backend.
+        reuse_prefix: keep the pages of finished sequences for those that begin the same.
         governor: what of the plan may be used now (``governor.level``), and when memory is looked at.
         chooser: shrinks the tree as more sequences share a step, where nobody asked for a tree.
     """
@@ -57,9 +59,10 @@ class SpecMemo:
         target: HFTarget,
         backend: str,
         keep_free: int | None = None,
+        reuse_prefix: bool = True,
     ) -> None:
         self.model, self.facts, self.drafter, self.plan, self.target = model, facts, drafter, plan, target
-        self.backend = backend
+        self.backend, self.reuse_prefix = backend, reuse_prefix
         self.governor = Governor(
             levels(plan.tree.size, plan.prefill_chunk, plan.max_sequences, can_offload(drafter)),
             monitor=None if keep_free is None else DeviceMonitor({layer.device for layer in facts.layers}),
@@ -69,6 +72,7 @@ class SpecMemo:
         self.chooser: TreeChooser | None = None
         self.generator = Generator(self)
         self._pool: PagedKVPool | None = None
+        self._signature: ModelSignature | None = None
         self._undo: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._generating: int | None = None
@@ -92,32 +96,63 @@ class SpecMemo:
     def pool_for(self, lengths: Sequence[int]) -> PagedKVPool:
         """A pool of :meth:`pages_for`, or while memory is scarce of the pages that the longest one alone needs.
 
-        The last call's pool serves again when it is large enough; else a new one takes its place.
+        The last call's pool serves again when it is large enough, else a new one takes its place. What it kept of
+        finished sequences serves as well, unless the model has changed since.
 
         Raises:
             BudgetError: one of the sequences can never fit the plan.
         """
         wanted, sequences = self.pages_for(lengths), min(len(lengths), self.plan.max_sequences)
+        self._forget_if_changed()
         while True:
             level = self.governor.level
             pages = wanted if level.spare_pages else -(-max(lengths) // self.plan.page_size)
             nodes = min(level.max_tree, self.plan.tree.size) * min(sequences, level.max_sequences)
-            pool = self._pool
-            if pool is None or pool.free_pages < pages or pool.max_nodes < nodes or not pool.fits_sequences(sequences):
-                pool = None  # a name for the old one would keep it alive: both together might not fit
-                self.release()
-                try:
-                    pool = self._new_pool(pages, sequences, nodes)
-                except (RuntimeError, MemoryError) as error:
-                    if not is_out_of_memory(error) or not self.governor.shrink(sequences):
-                        raise
-                    self.stats.shrinks += 1
-                    continue
+            try:
+                if not self._pool_serves(pages, sequences, nodes):
+                    self._replace_pool(pages, sequences, nodes)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error) or not self.governor.shrink(sequences):
+                    raise
+                self.stats.shrinks += 1
+                continue
+            assert self._pool is not None
             self.stats.bytes_by_part = self.bytes_by_part
-            return pool
+            return self._pool
 
-    def _new_pool(self, pages: int, sequences: int, nodes: int) -> PagedKVPool:
+    def _pool_serves(self, pages: int, sequences: int, nodes: int) -> bool:
+        pool = self._pool  # no name for it may outlive this: the next one might not fit beside it
+        if pool is None or pool.free_pages < pages:
+            return False
+        return pool.max_nodes >= nodes and pool.fits_sequences(sequences)
+
+    def _replace_pool(self, pages: int, sequences: int, nodes: int) -> None:
+        """A new pool, into which the kept pages of the old one are copied if both fit the plan at once."""
+        if self._pool is not None and self._pool.kept_pages and self.governor.level.spare_pages:
+            if self._both_fit(pages, sequences):
+                try:
+                    return self._new_pool(pages, sequences, nodes)
+                except (RuntimeError, MemoryError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+            elif self.plan.max_pages is not None:  # all that there may be, so that pages are dropped only once
+                pages = self.plan.max_pages
+        self.release()
+        self._new_pool(pages, sequences, nodes)
+
+    def _both_fit(self, pages: int, sequences: int) -> bool:
+        """Whether a new pool fits beside the old one, while no activations are held."""
         plan = self.plan
+        if plan.max_pages is None:
+            return True
+        room = sum(plan.parts[name] for name in ("kv_pages", "drafter_pages", "tree_scratch", "activations"))
+        page = (plan.parts["kv_pages"] + plan.parts["drafter_pages"]) // plan.max_pages
+        scratch = plan.parts["tree_scratch"] // plan.max_sequences * sequences
+        held = self.bytes_by_part
+        return sum(held.values()) - held["heads"] + pages * page + scratch <= room
+
+    def _new_pool(self, pages: int, sequences: int, nodes: int) -> None:
+        plan, old = self.plan, self._pool
         with torch.inference_mode(False):  # else the pool could not be written outside of inference mode later
             pool = PagedKVPool(
                 self.facts.layers,
@@ -126,11 +161,22 @@ class SpecMemo:
                 max_sequences=sequences,
                 max_nodes=nodes,
                 kv_dtype=plan.kv_dtype,
+                keep=self.reuse_prefix,
             )
+            if old is not None:
+                pool.take_kept(old)
             if isinstance(self.drafter, PagedDrafter) and self.governor.level.heads:
                 self.drafter.allocate(pages, plan.page_size, sequences, plan.prefill_chunk)
         self._pool = pool
-        return pool
+
+    def _forget_if_changed(self) -> None:
+        """Drop the kept pages if the model isn't the one any more that made them."""
+        if not self.reuse_prefix:
+            return
+        signature = ModelSignature(self.model)
+        if self._pool is not None and signature != self._signature:
+            self._pool.forget()
+        self._signature = signature
 
     def acquire(self) -> None:
         """Wait until no other thread generates, and keep others waiting until :meth:`free`.
@@ -232,6 +278,7 @@ def patch(
     max_batch_size: int = 8,
     kv_dtype: str | None = None,
     keep_free: int | str | None = None,
+    reuse_prefix: bool = True,
 ) -> SpecMemo:
     """Make ``model.generate`` speculate: the same tokens, in fewer steps, inside a memory budget.
 
@@ -258,6 +305,10 @@ def patch(
             below the mark generation gives up, one after the other, nodes of the tree, pages that nobody needs yet, the
             heads, and sequences, which wait in host memory; it takes them back when there is a quarter more again.
             ``None``: only when an allocation fails, which either way costs a step's time and no token.
+        reuse_prefix: keep the pages of finished sequences until they are needed otherwise, so that a prompt that
+            begins like an earlier text (the next turn of a conversation) is computed from there on alone. They are
+            dropped when the model's weights, modules, adapters or hooks are seen to have changed; after changes that
+            can't be seen (:mod:`hf_signature`) call ``model.specmemo.release()``.
 
     Returns:
         The handle, also ``model.specmemo``; ``with patch(...):`` unpatches at the end.
@@ -283,6 +334,7 @@ def patch(
         drafter, accuracy = make_drafter(heads, model, facts, name)
         if isinstance(drafter, HFDraftModel):
             undo.append(drafter.detach)
+            drafter.keeps_pages = reuse_prefix
         limits: dict[str, Any] = {"budget": budget, "page_size": page_size, "prefill_chunk": prefill_chunk}
         limits |= {"max_sequences": max_batch_size, "kv_dtype": kv_dtype}
         if tree is None and not getattr(drafter, "prefers_chain", False):
@@ -292,7 +344,7 @@ def patch(
             shape = generation_shape(model, facts, drafter, name, page_size, kv_dtype)
             plan = divide_budget(shape, chosen, **limits)
         plan = replace(plan, kernels=kernel_blocks(facts, name, page_size, kv_dtype))
-        handle = SpecMemo(model, facts, drafter, plan, HFTarget(model, facts, name), name, free)
+        handle = SpecMemo(model, facts, drafter, plan, HFTarget(model, facts, name), name, free, reuse_prefix)
     except BaseException:
         for step in undo:
             step()

@@ -1,0 +1,180 @@
+"""A conversation through ``ChatSession``: what is said, what is computed, and what the model gets to read."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from test_cli import TEMPLATE, make_tokenizer
+from tiny_models import OracleDrafter, tiny_model
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, TextStreamer
+
+import specmemo_kernels as sk
+
+MESSAGES = ["hello", "and then?", "why is that so", "x"]
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny_model("llama", seed=11, vocab_size=257)
+
+
+def own(model: PreTrainedModel, ids: list[int], new: int) -> list[int]:
+    """What the model writes after these tokens, unpatched."""
+    row = torch.tensor([ids])
+    output = copy.deepcopy(model).generate(row, attention_mask=torch.ones_like(row), max_new_tokens=new)
+    return output[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, None], ids=["template", "text"])
+def test_each_turn_is_what_a_fresh_run_writes(model: PreTrainedModel, template: str | None) -> None:
+    """The reply is the unpatched model's on all that was said; what was said before isn't computed again."""
+    tokenizer = make_tokenizer(template)
+    with sk.patch(model, OracleDrafter([], 0.0, vocab=257), tree=3, page_size=4) as handle:
+        if template is None:
+            with pytest.warns(UserWarning, match="has no chat template; the model completes"):
+                session = sk.ChatSession(model, tokenizer, max_new_tokens=12, do_sample=False)
+        else:
+            session = sk.ChatSession(model, tokenizer, max_new_tokens=12, do_sample=False)
+        known, said = 0, ""
+        for text in MESSAGES:
+            handle.stats.reset()
+            prompt = session.prompt(text)
+            said += f"<user>{text}<assistant>" if template else f"\n{text}" if said else text
+            assert tokenizer.decode(prompt) == said
+            new = own(model, prompt, 12)
+            reply = session.ask(text)
+            assert reply == tokenizer.decode(new)
+            assert handle.stats.reused_tokens == known
+            assert handle.stats.prefill_tokens == len(prompt) - known
+            known, said = len(prompt) + len(new) - 1, said + reply
+        if template:
+            assert session.messages[::2] == [{"role": "user", "content": text} for text in MESSAGES]
+            assert [m["role"] for m in session.messages[1::2]] == ["assistant"] * len(MESSAGES)
+        session.reset()
+        assert session.prompt("hello") == tokenizer("<user>hello<assistant>" if template else "hello").input_ids
+
+
+def merging_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """Two letters of a kind are one token, wherever they meet: text doesn't tell which tokens it was written with."""
+    letters = list("ab<>userit :#")
+    vocabulary = {letter: i for i, letter in enumerate(dict.fromkeys(letters))} | {"aa": 20, "bb": 21}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("a", "a"), ("b", "b")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("#"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    made.chat_template = template
+    return made
+
+
+class Writes:
+    """Stands in for a model whose replies are known."""
+
+    def __init__(self, replies: list[list[int]]) -> None:
+        self.replies, self.prompts = replies, []
+        self.device = torch.device("cpu")
+        self.config = tiny_model("llama").config
+
+    def generate(self, ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        self.prompts.append(ids[0].tolist())
+        return torch.cat([ids, torch.tensor([self.replies[len(self.prompts) - 1]])], dim=1)
+
+
+def test_a_reply_keeps_its_own_tokens() -> None:
+    """Even where the tokenizer would make others of its text, alone or with what follows."""
+    tokenizer = merging_tokenizer("{% for m in messages %}{{ m['content'] }}#{% endfor %}")
+    a, b, hash_ = (tokenizer.convert_tokens_to_ids(letter) for letter in "ab#")
+    writer = Writes([[a, a, a], [b, b]])
+    session = sk.ChatSession(writer, tokenizer, max_new_tokens=5)
+    assert session.ask("b") == "aaa"
+    assert session.ask("bb") == "bb"
+    assert writer.prompts[1] == [b, hash_, a, a, a, hash_, 21, hash_]
+    assert tokenizer("b#aaa#bb#").input_ids == [b, hash_, 20, a, hash_, 21, hash_]
+    assert session.prompt("a") == [*writer.prompts[1], b, b, hash_, a, hash_]
+
+
+def test_a_template_that_changes_a_reply_gets_its_way() -> None:
+    """What it drops or rewrites of earlier turns isn't smuggled back in."""
+    tokenizer = merging_tokenizer("{% for m in messages %}{{ m['content'] | replace('ab', '') }}#{% endfor %}")
+    a, b, hash_ = (tokenizer.convert_tokens_to_ids(letter) for letter in "ab#")
+    writer = Writes([[a, b, a], [b]])
+    session = sk.ChatSession(writer, tokenizer, max_new_tokens=5)
+    session.ask("b")
+    session.ask("b")
+    assert writer.prompts[1] == [b, hash_, a, hash_, b, hash_]
+
+
+def test_what_ends_a_reply_is_written_by_the_template(model: PreTrainedModel) -> None:
+    """An end-of-sequence token that the model emits isn't doubled, nor part of the reply."""
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}")
+    eos = tokenizer.eos_token_id
+    writer = Writes([[70, 71, eos], [72]])
+    session = sk.ChatSession(writer, tokenizer, max_new_tokens=5)
+    assert session.ask("x") == tokenizer.decode([70, 71])
+    session.ask("y")
+    (x,), (y,) = (tokenizer(letter).input_ids for letter in "xy")
+    assert writer.prompts[1] == [x, eos, 70, 71, eos, y, eos]
+
+
+def test_old_turns_go_when_there_is_no_room(model: PreTrainedModel) -> None:
+    """The system message stays, whole turns go; a message that can't fit changes nothing."""
+    tokenizer = make_tokenizer(TEMPLATE)
+    session = sk.ChatSession(model, tokenizer, system="be brief", max_tokens=100, max_new_tokens=10, do_sample=False)
+    for text in "abc":
+        session.ask(20 * text)
+    before = list(session.messages)
+    asked = [message["content"][:1] for message in before if message["role"] == "user"]
+    assert asked in (["c"], ["b", "c"])
+    assert before[0] == {"role": "system", "content": "be brief"}
+    with pytest.raises(sk.BudgetError, match=r"the message takes 127 tokens, there is room for 90 beside max_new_tok"):
+        session.ask(90 * "d")
+    assert session.messages == before
+    with pytest.raises(ValueError, match="max_new_tokens is 100, it must be from 1 to 99"):
+        sk.ChatSession(model, tokenizer, max_tokens=100, max_new_tokens=100)
+
+
+def test_streams_and_stops(model: PreTrainedModel) -> None:
+    """Pieces are the reply; one that isn't read on ends there, an error is raised where the reply is read."""
+    tokenizer = make_tokenizer(TEMPLATE)
+    with sk.patch(model, OracleDrafter([], 0.0, vocab=257), tree=3) as handle:
+        session = sk.ChatSession(model, tokenizer, max_new_tokens=40, do_sample=False)
+        whole = sk.ChatSession(model, tokenizer, max_new_tokens=40, do_sample=False).ask("hello")
+        pieces = list(session.stream("hello"))
+        assert "".join(pieces) == whole == session.messages[-1]["content"]
+        session.reset()
+        stream = session.stream("hello", max_new_tokens=900)
+        next(stream)
+        stream.close()
+        cut = session.messages[-1]["content"]
+        assert len(cut) < 900
+        assert handle._pool is not None
+        handle._pool.check_integrity()
+        assert handle._pool.free_pages == handle._pool.num_pages
+        before = list(session.messages)
+        with pytest.raises(ValueError, match="temperature"):
+            list(session.stream("more", do_sample=True, temperature=-1.0))
+        assert session.messages == before
+        session.ask("more", streamer=TextStreamer(tokenizer, skip_prompt=True))
+
+
+def test_an_interrupted_turn_was_never_there(model: PreTrainedModel) -> None:
+    class Interrupts(TextStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            if value.ndim == 1:
+                raise KeyboardInterrupt
+
+    tokenizer = make_tokenizer(TEMPLATE)
+    with sk.patch(model, OracleDrafter([], 0.0, vocab=257), tree=3) as handle:
+        session = sk.ChatSession(model, tokenizer, max_new_tokens=12, do_sample=False)
+        first = session.ask("hello")
+        messages, prompt = list(session.messages), session.prompt("again")
+        with pytest.raises(KeyboardInterrupt):
+            session.ask("again", streamer=Interrupts(tokenizer))
+        assert (session.messages, session.prompt("again")) == (messages, prompt)
+        assert session.ask("again") == tokenizer.decode(own(model, prompt, 12))
+        assert first == messages[-1]["content"]
+        assert handle._pool is not None
+        handle._pool.check_integrity()
