@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from failing_allocations import failing_everywhere
+from failing_allocations import FailingAllocations, failing_everywhere
 from test_decode import BUSHY
-from toy_model import PROMPTS, VOCAB, WIDTH, ToyTarget, empty
+from toy_model import VOCAB, WIDTH, ToyTarget, empty
 
 from specmemo_kernels import MedusaHeads, Sampling, TypicalAcceptance
 from specmemo_kernels.decode import SequenceState, SpecDecoder
@@ -18,8 +18,8 @@ from specmemo_kernels.drafting.base import PagedDrafter
 from specmemo_kernels.drafting.draft_model import DraftModelDrafter
 from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
-from specmemo_kernels.paged_kv import PagedKVPool
-from specmemo_kernels.pressure import Governor, Level
+from specmemo_kernels.paged_kv import OutOfPages, PagedKVPool
+from specmemo_kernels.pressure import Governor, Level, is_out_of_memory, levels
 from specmemo_kernels.sampled import SampledVerifier
 from specmemo_kernels.scheduler import Scheduler, submit_all
 from specmemo_kernels.tree import DraftTree
@@ -65,15 +65,15 @@ class Run:
     drafter: Callable[[Answers], Drafter] = Knowing
     tree: DraftTree = CHAIN
     pages: int = 40
-    samplings: tuple[Sampling | None, ...] = (None,) * 4
+    samplings: tuple[Sampling | None, ...] = (None,) * 3
     kv_dtype: str | None = None
     new_tokens: int = 6
-    prompts: tuple[tuple[int, ...], ...] = tuple(map(tuple, PROMPTS))
+    prompts: tuple[tuple[int, ...], ...] = ((3, 1, 4), (9,), (2, 6))
 
     def states(self) -> list[SequenceState]:
         return [
             SequenceState(list(prompt), self.new_tokens, sampling=sampling)
-            for prompt, sampling in zip(self.prompts, self.samplings, strict=False)
+            for prompt, sampling in zip(self.prompts, self.samplings, strict=True)
         ]
 
     def scheduler(self, answers: Answers, governor: Governor | None = None) -> Scheduler:
@@ -101,9 +101,8 @@ def patient(swap: bool = False) -> Governor:
     return Governor([Level(99, 5, True, True, 3)] * 10_000, swap=swap)
 
 
-SAMPLED = (Sampling(seed=1), None, Sampling(temperature=0.7, top_k=5, top_p=0.9, seed=2), Sampling(seed=3))
-TYPICAL = (Sampling(seed=4, typical=TypicalAcceptance(epsilon=0.01, alpha=0.1)), None, Sampling(seed=5), None)
-TIGHT = ((3, 1, 4), (9,), (2, 6))  # in nine pages of four tokens all begin, and not all can go on
+SAMPLED = (Sampling(seed=1), None, Sampling(temperature=0.7, top_k=5, top_p=0.9, seed=2))
+TYPICAL = (Sampling(seed=4, typical=TypicalAcceptance(epsilon=0.01, alpha=0.1)), None, Sampling(seed=5))
 RUNS = {
     "bushy": Run(tree=BUSHY),
     "sampled": Run(samplings=SAMPLED),
@@ -111,8 +110,9 @@ RUNS = {
     "medusa": Run(medusa),
     "lookup": Run(lambda _: PromptLookupDrafter()),
     "draft model": Run(draft_model),
-    "preempted": Run(pages=9, new_tokens=14, prompts=TIGHT),
-    "quantised": Run(pages=9, new_tokens=14, prompts=TIGHT, kv_dtype="int8"),
+    # In nine pages of four tokens all begin, and not all can go on.
+    "preempted": Run(pages=9, new_tokens=14),
+    "quantised": Run(pages=9, new_tokens=14, kv_dtype="int8"),
 }
 
 
@@ -135,6 +135,93 @@ def test_every_site_of_every_step(name: str, swap: bool, monkeypatch: pytest.Mon
     assert [state.tokens for state in states] == expected
     stats = scheduler.decoder.stats
     assert stats.retries == mode.failures > 50
-    assert (stats.preemptions > 0) == (run.prompts == TIGHT)
+    assert (stats.preemptions > 0) == (run.pages == 9)
     assert (stats.swaps > 0) == swap
     empty(scheduler.decoder.pool)
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_a_failure_shrinks_and_changes_nothing(part: int) -> None:
+    """One failure anywhere in a run with all that may be given up: the tree is halved, the tokens are the same."""
+    run = replace(RUNS["preempted"], samplings=SAMPLED)
+    expected = run.undisturbed()
+    counting = FailingAllocations(lambda site: False)
+    for mode in (counting, FailingAllocations(lambda site: site == (2 * part + 1) * counting.site // 12)):
+        states, scheduler = run.states(), run.scheduler(expected)
+        submit_all(scheduler, states)
+        with mode:
+            scheduler.run()
+        assert [state.tokens for state in states] == expected
+        assert (
+            mode.failures
+            == scheduler.decoder.stats.retries
+            == scheduler.decoder.stats.shrinks
+            == scheduler.governor.shrunk
+        )
+        empty(scheduler.decoder.pool)
+    assert scheduler.governor.level.max_tree == 2
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_many_failures(swap: bool) -> None:
+    """Four in a row, so that all is given up that can be, and later three: what was given up comes back between."""
+    run = replace(RUNS["preempted"], samplings=SAMPLED, new_tokens=60, pages=30)
+    expected = run.undisturbed()
+    states = run.states()
+    governor = Governor(levels(4, 5, 3, heads=False), swap=swap, look_every=1)
+    scheduler = run.scheduler(expected, governor)
+    submit_all(scheduler, states)
+    with FailingAllocations(lambda site: site in (*range(900, 904), *range(2800, 2803))) as mode:
+        while not scheduler.idle:
+            scheduler.step()
+            scheduler.decoder.pool.check_integrity()
+    assert [state.tokens for state in states] == expected
+    stats = scheduler.decoder.stats
+    assert stats.shrinks == mode.failures == 7
+    assert stats.grows >= 3
+    assert (stats.swaps > 0) == swap
+    empty(scheduler.decoder.pool)
+
+
+@pytest.mark.parametrize("begins", [0, 200, 500])
+def test_memory_that_does_not_come_back(begins: int) -> None:
+    """The error says what was tried; every page is free, and when there is memory again all goes on."""
+    run = replace(RUNS["preempted"], samplings=SAMPLED)
+    expected = run.undisturbed()
+    states, scheduler = run.states(), run.scheduler(expected)
+    submit_all(scheduler, states)
+    with FailingAllocations(lambda site: site >= begins), pytest.raises(torch.OutOfMemoryError) as failure:
+        scheduler.run()
+    assert "nothing left to give up (Level(max_tree=1" in failure.value.__notes__[0]
+    assert all(state.tokens == answer[: len(state.tokens)] for state, answer in zip(states, expected, strict=True))
+    empty(scheduler.decoder.pool)
+    states = run.states()
+    again = Scheduler(scheduler.decoder, 3, governor=scheduler.governor, max_pages=run.pages)
+    submit_all(again, states)
+    again.run()
+    assert [state.tokens for state in states] == expected
+    empty(again.decoder.pool)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (MemoryError(), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("std::bad_alloc"), True),
+        (OutOfPages("3 of 4 are free; shorten the prompt"), False),
+        (ValueError("out of memory"), False),
+        (RuntimeError("shapes differ"), False),
+    ],
+)
+def test_what_counts(error: Exception, is_one: bool) -> None:
+    assert is_out_of_memory(error) == is_one
+
+
+def test_what_torch_raises_counts() -> None:
+    """A real failure of the CPU's allocator."""
+    with pytest.raises(RuntimeError) as failure:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(failure.value)

@@ -1,0 +1,77 @@
+"""The budget is a hard cap: generation runs where the system lets it have no more, and another process looks on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MIB = 2**20
+PROGRAM = Path(__file__).with_name("capped_generation.py")
+#: What Python, malloc and the interpreter's caches may take beside the plan.
+SLACK = 12 * MIB
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is watched through /proc")
+
+
+def memory_of(pid: int) -> dict[str, int]:
+    """Bytes by name from ``/proc/PID/status``; empty once the process has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
+    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("VmData", "VmRSS"))}
+
+
+def run_capped(budget: int, slack: int) -> tuple[dict[str, Any], dict[str, int]]:
+    """What the program said, and how far its memory rose while it ran, seen from this process."""
+    program = subprocess.Popen(
+        [sys.executable, str(PROGRAM), str(budget), str(slack)], stdout=subprocess.PIPE, text=True
+    )
+    assert program.stdout is not None
+    said = json.loads(program.stdout.readline())
+    before, most, looks = memory_of(program.pid), {"VmData": 0, "VmRSS": 0}, 0
+    while program.poll() is None:
+        for name, size in memory_of(program.pid).items():
+            most[name] = max(most[name], size)
+        looks += 1
+        time.sleep(0.005)
+    said |= json.loads(program.stdout.readline())
+    assert program.returncode == 0
+    assert looks > 20
+    assert most["VmData"] <= said["cap"]
+    return said, {name: size - before[name] for name, size in most.items()}
+
+
+def test_generation_under_a_cap() -> None:
+    """RLIMIT_DATA is what is used after patching, the budget, and 12 MiB: ten prompts, some of them preempted, are
+    continued rightly; a watcher sees the process within; what can't fit is a BudgetError, not a failed allocation.
+    """
+    budget = 48 * MIB
+    said, rise = run_capped(budget, SLACK)
+    assert said["planned"] <= budget
+    assert said["right"]
+    assert said["again"]
+    assert said["preemptions"] > 0
+    assert said["shrinks"] == 0, "the plan fits without giving anything up"
+    assert said["enforced"], "the system would have given more than the cap"
+    assert "slots, the plan holds" in said["refused"]
+    assert rise["VmRSS"] <= budget + SLACK
+    # Nearly all of the budget is pages, so a run that took no memory would show here.
+    assert rise["VmRSS"] > 0.7 * said["held"] > 0.5 * budget
+
+
+def test_a_cap_below_the_plan() -> None:
+    """The system lets it have little more than half of the budget: allocations really fail, the tokens are right."""
+    budget = 48 * MIB
+    said, rise = run_capped(budget, -20 * MIB)
+    assert said["right"]
+    assert said["again"]
+    assert said["shrinks"] > 0
+    assert said["held"] < budget - 20 * MIB
+    assert rise["VmRSS"] <= budget - 20 * MIB
