@@ -120,3 +120,19 @@ def test_this_machine() -> None:
         assert 2 <= handle.plan.tree.size <= 64
         assert handle.plan.tokens_per_second > 0
     assert time.perf_counter() - start < 1.0
+
+
+#: Compute catches up with the launches at 11 rows.
+SOME_ROWS = replace(FREE_ROWS, name="some rows are free", matmul_rate={"float32": 1e10})
+
+
+def test_the_plan_leaves_room_above_the_fastest_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same heads, and it says so; what a step verifies of that is the chooser's to say."""
+    handle = patched(SOME_ROWS, monkeypatch)
+    plan = handle.plan
+    fastest = int(plan.reasons[0].split("a step over ")[1].split()[0])
+    assert 2 <= fastest < plan.tree.size
+    assert f"steps may verify up to {plan.tree.size} nodes" in plan.reasons[1]
+    assert plan.tree.max_depth == plan.tree.pruned(fastest).max_depth
+    assert handle.chooser is not None
+    assert handle.chooser.tree is plan.tree

@@ -1,21 +1,53 @@
-"""How much of a tree pays: more sequences, smaller trees; better guesses, larger ones."""
+"""How much of a tree pays: more sequences, smaller trees; better guesses, larger ones; and what looking costs."""
 
 from __future__ import annotations
+
+import itertools
+import random
 
 import pytest
 import torch
 from test_families import batch, greedy
-from tiny_models import VOCAB, tiny_model
+from tiny_models import VOCAB, OracleDrafter, tiny_model
 from toy_model import PROMPTS, decoder, finish, same_as_plain
 
 import specmemo_kernels as sk
-from specmemo_kernels.acceptance import DEFAULT_ACCURACY, best_first_paths, expected_tokens_per_step
+from specmemo_kernels.acceptance import (
+    DEFAULT_ACCURACY,
+    Accuracy,
+    RunningAcceptance,
+    best_first_paths,
+    expected_tokens_per_step,
+)
 from specmemo_kernels.decode import SequenceState
 from specmemo_kernels.tree import DraftTree
-from specmemo_kernels.tree_choice import PassSeconds, TreeChooser, chain_gains, node_gains
+from specmemo_kernels.tree_choice import PassSeconds, TreeChooser
 
 TREE = DraftTree.from_paths(best_first_paths(DEFAULT_ACCURACY, 31))
 SLOPE = PassSeconds(((1, 1.0), (8, 1.1), (32, 2.0), (128, 8.0)))
+STEEP = PassSeconds(((1, 1.0), (101, 101.0)))
+
+
+def chooser_for(tree: DraftTree = TREE, accuracy: Accuracy = DEFAULT_ACCURACY, **options: object) -> TreeChooser:
+    return TreeChooser(tree, RunningAcceptance(tree, accuracy), **({"seconds": SLOPE} | options))
+
+
+class Text:
+    """Accepts by chances of its own, each rank of a depth given that its parent was accepted."""
+
+    def __init__(self, chances: list[list[float]], seed: int = 0) -> None:
+        self.chances, self.random = chances, random.Random(seed)
+
+    def last(self, tree: DraftTree) -> int:
+        """The last accepted node of one step over ``tree``."""
+        path: tuple[int, ...] = ()
+        place = {(): 0} | {p: node for node, p in enumerate(tree.paths, start=1)}
+        for row in self.chances:
+            rank = self.random.choices([*range(len(row)), -1], [*row, 1 - sum(row)])[0]
+            if (*path, rank) not in place:
+                break
+            path = (*path, rank)
+        return place[path]
 
 
 def test_seconds_lie_on_lines() -> None:
@@ -26,56 +58,156 @@ def test_seconds_lie_on_lines() -> None:
     assert PassSeconds(((4, 0.5),)).at(100) == 0.5
 
 
-def test_gains_sum_to_the_expected_tokens() -> None:
-    paths = best_first_paths(DEFAULT_ACCURACY, 31)
-    assert sum(node_gains(TREE, DEFAULT_ACCURACY)) == pytest.approx(expected_tokens_per_step(paths, DEFAULT_ACCURACY))
+def test_the_estimate_starts_from_the_accuracies() -> None:
+    gains = RunningAcceptance(TREE, DEFAULT_ACCURACY).gains()
+    assert sum(gains) == pytest.approx(expected_tokens_per_step(TREE, DEFAULT_ACCURACY))
+    assert RunningAcceptance(DraftTree.chain(3), [[0.5]] * 3).gains() == [1.0, 0.5, 0.25, 0.125]
 
 
-def test_the_best_size_is_the_best() -> None:
-    """By trying all sizes; it falls as sequences are added, and one alone gets the whole tree."""
-    gains = node_gains(TREE, DEFAULT_ACCURACY)
-    chooser = TreeChooser(TREE, lambda: gains, SLOPE)
-    sizes = [chooser.tree_for(n).size for n in range(2, 40)]
-    for n, size in enumerate(sizes, start=2):
-        speeds = [sum(gains[:s]) / SLOPE.at(n * s) for s in range(1, TREE.size + 1)]
-        assert speeds[size - 1] >= 0.98 * max(speeds)
+def test_the_estimate_finds_the_chances() -> None:
+    """From steps over parts of the tree, whatever parts these are; what was never verified keeps its prior."""
+    tree = DraftTree.from_paths([[0], [1], [0, 0], [2], [0, 1], [1, 0]])
+    text, acceptance = Text([[0.3, 0.4, 0.1], [0.6, 0.2]]), RunningAcceptance(tree, [[0.7, 0.8, 0.9], [0.5, 0.6]])
+    parts = [tree.part(nodes) for nodes in ([0, 1], [0, 2, 6], [0, 1, 2, 3, 5, 6])]
+    for part in itertools.islice(itertools.cycle(parts), 3000):
+        acceptance.record(part, [text.last(part)])
+    gains = acceptance.gains()
+    expected = [1.0, 0.3, 0.4, 0.3 * 0.6, 0.1, 0.3 * 0.2, 0.4 * 0.6]
+    seen = [0, 1, 2, 3, 5, 6]
+    assert [gains[i] for i in seen] == pytest.approx([expected[i] for i in seen], abs=0.1)
+    assert gains[4] == pytest.approx(0.1)
+    assert all(gains[tree.parents[node]] >= gains[node] for node in range(1, tree.size))
+
+
+def test_the_estimate_counts_a_batch_and_forgets() -> None:
+    tree = DraftTree.chain(1)
+    acceptance = RunningAcceptance(tree, [[0.5]])
+    acceptance.record(tree, [1, 1, 0, 1])
+    assert acceptance.gains()[1] == pytest.approx((4 + 3) / (8 + 4), rel=0.02)
+    for _ in range(1000):
+        acceptance.record(tree, [1])
+    assert acceptance.gains()[1] > 0.99
+    for _ in range(300):
+        acceptance.record(tree, [0])
+    assert acceptance.gains()[1] < 0.15
+
+
+def all_parts(tree: DraftTree) -> list[list[int]]:
+    """Every set of nodes that is a tree, by brute force."""
+    parts = [[0]]
+    for node in range(1, tree.size):
+        parts += [[*part, node] for part in parts if tree.parents[node] in part]
+    return parts
+
+
+@pytest.mark.parametrize("draft_seconds", [None, PassSeconds(((1, 0.2), (8, 0.3)))])
+@pytest.mark.parametrize("sequences", [1, 2, 5, 16])
+def test_the_best_part_is_the_best(sequences: int, draft_seconds: PassSeconds | None) -> None:
+    """Of all parts of a tree of 12 nodes, after some steps whose times are seen; up to the tie that is left alone."""
+    tree = DraftTree.from_paths(best_first_paths(DEFAULT_ACCURACY, 11))
+    chooser = chooser_for(tree, draft_seconds=draft_seconds)
+    text = Text([[0.2, 0.5], [0.1, 0.1, 0.6]])
+    for _ in range(160):
+        step = chooser.tree_for(sequences)
+        seconds = SLOPE.at(sequences * step.size) + 0.7
+        if draft_seconds is not None:
+            seconds += step.max_depth * draft_seconds.at(sequences)
+        chooser.stepped(step, [text.last(step)] * sequences, seconds)
+    gains = chooser.acceptance.gains()
+
+    def speed(part: list[int]) -> float:
+        seconds = SLOPE.at(sequences * len(part)) + 0.7
+        if draft_seconds is not None:
+            seconds += max(tree.depths[node] for node in part) * draft_seconds.at(sequences)
+        return sum(gains[node] for node in part) / seconds
+
+    chosen = chooser.tree_for(sequences)
+    nodes = [0, *(tree.paths.index(path) + 1 for path in chosen.paths)]
+    best = max(map(speed, all_parts(tree)))
+    assert speed(nodes) >= best / (1.02 if draft_seconds is None else 1.05)
+
+
+def test_more_sequences_get_less() -> None:
+    chooser = chooser_for()
+    sizes = [chooser.tree_for(n).size for n in range(1, 40)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > 3
     assert sizes[-1] == 1
-    assert chooser.tree_for(1) is TREE
 
 
-def test_a_chain_follows_what_is_accepted() -> None:
-    """Steps that verified a shorter chain say nothing about deeper guesses; every sixteenth step looks."""
-    assert chain_gains(3, [], []) == [1.0, 0.5, 0.25, 0.125]
-    assert chain_gains(2, [96], [96])[1] == pytest.approx(100 / 104)
-    assert chain_gains(3, [50, 25], [100, 100]) == pytest.approx([1.0, 0.5, 0.25, 0.125])
-    accepted, offered = [0], [1000]
-    chain = DraftTree.chain(8)
-    draft = PassSeconds(((1, 0.2),))
-    chooser = TreeChooser(chain, lambda: chain_gains(8, accepted, offered), SLOPE, draft, 1, explores=True)
-    assert chooser.tree_for(1) is chain
-    sizes = set()
-    for _ in range(15):
-        chooser.stepped()
-        sizes.add(chooser.tree_for(1).size)
-    assert sizes == {1}
-    accepted[:], offered[:] = [950, 900, 860, 800, 760, 720, 680, 640], [1000] * 8
-    chooser.stepped()
-    assert chooser.tree_for(1) is chain
-    chooser.stepped()
-    assert chooser.tree_for(1).size > 4
+def run(chooser: TreeChooser, text: Text, steps: int) -> tuple[float, list[int]]:
+    """Tokens per second of so many steps of one sequence, and the sizes verified."""
+    tokens, seconds, sizes = 0, 0.0, []
+    for _ in range(steps):
+        tree = chooser.tree_for(1)
+        node = text.last(tree)
+        took = chooser.seconds.at(tree.size)
+        chooser.stepped(tree, [node], took)
+        tokens, seconds = tokens + 1 + tree.depths[node], seconds + took
+        sizes.append(tree.size)
+    return tokens / seconds, sizes
+
+
+def test_it_follows_the_text() -> None:
+    """Guesses that are always right, then never, then right again."""
+    right, wrong = Text([[1.0]] * 8), Text([[0.0]] * 8)
+    chooser = chooser_for(DraftTree.chain(8), [[0.5]] * 8)
+    assert run(chooser, right, 400)[1][-1] == 9
+    sizes = run(chooser, wrong, 600)[1]
+    assert sizes[-16:].count(1) >= 15
+    assert run(chooser, right, 2000)[1][-1] == 9
+
+
+@pytest.mark.parametrize("chances", [[[0.6, 0.1], [0.4, 0.1], [0.3]], [[0.05], [0.05]], [[0.9], [0.9], [0.9], [0.9]]])
+@pytest.mark.parametrize("seconds", [SLOPE, STEEP])
+def test_never_much_worse_than_the_best_that_stays(chances: list[list[float]], seconds: PassSeconds) -> None:
+    """Beside every prefix of the tree verified at all times, in expectation: exploration costs 1 %, wrong estimates
+    and what is learnt on the way hardly more."""
+    tree = TREE.pruned(16)
+    speed, _ = run(chooser_for(tree, seconds=seconds), Text(chances), 6000)
+    best = max(
+        expected_tokens_per_step(tree.pruned(size), [list(itertools.accumulate(row)) for row in pad(chances, tree)])
+        / seconds.at(size)
+        for size in range(1, tree.size + 1)
+    )
+    assert speed >= 0.97 * best  # 6000 steps: half a per cent of sampling noise
+
+
+def pad(chances: list[list[float]], tree: DraftTree) -> list[list[float]]:
+    """The same chances for all depths and ranks of a tree."""
+    rows = chances + [[0.0]] * (tree.max_depth - len(chances))
+    return [row + [0.0] * (tree.width - len(row)) for row in rows]
+
+
+def test_looking_costs_one_per_cent() -> None:
+    """Where the whole tree takes 12 times as long, it is verified that much more rarely."""
+    chooser = chooser_for(TREE, [[0.01]] * 5, seconds=STEEP)
+    _, sizes = run(chooser, Text([[0.0]] * 5), 20000)
+    looks = [i for i, size in enumerate(sizes) if size == TREE.size]
+    assert looks
+    assert (sum(sizes) - len(sizes)) / len(sizes) <= 0.012
 
 
 def test_a_decoder_with_a_chooser_writes_the_same() -> None:
-    """Trees change from step to step as sequences come and go."""
+    """Trees change from step to step as sequences come and go, and the estimate is that of the steps."""
     tree = DraftTree.from_paths([[0], [1], [0, 0], [0, 1], [0, 0, 0]])
     spec = decoder(tree, "half")
-    spec.chooser = TreeChooser(tree, lambda: [1.0, 0.5, 0.3, 0.3, 0.2, 0.2], SLOPE)
+    spec.chooser = chooser_for(tree, [[0.5, 0.8], [0.5, 0.8], [0.5]])
     states = [SequenceState(PROMPTS[i % 4], 12 + 5 * i) for i in range(4)]
     finish(spec, [states[:1], states[1:3], states[3:]])
     for state in states:
         same_as_plain(state)
+
+
+def test_a_decoder_tells_what_was_accepted() -> None:
+    """With guesses that are right everywhere (the first sibling is taken), and right in the last siblings alone."""
+    tree = DraftTree.from_paths([[0], [1], [1, 0], [1, 1]])
+    for kind, expected in (("right", [1, 0, 0]), ("last", [0, 1, 1])):
+        spec = decoder(tree, kind)
+        spec.chooser = chooser_for(tree, [[0.4, 0.8], [0.4, 0.8]], seconds=PassSeconds(((1, 1.0),)))
+        finish(spec, [[SequenceState(PROMPTS[0], 40)]])
+        gains = spec.chooser.acceptance.gains()
+        assert [round(gains[node]) for node in (1, 2, 4)] == expected
 
 
 def test_who_gets_a_chooser() -> None:
@@ -86,8 +218,23 @@ def test_who_gets_a_chooser() -> None:
     expected = greedy(model, inputs, 20)
     with sk.patch(model, heads) as handle:
         assert handle.chooser is not None
+        assert handle.chooser.tree is handle.plan.tree
         rows = [rows for rows, _ in handle.chooser.seconds.points]
         assert rows == sorted(set(rows))
         assert torch.equal(greedy(model, inputs, 20), expected)
     with sk.patch(model, heads, tree=4) as handle:
         assert handle.chooser is None
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_model_with_a_drafter_that_learns_nothing_and_one_that_knows_all(share: float) -> None:
+    """The estimate ends where the drafter is; the tokens are the model's own."""
+    model = tiny_model("llama", seed=4)
+    ids = torch.tensor([[5, 9, 3, 4]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    expected = greedy(model, inputs, 200)
+    with sk.patch(model, OracleDrafter([expected[0].tolist()], share, max_depth=3)) as handle:
+        assert torch.equal(greedy(model, inputs, 200), expected)
+        assert handle.chooser is not None
+        first = handle.chooser.acceptance.gains()[1]
+        assert first > 0.9 if share else first < 0.4

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 Accuracy = Sequence[Sequence[float]]
@@ -81,7 +82,7 @@ def _beyond(row: Sequence[float], rank: int) -> float:
     return max(row[-1], 1.0 - (1.0 - row[-1]) * math.pow(rank / last, -pace))  # rounding must not make it fall
 
 
-class RankTree(Protocol):
+class RankTree(Hashable, Protocol):
     """What of a :class:`specmemo_kernels.tree.DraftTree` matters here: the rank path of each node but the root."""
 
     @property
@@ -108,3 +109,62 @@ def expected_tokens_per_step(tree: RankTree | Sequence[Sequence[int]], cumulativ
             raise ValueError(f"path {list(path)} needs {len(path)} heads, accuracies are there for {len(chance)}")
         total += math.prod(chance[d][r] for d, r in enumerate(path))
     return total
+
+
+#: Steps that the running estimate starts from: as if each node had been offered this often with its prior's success.
+PRIOR_OFFERS = 8
+#: An offer's weight falls by 1/e in as many more offers of the same node.
+MEMORY = 128
+
+
+class RunningAcceptance:
+    """How often a step accepts each node of a tree: the heads' accuracies at first, then what was really accepted.
+
+    A node is offered in a step if it was verified and its parent is on the accepted path; the share of offers in which
+    it was accepted as well estimates its chance given its parent. That holds whatever other nodes a step verifies, so
+    steps over parts of the tree count like those over all of it. Older offers fade, because texts change.
+
+    Args:
+        tree: of which parts will be verified.
+        cumulative: the prior, as for :func:`expected_tokens_per_step`; heads are taken as independent.
+    """
+
+    def __init__(self, tree: RankTree, cumulative: Accuracy) -> None:
+        widest = max((rank for path in tree.paths for rank in path), default=0)
+        chance = rank_probabilities(extrapolated(cumulative, widest + 1))
+        self._paths = [tuple(path) for path in tree.paths]
+        self._offered = {path: float(PRIOR_OFFERS) for path in self._paths}
+        self._accepted = {path: PRIOR_OFFERS * chance[len(path) - 1][path[-1]] for path in self._paths}
+
+    def record(self, tree: RankTree, last: Sequence[int]) -> None:
+        """Count a step over ``tree``, a part of this one, in which the path to node ``last[b]`` was accepted.
+
+        Node 0 is the root, node i the one of ``tree.paths[i - 1]``.
+        """
+        children = _children(tree)
+        for node in last:
+            reached = tuple(tree.paths[node - 1]) if node else ()
+            for depth in range(len(reached) + 1):
+                for path in children.get(reached[:depth], ()):
+                    hit = path == reached[: depth + 1]
+                    self._offered[path] += 1 - self._offered[path] / MEMORY
+                    self._accepted[path] += hit - self._accepted[path] / MEMORY
+
+    def gains(self) -> list[float]:
+        """The share of steps that would accept each node if it was verified: 1 for the root, no child above its parent.
+
+        Their sum over a tree is its expected tokens per step.
+        """
+        found: dict[tuple[int, ...], float] = {(): 1.0}
+        for path in self._paths:
+            found[path] = found[path[:-1]] * min(1.0, self._accepted[path] / self._offered[path])
+        return list(found.values())
+
+
+@lru_cache(maxsize=64)
+def _children(tree: RankTree) -> dict[tuple[int, ...], list[tuple[int, ...]]]:
+    """The paths that continue each path of a tree by one rank."""
+    found: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for path in map(tuple, tree.paths):
+        found.setdefault(path[:-1], []).append(path)
+    return found

@@ -22,6 +22,7 @@ class TreeBatch:
     of prompts. ``tokens`` and ``positions`` are ``[N]`` int64; ``parents`` ``[num_tree_nodes]`` int32 (``None`` without
     trees); ``tree_mask`` (``None`` without trees; zeros for chunks), ``qo_indptr``, ``seq_lens``, ``block_table`` as in
     :mod:`specmemo_kernels.ops`. ``max_*`` are bounds known on the host, so that no launch needs a synchronisation.
+    ``tree`` is what all sequences verify, in a batch of trees alone.
     """
 
     tokens: Tensor
@@ -36,6 +37,7 @@ class TreeBatch:
     max_depth: int
     num_trees: int
     num_tree_nodes: int
+    tree: DraftTree | None = None
     _elsewhere: dict[torch.device, TreeBatch] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -101,6 +103,7 @@ def tree_batch(
         max_depth=tree.max_depth,
         num_trees=sequences,
         num_tree_nodes=len(layout.parents),
+        tree=tree,
     )
 
 

@@ -6,6 +6,7 @@ way, an allocation above all, leaves every sequence as it was, and the step can 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -150,9 +151,10 @@ class SpecDecoder:
                 was emitted and the step may be tried again.
         """
         if self.sequences:
+            started = time.perf_counter()
             for sequence in self.sequences:
                 self.reserve(sequence)
-            return self._forward(self._draft(self._step_tree()))
+            return self._forward(self._draft(self._step_tree()), started)
         return self._forward(None) if self.prefilling else []
 
     def release(self, sequences: Sequence[SequenceState]) -> None:
@@ -198,7 +200,7 @@ class SpecDecoder:
         draft[:, 0] = roots
         return tree_batch(tree, draft, lengths.int(), self.pool.block_table[rows], max(map(len, tokens)) - 1)
 
-    def _forward(self, trees: TreeBatch | None) -> list[SequenceState]:
+    def _forward(self, trees: TreeBatch | None, started: float = 0.0) -> list[SequenceState]:
         """One forward pass over trees and the next chunk, and everything that follows from it."""
         device, batch = self.target.device, trees
         chunk: Chunk | None = None
@@ -218,15 +220,19 @@ class SpecDecoder:
         fresh = chunk.fresh if chunk is not None else []
         all_trees, hidden = trees, output.hidden
         emitted: list[list[int]] = []
+        last: list[int] = []
         if fresh:
             first = first_trees(fresh, self.pool, device)
             all_trees = first if trees is None else side_by_side(trees, first)
         if all_trees is not None:
             verdict = self.verifier(all_trees, [*running, *fresh], output.rows(nodes + len(fresh)))
-            emitted = verdict.emitted
+            emitted, last = verdict.emitted, verdict.last[: len(running)]
             if trees is not None:
                 hidden = self._commit(trees, verdict, hidden)
-        return self._advance(running, trees, chunk, emitted, hidden)
+        finished = self._advance(running, trees, chunk, emitted, hidden)
+        if self.chooser is not None and trees is not None and trees.tree is not None:
+            self.chooser.stepped(trees.tree, last, time.perf_counter() - started if chunk is None else None)
+        return finished
 
     def _commit(self, trees: TreeBatch, verdict: Verdict, hidden: Tensor) -> Tensor:
         """Write what the running sequences accepted behind their tokens, where a failed step may leave it.
@@ -276,8 +282,6 @@ class SpecDecoder:
                 sequence.steps += 1
                 sequence.accepted += drafts
                 sequence.computed += drafts + 1
-            if self.chooser is not None:
-                self.chooser.stepped()
         for sequence, size in chunk.parts if chunk is not None else ():
             again = min(size, max(0, sequence.lost - sequence.computed))
             sequence.computed += size

@@ -103,7 +103,8 @@ def verdict_of(batch: TreeBatch, found: Sequence[Path]) -> Verdict:
     device = batch.tokens.device
     length = torch.tensor([len(path) - 1 for path, _ in found], dtype=torch.int32, device=device)
     bonus = torch.tensor([tokens[-1] for _, tokens in found], device=device)
-    return Verdict(index.to(device), length, bonus, [tokens for _, tokens in found])
+    last = [path[-1] for path, _ in found]
+    return Verdict(index.to(device), length, bonus, [tokens for _, tokens in found], last)
 
 
 def _best_token(best: list[int], node: int, _: list[int]) -> int:

@@ -31,6 +31,9 @@ PAGE_SIZES = (16, 32, 64)
 CHUNKS = (32, 64, 128, 256, 512, 1024, 2048)
 MAX_NODES = 64
 RANKS = 10
+#: A loaded model's tree may grow beyond the best one as far as that costs this share of the predicted speed:
+#: predictions and texts differ, and each step verifies only what pays.
+HEADROOM = 0.1
 #: On a GPU torch's allocator rounds large blocks up to 2 MiB: four pools, the heads, the live blocks of a pass.
 _SLACK_BLOCKS, _SLACK_BLOCK = 16, 2 << 20
 #: Tokens per split of the GPU kernels, the smallest they choose.
@@ -197,8 +200,9 @@ def frontier(choices: Sequence[Choice]) -> list[Choice]:
     return kept
 
 
-def best_tree(problem: Problem, with_heads: bool) -> tuple[Choice, Choice]:
-    """The tree of at least one draft with the most tokens per second of decoding, and plain decoding beside it.
+def best_tree(problem: Problem, with_heads: bool) -> tuple[Choice, Choice, Choice]:
+    """The tree of at least one draft with the most tokens per second of decoding, the largest one with the same heads
+    that is nearly as fast (:data:`HEADROOM`), and plain decoding beside them.
 
     For a model that is loaded already: memory is divided afterwards, so bytes are left at 0. ``with_heads``: drafting
     costs what Medusa heads cost; else it is taken to be free.
@@ -210,4 +214,7 @@ def best_tree(problem: Problem, with_heads: bool) -> tuple[Choice, Choice]:
         return Choice(heads, size, 1, 0, 0, 0, 0, tokens, Speed(step, tokens / step))
 
     plain, *trees = (timed(*tree) for tree in shapes_of_trees(problem))
-    return max(trees, key=lambda c: (c.speed.tokens_per_second, -c.tree_size), default=plain), plain
+    best = max(trees, key=lambda c: (c.speed.tokens_per_second, -c.tree_size), default=plain)
+    least = (1 - HEADROOM) * best.speed.tokens_per_second
+    nearly = [c for c in trees if c.heads == best.heads and c.speed.tokens_per_second >= least]
+    return best, max(nearly, key=lambda c: c.tree_size, default=best), plain

@@ -92,6 +92,12 @@ class DraftTree:
         """The nodes of depth at most ``depth``, in their order."""
         return self if depth >= self.max_depth else _truncated(self, depth)
 
+    def part(self, nodes: Iterable[int]) -> DraftTree:
+        """The tree of some of its nodes, in their order; the root must be among them, and every node's parent."""
+        kept = sorted(nodes)
+        new_id = {node: i for i, node in enumerate(kept)} | {-1: -1}
+        return DraftTree(tuple(new_id[self.parents[node]] for node in kept), tuple(self.ranks[node] for node in kept))
+
     @cached_property
     def paths(self) -> tuple[tuple[int, ...], ...]:
         """The rank path of each node but the root; inverse of :meth:`from_paths`."""
@@ -118,7 +124,4 @@ def _signed(word: int) -> int:
 
 @lru_cache(maxsize=256)
 def _truncated(tree: DraftTree, depth: int) -> DraftTree:
-    kept = [node for node, d in enumerate(tree.depths) if d <= depth]
-    new_id = {node: i for i, node in enumerate(kept)}
-    parents = tuple(new_id[tree.parents[node]] if node else -1 for node in kept)
-    return DraftTree(parents, tuple(tree.ranks[node] for node in kept))
+    return tree.part(node for node, d in enumerate(tree.depths) if d <= depth)

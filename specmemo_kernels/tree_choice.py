@@ -1,16 +1,23 @@
-"""How large a tree pays for how many sequences: expected tokens of a step over the seconds that it takes."""
+"""How much of the planned tree a step verifies: as much as gives the most expected tokens per second."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specmemo_kernels.acceptance import Accuracy, extrapolated, rank_probabilities
+from specmemo_kernels.acceptance import RunningAcceptance
 from specmemo_kernels.tree import DraftTree
 
-#: How often a chain's running acceptance is looked at anew, in steps.
+#: After so many steps the choice is looked at anew.
 _REVIEW = 16
+#: Another part of the tree has to be better by this share to be taken.
+_WORTH_IT = 0.01
+#: What looking at the whole tree now and then may cost of the speed, by the estimates of the time.
+_EXPLORATION = 0.01
+#: Weight of the newest step in the running mean of what steps take beside the model's pass.
+_NEWEST = 0.1
 
 
 @dataclass(frozen=True)
@@ -28,80 +35,93 @@ class PassSeconds:
         return a + (rows - low) * max(0.0, b - a) / (high - low)
 
 
-def node_gains(tree: DraftTree, cumulative: Accuracy) -> list[float]:
-    """How often a step accepts each node, heads taken as independent; 1 for the root (its own token always counts)."""
-    chance = rank_probabilities(extrapolated(cumulative, tree.width))
-    gains = [1.0]
-    for node in range(1, tree.size):
-        gains.append(gains[tree.parents[node]] * chance[tree.depths[node] - 1][tree.ranks[node]])
-    return gains
-
-
-def chain_gains(depth: int, accepted_at_depth: Sequence[int], offered_at_depth: Sequence[int]) -> list[float]:
-    """The same for a chain, from what was accepted of what was offered so far; at first as if every other were right.
-
-    Depths that were hardly offered continue the share by which the ones before fell.
-    """
-    gains, rate = [1.0], 0.5
-    for d in range(depth):
-        offered = offered_at_depth[d] if d < len(offered_at_depth) else 0
-        accepted = accepted_at_depth[d] if d < len(accepted_at_depth) else 0
-        if offered:
-            reached = (accepted + 8 * gains[-1] * rate) / (offered + 8)
-            rate = min(1.0, reached / gains[-1])
-        gains.append(gains[-1] * rate)
-    return gains
-
-
 class TreeChooser:
-    """The best first nodes of a tree for the number of sequences that share a step.
+    """Decides for each step which part of the planned tree it verifies.
+
+    The part with the most expected tokens per second: its nodes' running shares of acceptance over the seconds of a
+    pass with so many rows, which were measured while patching, and what steps were seen to take beside the pass. Any
+    number of nodes is considered, the likeliest ones first; small ties go to the part in use.
+
+    A part says nothing about the nodes that it lacks. So now and then a step verifies the whole tree, as rarely as it
+    takes to lose at most one per cent of the speed by that.
 
     Args:
-        tree: best nodes first.
-        gains: asked now and then for each node's share of acceptance.
-        seconds: of the target's pass.
-        draft_seconds: of one pass of a drafter that makes one per depth; ``None``: drafting costs next to nothing.
-        least_sequences: fewer than these always get the whole tree.
-        explores: gains change with what is accepted, so now and then a step verifies the whole tree to see.
+        tree: the planned one: the largest that a step may verify.
+        acceptance: the running estimate for its nodes.
+        seconds: of the target's pass, by its rows.
+        draft_seconds: of one pass of a drafter that makes one per depth; ``None``: drafting costs the same for any
+            part.
     """
 
     def __init__(
         self,
         tree: DraftTree,
-        gains: Callable[[], Sequence[float]],
+        acceptance: RunningAcceptance,
         seconds: PassSeconds,
         draft_seconds: PassSeconds | None = None,
-        least_sequences: int = 2,
-        explores: bool = False,
     ) -> None:
-        self.explores = explores
-        self.tree, self.gains, self.seconds = tree, gains, seconds
-        self.draft_seconds, self.least_sequences = draft_seconds, least_sequences
-        self._known: dict[int, DraftTree] = {}
-        self._age = 0
+        self.tree, self.acceptance, self.seconds, self.draft_seconds = tree, acceptance, seconds, draft_seconds
+        self._beside = 0.0
+        self._chosen: dict[int, DraftTree] = {}
+        self._every: dict[int, int] = {}
+        self._fresh: set[int] = set()
+        self._steps = self._explored = 0
 
     def tree_for(self, sequences: int) -> DraftTree:
-        """The part of the tree with the most expected tokens per second; small ties go to fewer nodes."""
-        if sequences < self.least_sequences or (self.explores and self._age % _REVIEW == 0):
+        """What the next step of so many sequences verifies; the same until :meth:`stepped`."""
+        if sequences not in self._fresh:
+            self._fresh.add(sequences)
+            self._review(sequences)
+        if self._steps - self._explored >= self._every[sequences]:
             return self.tree
-        if sequences not in self._known:
-            self._known[sequences] = self.tree.pruned(self._best_size(sequences))
-        return self._known[sequences]
+        return self._chosen[sequences]
 
-    def stepped(self) -> None:
-        """A step was made: now and then acceptance is looked at again."""
-        self._age += 1
-        if self._age % _REVIEW == 0:
-            self._known.clear()
+    def stepped(self, tree: DraftTree, last: Sequence[int], seconds: float | None = None) -> None:
+        """A step verified ``tree`` for each of some sequences and accepted the path to node ``last[b]``.
 
-    def _best_size(self, sequences: int) -> int:
+        ``seconds``: how long it took, if it did nothing else.
+        """
+        if self.tree_for(len(last)) is self.tree:
+            self._explored = self._steps + 1
+        self.acceptance.record(tree, last)
+        self._steps += 1
+        if seconds is not None:
+            expected = self._pass_seconds(len(last), tree.size, tree.max_depth)
+            # A step that was held up by something else tells little.
+            beside = min(max(0.0, seconds - expected), 4 * expected)
+            self._beside += (beside - self._beside) * (_NEWEST if self._beside else 1)
+        if self._steps % _REVIEW == 0:
+            self._fresh.clear()
+
+    def _pass_seconds(self, sequences: int, size: int, depth: int) -> float:
+        seconds = self.seconds.at(sequences * size)
+        return seconds if self.draft_seconds is None else seconds + depth * self.draft_seconds.at(sequences)
+
+    def _review(self, sequences: int) -> None:
+        """Choose anew for so many sequences, and how rarely to look at the whole tree."""
+        gains = self.acceptance.gains()
+        order = sorted(range(self.tree.size), key=lambda node: (-gains[node], node))  # parents before children
         best, speed, tokens, depth = 1, 0.0, 0.0, 0
-        for size, gain in enumerate(self.gains(), start=1):
-            tokens += gain
-            depth = max(depth, self.tree.depths[size - 1])
-            seconds = self.seconds.at(sequences * size)
-            if self.draft_seconds is not None:
-                seconds += depth * self.draft_seconds.at(sequences)
-            if tokens / seconds > 1.01 * speed:
+        for size, node in enumerate(order, start=1):
+            tokens += gains[node]
+            depth = max(depth, self.tree.depths[node])
+            seconds = self._pass_seconds(sequences, size, depth) + self._beside
+            if tokens / seconds > speed * (1 + 1e-9):
                 best, speed = size, tokens / seconds
-        return best
+        current = self._chosen.get(sequences)
+        if current is None or self._speed(sequences, current, gains) * (1 + _WORTH_IT) < speed:
+            current = self._chosen[sequences] = self.tree.part(order[:best])
+        speed = self._speed(sequences, current, gains)
+        whole = self._pass_seconds(sequences, self.tree.size, self.tree.max_depth) + self._beside
+        lost = whole - tokens / speed  # seconds, beside those in which the part would write as many tokens
+        step = sum(self._gains_of(current, gains)) / speed
+        self._every[sequences] = max(_REVIEW, math.ceil(lost / (_EXPLORATION * step)))
+
+    def _gains_of(self, part: DraftTree, gains: Sequence[float]) -> list[float]:
+        place = {path: node for node, path in enumerate(self.tree.paths, start=1)}
+        return [1.0, *(gains[place[path]] for path in part.paths)]
+
+    def _speed(self, sequences: int, part: DraftTree, gains: Sequence[float]) -> float:
+        """Expected tokens per second of a sequence."""
+        seconds = self._pass_seconds(sequences, part.size, part.max_depth) + self._beside
+        return sum(self._gains_of(part, gains)) / seconds

@@ -49,12 +49,16 @@ class TargetModel(Protocol):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a step accepted (see :func:`ops.verify_tree_greedy`) and, on the host, the tokens it emits per sequence."""
+    """What a step accepted (see :func:`ops.verify_tree_greedy`).
+
+    On the host: ``emitted``, the tokens of each sequence, and ``last``, the last node of its accepted path.
+    """
 
     accept_index: Tensor
     accept_length: Tensor
     bonus_token: Tensor
     emitted: list[list[int]]
+    last: list[int]
 
 
 class Verifier(Protocol):
@@ -81,5 +85,6 @@ class GreedyVerifier:
         )
         # One transfer to the host: the path's own tokens are what the target wrote at each accepted node.
         node = (batch.qo_indptr[:-1, None] + index.clamp(min=0)).long()
-        rows = torch.cat([target_tokens[node], length[:, None].long()], dim=1).tolist()
-        return Verdict(index, length, bonus, [row[: row[-1] + 1] for row in rows])
+        last = index.gather(1, length[:, None].long()).long()
+        rows = torch.cat([target_tokens[node], length[:, None].long(), last], dim=1).tolist()
+        return Verdict(index, length, bonus, [row[: row[-2] + 1] for row in rows], [row[-1] for row in rows])

@@ -47,7 +47,7 @@ class SpecMemo:
         backend: name of the operators' backend.
         reuse_prefix: keep the pages of finished sequences for those that begin the same.
         governor: what of the plan may be used now (``governor.level``), and when memory is looked at.
-        chooser: shrinks the tree as more sequences share a step, where nobody asked for a tree.
+        chooser: says how much of the plan's tree a step verifies, where nobody asked for a tree.
     """
 
     def __init__(
@@ -292,8 +292,8 @@ def patch(
         tree: a :class:`DraftTree`, a list of rank paths (as Medusa publishes them), or a number of nodes;
             ``None`` takes the best nodes for the heads' accuracies and the device, which is known by name or
             measured once per process, in about a second (``specmemo probe`` keeps that); heads that this tree
-            doesn't use are dropped. Prompt lookup and draft models get a chain unless a tree is given. What isn't
-            given shrinks for steps of many sequences, as far as that is faster by the times measured while patching.
+            doesn't use are dropped. Prompt lookup and draft models get a chain unless a tree is given. Of a tree that
+            isn't given each step verifies the part that pays, by what was accepted lately and by measured times.
         backend: ``"reference"``, ``"cpu"``, ``"triton"`` or ``None`` (by device).
         page_size: tokens per page of the KV cache.
         prefill_chunk: most prompt tokens per forward pass; the plan may lower it to keep the budget.
@@ -351,7 +351,7 @@ def patch(
         raise
     handle._undo = undo
     if tree is None:
-        handle.chooser = make_chooser(model, facts, drafter, accuracy, plan, handle.stats)
+        handle.chooser = make_chooser(model, facts, drafter, accuracy, plan)
     cls = type(model)
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     model.__class__ = type(cls.__name__, (PatchedGeneration, cls), names)

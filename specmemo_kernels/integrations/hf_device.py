@@ -24,14 +24,16 @@ _UNKNOWN_TREE = 12
 
 def device_tree(
     model: Any, facts: ModelFacts, drafter: Drafter, accuracy: Accuracy, kv_dtype: str | None = None
-) -> tuple[DraftTree, dict[str, Any]]:
-    """The tree with the most predicted tokens per second for one sequence, and what the plan says about it.
+) -> tuple[DraftTree, int, dict[str, Any]]:
+    """The largest tree that a step for one sequence may come to verify: what memory is set aside for.
 
-    The times are those of :mod:`specmemo_kernels.cost` for the device of :func:`profile_of`, for a context of 1024
-    tokens (or all that the model was made for).
+    How much of it a step verifies, the running :class:`TreeChooser` decides; here the times are those of
+    :mod:`specmemo_kernels.cost` for the device of :func:`profile_of`, for a context of 1024 tokens (or all that the
+    model was made for).
 
     Returns:
-        The tree, and the plan's fields ``tokens_per_step``, ``tokens_per_second``, ``step_seconds`` and ``reasons``.
+        The tree, best nodes first; how many of them are predicted to be the fastest; and the plan's fields
+        ``tokens_per_step``, ``tokens_per_second``, ``step_seconds`` (for that many) and ``reasons``.
     """
     dtype = str(facts.dtype).removeprefix("torch.")
     known = accuracy[: drafter.max_depth]
@@ -51,20 +53,26 @@ def device_tree(
         profile = dataclasses.replace(profile, matmul_rate=rates)
     work = Workload(max(2, min(_CONTEXT, spec.max_context)))
     problem = Problem(spec, profile, work, heads, known, kv_dtype=kv_dtype)
-    best, plain = best_tree(problem, with_heads)
+    best, largest, plain = best_tree(problem, with_heads)
     gain = best.speed.tokens_per_second / plain.speed.tokens_per_second
     cost = best.speed.step_seconds / plain.speed.step_seconds
     reason = (
         f"on {profile.name} a step over {best.tree_size} nodes is predicted to take {cost:.2f} times a plain step and "
         f"to write {best.tokens_per_step:.2f} tokens: {gain:.2f} times the plain speed; no other tree gives more"
     )
-    return DraftTree.from_paths(tree_paths(problem, best.heads, best.tree_size)), {
+    reasons = [reason]
+    if largest.tree_size > best.tree_size:
+        reasons.append(
+            f"steps may verify up to {largest.tree_size} nodes where the text is easier to guess or the device faster"
+        )
+    return DraftTree.from_paths(tree_paths(problem, largest.heads, largest.tree_size)), best.tree_size, {
         "tokens_per_step": best.tokens_per_step, "tokens_per_second": best.speed.tokens_per_second,
-        "step_seconds": best.speed.step_seconds, "reasons": (reason,),
+        "step_seconds": best.speed.step_seconds, "reasons": tuple(reasons),
     }  # fmt: skip
 
 
-def _unknown(accuracy: Accuracy, why: str) -> tuple[DraftTree, dict[str, Any]]:
+def _unknown(accuracy: Accuracy, why: str) -> tuple[DraftTree, int, dict[str, Any]]:
     """A tree of a few nodes, which pays nearly everywhere."""
     paths = best_first_paths(accuracy, _UNKNOWN_TREE - 1)
-    return DraftTree.from_paths(paths), {"reasons": (f"{why}, so the tree has at most {_UNKNOWN_TREE} nodes",)}
+    reason = f"{why}, so the tree has at most {_UNKNOWN_TREE} nodes"
+    return DraftTree.from_paths(paths), len(paths) + 1, {"reasons": (reason,)}

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from specmemo_kernels import ops
-from specmemo_kernels.acceptance import DEFAULT_ACCURACY, Accuracy, best_first_paths
+from specmemo_kernels.acceptance import DEFAULT_ACCURACY, Accuracy, RunningAcceptance, best_first_paths
 from specmemo_kernels.drafting.base import Drafter, PagedDrafter
 from specmemo_kernels.drafting.load_heads import load_heads
 from specmemo_kernels.drafting.medusa import MedusaDrafter
@@ -21,9 +21,8 @@ from specmemo_kernels.integrations.hf_target import ModelFacts, lm_head
 from specmemo_kernels.kernel_config import KernelConfig
 from specmemo_kernels.memory_plan import BudgetError, MemoryPlan, divide_budget
 from specmemo_kernels.paged_kv import page_dtype
-from specmemo_kernels.stats import DecodeStats
 from specmemo_kernels.tree import DraftTree
-from specmemo_kernels.tree_choice import TreeChooser, chain_gains, node_gains
+from specmemo_kernels.tree_choice import TreeChooser
 
 #: What ``heads`` says to ask for prompt lookup.
 PROMPT_LOOKUP = "prompt-lookup"
@@ -71,7 +70,7 @@ def device_plan(
     Raises:
         BudgetError: not even a tree of one draft fits.
     """
-    tree, forecast = device_tree(model, facts, drafter, accuracy, limits["kv_dtype"])
+    tree, fastest, forecast = device_tree(model, facts, drafter, accuracy, limits["kv_dtype"])
     drafter = _without_unused_heads(drafter, tree, model, backend)
     shape = generation_shape(model, facts, drafter, backend, limits["page_size"], limits["kv_dtype"])
     while True:
@@ -80,6 +79,9 @@ def device_plan(
         except BudgetError:
             if tree.size <= 2:
                 raise
+        if tree.size > fastest:  # what may only come to be useful goes first
+            tree = tree.pruned(fastest)
+            continue
         tree = tree.pruned(max(2, tree.size // 2))
         drafter = _without_unused_heads(drafter, tree, model, backend)
         shape = dataclasses.replace(shape, head_bytes=drafter.nbytes)
@@ -94,25 +96,15 @@ def _without_unused_heads(drafter: Drafter, tree: DraftTree, model: Any, backend
     return MedusaDrafter(drafter.heads.truncated(depth), lm_head(model), backend)
 
 
-def make_chooser(
-    model: Any, facts: ModelFacts, drafter: Drafter, accuracy: Accuracy, plan: MemoryPlan, stats: DecodeStats
-) -> TreeChooser:
-    """What decides how much of the plan's tree a step of several sequences verifies; times a few forward passes."""
+def make_chooser(model: Any, facts: ModelFacts, drafter: Drafter, accuracy: Accuracy, plan: MemoryPlan) -> TreeChooser:
+    """What decides how much of the plan's tree a step verifies; times a few forward passes.
+
+    Of chains nothing is known beforehand: every other guess is taken to be right.
+    """
     rows = max(plan.prefill_chunk, plan.max_nodes)
-    seconds = time_passes(model, facts, rows)
-    if not getattr(drafter, "prefers_chain", False):
-        gains = node_gains(plan.tree, accuracy)
-        return TreeChooser(plan.tree, lambda: gains, seconds)
     own = time_passes(drafter.hf_model, drafter.facts, rows) if isinstance(drafter, HFDraftModel) else None
-    depth = plan.tree.max_depth
-    return TreeChooser(
-        plan.tree,
-        lambda: chain_gains(depth, stats.accepted_at_depth, stats.offered_at_depth),
-        seconds,
-        own,
-        least_sequences=1,
-        explores=True,
-    )
+    prior = [[0.5]] * plan.tree.max_depth if getattr(drafter, "prefers_chain", False) else accuracy
+    return TreeChooser(plan.tree, RunningAcceptance(plan.tree, prior), time_passes(model, facts, rows), own)
 
 
 def kernel_blocks(
