@@ -110,16 +110,11 @@ def test_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_this_machine() -> None:
-    """With the real profile: some drafts, a prediction, and no second wait in the same process."""
-    import time
-
-    with sk.patch(tiny_model("llama"), sk.MedusaHeads(32, VOCAB, 3)):
-        pass
-    start = time.perf_counter()
+    """With the real profile: some drafts, a prediction, and nothing measured again in the same process."""
     with sk.patch(tiny_model("llama"), sk.MedusaHeads(32, VOCAB, 3)) as handle:
         assert 2 <= handle.plan.tree.size <= 64
         assert handle.plan.tokens_per_second > 0
-    assert time.perf_counter() - start < 1.0
+    assert hf_device.profile_of("cpu") is hf_device.profile_of("cpu")
 
 
 #: Compute catches up with the launches at 11 rows.
