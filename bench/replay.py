@@ -160,8 +160,9 @@ class ReplayedTarget:
             self.places.first()
             return tokens
         tree = self.tree.truncated(batch.max_depth)
-        if batch.num_trees != 1 or tree.size != batch.num_tree_nodes:
+        if batch.num_trees != 1 or tree.size < batch.num_tree_nodes:
             raise ValueError(f"{batch.num_trees} trees of {batch.num_tree_nodes} nodes, replayed is one of {tree.size}")
+        tree = tree.pruned(batch.num_tree_nodes)  # a step takes the first nodes, as many as pay
         path = self.places.walk(tree)
         if len(path) > 1:
             tokens[_index(tuple(path[:-1]), self.device)] = batch.tokens[_index(tuple(path[1:]), self.device)]
