@@ -52,7 +52,7 @@ def sides_for(
     work: runs.Work, folder: Path, drafters: list[str], batch: int, peers: bool, options: dict[str, Any]
 ) -> dict[str, runs.Side]:
     """What takes turns at one batch size; each of ours patches a copy of the model."""
-    layers, budget, disturb = options["draft_layers"], options["memory_budget"], options["disturb"]
+    layers, budget, disturb = options["draft_layers"], options["memory_budget"].get(batch), options["disturb"]
     sides: dict[str, runs.Side] = {}
     if peers:
         sides[PLAIN] = runs.Plain(work, batch)
@@ -144,7 +144,9 @@ def main(
     draft_layers: Annotated[int, typer.Option(help="layers of the draft model")] = 2,
     peers: Annotated[bool, typer.Option(help="measure plain and assisted generate too")] = True,
     disturb: Annotated[bool, typer.Option(help="reverse the order, abort requests and ask for them again")] = False,
-    memory_budget: Annotated[str | None, typer.Option(help="as for patch: little makes preemptions")] = None,
+    memory_budget: Annotated[
+        str | None, typer.Option(help="as for patch, one or one per batch size: little makes preemptions")
+    ] = None,
     tree: Annotated[
         int | None, typer.Option(help="nodes verified for each sequence in every step; default: as many as pay")
     ] = None,
@@ -155,7 +157,13 @@ def main(
     folder = demo_model_folder() if model is None else model
     batches = [int(size) for size in batch.split(",")]
     rows: list[Row] = []
-    options = {"draft_layers": draft_layers, "memory_budget": memory_budget, "disturb": disturb, "tree": tree}
+    given = memory_budget.split(",") if memory_budget else []
+    if len(given) not in (0, 1, len(batches)):
+        raise typer.BadParameter(
+            f"{len(given)} memory budgets for {len(batches)} batch sizes; give one or one for each"
+        )
+    budgets = dict(zip(batches, given * len(batches) if len(given) == 1 else given, strict=False))
+    options = {"draft_layers": draft_layers, "memory_budget": budgets, "disturb": disturb, "tree": tree}
     for kind in dtype.split(","):
         work = runs.load_work(folder, kind, questions, limit, new_tokens)
         reference = runs.Plain(work, 1).answer(work.prompts, new_tokens)
