@@ -1,4 +1,4 @@
-// The Python module specmemo_kernels._cpu: pointers as integers, checked and shaped by backends/cpu.py.
+// The Python module specmemo_kernels._cpu: tensors or their addresses, checked by ops and shaped by backends/cpu.py.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -8,6 +8,7 @@
 
 #include "kernels.h"
 #include "paged_copy.h"
+#include "tensors.h"
 #include "threads.h"
 
 namespace py = pybind11;
@@ -24,29 +25,33 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-void tree_attention(int dtype, int kv, Address q, Pair q_strides, Address k_new, Pair k_strides, Address v_new,
-                    Pair v_strides, Address k_pages, Address v_pages, AddressPair scales, Address block_table,
-                    Address seq_lens, Address qo_indptr, Address tree_mask, Address sinks, Address out, Address lse,
-                    int64_t batch, int64_t max_pages, int64_t page_size, int64_t mask_words, int64_t num_qo_heads,
-                    int64_t num_kv_heads, int64_t k_dim, int64_t v_dim, float scale, float softcap, int64_t window,
-                    int threads) {
+void tree_attention(int dtype, int kv, py::handle q, py::handle k_new, py::handle v_new, py::handle k_pages,
+                    py::handle v_pages, py::handle k_scales, py::handle v_scales, py::handle block_table,
+                    py::handle seq_lens, py::handle qo_indptr, py::handle tree_mask, py::handle sinks, py::handle out,
+                    py::handle lse, float scale, float softcap, int64_t window, int threads) {
+  const TensorView rows = view(q), keys = view(k_new), values = view(v_new), table = view(block_table);
+  const TensorView k = view(k_pages), lengths = view(seq_lens), mask = view(tree_mask);
   AttentionArgs args{};
   args.dtype = static_cast<DType>(dtype), args.kv = static_cast<KVType>(kv);
-  args.k_scales = at<float>(scales[0]), args.v_scales = at<float>(scales[1]);
-  args.q = at<void>(q), args.k_new = at<void>(k_new), args.v_new = at<void>(v_new);
+  args.q = rows.at<void>(), args.k_new = keys.at<void>(), args.v_new = values.at<void>();
   for (int i = 0; i < 2; ++i) {
-    args.q_strides[i] = q_strides[i], args.k_new_strides[i] = k_strides[i], args.v_new_strides[i] = v_strides[i];
+    args.q_strides[i] = rows.strides[i];
+    args.k_new_strides[i] = keys.strides[i];
+    args.v_new_strides[i] = values.strides[i];
   }
-  args.k_pages = at<void>(k_pages), args.v_pages = at<void>(v_pages);
-  args.block_table = at<int32_t>(block_table), args.seq_lens = at<int32_t>(seq_lens);
-  args.qo_indptr = at<int32_t>(qo_indptr), args.tree_mask = at<int64_t>(tree_mask);
-  args.sinks = at<void>(sinks), args.out = at<void>(out), args.lse = at<float>(lse);
-  args.batch = batch, args.max_pages = max_pages, args.page_size = page_size, args.mask_words = mask_words;
-  args.num_qo_heads = num_qo_heads, args.num_kv_heads = num_kv_heads, args.k_dim = k_dim, args.v_dim = v_dim;
+  args.k_pages = k.at<void>(), args.v_pages = view(v_pages).at<void>();
+  args.k_scales = view(k_scales).at<float>(), args.v_scales = view(v_scales).at<float>();
+  args.block_table = table.at<int32_t>(), args.seq_lens = lengths.at<int32_t>();
+  args.qo_indptr = view(qo_indptr).at<int32_t>(), args.tree_mask = mask.at<int64_t>();
+  args.sinks = view(sinks).at<void>(), args.out = view(out).at<void>(), args.lse = view(lse).at<float>();
+  args.batch = lengths.shape[0], args.max_pages = table.shape[1], args.page_size = k.shape[1];
+  args.mask_words = mask.data == nullptr ? 0 : mask.shape[1];
+  args.num_qo_heads = rows.shape[1], args.num_kv_heads = values.shape[1];
+  args.k_dim = rows.shape[2], args.v_dim = values.shape[2];
   args.scale = scale, args.softcap = softcap, args.window = window;
-  const Kernels& table = kernels();
+  const Kernels& kernel = kernels();
   py::gil_scoped_release unlocked;
-  table.tree_attention(args, threads);
+  kernel.tree_attention(args, threads);
 }
 
 int64_t attention_workspace(int dtype, int kv, int64_t num_qo_heads, int64_t num_kv_heads, int64_t k_dim,
@@ -132,6 +137,7 @@ std::vector<std::string> isas() {
 
 PYBIND11_MODULE(_cpu, m) {
   m.doc() = "C++ kernels of the cpu backend; specmemo_kernels.ops is the interface.";
+  m.def("layouts", &layouts);
   m.def("tree_attention", &tree_attention);
   m.def("attention_workspace", &attention_workspace, "Bytes that each thread of tree_attention works in, at most.");
   m.def("lm_head_topk", &lm_head_topk);

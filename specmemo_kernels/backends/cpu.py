@@ -64,19 +64,13 @@ def tree_attention(
     asks for what always holds here: blocks and splits lie at fixed places, whatever the number of nodes.
     """
     code = _dtype("q", q)
-    nodes, qo_heads, k_dim = q.shape
-    kv_heads, v_dim = v_new.shape[1], v_new.shape[2]
-    out = q.new_empty(nodes, qo_heads, v_dim)
-    lse = q.new_empty(nodes, qo_heads, dtype=torch.float32)
+    out = q.new_empty(q.shape[0], q.shape[1], v_new.shape[2])
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     if sinks is not None:
         sinks = sinks.to(q.dtype)
     _cpu.tree_attention(
-        code, _kv_type(k_scales, k_pages), q.data_ptr(), q.stride()[:2], k_new.data_ptr(), k_new.stride()[:2],
-        v_new.data_ptr(), v_new.stride()[:2], k_pages.data_ptr(), v_pages.data_ptr(),
-        (_address(k_scales), _address(v_scales)), block_table.data_ptr(), seq_lens.data_ptr(), qo_indptr.data_ptr(),
-        _address(tree_mask), _address(sinks), out.data_ptr(), lse.data_ptr(), seq_lens.shape[0], block_table.shape[1],
-        k_pages.shape[1], 0 if tree_mask is None else tree_mask.shape[1], qo_heads, kv_heads, k_dim, v_dim,
-        scale, softcap or 0.0, window or 0, torch.get_num_threads(),
+        code, _kv_type(k_scales, k_pages), q, k_new, v_new, k_pages, v_pages, k_scales, v_scales, block_table, seq_lens,
+        qo_indptr, tree_mask, sinks, out, lse, scale, softcap or 0.0, window or 0, torch.get_num_threads(),
     )  # fmt: skip
     return out, lse
 

@@ -1,0 +1,37 @@
+// Tensors of the Python side, read without a line of torch's headers.
+//
+// Since version 1.3 of DLPack (https://dmlc.github.io/dlpack) a framework's tensor type offers C functions under
+// __dlpack_c_exchange_api__; torch has them since 2.10. The structures below are that interface's, as far as it is
+// used: one call gives address, type, sizes and strides, where each would be a Python attribute and an object
+// otherwise.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+
+namespace specmemo {
+
+struct TensorView {  // DLTensor
+  void* data;
+  int32_t device_type, device_id;
+  int32_t ndim;
+  uint8_t code, bits;
+  uint16_t lanes;
+  int64_t *shape, *strides;
+  uint64_t byte_offset;
+
+  template <class T>
+  T* at() const {
+    return reinterpret_cast<T*>(static_cast<char*>(data) + byte_offset);
+  }
+};
+
+// The view lives as long as the tensor isn't changed. None gives zeros.
+TensorView view(pybind11::handle tensor);
+
+// Type, device, sizes and strides of all tensors, and all other values, as bytes that are equal when those are; None if
+// there is a tensor that isn't plain (fake, traced, wrapped) or something else than tensors, tuples, integers and None.
+pybind11::object layouts(const pybind11::args& values);
+
+}  // namespace specmemo
