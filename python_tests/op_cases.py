@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from cases import random_parents
 
-from specmemo_kernels.paged_kv import KV_DTYPES
+from specmemo_kernels.kv_storage import KV_DTYPES
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from specmemo_kernels.footprint import HeadsSpec, predicted_shape
 from specmemo_kernels.integrations.hf_probe import probe
-from specmemo_kernels.model_spec import ModelSpec, quantised_bits
+from specmemo_kernels.model_config import quantised_bits
+from specmemo_kernels.model_spec import ModelSpec
 
 LLAMA8 = CONFIG_MAPPING["llama"](**CONFIGS["Llama-3.1-8B"], dtype="bfloat16")
 

@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from specmemo_kernels.paged_kv import LayerKV, OutOfPages, PagedKVPool
+from specmemo_kernels.kv_storage import LayerKV
+from specmemo_kernels.paged_kv import OutOfPages, PagedKVPool
 
 CPU = torch.device("cpu")
 LAYER = LayerKV(2, 8, 8, torch.float32, CPU)

@@ -19,9 +19,10 @@ from specmemo_kernels.footprint import (
     predicted_shape,
     weight_bytes,
 )
+from specmemo_kernels.kv_storage import LayerKV
 from specmemo_kernels.memory_tracker import MemoryTracker
 from specmemo_kernels.model_spec import ModelSpec
-from specmemo_kernels.paged_kv import LayerKV, PagedKVPool
+from specmemo_kernels.paged_kv import PagedKVPool
 
 MIB = 2**20
 

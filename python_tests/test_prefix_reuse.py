@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 
 import specmemo_kernels as sk
 from specmemo_kernels.decode import GreedyVerifier, SequenceState, SpecDecoder
+from specmemo_kernels.kv_storage import LayerKV
 from specmemo_kernels.memory_tracker import MemoryTracker
-from specmemo_kernels.paged_kv import LayerKV, OutOfPages, PagedKVPool
+from specmemo_kernels.paged_kv import OutOfPages, PagedKVPool
 from specmemo_kernels.scheduler import Scheduler, submit_all
 
 LAYER = LayerKV(1, 1, 1, torch.float64, torch.device("cpu"))
@@ -180,6 +181,28 @@ def test_sequences_that_share_pages_write_what_they_write_alone() -> None:
             same_as_plain(state)
     assert spec.stats.preemptions > 0
     assert spec.stats.reused_tokens >= 5 * 16, "the common beginning fills four pages"
+    empty(spec.pool)
+
+
+def test_shared_pages_are_not_needed_twice() -> None:
+    """Two that begin with the same kept text run side by side where there are pages for the beginning only once."""
+    begun = PROMPTS[2][:16]
+    apart = 3  # pages of each beyond the four of its beginning: 16 + 1 + 8 tokens and a path of three
+    spec = keeping_decoder(num_pages=4 + 2 * apart)
+    scheduler = Scheduler(spec, 4)
+    first = SequenceState(begun, 1)
+    scheduler.submit(first)
+    scheduler.run()
+    assert spec.pool.shared_pages([*begun, 0]) == 0, "nobody has the kept pages now"
+    states = [SequenceState([*begun, token], 8) for token in (1, 2)]
+    submit_all(scheduler, states)
+    scheduler.step()
+    assert not scheduler.waiting
+    assert spec.pool.shared_pages([*begun, 0]) == 4
+    scheduler.run()
+    assert spec.stats.preemptions == 0
+    for state in states:
+        same_as_plain(state)
     empty(spec.pool)
 
 

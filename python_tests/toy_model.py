@@ -10,7 +10,8 @@ from specmemo_kernels import ops
 from specmemo_kernels.batch import TreeBatch
 from specmemo_kernels.decode import GreedyVerifier, SequenceState, SpecDecoder, TargetOutput
 from specmemo_kernels.drafting import Drafter, DraftInput
-from specmemo_kernels.paged_kv import LayerKV, PagedKVPool
+from specmemo_kernels.kv_storage import LayerKV
+from specmemo_kernels.paged_kv import PagedKVPool
 from specmemo_kernels.step_attention import StepAttention
 from specmemo_kernels.tree import DraftTree
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from specmemo_kernels.drafting.draft_model import DraftModelDrafter
     from specmemo_kernels.drafting.load_heads import HeadsError, load_heads
     from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
-    from specmemo_kernels.integrations.hf import SpecMemo, patch, unpatch
+    from specmemo_kernels.integrations.hf import patch, unpatch
     from specmemo_kernels.integrations.hf_attention import UnsupportedModel
     from specmemo_kernels.integrations.hf_batch import (
         BatchRun,
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from specmemo_kernels.integrations.hf_chat import ChatSession
     from specmemo_kernels.integrations.hf_draft import DraftModel
+    from specmemo_kernels.integrations.hf_handle import SpecMemo
     from specmemo_kernels.memory_plan import BudgetError, MemoryPlan
     from specmemo_kernels.sampling import Sampling, TypicalAcceptance
     from specmemo_kernels.tree import DraftTree
@@ -79,7 +80,7 @@ _HOME = {
     "Piece": "integrations.hf_batch",
     "Request": "integrations.hf_batch",
     "Sampling": "sampling",
-    "SpecMemo": "integrations.hf",
+    "SpecMemo": "integrations.hf_handle",
     "stream_batch": "integrations.hf_batch",
     "TypicalAcceptance": "sampling",
     "unpatch": "integrations.hf",

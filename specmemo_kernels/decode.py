@@ -12,10 +12,11 @@ from collections.abc import Sequence
 import torch
 
 from specmemo_kernels import ops
-from specmemo_kernels.batch import TreeBatch, side_by_side, tree_batch
-from specmemo_kernels.drafting.base import Drafter, DraftInput, StatefulDrafter
+from specmemo_kernels.batch import TreeBatch, side_by_side
+from specmemo_kernels.drafting.base import Drafter, StatefulDrafter
 from specmemo_kernels.paged_kv import PagedKVPool
 from specmemo_kernels.prefill import Chunk, first_trees, next_chunk
+from specmemo_kernels.propose import propose
 from specmemo_kernels.sequence import Parked, SequenceState
 from specmemo_kernels.stats import DecodeStats
 from specmemo_kernels.step_attention import StepAttention
@@ -154,7 +155,9 @@ class SpecDecoder:
             started = time.perf_counter()
             for sequence in self.sequences:
                 self.reserve(sequence)
-            return self._forward(self._draft(self._step_tree()), started)
+            return self._forward(
+                propose(self.drafter, self._step_tree(), self.sequences, self.pool, self.target), started
+            )
         return self._forward(None) if self.prefilling else []
 
     def release(self, sequences: Sequence[SequenceState]) -> None:
@@ -179,26 +182,6 @@ class SpecDecoder:
         """The tree, without nodes deeper than the tokens anybody still wants."""
         tree = self.tree if self.chooser is None else self.chooser.tree_for(len(self.sequences))
         return tree.pruned(min(tree.size, self.max_tree)).truncated(max(s.remaining for s in self.sequences) - 1)
-
-    def _draft(self, tree: DraftTree) -> TreeBatch:
-        """Let the drafter fill the tree; what isn't a token becomes -1 for the walk and 0 for the embedding."""
-        slots, tokens = [s.slot for s in self.sequences], [s.tokens for s in self.sequences]
-        known = [slots, [t[-1] for t in tokens], [len(t) - 1 for t in tokens]]
-        rows, roots, lengths = torch.tensor(known, device=self.target.device)
-        hidden = torch.stack([s.hidden for s in self.sequences if s.hidden is not None])
-        draft = self.drafter.propose(DraftInput(tree, roots, hidden, tokens, slots))
-        expected = (len(self.sequences), tree.size)
-        if tuple(draft.shape) != expected or draft.dtype != torch.int64:
-            raise ValueError(
-                f"{type(self.drafter).__name__}.propose returned {tuple(draft.shape)} {draft.dtype}, "
-                f"expected {expected} torch.int64 (sequences, tree nodes)"
-            )
-        draft = torch.where((draft < 0) | (draft >= self.target.vocab_size), -1, draft)
-        if draft.device.type == "cpu":  # elsewhere a look at it would make the host wait
-            tree, draft = _without_empty_depths(tree, draft)
-        draft = draft.to(self.target.device)
-        draft[:, 0] = roots
-        return tree_batch(tree, draft, lengths.int(), self.pool.block_table[rows], max(map(len, tokens)) - 1)
 
     def _forward(self, trees: TreeBatch | None, started: float = 0.0) -> list[SequenceState]:
         """One forward pass over trees and the next chunk, and everything that follows from it."""
@@ -296,11 +279,3 @@ class SpecDecoder:
         finished = [s for s in self.sequences if s.finished]
         self.release(finished)
         return finished
-
-
-def _without_empty_depths(tree: DraftTree, draft: Tensor) -> tuple[DraftTree, Tensor]:
-    """The tree down to the deepest guess of any sequence (what an earlier guess is missing for can't be accepted)."""
-    guessed = (draft >= 0).any(0).tolist()
-    deepest = max((depth for depth, there in zip(tree.depths, guessed, strict=True) if there), default=0)
-    kept = [node for node, depth in enumerate(tree.depths) if depth <= deepest]
-    return tree.truncated(deepest), draft[:, kept] if len(kept) < tree.size else draft

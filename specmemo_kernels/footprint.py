@@ -12,8 +12,8 @@ from typing import Self
 
 import torch
 
+from specmemo_kernels.kv_storage import LayerKV
 from specmemo_kernels.model_spec import ModelSpec
-from specmemo_kernels.paged_kv import LayerKV
 
 #: A prefill row or tree node outside of the model: int64 tokens (as drafted, packed, clamped), positions, and a spare.
 _ROW_BYTES = 5 * 8

@@ -11,7 +11,7 @@ import torch
 from specmemo_kernels.sampling import Sampling
 
 if TYPE_CHECKING:
-    from specmemo_kernels.paged_kv import HostPages
+    from specmemo_kernels.kv_storage import HostPages
 
 
 @dataclass(frozen=True)

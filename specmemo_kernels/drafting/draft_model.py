@@ -9,7 +9,8 @@ import torch
 
 from specmemo_kernels.batch import chunk_batch
 from specmemo_kernels.drafting.base import DraftInput
-from specmemo_kernels.paged_kv import LayerKV, PagedKVPool
+from specmemo_kernels.kv_storage import LayerKV
+from specmemo_kernels.paged_kv import PagedKVPool
 from specmemo_kernels.step_attention import StepAttention
 from specmemo_kernels.verify import TargetModel, TargetOutput
 

@@ -15,7 +15,7 @@ from specmemo_kernels.scheduler import Scheduler, submit_all
 from specmemo_kernels.sequence import SequenceState
 
 if TYPE_CHECKING:
-    from specmemo_kernels.integrations.hf import SpecMemo
+    from specmemo_kernels.integrations.hf_handle import SpecMemo
 
 Prompt = Sequence[int] | torch.Tensor
 

@@ -12,7 +12,8 @@ from specmemo_kernels.drafting.base import Drafter
 from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.footprint import HeadsSpec
 from specmemo_kernels.integrations.hf_target import ModelFacts
-from specmemo_kernels.model_spec import DTYPE_BYTES, ModelSpec
+from specmemo_kernels.model_config import DTYPE_BYTES
+from specmemo_kernels.model_spec import ModelSpec
 from specmemo_kernels.search import Problem, best_tree, tree_paths
 from specmemo_kernels.tree import DraftTree
 

@@ -17,7 +17,7 @@ from specmemo_kernels.integrations.hf_verifier import ProcessedVerifier, put_bac
 from specmemo_kernels.scheduler import Scheduler, submit_all
 
 if TYPE_CHECKING:
-    from specmemo_kernels.integrations.hf import SpecMemo
+    from specmemo_kernels.integrations.hf_handle import SpecMemo
 
 Tensor = torch.Tensor
 

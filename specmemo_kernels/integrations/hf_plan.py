@@ -19,8 +19,8 @@ from specmemo_kernels.integrations.hf_draft import DraftModel, HFDraftModel, is_
 from specmemo_kernels.integrations.hf_probe import measure_passes, time_passes
 from specmemo_kernels.integrations.hf_target import ModelFacts, lm_head
 from specmemo_kernels.kernel_config import KernelConfig
+from specmemo_kernels.kv_storage import page_dtype
 from specmemo_kernels.memory_plan import BudgetError, MemoryPlan, divide_budget
-from specmemo_kernels.paged_kv import page_dtype
 from specmemo_kernels.tree import DraftTree
 from specmemo_kernels.tree_choice import TreeChooser
 

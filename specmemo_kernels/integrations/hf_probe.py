@@ -12,8 +12,8 @@ from torch import nn
 from specmemo_kernels.footprint import PassBytes
 from specmemo_kernels.integrations.hf_attention import UnsupportedModel
 from specmemo_kernels.integrations.hf_target import ModelFacts, run_packed, tapped
+from specmemo_kernels.kv_storage import LayerKV
 from specmemo_kernels.memory_tracker import MemoryTracker
-from specmemo_kernels.paged_kv import LayerKV
 from specmemo_kernels.tree_choice import PassSeconds
 
 Tensor = torch.Tensor

@@ -15,7 +15,7 @@ from specmemo_kernels import ops
 from specmemo_kernels.batch import TreeBatch
 from specmemo_kernels.decode import TargetOutput
 from specmemo_kernels.integrations.hf_attention import attention_call
-from specmemo_kernels.paged_kv import LayerKV
+from specmemo_kernels.kv_storage import LayerKV
 from specmemo_kernels.step_attention import StepAttention
 
 Tensor = torch.Tensor

@@ -1,0 +1,229 @@
+"""The handle of a patched model: its plan, its statistics, and the pool that serves from call to call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from specmemo_kernels.drafting.base import Drafter, PagedDrafter
+from specmemo_kernels.drafting.placing import can_offload
+from specmemo_kernels.integrations.hf_generate import Generator
+from specmemo_kernels.integrations.hf_signature import ModelSignature
+from specmemo_kernels.integrations.hf_target import HFTarget, ModelFacts
+from specmemo_kernels.memory_monitor import DeviceMonitor
+from specmemo_kernels.memory_plan import BudgetError, MemoryPlan
+from specmemo_kernels.paged_kv import PagedKVPool
+from specmemo_kernels.pressure import Governor, is_out_of_memory, levels
+from specmemo_kernels.stats import DecodeStats
+from specmemo_kernels.tree_choice import TreeChooser
+
+
+class SpecMemo:
+    """The handle of a patched model: ``model.specmemo``; also a context manager that unpatches at its end.
+
+    Attributes:
+        plan: what generation may use (:class:`MemoryPlan`).
+        stats: what was counted since patching or ``stats.reset()`` (:class:`DecodeStats`).
+        drafter: what proposes tokens.
+        backend: name of the operators' backend.
+        reuse_prefix: keep the pages of finished sequences for those that begin the same.
+        governor: what of the plan may be used now (``governor.level``), and when memory is looked at.
+        chooser: says how much of the plan's tree a step verifies, where nobody asked for a tree.
+        undo_steps: what unpatching does, in order.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        facts: ModelFacts,
+        drafter: Drafter,
+        plan: MemoryPlan,
+        target: HFTarget,
+        backend: str,
+        keep_free: int | None = None,
+        reuse_prefix: bool = True,
+    ) -> None:
+        self.model, self.facts, self.drafter, self.plan, self.target = model, facts, drafter, plan, target
+        self.backend, self.reuse_prefix = backend, reuse_prefix
+        self.governor = Governor(
+            levels(plan.tree.size, plan.prefill_chunk, plan.max_sequences, can_offload(drafter)),
+            monitor=None if keep_free is None else DeviceMonitor({layer.device for layer in facts.layers}),
+            keep_free=keep_free or 0,
+        )
+        self.stats = DecodeStats()
+        self.chooser: TreeChooser | None = None
+        self.generator = Generator(self)
+        self._pool: PagedKVPool | None = None
+        self._signature: ModelSignature | None = None
+        self.undo_steps: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        self._generating: int | None = None
+
+    def pages_for(self, lengths: Sequence[int]) -> int:
+        """Pages in which sequences of these lengths fit, as many side by side as the plan allows.
+
+        Raises:
+            BudgetError: one of them can never fit the plan.
+        """
+        plan = self.plan
+        pages = sorted((-(-length // plan.page_size) for length in lengths), reverse=True)
+        if plan.max_pages is not None and pages[0] > plan.max_pages:
+            raise BudgetError(
+                f"a prompt and its new tokens may take {max(lengths)} slots, the plan holds {plan.max_tokens} "
+                f"({plan.max_pages} pages of {plan.page_size}); shorten the prompt or max_new_tokens, or patch with a "
+                "larger memory_budget"
+            )
+        return min(sum(pages[: plan.max_sequences]), plan.max_pages or sum(pages))
+
+    def pool_for(self, lengths: Sequence[int]) -> PagedKVPool:
+        """A pool of :meth:`pages_for`, or while memory is scarce of the pages that the longest one alone needs.
+
+        The last call's pool serves again when it is large enough, else a new one takes its place. What it kept of
+        finished sequences serves as well, unless the model has changed since.
+
+        Raises:
+            BudgetError: one of the sequences can never fit the plan.
+        """
+        wanted, sequences = self.pages_for(lengths), min(len(lengths), self.plan.max_sequences)
+        self._forget_if_changed()
+        while True:
+            level = self.governor.level
+            pages = wanted if level.spare_pages else -(-max(lengths) // self.plan.page_size)
+            nodes = min(level.max_tree, self.plan.tree.size) * min(sequences, level.max_sequences)
+            try:
+                if not self._pool_serves(pages, sequences, nodes):
+                    self._replace_pool(pages, sequences, nodes)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error) or not self.governor.shrink(sequences):
+                    raise
+                self.stats.shrinks += 1
+                continue
+            assert self._pool is not None
+            self.stats.bytes_by_part = self.bytes_by_part
+            return self._pool
+
+    def _pool_serves(self, pages: int, sequences: int, nodes: int) -> bool:
+        pool = self._pool  # no name for it may outlive this: the next one might not fit beside it
+        if pool is None or pool.free_pages < pages:
+            return False
+        return pool.max_nodes >= nodes and pool.fits_sequences(sequences)
+
+    def _replace_pool(self, pages: int, sequences: int, nodes: int) -> None:
+        """A new pool, into which the kept pages of the old one are copied if both fit the plan at once."""
+        if self._pool is not None and self._pool.kept_pages and self.governor.level.spare_pages:
+            if self._both_fit(pages, sequences):
+                try:
+                    return self._new_pool(pages, sequences, nodes)
+                except (RuntimeError, MemoryError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+            elif self.plan.max_pages is not None:  # all that there may be, so that pages are dropped only once
+                pages = self.plan.max_pages
+        self.release()
+        self._new_pool(pages, sequences, nodes)
+
+    def _both_fit(self, pages: int, sequences: int) -> bool:
+        """Whether a new pool fits beside the old one, while no activations are held."""
+        plan = self.plan
+        if plan.max_pages is None:
+            return True
+        room = sum(plan.parts[name] for name in ("kv_pages", "drafter_pages", "tree_scratch", "activations"))
+        page = (plan.parts["kv_pages"] + plan.parts["drafter_pages"]) // plan.max_pages
+        scratch = plan.parts["tree_scratch"] // plan.max_sequences * sequences
+        held = self.bytes_by_part
+        return sum(held.values()) - held["heads"] + pages * page + scratch <= room
+
+    def _new_pool(self, pages: int, sequences: int, nodes: int) -> None:
+        plan, old = self.plan, self._pool
+        with torch.inference_mode(False):  # else the pool could not be written outside of inference mode later
+            pool = PagedKVPool(
+                self.facts.layers,
+                num_pages=pages,
+                page_size=plan.page_size,
+                max_sequences=sequences,
+                max_nodes=nodes,
+                kv_dtype=plan.kv_dtype,
+                keep=self.reuse_prefix,
+            )
+            if old is not None:
+                pool.take_kept(old)
+            if isinstance(self.drafter, PagedDrafter) and self.governor.level.heads:
+                self.drafter.allocate(pages, plan.page_size, sequences, plan.prefill_chunk)
+        self._pool = pool
+
+    def _forget_if_changed(self) -> None:
+        """Drop the kept pages if the model isn't the one any more that made them."""
+        if not self.reuse_prefix:
+            return
+        signature = ModelSignature(self.model)
+        if self._pool is not None and signature != self._signature:
+            self._pool.forget()
+        self._signature = signature
+
+    def acquire(self) -> None:
+        """Wait until no other thread generates, and keep others waiting until :meth:`free`.
+
+        Raises:
+            RuntimeError: this thread itself is in the middle of a generation, for which it would wait forever.
+        """
+        if self._lock.locked() and self._generating == threading.get_ident():
+            raise RuntimeError("this thread's generation with the same model isn't over; finish or close it first")
+        self._lock.acquire()
+        self._generating = threading.get_ident()
+
+    def free(self) -> None:
+        """The end of what :meth:`acquire` began."""
+        self._generating = None
+        self._lock.release()
+
+    def rope_changes(self, length: int) -> bool:
+        """Whether positions are encoded differently beyond a limit that ``length`` tokens cross (dynamic, longrope).
+
+        The candidates of a step lie ahead of the newest token, and would switch it early.
+        """
+        config = self.model.config.get_text_config()
+        rope = getattr(config, "rope_parameters", None) or {}
+        kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
+        if not any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds):
+            return False
+        limits: list[int | None] = [
+            getattr(config, "original_max_position_embeddings", None),
+            config.max_position_embeddings,
+        ]
+        limits += [kind.get("original_max_position_embeddings") for kind in kinds]
+        return length + self.plan.tree.max_depth > min(limit for limit in limits if limit)
+
+    def release(self) -> None:
+        """Free the pages kept between calls of generate."""
+        self._pool = None
+        if isinstance(self.drafter, PagedDrafter):
+            self.drafter.release()
+
+    @property
+    def bytes_by_part(self) -> dict[str, int]:
+        """Bytes held right now: heads, pages and scratch."""
+        pool = self._pool
+        return {
+            "heads": self.drafter.nbytes,
+            "kv_pages": pool.page_bytes if pool else 0,
+            "drafter_pages": self.drafter.page_bytes if isinstance(self.drafter, PagedDrafter) else 0,
+            "tree_scratch": pool.scratch_bytes if pool else 0,
+        }
+
+    def __enter__(self) -> SpecMemo:
+        return self
+
+    def undo(self) -> None:
+        """Make the model what it was before patching; the second time nothing happens."""
+        self.release()
+        while self.undo_steps:
+            self.undo_steps.pop(0)()
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+    def __repr__(self) -> str:
+        return f"SpecMemo({type(self.model).__name__}, {self.plan})"

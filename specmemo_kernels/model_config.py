@@ -1,0 +1,117 @@
+"""What a configuration of transformers says about sizes, whatever its family calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def read_sizes(text: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The fields of a ``ModelSpec`` but its quantisation, from a configuration's fields for text.
+
+    Raises:
+        ValueError: a size is missing or a dtype isn't known; the message names it and ``name``.
+    """
+
+    def need(*keys: str) -> int:
+        found = next((text[key] for key in keys if text.get(key) is not None), None)
+        if not isinstance(found, int) or found < 1:
+            raise ValueError(f"the configuration of {name} has {keys[0]}={found!r}, a size of at least 1 is needed")
+        return found
+
+    def get(*keys: str) -> int:
+        return int(next((text[key] for key in keys if text.get(key) is not None), 0))
+
+    hidden, layers, heads = need("hidden_size", "n_embd"), need("num_hidden_layers", "n_layer"), need(
+        "num_attention_heads", "n_head"
+    )  # fmt: skip
+    experts = get("num_local_experts", "num_experts", "n_routed_experts")
+    width = get("intermediate_size", "n_inner") or 4 * hidden
+    expert_size = (get("moe_intermediate_size") or width) if experts else 0
+    shared = get("shared_expert_intermediate_size") or get("n_shared_experts") * expert_size
+    dense = (
+        layers if not experts else min(layers, get("first_k_dense_replace") + len(text.get("mlp_only_layers") or ()))
+    )
+    attention = _attention(text, hidden, heads)
+    dtype = str(text.get("dtype") or text.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        raise ValueError(f"the configuration of {name} has dtype={dtype!r}, expected one of {', '.join(DTYPE_BYTES)}")
+    return attention | {
+        "name": name, "hidden_size": hidden, "num_layers": layers, "vocab_size": need("vocab_size"),
+        "num_qo_heads": heads, "intermediate_size": width, "dense_layers": dense,
+        "gated": text.get("model_type") not in _UNGATED, "num_experts": experts,
+        "experts_per_token": get("num_experts_per_tok") if experts else 0, "expert_size": expert_size,
+        "shared_size": shared if experts else 0,
+        "ffn_tensors": _ffn_tensors(str(text.get("model_type"))),
+        "expert_tensors": 9 if text.get("model_type") == "gpt_oss" else 4,
+        "norm_weights": hidden * (4 if text.get("model_type") in _FOUR_NORMS else 2),
+        "tied": bool(text.get("tie_word_embeddings", text.get("model_type") in _TIED)), "dtype": dtype,
+        "max_context": get("max_position_embeddings", "n_positions") or 1 << 20,
+    }  # fmt: skip
+
+
+#: Families that differ from Llama in ways that a config.json doesn't spell out.
+_UNGATED = {"gpt2", "gpt_neox", "phi", "opt", "starcoder2", "nemotron"}
+_FOUR_NORMS = {"gemma2", "gemma3", "gemma3_text"}
+_FUSED = {"phi3", "glm", "glm4"}
+_TIED = {"gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "cohere", "cohere2"}
+
+
+def _ffn_tensors(family: str) -> int:
+    """Gate, up and their product; both halves of a fused matrix, the gate's activation and the product; or two.
+
+    gpt-oss's experts hold nine: the fused pair, both clamped, three to make the gate of one, the other plus one, the
+    product; other experts hold four as fused layers do.
+    """
+    return 2 if family in _UNGATED else 4 if family in _FUSED else 3
+
+
+def _attention(text: Mapping[str, Any], hidden: int, heads: int) -> dict[str, int]:
+    """Heads, dimensions and matrix elements of one layer's attention, from grouped queries to a latent (DeepSeek)."""
+    if text.get("kv_lora_rank"):
+        rope, plain = int(text["qk_rope_head_dim"]), int(text["qk_nope_head_dim"])
+        latent, value, dim = int(text["kv_lora_rank"]), int(text["v_head_dim"]), rope + plain
+        query = int(text.get("q_lora_rank") or 0)
+        into_queries = query * (hidden + heads * dim) if query else hidden * heads * dim
+        weights = into_queries + hidden * (latent + rope) + latent * heads * (plain + value) + heads * value * hidden
+        sizes = {"num_kv_heads": heads, "head_dim": dim, "v_head_dim": value}
+        return sizes | {"attention_weights": weights, "bias_weights": 0}
+    kv_heads = int(text.get("num_key_value_heads") or heads)
+    dim = int(text.get("head_dim") or hidden // heads)
+    biased = bool(text.get("attention_bias") or text.get("use_qkv_bias") or text.get("model_type") == "qwen2")
+    return {
+        "num_kv_heads": kv_heads,
+        "head_dim": dim,
+        "v_head_dim": dim,
+        "attention_weights": hidden * dim * (2 * heads + 2 * kv_heads),
+        "bias_weights": dim * (heads + 2 * kv_heads) if biased else 0,
+    }
+
+
+def quantised_bits(config: Mapping[str, Any]) -> tuple[float, str]:
+    """Bits per weight of a ``quantization_config``, its scales and zero points included, and what is quantised.
+
+    gptq and awq: a 16-bit scale and a zero point per group. bitsandbytes: a float32 scale per 64 weights in 4 bits
+    (with double quantisation 8 bits, and a float32 per 256 of them), one per row in 8 bits. fp8: a float32 scale per
+    block of 128 x 128. mxfp4: an 8-bit scale per 32 weights, experts alone (gpt-oss).
+
+    Raises:
+        ValueError: another method; the message names it and those that are known.
+    """
+    method = str(config.get("quant_method", "")).lower()
+    if method in ("gptq", "awq"):
+        bits, group = int(config.get("bits", 4)), int(config.get("group_size", config.get("q_group_size", 128)))
+        return bits + (16 + bits) / group if group > 0 else float(bits), "layers"
+    if method == "bitsandbytes" or "load_in_4bit" in config or "load_in_8bit" in config:
+        if config.get("load_in_8bit"):
+            return 8.0, "layers"
+        double = config.get("bnb_4bit_use_double_quant")
+        return 4 + (8 / 64 + 32 / (64 * 256) if double else 32 / 64), "layers"
+    if method in ("fp8", "fbgemm_fp8"):
+        return 8 + 32 / 128**2, "layers"
+    if method == "mxfp4":
+        return 4 + 8 / 32, "experts"
+    known = "gptq, awq, bitsandbytes, fp8, fbgemm_fp8, mxfp4"
+    raise ValueError(f"quantization_config has quant_method={method!r}; sizes are known for {known}")

@@ -1,0 +1,51 @@
+"""What a step verifies: the drafter's guesses in the tree of every running sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from specmemo_kernels.batch import TreeBatch, tree_batch
+from specmemo_kernels.drafting.base import Drafter, DraftInput
+from specmemo_kernels.paged_kv import PagedKVPool
+from specmemo_kernels.sequence import SequenceState
+from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.verify import TargetModel
+
+Tensor = torch.Tensor
+
+
+def propose(
+    drafter: Drafter, tree: DraftTree, sequences: Sequence[SequenceState], pool: PagedKVPool, target: TargetModel
+) -> TreeBatch:
+    """Let the drafter fill the tree; what isn't a token becomes -1 for the walk and 0 for the embedding.
+
+    Raises:
+        ValueError: the drafter's answer isn't ``[sequences, tree nodes]`` int64.
+    """
+    slots, tokens = [s.slot for s in sequences], [s.tokens for s in sequences]
+    known = [slots, [t[-1] for t in tokens], [len(t) - 1 for t in tokens]]
+    rows, roots, lengths = torch.tensor(known, device=target.device)
+    hidden = torch.stack([s.hidden for s in sequences if s.hidden is not None])
+    draft = drafter.propose(DraftInput(tree, roots, hidden, tokens, slots))
+    expected = (len(sequences), tree.size)
+    if tuple(draft.shape) != expected or draft.dtype != torch.int64:
+        raise ValueError(
+            f"{type(drafter).__name__}.propose returned {tuple(draft.shape)} {draft.dtype}, "
+            f"expected {expected} torch.int64 (sequences, tree nodes)"
+        )
+    draft = torch.where((draft < 0) | (draft >= target.vocab_size), -1, draft)
+    if draft.device.type == "cpu":  # elsewhere a look at it would make the host wait
+        tree, draft = _without_empty_depths(tree, draft)
+    draft = draft.to(target.device)
+    draft[:, 0] = roots
+    return tree_batch(tree, draft, lengths.int(), pool.block_table[rows], max(map(len, tokens)) - 1)
+
+
+def _without_empty_depths(tree: DraftTree, draft: Tensor) -> tuple[DraftTree, Tensor]:
+    """The tree down to the deepest guess of any sequence (what an earlier guess is missing for can't be accepted)."""
+    guessed = (draft >= 0).any(0).tolist()
+    deepest = max((depth for depth, there in zip(tree.depths, guessed, strict=True) if there), default=0)
+    kept = [node for node, depth in enumerate(tree.depths) if depth <= deepest]
+    return tree.truncated(deepest), draft[:, kept] if len(kept) < tree.size else draft
