@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_decode import BUSHY, requests
 from toy_model import PROMPTS, TARGET, VOCAB, ToyDrafter, ToyTarget, decoder, empty, plain, same_as_plain
@@ -135,6 +135,29 @@ def test_more_run_at_once_than_the_worst_case_allows() -> None:
     assert spec.stats.preemptions == 0
     for state in states:
         same_as_plain(state)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 8)), min_size=1, max_size=4),
+    tree=st.sampled_from([CHAIN, DraftTree.chain(0)]),
+    page_size=st.integers(1, 9),
+)
+@example(sizes=[(5, 1)] * 4, tree=CHAIN, page_size=9)  # none of them ever needs a second page
+def test_whose_worst_cases_fit_run_at_once(sizes: list[tuple[int, int]], tree: DraftTree, page_size: int) -> None:
+    """Pages for all at their longest and none more: nobody waits for the first step, nobody is preempted."""
+    states = [SequenceState([i + 1] * prompt, new) for i, (prompt, new) in enumerate(sizes)]
+    pages = sum(-(-(prompt + new + tree.max_depth) // page_size) for prompt, new in sizes)
+    spec = decoder(tree, "half", page_size=page_size, num_pages=pages)
+    scheduler = Scheduler(spec, 4)
+    submit_all(scheduler, states)
+    scheduler.step()
+    assert not scheduler.waiting
+    scheduler.run()
+    assert spec.stats.preemptions == 0
+    for state in states:
+        same_as_plain(state)
+    empty(spec.pool)
 
 
 def test_first_come_first_served() -> None:

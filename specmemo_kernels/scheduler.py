@@ -225,7 +225,7 @@ class Scheduler:
         return gone
 
     def _admit(self) -> None:
-        """The next ones in order, while each leaves a page for everybody who runs already."""
+        """The next ones in order, while there is room for their next step."""
         pool, level = self.decoder.pool, self.governor.level
         places = min(self.max_sequences, level.max_sequences)
         while self._waiting and (active := len(self.active)) < places:
@@ -233,10 +233,19 @@ class Scheduler:
             if not active and self._most_pages(sequence) > pool.num_pages:  # after the pool has shrunk
                 self._resize(self._most_pages(sequence))
                 self._drafter.put(level.heads, level.prefill_chunk)
-            if active and self._next_pages(sequence) + active > pool.free_pages:
+            if active and not self._fits(sequence):
                 return
             self.decoder.admit([sequence])
             del self._waiting[0]
+
+    def _fits(self, sequence: SequenceState) -> bool:
+        """Whether there are pages for its next step, and one left for each who runs already and may need another."""
+        pool = self.decoder.pool
+        growing = sum(self._most_pages(s) > pool.held_pages(s.slot) for s in self.active)
+        missing = self._next_pages(sequence) + growing - pool.free_pages
+        if missing > 0 and sequence.parked is None:  # a parked one gets pages of its own
+            missing -= pool.shared_pages(sequence.context)
+        return missing <= 0
 
     def _make_room(self) -> None:
         """Pages for what each running sequence may accept in this step, oldest first; the youngest make way."""

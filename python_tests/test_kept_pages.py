@@ -1,0 +1,234 @@
+"""Kept pages hold what they are said to hold, and whoever begins the same takes or shares them (toy model)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from test_scheduler import empty
+from toy_model import PROMPTS, TARGET, ToyDrafter, same_as_plain
+
+import specmemo_kernels as sk
+from specmemo_kernels.decode import GreedyVerifier, SequenceState, SpecDecoder
+from specmemo_kernels.kv_storage import LayerKV
+from specmemo_kernels.paged_kv import OutOfPages, PagedKVPool
+from specmemo_kernels.scheduler import Scheduler, submit_all
+
+LAYER = LayerKV(1, 1, 1, torch.float64, torch.device("cpu"))
+
+
+def content(tokens: list[int]) -> list[float]:
+    """What stands for the keys of these tokens: a number that depends on each and on all before it."""
+    values, value = [], 0.0
+    for token in tokens:
+        value = (7 * value + token + 1) % 100003
+        values.append(value)
+    return values
+
+
+class Texts(RuleBasedStateMachine):
+    """Sequences open, grow, close and begin like others, in a pool that is too small for all of them.
+
+    Every slot of every page gets what stands for its token, and must hold it whenever somebody would read it.
+    """
+
+    @initialize(num_pages=st.integers(2, 12), page_size=st.integers(1, 4))
+    def start(self, num_pages: int, page_size: int) -> None:
+        self.pool = PagedKVPool(
+            [LAYER], num_pages=num_pages, page_size=page_size, max_sequences=3, max_nodes=1, keep=True
+        )
+        self.open: dict[int, list[int]] = {}
+        self.said: list[list[int]] = [[]]
+
+    def write(self, slot: int, first: int) -> None:
+        """Keys for the tokens from ``first`` on."""
+        tokens, size = self.open[slot], self.pool.page_size
+        for place, value in list(enumerate(content(tokens)))[first:]:
+            self.pool.k_pages[0][self.pool.block_table[slot, place // size], place % size] = value
+
+    @rule(data=st.data(), more=st.lists(st.integers(0, 1), min_size=1, max_size=9))
+    def begin(self, data: st.DataObject, more: list[int]) -> None:
+        """As an earlier text, or a part of it, and something after it."""
+        if not self.pool.fits_sequences(1):
+            return
+        earlier = data.draw(st.sampled_from(self.said))
+        tokens = earlier[: data.draw(st.integers(0, len(earlier)))] + more
+        expected = self.pool.known(tokens)
+        slot = self.pool.open()
+        known = self.pool.reuse(slot, tokens)
+        assert known == expected < len(tokens)
+        try:
+            self.pool.reserve(slot, len(tokens))
+        except OutOfPages:
+            self.pool.close(slot, tokens[:known])
+            return
+        self.open[slot] = tokens
+        self.write(slot, known)
+
+    @rule(data=st.data(), more=st.lists(st.integers(0, 1), min_size=1, max_size=5))
+    def grow(self, data: st.DataObject, more: list[int]) -> None:
+        if not self.open:
+            return
+        slot = data.draw(st.sampled_from(sorted(self.open)))
+        before = len(self.open[slot])
+        try:
+            self.pool.reserve(slot, before + len(more))
+        except OutOfPages:
+            return
+        self.open[slot] = self.open[slot] + more
+        self.write(slot, before)
+
+    @rule(data=st.data(), unlabelled=st.integers(0, 3))
+    def close(self, data: st.DataObject, unlabelled: int) -> None:
+        if not self.open:
+            return
+        slot = data.draw(st.sampled_from(sorted(self.open)))
+        tokens = self.open.pop(slot)
+        self.pool.close(slot, tokens[: len(tokens) - unlabelled])
+        self.said.append(tokens)
+
+    @rule(num_pages=st.integers(2, 12))
+    def move(self, num_pages: int) -> None:
+        """Into a new pool, larger or smaller, while nobody is there."""
+        if self.open:
+            return
+        pool = PagedKVPool(
+            [LAYER], num_pages=num_pages, page_size=self.pool.page_size, max_sequences=3, max_nodes=1, keep=True
+        )
+        known = [self.pool.known(tokens) for tokens in self.said]
+        pool.take_kept(self.pool)
+        assert pool.kept_pages == min(num_pages, self.pool.kept_pages)
+        if self.pool.kept_pages <= num_pages:
+            assert [pool.known(tokens) for tokens in self.said] == known
+        self.pool = pool
+
+    @rule()
+    def forget(self) -> None:
+        if self.open:
+            with pytest.raises(RuntimeError, match=f"{len(self.open)} sequences are open"):
+                self.pool.forget()
+            return
+        self.pool.forget()
+        assert self.pool.kept_pages == 0
+        assert not any(self.pool.known(tokens) for tokens in self.said)
+
+    @invariant()
+    def everybody_reads_his_own_text(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check_integrity()
+        for slot, tokens in self.open.items():
+            pages = self.pool.block_table[slot, : self.pool.pages_for(len(tokens))].long()
+            held = self.pool.k_pages[0][pages].flatten()[: len(tokens)].tolist()
+            assert held == content(tokens)
+        if not self.open:
+            assert self.pool.free_pages == self.pool.num_pages
+
+
+TestTexts = Texts.TestCase
+TestTexts.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+
+
+def test_kept_pages_go_oldest_first_and_texts_from_their_end() -> None:
+    pool = PagedKVPool([LAYER], num_pages=6, page_size=2, max_sequences=2, max_nodes=1, keep=True)
+    old, new = [1, 2, 3, 4, 5, 6], [7, 8, 9, 10]
+    for tokens in (old, new):
+        slot = pool.open()
+        pool.reserve(slot, len(tokens))
+        pool.close(slot, tokens)
+    assert (pool.kept_pages, pool.free_pages) == (5, 6)
+    slot = pool.open()
+    for pages, spared in ((1, 6), (2, 4), (3, 2), (4, 0)):
+        pool.reserve(slot, 2 * pages)
+        assert (pool.known([*old, 0]), pool.known([*new, 0])) == (spared, 4)
+    pool.close(slot)
+    pool.check_integrity()
+
+
+def keeping_decoder(num_pages: int = 64, drafter: str = "half") -> SpecDecoder:
+    """The toy model's decoder over a pool that keeps pages."""
+    tree = sk.DraftTree.chain(3)
+    pool = PagedKVPool(
+        TARGET.layers, num_pages=num_pages, page_size=4, max_sequences=4, max_nodes=4 * tree.size, keep=True
+    )
+    verifier = GreedyVerifier(TARGET, "reference")
+    return SpecDecoder(TARGET, ToyDrafter(drafter, TARGET), tree, pool, verifier, prefill_chunk=7, backend="reference")
+
+
+def test_sequences_that_share_pages_write_what_they_write_alone() -> None:
+    """Beginnings are read by several at once; pages are scarce, so some are preempted and come back."""
+    spec = keeping_decoder(num_pages=16)
+    start = PROMPTS[2]
+    scheduler = Scheduler(spec, 4)
+    for wave in range(2):
+        states = [SequenceState([*start, *PROMPTS[i % 4], wave], 10 + 2 * i) for i in range(5)]
+        submit_all(scheduler, states)
+        while not scheduler.idle:
+            scheduler.step()
+            spec.pool.check_integrity()
+        for state in states:
+            same_as_plain(state)
+    assert spec.stats.preemptions > 0
+    assert spec.stats.reused_tokens >= 5 * 16, "the common beginning fills four pages"
+    empty(spec.pool)
+
+
+def test_shared_pages_are_not_needed_twice() -> None:
+    """Two that begin with the same kept text run side by side where there are pages for the beginning only once."""
+    begun = PROMPTS[2][:16]
+    apart = 3  # pages of each beyond the four of its beginning: 16 + 1 + 8 tokens and a path of three
+    spec = keeping_decoder(num_pages=4 + 2 * apart)
+    scheduler = Scheduler(spec, 4)
+    first = SequenceState(begun, 1)
+    scheduler.submit(first)
+    scheduler.run()
+    assert spec.pool.shared_pages([*begun, 0]) == 0, "nobody has the kept pages now"
+    states = [SequenceState([*begun, token], 8) for token in (1, 2)]
+    submit_all(scheduler, states)
+    scheduler.step()
+    assert not scheduler.waiting
+    assert spec.pool.shared_pages([*begun, 0]) == 4
+    scheduler.run()
+    assert spec.stats.preemptions == 0
+    for state in states:
+        same_as_plain(state)
+    empty(spec.pool)
+
+
+def test_a_preempted_sequence_finds_its_pages() -> None:
+    """Nobody took them meanwhile, so only the last page is computed anew."""
+    spec = keeping_decoder()
+    scheduler = Scheduler(spec, 4)
+    states = [SequenceState(PROMPTS[0], 20), SequenceState(PROMPTS[2], 20)]
+    submit_all(scheduler, states)
+    while states[1].emitted < 8:
+        scheduler.step()
+    scheduler._preempt(states[1])
+    scheduler.run()
+    for state in states:
+        same_as_plain(state)
+    assert 0 < spec.stats.recomputed_tokens <= 4
+
+
+def test_an_exception_leaves_only_what_is_right() -> None:
+    """A stop function fails in the middle of a step, when tokens are committed that nobody took."""
+
+    def stop(tokens: list[int]) -> bool:
+        if len(tokens) == 14:
+            raise ZeroDivisionError
+        return False
+
+    spec = keeping_decoder(drafter="right")
+    scheduler = Scheduler(spec, 4)
+    submit_all(scheduler, [SequenceState(PROMPTS[0], 20, stop=stop), SequenceState(PROMPTS[2], 20)])
+    with pytest.raises(ZeroDivisionError):
+        scheduler.run()
+    again = [SequenceState(PROMPTS[0], 20), SequenceState(PROMPTS[2], 20)]
+    submit_all(scheduler, again)
+    scheduler.run()
+    for state in again:
+        same_as_plain(state)
+    assert spec.stats.reused_tokens > 0
+    empty(spec.pool)
