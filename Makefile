@@ -38,7 +38,7 @@ lint: $(STAMP) $(VENV)/linters
 
 # Where MT-Bench's questions and Medusa's published files lie; without them the benchmark makes do with library files
 # and the heads' published accuracies.
-DATA ?= ../shared/data
+DATA ?= data
 QUESTIONS := $(wildcard $(DATA)/mt_bench/question.jsonl)
 PUBLISHED := $(wildcard $(DATA)/medusa)
 REPLAY := $(if $(QUESTIONS),--questions $(QUESTIONS)) $(if $(PUBLISHED),--published $(PUBLISHED))
@@ -58,7 +58,7 @@ GPU_RESULTS := $(RESULTS)/ops_gpu
 gpu:
 	$(PYTHON) -c "import torch; assert torch.cuda.is_available(), 'make gpu needs a GPU that torch sees'"
 	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --no-index -e .
-	timeout 200 $(PYTHON) -m pytest -m gpu python_tests/test_gpu.py $(ARGS)
+	timeout 200 $(PYTHON) -m pytest -m gpu python_tests/test_gpu.py python_tests/test_gpu_memory.py $(ARGS)
 	$(PYTHON) bench/sanitize.py --limit-s 40
 	mkdir -p $(RESULTS)
 	timeout 140 $(PYTHON) bench/bench_ops.py --device cuda --model llama3-8b --dtype bf16 --context 8192,32768,2048 \
