@@ -11,8 +11,7 @@ Every result is checked against float64 before anything is timed; then the opera
 ``vs_best`` is the fastest peer's time on gathered keys over ours, ``vs_sdpa`` that of SDPA as usually called,
 ``vs_paged`` that of the fastest peer with the gather it needs, ``floor_fraction`` the floor over our time. The floor is
 max(bytes / read bandwidth, flops / GEMM rate), both measured in the same turns. Calls rotate over copies of keys and
-values, and before each one 256 MiB pass through the caches, as weights do in a model: neither keys nor code lie
-in them. On a GPU (``bench_gpu.py``) calls are replayed from a graph, the floor is
+values, so that none finds them in a cache. On a GPU (``bench_gpu.py``) calls are replayed from a graph, the floor is
 max(bytes / copy bandwidth, flops / matmul rate), and ``t_vs_t1`` is the time over that of one node.
 """
 
@@ -95,7 +94,7 @@ def attention_row(case: AttentionCase, dtype: torch.dtype, yard: Yardstick, peer
         functions[name] = Rotation(run, (problem.k, problem.v))
     check(inputs, outputs, dtype)
     functions["gather"] = Rotation(lambda k, v: op_peers.gather({**rest, "k_pages": k, "v_pages": v}), pages)
-    times = take_turns(functions | yard.functions, seconds=seconds, before="read")
+    times = take_turns(functions | yard.functions, seconds=seconds)
     keys, size = context + nodes, dtype.itemsize
     nbytes = batch * size * (2 * case.num_kv_heads * keys + 2 * case.num_qo_heads * nodes) * case.head_dim
     flops = 4 * batch * nodes * case.num_qo_heads * case.head_dim * (context + nodes / 2)
@@ -112,9 +111,7 @@ def attention_row(case: AttentionCase, dtype: torch.dtype, yard: Yardstick, peer
     }
 
 
-def commit_row(
-    case: AttentionCase, dtype: torch.dtype, yard: Yardstick, seconds: float, layers: int = 32, accepted: int = 3
-) -> Row:
+def commit_row(case: AttentionCase, dtype: torch.dtype, seconds: float, layers: int = 32, accepted: int = 3) -> Row:
     """``commit_paged_kv`` of ``accepted`` nodes in every layer against one memcpy of the same bytes."""
     nodes, heads, dim = case.nodes[0], case.num_kv_heads, case.head_dim
     batch, length = len(case.nodes), case.seq_lens[0]
@@ -135,7 +132,7 @@ def commit_row(
     moved = torch.cat([k.flatten(), v.flatten()])[: 2 * layers * batch * kept * heads * dim].clone()
     room = torch.empty_like(moved)
     functions = {"ours": Rotation(run, (k, v, k_pages, v_pages)), "memcpy": Rotation(torch.Tensor.copy_, (room, moved))}
-    times = take_turns(functions | {"read": yard.functions["read"]}, seconds=seconds, before="read")
+    times = take_turns(functions, seconds=seconds)
     return {
         "ms": times["ours"] * 1e3,
         "best_peer": "memcpy",
@@ -158,7 +155,7 @@ def lm_head_row(
     assert float(short) <= 2 * torch.finfo(dtype).eps * float(exact.abs().amax()), "lm_head_argmax chose a worse token"
     matmul = lambda: torch.nn.functional.linear(hidden, weight)  # noqa: E731
     functions = {"ours": run, "matmul": matmul, "matmul+argmax": lambda: matmul().argmax(-1)}
-    times = take_turns(functions | yard.functions, seconds=seconds, before="read")
+    times = take_turns(functions | yard.functions, seconds=seconds)
     floor = yard.floor(times, weight.nbytes, 2.0 * rows * vocab * hidden_size)
     return {
         "ms": times["ours"] * 1e3,
@@ -194,7 +191,7 @@ def rows_for(
                         if "tree_attention" in operators:
                             yield {"op": "tree_attention", **head, **attention_row(case, kind, yard, peers, seconds)}
                         if "commit_paged_kv" in operators:
-                            yield {"op": "commit_paged_kv", **head, **commit_row(case, kind, yard, seconds)}
+                            yield {"op": "commit_paged_kv", **head, **commit_row(case, kind, seconds)}
 
 
 def show(rows: list[Row]) -> None:

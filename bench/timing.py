@@ -20,16 +20,13 @@ def take_turns(
     *,
     seconds: float = 1.0,
     rounds: tuple[int, int] = (5, 200),
-    before: str | None = None,
 ) -> dict[str, float]:
     """Median seconds of each function: one call each, in turn, until ``seconds`` are spent or ``rounds[1]`` are done.
 
-    Taking turns exposes all of them to the same noise of the machine, so that their ratios mean something. The function
-    named ``before`` is called ahead of each other one, so that all find the caches as it leaves them.
+    Taking turns exposes all of them to the same noise of the machine, so that their ratios mean something. Each round
+    begins with another one, so that none always finds the caches as the same neighbour leaves them.
     """
-    order = [name for name in functions if name != before]
-    if before is not None:
-        order = [name for other in order for name in (before, other)]
+    order = list(functions)
     for function in functions.values():
         function()
     times: dict[str, list[float]] = {name: [] for name in functions}
@@ -41,6 +38,7 @@ def take_turns(
             begin = time.perf_counter()
             functions[name]()
             times[name].append(time.perf_counter() - begin)
+        order.append(order.pop(0))
     return {name: statistics.median(values) for name, values in times.items()}
 
 
