@@ -44,7 +44,7 @@ PUBLISHED := $(wildcard $(DATA)/medusa)
 REPLAY := $(if $(QUESTIONS),--questions $(QUESTIONS)) $(if $(PUBLISHED),--published $(PUBLISHED))
 RESULTS := bench/results
 
-# Throughput and generation memory against plain generate and Medusa as published, on the CPU: about six minutes.
+# Throughput and generation memory against plain generate and Medusa as published, on the CPU.
 bench: $(STAMP)
 	$(BIN)/python bench/bench_step.py --json $(RESULTS)/step_cpu.json
 	$(BIN)/python bench/bench_frontier.py --seconds 60 --json $(RESULTS)/frontier_bundled.json \

@@ -23,7 +23,7 @@ def _layout(value: Any) -> Hashable:
 
 
 def layouts_in_python(*values: Any) -> Hashable:
-    """As :func:`layouts`, where the C++ module isn't built; about ten times slower."""
+    """As :func:`layouts`, where the C++ module isn't built."""
     try:
         return tuple([_layout(value) for value in values])
     except TypeError:
