@@ -13,6 +13,7 @@ import torch
 from specmemo_kernels import kernel_config as config
 from specmemo_kernels.backends.triton import attention, lm_head, paged, runtime, verify
 from specmemo_kernels.kernel_target import TARGETS
+from specmemo_kernels.weight_codes import GROUP
 
 KV_TYPES = {None: 0, "int8": 1, "fp8": 2}
 NO_SCALES = {"k_scales_ptr": None, "v_scales_ptr": None}
@@ -166,22 +167,29 @@ def verify_job(shape: Shape) -> Job:
     return _simple("verify_tree_greedy", kernel, shape, config.VERIFY_CONFIG, types, {"BLOCK_T": 64})
 
 
-def lm_head_jobs(target: str, shape: Shape, k: int) -> Iterator[Job]:
-    """The blocks of the vocabulary and their reduction, for the K best tokens."""
+def lm_head_job(target: str, shape: Shape, k: int, group: int = 0) -> Job:
+    """The blocks of the vocabulary, for the K best tokens; ``group``: of weights in 4-bit codes, 0: as they are."""
     element = f"*{TYPES[shape.dtype]}"
     chosen = config.lm_head_config(target, shape.nodes, shape.dtype)
-    types = {"keys_ptr": "*i64", "hidden_ptr": element, "weight_ptr": element}
+    types = {"keys_ptr": "*i64", "hidden_ptr": element, "weight_ptr": "*u8" if group else element}
+    types |= {"scales_ptr": "*fp16"}
     types |= dict.fromkeys(("stride_hidden", "rows", "vocabulary"), "i32")
     constants = {
-        "bias_ptr": None, "HIDDEN": shape.hidden_size, "K": k, "HAS_BIAS": False, "BLOCK_M": chosen.block_m,
-        "BLOCK_V": chosen.block_n, "BLOCK_H": chosen.block_k, "UPCAST": False,
+        "bias_ptr": None, "HIDDEN": shape.hidden_size, "K": k, "HAS_BIAS": False, "GROUP": group,
+        "BLOCK_M": chosen.block_m, "BLOCK_V": chosen.block_n, "BLOCK_H": chosen.block_k, "UPCAST": False,
     }  # fmt: skip
-    aligned = frozenset(["stride_hidden"])
-    yield _simple(f"lm_head_block_top{k}", lm_head.lm_head_block_kernel, shape, chosen, types, constants, aligned)
+    constants |= {} if group else {"scales_ptr": None}
+    name = f"lm_head_block{'_codes' if group else ''}_top{k}"
+    return _simple(name, lm_head.lm_head_block_kernel, shape, chosen, types, constants, frozenset(["stride_hidden"]))
+
+
+def reduce_job(shape: Shape, k: int) -> Job:
+    """What makes one block's K best of several blocks'."""
+    element = f"*{TYPES[shape.dtype]}"
     reduce = config.LM_HEAD_REDUCE_CONFIG
     types = {"out_ptr": "*i64", "values_ptr": element, "tokens_ptr": "*i64", "keys_ptr": "*i64", "count": "i32"}
     constants = {"K": k, "BLOCK": reduce.block_n, "LAST": True}
-    yield _simple(f"reduce_top{k}", lm_head.lm_head_reduce_kernel, shape, reduce, types, constants)
+    return _simple(f"reduce_top{k}", lm_head.lm_head_reduce_kernel, shape, reduce, types, constants)
 
 
 def _simple(
@@ -218,4 +226,5 @@ def all_jobs(
     yield verify_job(Shape(dtype=dtype))
     for rows in (*nodes, 256):
         for k in (1, 10):
-            yield from lm_head_jobs(target, Shape(nodes=rows, dtype=dtype), k)
+            shape = Shape(nodes=rows, dtype=dtype)
+            yield from (lm_head_job(target, shape, k), lm_head_job(target, shape, k, GROUP), reduce_job(shape, k))

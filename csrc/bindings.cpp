@@ -62,12 +62,14 @@ int64_t attention_workspace(int dtype, int kv, int64_t num_qo_heads, int64_t num
   return kernels().attention_workspace(args);
 }
 
-void lm_head_topk(int dtype, Address hidden, int64_t hidden_stride, Address weight, Address bias, int64_t rows,
-                  int64_t vocab, int64_t hidden_size, int64_t k, Address tokens, Address values, int threads) {
+void lm_head_topk(int dtype, Address hidden, int64_t hidden_stride, Address weight, Address scales, Address bias,
+                  int64_t rows, int64_t vocab, int64_t hidden_size, int64_t k, Address tokens, Address values,
+                  int threads) {
   LmHeadArgs args{static_cast<DType>(dtype),
                   at<void>(hidden),
                   hidden_stride,
                   at<void>(weight),
+                  at<uint16_t>(scales),
                   at<void>(bias),
                   rows,
                   vocab,

@@ -41,8 +41,9 @@ struct LmHeadArgs {
   DType dtype;
   const void* hidden;  // [rows, hidden_size]
   int64_t hidden_stride;
-  const void* weight;  // [vocab, hidden_size], contiguous
-  const void* bias;    // [vocab] or null
+  const void* weight;      // [vocab, hidden_size], contiguous; with scales 4-bit codes, 32 bytes per group of 64
+  const uint16_t* scales;  // [vocab, groups] float16, or null: the weights are as they are
+  const void* bias;        // [vocab] or null
   int64_t rows, vocab, hidden_size;
   int64_t k;        // 1: argmax
   int64_t* tokens;  // [rows, k]

@@ -191,3 +191,25 @@ def lm_head_inputs(case: LmHeadCase, dtype: torch.dtype, seed: int = 0) -> dict[
     hidden = integers(-1, 1, case.rows, case.hidden_size + 3)[:, : case.hidden_size]
     bias = integers(-2, 2, case.vocab) if case.bias else None
     return {"hidden": hidden, "weight": integers(-2, 2, case.vocab, case.hidden_size), "bias": bias}
+
+
+#: The same problems over weights in 4-bit codes; and rows of one group and of many, full and not.
+CODE_CASES = (*LM_HEAD_CASES, LmHeadCase("group", 2, 70, 64), LmHeadCase("groups", 7, 97, 1093, bias=True))
+
+
+def lm_head_code_inputs(case: LmHeadCase, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor | None]:
+    """:func:`lm_head_inputs` with the weight in codes, put in place column by column; scales of 1 and -1, wild codes
+    behind the last column."""
+    inputs = lm_head_inputs(case, dtype, seed)
+    g = torch.Generator().manual_seed(seed + 1)
+    weight = inputs["weight"]
+    assert weight is not None
+    groups = -(-case.hidden_size // 64)
+    scales = 1 - 2 * torch.randint(0, 2, (case.vocab, groups), generator=g)
+    codes = torch.randint(0, 256, (case.vocab, 32 * groups), generator=g)
+    for column in range(case.hidden_size):
+        group, place = divmod(column, 64)
+        byte, shift = 32 * group + place % 32, 4 * (place // 32)
+        code = weight[:, column].long() * scales[:, group] + 8
+        codes[:, byte] = codes[:, byte] & (0xF0 >> shift) | code << shift
+    return inputs | {"weight": codes.to(torch.uint8), "scales": scales.half()}

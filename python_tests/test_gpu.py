@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import ATTENTION_CASES, QUANTISED_CASES, AttentionCase, attention_budget, attention_inputs, one_sequence
 from op_cases import (
+    CODE_CASES,
     LM_HEAD_CASES,
     PAGED_CASES,
     VERIFY_CASES,
@@ -18,6 +19,7 @@ from op_cases import (
     append_inputs,
     commit_inputs,
     hard_rows,
+    lm_head_code_inputs,
     lm_head_inputs,
     verify_inputs,
 )
@@ -93,6 +95,14 @@ def test_verify(case: VerifyCase) -> None:
     inputs = verify_inputs(case)
     mine = ops.verify_tree_greedy(**on_gpu(inputs), max_depth=case.max_depth, backend="triton")
     wanted = ops.verify_tree_greedy(**inputs, max_depth=case.max_depth, backend="reference")
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(mine, wanted, strict=True))
+
+
+@pytest.mark.parametrize("case", CODE_CASES, ids=lambda case: case.name)
+def test_lm_head_of_codes(case: LmHeadCase) -> None:
+    inputs = lm_head_code_inputs(case, torch.float16)
+    mine = ops.lm_head_topk(**on_gpu(inputs), k=case.k, backend="triton")
+    wanted = ops.lm_head_topk(**inputs, k=case.k, backend="reference")
     assert all(torch.equal(a.cpu(), b) for a, b in zip(mine, wanted, strict=True))
 
 

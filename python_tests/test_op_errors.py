@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 from cases import AttentionCase, attention_inputs
-from op_cases import LmHeadCase, PagedCase, VerifyCase, append_inputs, commit_inputs, lm_head_inputs, verify_inputs
+from op_cases import (
+    LmHeadCase,
+    PagedCase,
+    VerifyCase,
+    append_inputs,
+    commit_inputs,
+    lm_head_code_inputs,
+    lm_head_inputs,
+    verify_inputs,
+)
 
 from specmemo_kernels import ops
 from specmemo_kernels.ops import dispatch
@@ -33,6 +42,10 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "topk": (
         ops.lm_head_topk,
         lambda: lm_head_inputs(LmHeadCase("errors", 3, 9, 6, bias=True), torch.float32) | {"k": 2},
+    ),
+    "codes": (
+        ops.lm_head_topk,
+        lambda: lm_head_code_inputs(LmHeadCase("errors", 3, 9, 70), torch.float32) | {"k": 2},
     ),
 }
 
@@ -146,6 +159,14 @@ WRONG: tuple[tuple[str, str, Change, str], ...] = (
     ("argmax", "bias", meta, "bias is on meta, expected cpu"),
     ("argmax", "bias", twice, r"bias must be contiguous, its strides are \(2,\)"),
     ("topk", "weight", cut(None, 5), r"weight has shape \(9, 5\), expected \[\*, 6\]"),
+    ("codes", "weight", cut(None, 32), r"weight has shape \(9, 32\), expected \[\*, 64\] .4-bit codes"),
+    ("codes", "weight", integer, "weight has dtype torch.int32, expected torch.uint8"),
+    ("codes", "scales", cut(8), r"scales has shape \(8, 2\), expected \[9, 2\]"),
+    ("codes", "scales", lambda x: x.float(), "scales has dtype torch.float32, expected torch.float16"),
+    ("codes", "scales", twice, r"scales must be contiguous, its strides are \(4, 2\)"),
+    ("codes", "scales", meta, "scales is on meta, expected cpu"),
+    ("codes", "scales", lambda _: None, r"weight has shape \(9, 64\), expected \[\*, 70\]"),
+    ("codes", "hidden", cut(None, 64), r"weight has shape \(9, 64\), expected \[\*, 32\]"),
     ("topk", "k", lambda _: 0, "k is 0, it must be between 1 and 9"),
     ("topk", "k", lambda _: 10, "k is 10, it must be between 1 and 9"),
 )

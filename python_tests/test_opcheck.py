@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 from cases import AttentionCase, attention_inputs
-from op_cases import LmHeadCase, PagedCase, VerifyCase, append_inputs, commit_inputs, lm_head_inputs, verify_inputs
+from op_cases import (
+    LmHeadCase,
+    PagedCase,
+    VerifyCase,
+    append_inputs,
+    commit_inputs,
+    lm_head_code_inputs,
+    lm_head_inputs,
+    verify_inputs,
+)
 
 from specmemo_kernels import ops
 
@@ -39,6 +48,7 @@ def attention(**changes: Any) -> list[Any]:
     return list(finite(attention_inputs(case, torch.float32)).values())
 
 
+CODES = lm_head_code_inputs(LmHeadCase("opcheck", 3, 50, 80, bias=True), torch.float32)
 PROBLEMS: dict[str, tuple[str, list[Any]]] = {
     "tree": ("tree_attention", attention()),
     "tree_int8": ("tree_attention", attention(kv_dtype="int8")),
@@ -61,7 +71,8 @@ PROBLEMS: dict[str, tuple[str, list[Any]]] = {
         list(lm_head_inputs(LmHeadCase("opcheck", 3, 50, 16, bias=True), torch.float32).values()),
     ),
     "argmax_plain": ("lm_head_argmax", list(lm_head_inputs(LmHeadCase("opcheck", 3, 50, 16), torch.float32).values())),
-    "topk": ("lm_head_topk", [*lm_head_inputs(LmHeadCase("opcheck", 3, 50, 16), torch.float32).values(), 7]),
+    "topk": ("lm_head_topk", [*lm_head_inputs(LmHeadCase("opcheck", 3, 50, 16), torch.float32).values(), 7, None]),
+    "topk_codes": ("lm_head_topk", [CODES["hidden"], CODES["weight"], CODES["bias"], 7, CODES["scales"]]),
 }
 
 

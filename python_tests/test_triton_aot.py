@@ -54,8 +54,16 @@ def test_attention_bfloat16(kernels: ModuleType, target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_lm_head(kernels: ModuleType, target: str) -> None:
-    for job in kernels.lm_head_jobs(target, kernels.Shape(nodes=25), 10):
+    shape = kernels.Shape(nodes=25)
+    for job in (kernels.lm_head_job(target, shape, 10), kernels.reduce_job(shape, 10)):
         check(job, target)
+
+
+@pytest.mark.parametrize("target", ["sm_75", "sm_90", "gfx90a", "gfx942", "gfx1100"])
+def test_lm_head_of_codes(kernels: ModuleType, target: str) -> None:
+    """One row, as a step has it, and a batch."""
+    for nodes in (1, 25):
+        check(kernels.lm_head_job(target, kernels.Shape(nodes=nodes), 10, group=64), target)
 
 
 @pytest.mark.parametrize("target", ["sm_75", "gfx90a"])

@@ -8,13 +8,15 @@ import pytest
 import torch
 from cases import random_parents
 from interpreter import INTERPRETING, run_in_interpreter
-from op_cases import hard_rows
+from op_cases import CODE_CASES, LmHeadCase, hard_rows, lm_head_code_inputs
 from test_families import answers, batch, greedy
 from tiny_models import OracleDrafter, tiny_model
 
 import specmemo_kernels as sk
+from specmemo_kernels import ops
 from specmemo_kernels.backends import reference
 from specmemo_kernels.kernel_config import KernelConfig, attention_configs
+from specmemo_kernels.weight_codes import pack, unpack
 
 pytest.importorskip("triton")
 
@@ -144,6 +146,28 @@ class TestInterpreter:
         for k in (1, 5, 33):
             mine, wanted = (backend.lm_head_topk(x, weight, offset, k) for backend in (triton, reference))
             assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(mine, wanted, strict=True))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("case", [c for c in CODE_CASES if c.vocab < 1000], ids=lambda c: c.name)
+    def test_lm_head_of_codes(self, case: LmHeadCase, dtype: torch.dtype) -> None:
+        """Integers again; groups full and not."""
+        inputs = lm_head_code_inputs(case, dtype)
+        mine, wanted = (
+            ops.lm_head_topk(**inputs, k=case.k, backend=name)  # type: ignore[arg-type]
+            for name in ("triton", "reference")
+        )
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(mine, wanted, strict=True))
+
+    def test_lm_head_of_codes_on_real_numbers(self) -> None:
+        """No weight is rounded: float32 sums of exactly what the codes stand for."""
+        g = torch.Generator().manual_seed(5)
+        hidden = torch.randn(3, 200, generator=g).half()
+        codes, scales = pack(torch.randn(300, 200, generator=g) / 30)
+        exact = hidden.double() @ unpack(codes, scales, 200).double().T
+        values, tokens = ops.lm_head_topk(hidden, codes, k=9, scales=scales, backend="triton")
+        off = (values.double() - exact.gather(1, tokens)).abs().max()
+        assert float(off) <= torch.finfo(torch.float16).eps * float(exact.abs().max()) / 2 + 1e-5
+        assert float((values.double() - exact.topk(9).values).abs().max()) <= float(off) + 1e-12
 
     def test_lm_head_rounds_before_comparing(self) -> None:
         """2048 and 2049 are the same number in float16: the lower token wins, not the larger sum."""

@@ -180,14 +180,16 @@ def lm_head_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     return lm_head_topk(hidden, weight, bias, 1)[1][:, 0]
 
 
-def lm_head_topk(hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+def lm_head_topk(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The ``k`` best logits of each row and their tokens, best first; ties go to the lower token."""
     code = _dtype("hidden", hidden)
     rows, hidden_size = hidden.shape
     tokens = torch.empty(rows, k, dtype=torch.int64)
     values = torch.empty(rows, k, dtype=torch.float32)
     _cpu.lm_head_topk(
-        code, hidden.data_ptr(), hidden.stride(0), weight.data_ptr(), _address(bias), rows, weight.shape[0],
-        hidden_size, k, tokens.data_ptr(), values.data_ptr(), torch.get_num_threads(),
+        code, hidden.data_ptr(), hidden.stride(0), weight.data_ptr(), _address(scales), _address(bias), rows,
+        weight.shape[0], hidden_size, k, tokens.data_ptr(), values.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return values.to(hidden.dtype), tokens

@@ -218,11 +218,13 @@ def lm_head_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     return best_index
 
 
-def lm_head_topk(hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+def lm_head_topk(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The ``k`` best logits of each row and their tokens, best first; ties go to the lower token."""
     values = hidden.new_empty(hidden.shape[0], 0)
     indices = torch.empty(hidden.shape[0], 0, dtype=torch.int64, device=hidden.device)
-    for start, logits in _vocabulary_slices(hidden, weight, bias):
+    for start, logits in _vocabulary_slices(hidden, weight, bias, scales):
         tokens = torch.arange(start, start + logits.shape[1], device=hidden.device).expand(logits.shape[0], -1)
         values, indices = torch.cat([values, logits], 1), torch.cat([indices, tokens], 1)
         order = torch.argsort(values, dim=1, descending=True, stable=True)[:, :k]
@@ -230,8 +232,20 @@ def lm_head_topk(hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int) ->
     return values, indices
 
 
-def _vocabulary_slices(hidden: Tensor, weight: Tensor, bias: Tensor | None, size: int = 8192):  # type: ignore[no-untyped-def]
+def _vocabulary_slices(  # type: ignore[no-untyped-def]
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None, size: int = 8192
+):
     """Logits in the model's own dtype (its rounding decides ties), ``size`` tokens at a time."""
     for start in range(0, weight.shape[0], size):
         part = slice(start, start + size)
-        yield start, torch.nn.functional.linear(hidden, weight[part], None if bias is None else bias[part])
+        rows = weight[part] if scales is None else _elements(weight[part], scales[part], hidden)
+        yield start, torch.nn.functional.linear(hidden, rows, None if bias is None else bias[part])
+
+
+def _elements(codes: Tensor, scales: Tensor, like: Tensor) -> Tensor:
+    """What rows of 4-bit codes stand for, in ``like``'s width and dtype: ``(code - 8) * scale``, halves of a group in
+    the low and the high halves of its bytes."""
+    groups = codes.view(*scales.shape, codes.shape[1] // scales.shape[1])
+    values = torch.cat([groups & 15, groups >> 4], 2).to(scales.dtype) - 8
+    wide = torch.promote_types(like.dtype, torch.float32)  # where the product is exact
+    return (values.to(wide) * scales.to(wide)[:, :, None]).flatten(1)[:, : like.shape[1]].to(like.dtype)

@@ -217,22 +217,34 @@ def lm_head_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *
     Returns:
         ``[N]`` int64 tokens.
     """
-    checks.lm_head(hidden, weight, bias)
+    checks.lm_head(hidden, weight, bias, None)
     tokens: Tensor = _ops.lm_head_argmax(hidden, weight, bias, backend)
     return tokens
 
 
 def lm_head_topk(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, k: int, backend: str | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    k: int,
+    scales: Tensor | None = None,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The ``k`` best logits per row and their tokens, best first, ties to the lower token; no ``[N, V]`` tensor.
+
+    Args:
+        hidden, weight, bias: as for :func:`lm_head_argmax`. With ``scales`` the weight is in 4-bit codes,
+            ``[V, 32 * G]`` uint8 as :func:`specmemo_kernels.weight_codes.pack` makes them, ``G = ceil(H / 64)``.
+        scales: ``[V, G]`` float16, one for 64 codes; ``None``: the weight is as it is. Sums are made in float32 of what
+            the codes stand for (with ``backend="reference"`` that is rounded to hidden's dtype first).
 
     Returns:
         values ``[N, k]`` in hidden's dtype and tokens ``[N, k]`` int64. ``1 <= k <= min(V, 64)``.
     """
-    checks.lm_head(hidden, weight, bias)
+    checks.lm_head(hidden, weight, bias, scales)
     limit = min(weight.shape[0], 64)
     if not 1 <= k <= limit:
         raise ValueError(f"lm_head_topk: k is {k}, it must be between 1 and {limit}")
-    result: tuple[Tensor, Tensor] = _ops.lm_head_topk(hidden, weight, bias, k, backend)
+    result: tuple[Tensor, Tensor] = _ops.lm_head_topk(hidden, weight, bias, k, scales, backend)
     return result

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from specmemo_kernels.ops.layouts import layouts
+from specmemo_kernels.weight_codes import GROUP, groups_of
 
 Tensor = torch.Tensor
 
@@ -234,10 +235,19 @@ def verify(draft: Tensor, target: Tensor, parents: Tensor, qo_indptr: Tensor, ma
 
 
 @_once
-def lm_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def lm_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None) -> None:
     _shape("hidden", hidden, (None, None), "[N, hidden_size]")
-    _shape("weight", weight, (None, hidden.shape[1]), "[V, hidden_size]")
-    _dtype("weight", weight, hidden.dtype)
+    if scales is None:
+        _shape("weight", weight, (None, hidden.shape[1]), "[V, hidden_size]")
+        _dtype("weight", weight, hidden.dtype)
+    else:
+        groups = groups_of(hidden.shape[1])
+        _shape("weight", weight, (None, groups * (GROUP // 2)), f"4-bit codes, two a byte, whole groups of {GROUP}")
+        _dtype("weight", weight, torch.uint8)
+        _shape("scales", scales, (weight.shape[0], groups), f"[V, ceil(hidden_size / {GROUP})]")
+        _dtype("scales", scales, torch.float16)
+        _device("scales", scales, hidden.device)
+        _contiguous("scales", scales)
     _device("weight", weight, hidden.device)
     _rows("hidden", hidden)
     _contiguous("weight", weight)

@@ -36,7 +36,9 @@ SCHEMAS = {
         "-> (Tensor, Tensor, Tensor)"
     ),
     "lm_head_argmax": "(Tensor hidden, Tensor weight, Tensor? bias, str? backend) -> Tensor",
-    "lm_head_topk": "(Tensor hidden, Tensor weight, Tensor? bias, int k, str? backend) -> (Tensor, Tensor)",
+    "lm_head_topk": (
+        "(Tensor hidden, Tensor weight, Tensor? bias, int k, Tensor? scales, str? backend) -> (Tensor, Tensor)"
+    ),
 }
 
 
@@ -70,7 +72,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "commit_paged_kv": lambda *_: None,
     "verify_tree_greedy": _fake_verify,
     "lm_head_argmax": lambda hidden, *_: hidden.new_empty(hidden.shape[0], dtype=torch.int64),
-    "lm_head_topk": lambda hidden, weight, bias, k, _: (
+    "lm_head_topk": lambda hidden, weight, bias, k, *_: (
         hidden.new_empty(hidden.shape[0], k),
         hidden.new_empty(hidden.shape[0], k, dtype=torch.int64),
     ),

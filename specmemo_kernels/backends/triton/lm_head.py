@@ -38,19 +38,14 @@ def unpack_key(key):
     return bits.to(tl.float32, bitcast=True), 2147483647 - (key & 0xFFFFFFFF)
 
 
-@triton.jit(do_not_specialize=["rows", "vocabulary"])
-def lm_head_block_kernel(
-    keys_ptr, hidden_ptr, weight_ptr, bias_ptr, stride_hidden, rows, vocabulary,
-    HIDDEN: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr,
+@triton.jit
+def row_products(
+    hidden_row_ptr, weight_ptr, token, valid, known, HIDDEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (row blocks, vocabulary blocks). Writes each row's K best keys of the block, best first."""
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    token = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    """[BLOCK_M, BLOCK_V] float32: hidden rows times the weights of these tokens."""
     h = tl.arange(0, BLOCK_H)
-    hidden_row_ptr = hidden_ptr + m.to(tl.int64) * stride_hidden
     weight_row_ptr = weight_ptr + token.to(tl.int64) * HIDDEN
-    valid, known = m < rows, token < vocabulary
     acc = tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32)
     for start in range(0, HIDDEN, BLOCK_H):
         column = start + h
@@ -62,6 +57,76 @@ def lm_head_block_kernel(
         a = tl.load(hidden_row_ptr[:, None] + column[None, :], mask=a_mask, other=0.0)
         b = tl.load(weight_row_ptr[:, None] + column[None, :], mask=b_mask, other=0.0)
         acc = matmul(a, tl.trans(b), acc, UPCAST)
+    return acc
+
+
+@triton.jit
+def weight_values(code, like, UPCAST: tl.constexpr):
+    """Codes of 0 to 15 less 8, in ``like``'s dtype: put behind the bits of a power of two, they need no conversion."""
+    if UPCAST:
+        value = code.to(tl.float32) - 8.0
+    elif like.dtype == tl.float16:
+        value = (code.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
+    elif like.dtype == tl.bfloat16:
+        value = (code.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0
+    else:
+        value = (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
+    return value.to(like.dtype)
+
+
+@triton.jit
+def code_products(
+    hidden_row_ptr, codes_ptr, scales_ptr, token, valid, known, HIDDEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """:func:`row_products` of weights in 4-bit codes, a group at a time, whose first half is the bytes' low halves.
+
+    A group's sum is multiplied by its scale in float32, so no weight is rounded.
+    """
+    HALF: tl.constexpr = GROUP // 2
+    GROUPS: tl.constexpr = (HIDDEN + GROUP - 1) // GROUP
+    half = tl.arange(0, HALF)
+    codes_row_ptr = codes_ptr + token.to(tl.int64) * (GROUPS * HALF)
+    scales_row_ptr = scales_ptr + token.to(tl.int64) * GROUPS
+    acc = tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32)
+    for group in range(0, GROUPS):
+        column = group * GROUP + half
+        if HIDDEN % GROUP == 0:
+            low_mask, high_mask = valid[:, None], valid[:, None]
+        else:
+            low_mask = valid[:, None] & (column < HIDDEN)[None, :]
+            high_mask = valid[:, None] & (column + HALF < HIDDEN)[None, :]
+        low = tl.load(hidden_row_ptr[:, None] + column[None, :], mask=low_mask, other=0.0)
+        high = tl.load(hidden_row_ptr[:, None] + (column + HALF)[None, :], mask=high_mask, other=0.0)
+        codes = tl.load(codes_row_ptr[:, None] + (group * HALF + half)[None, :], mask=known[:, None], other=0)
+        scale = tl.load(scales_row_ptr + group, mask=known, other=0.0).to(tl.float32)
+        part = tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32)
+        part = matmul(low, tl.trans(weight_values(codes & 15, low, UPCAST)), part, UPCAST)
+        part = matmul(high, tl.trans(weight_values(codes >> 4, high, UPCAST)), part, UPCAST)
+        acc += part * scale[None, :]
+    return acc
+
+
+@triton.jit(do_not_specialize=["rows", "vocabulary"])
+def lm_head_block_kernel(
+    keys_ptr, hidden_ptr, weight_ptr, scales_ptr, bias_ptr, stride_hidden, rows, vocabulary,
+    HIDDEN: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Grid: (row blocks, vocabulary blocks). Writes each row's K best keys of the block, best first.
+
+    ``GROUP``: 4-bit codes that share a scale; 0: weights as they are.
+    """
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    hidden_row_ptr = hidden_ptr + m.to(tl.int64) * stride_hidden
+    valid, known = m < rows, token < vocabulary
+    if GROUP:
+        acc = code_products(
+            hidden_row_ptr, weight_ptr, scales_ptr, token, valid, known, HIDDEN, BLOCK_M, BLOCK_V, GROUP, UPCAST
+        )
+    else:
+        acc = row_products(hidden_row_ptr, weight_ptr, token, valid, known, HIDDEN, BLOCK_M, BLOCK_V, BLOCK_H, UPCAST)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + token, mask=known, other=0.0).to(tl.float32)[None, :]
     # The model's own linear rounds its logits, and that decides ties.
@@ -105,11 +170,14 @@ def lm_head_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     return lm_head_topk(hidden, weight, bias, 1)[1].squeeze(1)
 
 
-def lm_head_topk(hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+def lm_head_topk(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The ``k`` best logits of each row and their tokens, best first; ties go to the lower token.
 
     Args:
         hidden: ``[N, hidden_size]``, rows may be apart. weight: ``[V, hidden_size]``. bias: ``[V]`` or ``None``.
+        scales: of a weight in 4-bit codes (``specmemo_kernels.ops``), or ``None``.
 
     Returns:
         values ``[N, k]`` in hidden's dtype and tokens ``[N, k]`` int64.
@@ -124,13 +192,14 @@ def lm_head_topk(hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int) ->
     tokens = torch.empty(rows, k, dtype=torch.int64, device=hidden.device)
     if rows == 0:
         return values, tokens
+    group = 0 if scales is None else 2 * weight.shape[1] // scales.shape[1]
     config = lm_head_config(target_of(hidden.device), rows, hidden.dtype)
     blocks = triton.cdiv(vocabulary, config.block_n)
     keys = torch.empty(rows, blocks * k, dtype=torch.int64, device=hidden.device)
     lm_head_block_kernel[(triton.cdiv(rows, config.block_m), blocks)](
-        keys, hidden, weight, bias, hidden.stride(0), rows, vocabulary,
-        HIDDEN=hidden_size, K=k, HAS_BIAS=bias is not None, BLOCK_M=config.block_m, BLOCK_V=config.block_n,
-        BLOCK_H=config.block_k, UPCAST=INTERPRETED, **launch_options(hidden.device, config),
+        keys, hidden, weight, scales, bias, hidden.stride(0), rows, vocabulary,
+        HIDDEN=hidden_size, K=k, HAS_BIAS=bias is not None, GROUP=group, BLOCK_M=config.block_m,
+        BLOCK_V=config.block_n, BLOCK_H=config.block_k, UPCAST=INTERPRETED, **launch_options(hidden.device, config),
     )  # fmt: skip
     _reduce(keys, values, tokens, k)
     return values, tokens

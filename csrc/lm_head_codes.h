@@ -1,0 +1,203 @@
+// Sums of hidden rows with weights in 4-bit codes (specmemo_kernels/weight_codes.py says how they lie).
+//
+// A vector of words holds kVectors vectors of weights, half-byte j of every element's place one of them, so codes
+// become numbers by a shift and a table (or a shift back and a conversion) and are never moved. The hidden rows are
+// brought into the order that this gives, once, in float32, and bfloat16 where the instruction set multiplies pairs of
+// it.
+#pragma once
+
+#include "lm_head_rows.h"
+
+namespace specmemo {
+namespace {
+
+constexpr int64_t kGroup = 64, kGroupBytes = kGroup / 2;
+constexpr int64_t kStepBytes = 4 * kLanes;      // of codes, one vector
+constexpr int64_t kStepCodes = 2 * kStepBytes;  // elements that they stand for
+
+// The scale of every lane's word in step `step`.
+inline VecF step_scales(const uint16_t* scales, int64_t step) {
+#if defined(__AVX512F__)
+  const __m512 two = _mm512_castps128_ps512(_mm_cvtph_ps(_mm_loadu_si32(scales + 2 * step)));
+  return (VecF)_mm512_permutexvar_ps(_mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0), two);
+#elif defined(__AVX2__)
+  return (VecF)_mm256_set1_ps(_cvtsh_ss(scales[step]));
+#else
+  return splat(fp16_to_float(scales[step * kStepBytes / kGroupBytes]));
+#endif
+}
+
+template <class T, class Dot>
+struct CodeRow {
+  typedef float Element;  // of the hidden rows in their new order
+  static constexpr int kVectors = 8;
+  static Element element(typename T::Raw x) { return T::to_float(x); }
+
+#if defined(__AVX512F__)
+  typedef __m512i Words;
+  static Words words(const void* codes) { return _mm512_loadu_si512(codes); }
+  static VecF weights(Words w, int j) {
+    const __m512 table = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
+    return (VecF)_mm512_permutexvar_ps(_mm512_srli_epi32(w, 4 * j), table);  // reads the lowest four bits
+  }
+#else
+  typedef VecI Words;
+  // With the highest bit of each code turned it is a signed number of four bits.
+  static Words words(const void* codes) { return bits_as<VecI>(load<VecU>(codes) ^ 0x88888888u); }
+  static VecF weights(Words w, int j) { return __builtin_convertvector((w << (28 - 4 * j)) >> 28, VecF); }
+#endif
+  static VecF multiply_add(VecF sum, VecF a, VecF b) { return sum + a * b; }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct CodeRow<BFloat16, BFloat16Dot> {
+  typedef uint16_t Element;
+  static constexpr int kVectors = 4;
+  static Element element(uint16_t x) { return x; }
+  typedef __m512i Words;
+  static Words words(const void* codes) { return _mm512_loadu_si512(codes); }
+  static VecF weights(Words w, int j) {
+    alignas(64) static constexpr uint16_t table[32] = {// -8 to 7, twice: five bits are read
+                                                       0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+                                                       0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+                                                       0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+                                                       0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+    return (VecF)_mm512_permutexvar_epi16(_mm512_srli_epi16(w, 4 * j), _mm512_load_si512(table));
+  }
+  static VecF multiply_add(VecF sum, VecF a, VecF b) {
+    return (VecF)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+  }
+};
+#endif
+
+// sums[r][from + v] += the products of HIDDEN rows with WEIGHTS rows of codes over `steps` steps.
+template <class Row, int HIDDEN, int WEIGHTS>
+inline void dot_codes(const typename Row::Element* hidden, int64_t hidden_stride, const uint8_t* const* codes,
+                      const uint16_t* const* scales, int64_t steps, VecF (*sums)[kVocabTile], int64_t from) {
+  constexpr int kElements = sizeof(VecF) / sizeof(typename Row::Element);
+  VecF sum[HIDDEN][WEIGHTS];
+#pragma GCC unroll 4
+  for (int r = 0; r < HIDDEN; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < WEIGHTS; ++v) sum[r][v] = sums[r][from + v];
+  for (int64_t s = 0; s < steps; ++s) {
+    typename Row::Words words[WEIGHTS];
+    VecF part[HIDDEN][WEIGHTS];
+#pragma GCC unroll 4
+    for (int v = 0; v < WEIGHTS; ++v) {
+      words[v] = Row::words(codes[v] + s * kStepBytes);
+#pragma GCC unroll 4
+      for (int r = 0; r < HIDDEN; ++r) part[r][v] = VecF{};
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < Row::kVectors; ++j) {
+      const typename Row::Element* h = hidden + (s * Row::kVectors + j) * kElements;
+#pragma GCC unroll 4
+      for (int v = 0; v < WEIGHTS; ++v) {
+        const VecF w = Row::weights(words[v], j);
+#pragma GCC unroll 4
+        for (int r = 0; r < HIDDEN; ++r)
+          part[r][v] = Row::multiply_add(part[r][v], load<VecF>(h + r * hidden_stride), w);
+      }
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < WEIGHTS; ++v) {
+      const VecF scale = step_scales(scales[v], s);
+#pragma GCC unroll 4
+      for (int r = 0; r < HIDDEN; ++r) sum[r][v] = sum[r][v] + part[r][v] * scale;
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < HIDDEN; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < WEIGHTS; ++v) sums[r][from + v] = sum[r][v];
+}
+
+template <class T, class Dot>
+class CodeProducts {
+  typedef typename T::Raw Raw;
+  typedef CodeRow<T, Dot> Row;
+  typedef typename Row::Element Element;
+  static constexpr int kWeights = kVocabTile / 2;
+
+ public:
+  explicit CodeProducts(const LmHeadArgs& args) : args_(args) {
+    groups_ = (args.hidden_size + kGroup - 1) / kGroup;
+    steps_ = (groups_ * kGroupBytes + kStepBytes - 1) / kStepBytes;
+  }
+
+  int64_t memory_bytes() const { return args_.rows * steps_ * kStepCodes * static_cast<int64_t>(sizeof(Element)); }
+
+  // The hidden rows in the order in which weights() gives their weights; zeros where there are none.
+  void prepare(char* memory) {
+    hidden_ = reinterpret_cast<Element*>(memory);
+    constexpr int kLaneBytes = kLanes * 4 / kElements, kVectorsPerByte = 2;  // of a vector of Elements
+    for (int64_t r = 0; r < args_.rows; ++r) {
+      const Raw* row = static_cast<const Raw*>(args_.hidden) + r * args_.hidden_stride;
+      Element* out = hidden_ + r * steps_ * kStepCodes;
+      for (int64_t s = 0; s < steps_; ++s)
+        for (int j = 0; j < Row::kVectors; ++j)
+          for (int lane = 0; lane < kElements; ++lane) {
+            const int64_t byte = s * kStepBytes + lane * kLaneBytes + j / kVectorsPerByte;
+            const int64_t i = byte / kGroupBytes * kGroup + j % 2 * kGroupBytes + byte % kGroupBytes;
+            *out++ = i < args_.hidden_size ? Row::element(row[i]) : Element{};
+          }
+    }
+  }
+
+  // sums[row][v] += the products of all rows with the weights of `count` tokens from `token` on.
+  void add(int64_t token, int64_t count, VecF (*sums)[kVocabTile]) const {
+    const int64_t row_bytes = groups_ * kGroupBytes, whole = row_bytes / kStepBytes;
+    const int64_t tiles = (args_.rows + kHiddenTile - 1) / kHiddenTile;
+    for (int64_t v = 0; v < kVocabTile; v += kWeights) {
+      const uint8_t *codes[kWeights], *last_codes[kWeights];
+      const uint16_t *scales[kWeights], *last_scales[kWeights];
+      // A last vector that a row doesn't fill: what is behind it may be nobody's memory.
+      alignas(64) uint8_t rest[kWeights][kStepBytes] = {};
+      uint16_t rest_scales[kWeights][2] = {};
+      for (int64_t i = 0; i < kWeights; ++i) {  // rows past the end repeat the last one; their sums are not used
+        const int64_t at = token + (v + i < count ? v + i : count - 1);
+        codes[i] = static_cast<const uint8_t*>(args_.weight) + at * row_bytes;
+        scales[i] = args_.scales + at * groups_;
+        if (whole == steps_) continue;
+        std::memcpy(rest[i], codes[i] + whole * kStepBytes, static_cast<size_t>(row_bytes - whole * kStepBytes));
+        rest_scales[i][0] = scales[i][groups_ - 1];
+        last_codes[i] = rest[i], last_scales[i] = rest_scales[i];
+      }
+      for (int64_t t = 0; t < tiles; ++t) {
+        const int64_t first = args_.rows * t / tiles, height = args_.rows * (t + 1) / tiles - first;
+        const Element* hidden = hidden_ + first * steps_ * kStepCodes;
+        dot(height, hidden, codes, scales, whole, sums + first, v);
+        if (whole < steps_) dot(height, hidden + whole * kStepCodes, last_codes, last_scales, 1, sums + first, v);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kElements = static_cast<int>(sizeof(VecF) / sizeof(Element));
+
+  void dot(int64_t height, const Element* hidden, const uint8_t* const* codes, const uint16_t* const* scales,
+           int64_t steps, VecF (*sums)[kVocabTile], int64_t v) const {
+    const int64_t stride = steps_ * kStepCodes;
+    switch (height) {
+      case 1:
+        return dot_codes<Row, 1, kWeights>(hidden, stride, codes, scales, steps, sums, v);
+      case 2:
+        return dot_codes<Row, 2, kWeights>(hidden, stride, codes, scales, steps, sums, v);
+#if defined(__AVX512F__) || defined(__aarch64__)
+      case 3:
+        return dot_codes<Row, 3, kWeights>(hidden, stride, codes, scales, steps, sums, v);
+      case 4:
+        return dot_codes<Row, 4, kWeights>(hidden, stride, codes, scales, steps, sums, v);
+#endif
+    }
+  }
+
+  const LmHeadArgs& args_;
+  int64_t groups_, steps_;
+  Element* hidden_ = nullptr;
+};
+
+}  // namespace
+}  // namespace specmemo
