@@ -10,7 +10,6 @@ its own (its first ``--tracked`` questions), ``planned_bytes`` what the plan's f
 
 from __future__ import annotations
 
-import copy
 import json
 import statistics
 import time
@@ -22,6 +21,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from shapes import twin
 from timing import environment
 
 import specmemo_kernels as sk
@@ -37,7 +37,7 @@ class Sides:
     def __init__(self, folder: Path, new_tokens: int) -> None:
         self.plain = load_model(folder, torch.float32, torch.device("cpu"))
         self.plain.generation_config.eos_token_id = None  # every reply is as long
-        self.model, self.forgetful = copy.deepcopy(self.plain), copy.deepcopy(self.plain)
+        self.model, self.forgetful = twin(self.plain), twin(self.plain)
         self.tokenizer, self.new_tokens = load_tokenizer(folder), new_tokens
         self.handle = sk.patch(self.model, folder / "heads", max_batch_size=1)
         sk.patch(self.forgetful, folder / "heads", max_batch_size=1, reuse_prefix=False)

@@ -148,11 +148,12 @@ def test_draft_model_under_page_pressure(
         if step == abort:
             scheduler.abort(states[-1])
         scheduler.step()
-        assert drafter._pool is not None
-        drafter._pool.check_integrity()
+        if drafter._pool is not None:
+            drafter._pool.check_integrity()
         if scheduler.idle:
             break
-    empty(drafter._pool)
+    if drafter._pool is not None:  # else nobody ever wanted a second token
+        empty(drafter._pool)
     for state in states:
         if not state.aborted:
             same_as_plain(state)

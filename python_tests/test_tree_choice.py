@@ -109,16 +109,16 @@ def test_the_best_part_is_the_best(sequences: int, draft_seconds: PassSeconds | 
     text = Text([[0.2, 0.5], [0.1, 0.1, 0.6]])
     for _ in range(160):
         step = chooser.tree_for(sequences)
-        seconds = SLOPE.at(sequences * step.size) + 0.7
+        drafting = 0.1 * (step.size > 1)
         if draft_seconds is not None:
-            seconds += step.max_depth * draft_seconds.at(sequences)
-        chooser.stepped(step, [text.last(step)] * sequences, seconds)
+            drafting = step.max_depth * (draft_seconds.at(sequences) + 0.1)
+        seconds = SLOPE.at(sequences * step.size) + 0.7
+        chooser.stepped(step, [text.last(step)] * sequences, seconds, drafting)
     gains = chooser.acceptance.gains()
 
     def speed(part: list[int]) -> float:
-        seconds = SLOPE.at(sequences * len(part)) + 0.7
-        if draft_seconds is not None:
-            seconds += max(tree.depths[node] for node in part) * draft_seconds.at(sequences)
+        seconds, depth = SLOPE.at(sequences * len(part)) + 0.7, max(tree.depths[node] for node in part)
+        seconds += 0.1 * min(depth, 1) if draft_seconds is None else depth * (draft_seconds.at(sequences) + 0.1)
         return sum(gains[node] for node in part) / seconds
 
     chosen = chooser.tree_for(sequences)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from specmemo_kernels import ops
 from specmemo_kernels.batch import TreeBatch, side_by_side
-from specmemo_kernels.drafting.base import Drafter, StatefulDrafter
+from specmemo_kernels.drafting.base import Drafter, PagedDrafter, StatefulDrafter
 from specmemo_kernels.paged_kv import PagedKVPool
 from specmemo_kernels.prefill import Chunk, first_trees, next_chunk
 from specmemo_kernels.propose import propose
@@ -21,7 +22,7 @@ from specmemo_kernels.sequence import Parked, SequenceState
 from specmemo_kernels.stats import DecodeStats
 from specmemo_kernels.step_attention import StepAttention
 from specmemo_kernels.tree import DraftTree
-from specmemo_kernels.tree_choice import TreeChooser
+from specmemo_kernels.tree_choice import Outlook, TreeChooser
 from specmemo_kernels.verify import GreedyVerifier, TargetModel, TargetOutput, Verdict, Verifier
 
 Tensor = torch.Tensor
@@ -35,6 +36,16 @@ __all__ = [
     "Verdict",
     "Verifier",
 ]
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """When a step ``started`` (``time.perf_counter``), the seconds that its drafter took (``drafting``), and how many
+    tokens it was ``behind`` before."""
+
+    started: float
+    drafting: float
+    behind: int
 
 
 class SpecDecoder:
@@ -155,9 +166,10 @@ class SpecDecoder:
             started = time.perf_counter()
             for sequence in self.sequences:
                 self.reserve(sequence)
-            return self._forward(
-                propose(self.drafter, self._step_tree(), self.sequences, self.pool, self.target), started
-            )
+            tree = self._step_tree()
+            behind = self._behind() if self.chooser is not None and tree.size > 1 else 0
+            trees, drafting = propose(self.drafter, tree, self.sequences, self.pool, self.target)
+            return self._forward(trees, _Timed(started, drafting, behind))
         return self._forward(None) if self.prefilling else []
 
     def release(self, sequences: Sequence[SequenceState]) -> None:
@@ -180,10 +192,21 @@ class SpecDecoder:
 
     def _step_tree(self) -> DraftTree:
         """The tree, without nodes deeper than the tokens anybody still wants."""
-        tree = self.tree if self.chooser is None else self.chooser.tree_for(len(self.sequences))
+        tree = self.tree
+        if self.chooser is not None:
+            tree = self.chooser.tree_for(len(self.sequences), self._outlook)
         return tree.pruned(min(tree.size, self.max_tree)).truncated(max(s.remaining for s in self.sequences) - 1)
 
-    def _forward(self, trees: TreeBatch | None, started: float = 0.0) -> list[SequenceState]:
+    def _behind(self) -> int:
+        """Tokens of the running sequences, the newest ones apart, that the drafter doesn't know yet."""
+        if not isinstance(self.drafter, PagedDrafter):
+            return 0
+        return sum(self.drafter.behind(sequence.slot, sequence.tokens) for sequence in self.sequences)
+
+    def _outlook(self) -> Outlook:
+        return Outlook(self._behind(), sum(s.remaining for s in self.sequences) / len(self.sequences))
+
+    def _forward(self, trees: TreeBatch | None, timed: _Timed | None = None) -> list[SequenceState]:
         """One forward pass over trees and the next chunk, and everything that follows from it."""
         device, batch = self.target.device, trees
         chunk: Chunk | None = None
@@ -213,8 +236,9 @@ class SpecDecoder:
             if trees is not None:
                 hidden = self._commit(trees, verdict, hidden)
         finished = self._advance(running, trees, chunk, emitted, hidden)
-        if self.chooser is not None and trees is not None and trees.tree is not None:
-            self.chooser.stepped(trees.tree, last, time.perf_counter() - started if chunk is None else None)
+        if self.chooser is not None and timed is not None and trees is not None and trees.tree is not None:
+            rest = time.perf_counter() - timed.started - timed.drafting
+            self.chooser.stepped(trees.tree, last, rest if chunk is None else None, timed.drafting, timed.behind)
         return finished
 
     def _commit(self, trees: TreeBatch, verdict: Verdict, hidden: Tensor) -> Tensor:

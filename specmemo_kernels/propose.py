@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -18,8 +19,13 @@ Tensor = torch.Tensor
 
 def propose(
     drafter: Drafter, tree: DraftTree, sequences: Sequence[SequenceState], pool: PagedKVPool, target: TargetModel
-) -> TreeBatch:
+) -> tuple[TreeBatch, float]:
     """Let the drafter fill the tree; what isn't a token becomes -1 for the walk and 0 for the embedding.
+
+    A tree of the root alone needs no drafter.
+
+    Returns:
+        The trees, and the seconds that the drafter took.
 
     Raises:
         ValueError: the drafter's answer isn't ``[sequences, tree nodes]`` int64.
@@ -27,8 +33,13 @@ def propose(
     slots, tokens = [s.slot for s in sequences], [s.tokens for s in sequences]
     known = [slots, [t[-1] for t in tokens], [len(t) - 1 for t in tokens]]
     rows, roots, lengths = torch.tensor(known, device=target.device)
+    longest = max(map(len, tokens)) - 1
+    if tree.size == 1:
+        return tree_batch(tree, roots[:, None], lengths.int(), pool.block_table[rows], longest), 0.0
     hidden = torch.stack([s.hidden for s in sequences if s.hidden is not None])
+    started = time.perf_counter()
     draft = drafter.propose(DraftInput(tree, roots, hidden, tokens, slots))
+    seconds = time.perf_counter() - started
     expected = (len(sequences), tree.size)
     if tuple(draft.shape) != expected or draft.dtype != torch.int64:
         raise ValueError(
@@ -40,7 +51,7 @@ def propose(
         tree, draft = _without_empty_depths(tree, draft)
     draft = draft.to(target.device)
     draft[:, 0] = roots
-    return tree_batch(tree, draft, lengths.int(), pool.block_table[rows], max(map(len, tokens)) - 1)
+    return tree_batch(tree, draft, lengths.int(), pool.block_table[rows], longest), seconds
 
 
 def _without_empty_depths(tree: DraftTree, draft: Tensor) -> tuple[DraftTree, Tensor]:

@@ -76,12 +76,20 @@ class PagedDrafter(StatefulDrafter, Protocol):
         """Bytes of keys and values per token of a sequence."""
 
     @property
+    def num_pages(self) -> int:
+        """Pages that it may use (:meth:`allocate`); 0 after :meth:`release`."""
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of the pages that it holds right now."""
+
+    def behind(self, slot: int, tokens: Sequence[int]) -> int:
+        """How many of a sequence's ``tokens``, the newest one apart, it would have to compute before it can guess."""
 
     def allocate(self, num_pages: int, page_size: int, max_sequences: int, prefill_chunk: int) -> None:
         """Pages for as many tokens and sequences as the target's pool has; what was known of sequences is forgotten.
 
+        They may be made as late as in the first ``propose`` that needs them.
         Its forward passes may have ``prefill_chunk`` rows at most, or one per sequence.
         """
 
@@ -91,7 +99,7 @@ class PagedDrafter(StatefulDrafter, Protocol):
 
 @runtime_checkable
 class OffloadingDrafter(Drafter, Protocol):
-    """A drafter that can leave its device while memory is scarce; it then is asked for trees without drafts alone."""
+    """A drafter that can leave its device while memory is scarce; it isn't asked then."""
 
     @property
     def offloadable(self) -> bool:

@@ -75,6 +75,7 @@ class DraftModelDrafter:
         self.model, self.layers, self.max_depth, self.nbytes = model, tuple(layers), max_depth, weight_bytes
         self.backend, self._prefill_chunk = backend, 0
         self.rows_computed = 0
+        self._sizes = (0, 0, 0)
         self._pool: PagedKVPool | None = None
         self._rows: dict[int, _Row] = {}
 
@@ -85,29 +86,44 @@ class DraftModelDrafter:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of the pages that it holds."""
+        """Bytes of the pages that it holds: none before it is asked."""
         return self._pool.page_bytes if self._pool is not None else 0
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that it may use."""
+        return self._sizes[0]
 
     def allocate(self, num_pages: int, page_size: int, max_sequences: int, prefill_chunk: int) -> None:
         """Pages for as many tokens as the target's pool holds: it never knows more of a sequence than the target.
 
-        What the pages before knew of closed sequences is copied; :meth:`release` them first where both don't fit.
+        They are made when it is asked for the first time. What the pages before knew of closed sequences is copied, at
+        once; :meth:`release` them first where both don't fit.
         """
         old, self._rows, self._prefill_chunk = self._pool, {}, prefill_chunk
-        self._pool = PagedKVPool(
-            self.layers,
-            num_pages=num_pages,
-            page_size=page_size,
-            max_sequences=max_sequences,
-            max_nodes=0,
-            keep=self.keeps_pages,
-        )
-        if old is not None:
-            self._pool.take_kept(old)
+        self._sizes, self._pool = (num_pages, page_size, max_sequences), None
+        if old is not None and old.kept_pages:
+            self._own_pool().take_kept(old)
 
     def release(self) -> None:
         """Give the pages back; all sequences are forgotten."""
-        self._pool, self._rows = None, {}
+        self._pool, self._rows, self._sizes = None, {}, (0, 0, 0)
+
+    def _own_pool(self) -> PagedKVPool:
+        if self._pool is None:
+            num_pages, page_size, max_sequences = self._sizes
+            if not num_pages:
+                raise RuntimeError("the draft model has no pages; call allocate first")
+            with torch.inference_mode(False):  # else it could not be written outside of inference mode later
+                self._pool = PagedKVPool(
+                    self.layers,
+                    num_pages=num_pages,
+                    page_size=page_size,
+                    max_sequences=max_sequences,
+                    max_nodes=0,
+                    keep=self.keeps_pages,
+                )
+        return self._pool
 
     def close(self, slot: int) -> None:
         row = self._rows.pop(slot, None)
@@ -115,21 +131,28 @@ class DraftModelDrafter:
             assert self._pool is not None
             self._pool.close(row.slot, row.tokens[: row.settle(row.tokens)])
 
+    def behind(self, slot: int, tokens: Sequence[int]) -> int:
+        """How many of a sequence's ``tokens``, the newest one apart, aren't in its pages."""
+        if slot in self._rows:
+            known = self._rows[slot].settle(tokens)
+        else:
+            known = self._pool.known(tokens) if self._pool is not None else 0
+        return len(tokens) - 1 - known
+
     def propose(self, inputs: DraftInput) -> Tensor:
         tree, device = inputs.tree, inputs.root_tokens.device
         depth = tree.max_depth
         guesses = torch.full((len(inputs.token_ids), tree.size), -1, device=device)
         if depth == 0:
             return guesses
-        if self._pool is None:
-            raise RuntimeError("the draft model has no pages; call allocate first")
-        rows = [self._row(self._pool, *each) for each in zip(inputs.slots, inputs.token_ids, strict=True)]
-        chain = [self._catch_up(self._pool, rows, inputs.token_ids, depth)]
+        pool = self._own_pool()
+        rows = [self._row(pool, *each) for each in zip(inputs.slots, inputs.token_ids, strict=True)]
+        chain = [self._catch_up(pool, rows, inputs.token_ids, depth)]
         lengths = [len(tokens) for tokens in inputs.token_ids]
         for ahead in range(depth - 1):
             single = list(chain[-1][:, None])
             starts = [length + ahead for length in lengths]
-            chain.append(self.model.argmax(self._forward(self._pool, rows, single, starts)))
+            chain.append(self.model.argmax(self._forward(pool, rows, single, starts)))
         drafted = torch.stack(chain, dim=1)
         nodes = [node for node, path in enumerate(tree.paths, start=1) if not any(path)]
         depths = [tree.depths[node] - 1 for node in nodes]

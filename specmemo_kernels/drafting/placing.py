@@ -16,7 +16,6 @@ class DrafterPlace:
 
     def __init__(self, drafter: Drafter, pool: PagedKVPool) -> None:
         self.drafter, self.pool = drafter, pool
-        self._pages = pool.num_pages if isinstance(drafter, PagedDrafter) and drafter.page_bytes else 0
 
     def put(self, there: bool, prefill_chunk: int) -> None:
         """On its device, or (``there`` false) out of it; what fails on the way is done by the next call."""
@@ -26,10 +25,8 @@ class DrafterPlace:
             else:
                 self.drafter.offload()
         pages = self.pool.num_pages if there else 0
-        if not isinstance(self.drafter, PagedDrafter) or pages == self._pages:
+        if not isinstance(self.drafter, PagedDrafter) or pages == self.drafter.num_pages:
             return
         self.drafter.release()
-        self._pages = 0
         if pages:
             self.drafter.allocate(pages, self.pool.page_size, self.pool.block_table.shape[0], prefill_chunk)
-            self._pages = pages

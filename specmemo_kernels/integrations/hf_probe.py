@@ -22,8 +22,8 @@ Tensor = torch.Tensor
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 #: Rows of the passes whose memory is measured: few, so that patching is quick; not one, which models may treat apart.
 _MEASURED_ROWS = (8, 16)
-#: Rows of the passes whose time is measured.
-_TIMED_ROWS = (1, 8, 32, 128)
+#: Rows of the passes whose time is measured: a single one is another product (a vector) than several.
+_TIMED_ROWS = (1, 2, 8, 32, 128)
 #: A pass is timed once more while it has taken less than this together, three times at most.
 _TIMED_SECONDS = 0.3
 
