@@ -51,8 +51,10 @@ class Roofline:
 def sides_for(
     work: runs.Work, folder: Path, drafters: list[str], batch: int, peers: bool, options: dict[str, Any]
 ) -> dict[str, runs.Side]:
-    """What takes turns at one batch size; each of ours patches a twin of the model: where weights lie alone makes a pass
-    up to 1.5 times as long here."""
+    """What takes turns at one batch size; each of ours patches a twin of the model.
+
+    All read the same weights: copies of them that lie elsewhere in memory make a pass up to 1.5 times as long.
+    """
     layers, budget, disturb = options["draft_layers"], options["memory_budget"].get(batch), options["disturb"]
     sides: dict[str, runs.Side] = {}
     if peers:

@@ -80,6 +80,10 @@ class GreedyVerifier:
     def __call__(self, batch: TreeBatch, sequences: Sequence[SequenceState], output: TargetOutput) -> Verdict:
         assert batch.parents is not None, "a prefill chunk has no tree to verify"
         target_tokens = self.target.argmax(output)
+        if not batch.max_depth:  # roots alone: there is nothing to walk
+            length = torch.zeros(batch.num_trees, dtype=torch.int32, device=target_tokens.device)
+            emitted = target_tokens.tolist()
+            return Verdict(length[:, None], length, target_tokens, [[token] for token in emitted], [0] * len(emitted))
         index, length, bonus = ops.verify_tree_greedy(
             batch.tokens, target_tokens, batch.parents, batch.qo_indptr, max_depth=batch.max_depth, backend=self.backend
         )
