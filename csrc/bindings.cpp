@@ -2,7 +2,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <array>
 #include <string>
 #include <vector>
 
@@ -17,8 +16,6 @@ using namespace specmemo;
 namespace {
 
 using Address = std::uintptr_t;
-using Pair = std::array<int64_t, 2>;
-using AddressPair = std::array<Address, 2>;
 
 template <class T>
 T* at(Address address) {
@@ -82,51 +79,56 @@ void lm_head_topk(int dtype, Address hidden, int64_t hidden_stride, Address weig
   table.lm_head_topk(args, threads);
 }
 
-PagedRows paged_rows(Address block_table, Address seq_lens, Address qo_indptr, int64_t batch, int64_t max_pages,
-                     int64_t page_size) {
-  return PagedRows{
-      at<int32_t>(block_table), at<int32_t>(seq_lens), at<int32_t>(qo_indptr), batch, max_pages, page_size};
+PagedRows paged_rows(py::handle block_table, py::handle seq_lens, py::handle qo_indptr, int64_t page_size) {
+  const TensorView table = view(block_table), lengths = view(seq_lens);
+  return PagedRows{table.at<int32_t>(), lengths.at<int32_t>(), view(qo_indptr).at<int32_t>(),
+                   lengths.shape[0],    table.shape[1],        page_size};
 }
 
-// strides in bytes: row, head; element: bytes of a number in `from`
-void append_paged_kv(int dtype, int kv, Address from, Pair strides, int64_t element, Address pages, Address scales,
-                     int64_t heads, int64_t dim, Address block_table, Address seq_lens, Address qo_indptr,
-                     int64_t batch, int64_t max_pages, int64_t page_size) {
-  const PagedRows rows = paged_rows(block_table, seq_lens, qo_indptr, batch, max_pages, page_size);
+// One side of a copy: rows [..., N, heads, dim] to pages [..., num_pages, page_size, heads, dim].
+CopySide copy_side(int dtype, int kv, const TensorView& from, const TensorView& to, py::handle scales) {
+  const int last = from.ndim - 1, slot = to.ndim - 3;
   CopySide side{};
-  side.from = at<char>(from), side.from_row = strides[0], side.from_head = strides[1];
-  side.to = at<char>(pages), side.scales = at<float>(scales);
-  side.heads = heads, side.dim = dim, side.element = element;
+  side.element = from.bits / 8;
+  side.from = from.at<char>(), side.to = to.at<char>(), side.scales = view(scales).at<float>();
+  side.from_layer = last > 2 ? from.strides[0] * side.element : 0;
+  side.from_row = from.strides[last - 2] * side.element, side.from_head = from.strides[last - 1] * side.element;
+  side.slots = to.shape[slot - 1] * to.shape[slot], side.heads = from.shape[last - 1], side.dim = from.shape[last];
   side.dtype = static_cast<DType>(dtype), side.type = static_cast<KVType>(kv);
-  py::gil_scoped_release unlocked;
-  append_rows(rows, side);
+  return side;
 }
 
-// scratch, pages and scales are contiguous; pairs are of keys and values
-void commit_paged_kv(int dtype, int kv, AddressPair scratch, int64_t element, AddressPair pages, AddressPair scales,
-                     int64_t heads, Pair dims, int64_t scratch_rows, int64_t page_rows, int64_t layers,
-                     Address block_table, Address seq_lens, Address qo_indptr, Address accept_index,
-                     Address accept_length, int64_t width, int64_t batch, int64_t max_pages, int64_t page_size,
+void append_paged_kv(int dtype, int kv, py::handle k_new, py::handle v_new, py::handle k_pages, py::handle v_pages,
+                     py::handle k_scales, py::handle v_scales, py::handle block_table, py::handle seq_lens,
+                     py::handle qo_indptr) {
+  const TensorView pages = view(k_pages);
+  const PagedRows rows = paged_rows(block_table, seq_lens, qo_indptr, pages.shape[1]);
+  const CopySide keys = copy_side(dtype, kv, view(k_new), pages, k_scales);
+  const CopySide values = copy_side(dtype, kv, view(v_new), view(v_pages), v_scales);
+  py::gil_scoped_release unlocked;
+  append_rows(rows, keys);
+  append_rows(rows, values);
+}
+
+void commit_paged_kv(int dtype, int kv, py::handle k_scratch, py::handle v_scratch, py::handle k_pages,
+                     py::handle v_pages, py::handle k_scales, py::handle v_scales, py::handle block_table,
+                     py::handle seq_lens, py::handle qo_indptr, py::handle accept_index, py::handle accept_length,
                      int threads) {
-  const PagedRows rows = paged_rows(block_table, seq_lens, qo_indptr, batch, max_pages, page_size);
-  CopySide sides[2]{};
-  for (int i = 0; i < 2; ++i) {
-    CopySide& side = sides[i];
-    const int64_t head_bytes = dims[i] * element;
-    side.from = at<char>(scratch[i]), side.to = at<char>(pages[i]), side.scales = at<float>(scales[i]);
-    side.from_layer = scratch_rows * heads * head_bytes, side.from_row = heads * head_bytes;
-    side.from_head = head_bytes, side.slots = page_rows;
-    side.heads = heads, side.dim = dims[i], side.element = element;
-    side.dtype = static_cast<DType>(dtype), side.type = static_cast<KVType>(kv);
-  }
+  const TensorView pages = view(k_pages), index = view(accept_index);
+  const PagedRows rows = paged_rows(block_table, seq_lens, qo_indptr, pages.shape[2]);
+  const CopySide keys = copy_side(dtype, kv, view(k_scratch), pages, k_scales);
+  const CopySide values = copy_side(dtype, kv, view(v_scratch), view(v_pages), v_scales);
+  const int32_t* length = view(accept_length).at<int32_t>();
   py::gil_scoped_release unlocked;
-  commit_rows(rows, sides[0], sides[1], layers, at<int32_t>(accept_index), at<int32_t>(accept_length), width, threads);
+  commit_rows(rows, keys, values, pages.shape[0], index.at<int32_t>(), length, index.shape[1], threads);
 }
 
-void verify(Address draft, Address target, Address parents, Address qo_indptr, int64_t batch, int64_t max_depth,
-            Address accept_index, Address accept_length, Address bonus_token) {
-  verify_tree_greedy(at<int64_t>(draft), at<int64_t>(target), at<int32_t>(parents), at<int32_t>(qo_indptr), batch,
-                     max_depth, at<int32_t>(accept_index), at<int32_t>(accept_length), at<int64_t>(bonus_token));
+void verify(py::handle draft, py::handle target, py::handle parents, py::handle qo_indptr, int64_t max_depth,
+            py::handle accept_index, py::handle accept_length, py::handle bonus_token) {
+  verify_tree_greedy(view(draft).at<int64_t>(), view(target).at<int64_t>(), view(parents).at<int32_t>(),
+                     view(qo_indptr).at<int32_t>(), view(qo_indptr).shape[0] - 1, max_depth,
+                     view(accept_index).at<int32_t>(), view(accept_length).at<int32_t>(),
+                     view(bonus_token).at<int64_t>());
 }
 
 std::vector<std::string> isas() {

@@ -125,13 +125,10 @@ def append_paged_kv(
 ) -> None:
     """Copy every new row to its sequence's pages, or quantise it on the way."""
     kv = _kv_type(k_scales, k_pages)
-    for new, pages, scales in ((k_new, k_pages, k_scales), (v_new, v_pages, v_scales)):
-        size = new.element_size()
-        _cpu.append_paged_kv(
-            _dtype("k_new", new) if kv else 0, kv, new.data_ptr(), (new.stride(0) * size, new.stride(1) * size), size,
-            pages.data_ptr(), _address(scales), new.shape[1], new.shape[2], block_table.data_ptr(), seq_lens.data_ptr(),
-            qo_indptr.data_ptr(), seq_lens.shape[0], block_table.shape[1], pages.shape[1],
-        )  # fmt: skip
+    _cpu.append_paged_kv(
+        _dtype("k_new", k_new) if kv else 0, kv, k_new, v_new, k_pages, v_pages, k_scales, v_scales,
+        block_table, seq_lens, qo_indptr,
+    )  # fmt: skip
 
 
 def commit_paged_kv(
@@ -148,15 +145,10 @@ def commit_paged_kv(
     v_scales: Tensor | None = None,
 ) -> None:
     """Copy the accepted nodes of all layers from the scratch slots to their pages, or quantise them on the way."""
-    layers, num_pages, page_size, heads, k_dim = k_pages.shape
     kv = _kv_type(k_scales, k_pages)
     _cpu.commit_paged_kv(
-        _dtype("k_scratch", k_scratch) if kv else 0, kv, (k_scratch.data_ptr(), v_scratch.data_ptr()),
-        k_scratch.element_size(), (k_pages.data_ptr(), v_pages.data_ptr()), (_address(k_scales), _address(v_scales)),
-        heads, (k_dim, v_pages.shape[4]), k_scratch.shape[1], num_pages * page_size, layers,
-        block_table.data_ptr(), seq_lens.data_ptr(), qo_indptr.data_ptr(), accept_index.data_ptr(),
-        accept_length.data_ptr(), accept_index.shape[1], seq_lens.shape[0], block_table.shape[1], page_size,
-        torch.get_num_threads(),
+        _dtype("k_scratch", k_scratch) if kv else 0, kv, k_scratch, v_scratch, k_pages, v_pages, k_scales, v_scales,
+        block_table, seq_lens, qo_indptr, accept_index, accept_length, torch.get_num_threads(),
     )  # fmt: skip
 
 
@@ -169,9 +161,8 @@ def verify_tree_greedy(
     accept_length = parents.new_empty(batch)
     bonus_token = target_tokens.new_empty(batch)
     _cpu.verify_tree_greedy(
-        draft_tokens.data_ptr(), target_tokens.data_ptr(), parents.data_ptr(), qo_indptr.data_ptr(), batch, max_depth,
-        accept_index.data_ptr(), accept_length.data_ptr(), bonus_token.data_ptr(),
-    )  # fmt: skip
+        draft_tokens, target_tokens, parents, qo_indptr, max_depth, accept_index, accept_length, bonus_token
+    )
     return accept_index, accept_length, bonus_token
 
 

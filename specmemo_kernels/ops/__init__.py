@@ -1,7 +1,9 @@
 """The operators: tree attention over a paged KV cache and what goes with it.
 
 Every function here checks its arguments and calls ``torch.ops.specmemo.<name>``, so all of them trace, compile and
-pass ``torch.library.opcheck``. ``backend`` is ``"reference"``, ``"cpu"``, ``"triton"`` or ``None`` (by device).
+pass ``torch.library.opcheck``; where nothing traces, profiles or wants gradients (``torch.inference_mode``,
+``torch.no_grad``) the kernel is called without that detour. ``backend`` is ``"reference"``, ``"cpu"``, ``"triton"`` or
+``None`` (by device).
 
 Shapes (B sequences, N nodes of all sequences packed in one row, T nodes of one sequence):
 
@@ -43,7 +45,6 @@ from specmemo_kernels.ops.dispatch import (
 )
 
 Tensor = torch.Tensor
-_ops = torch.ops.specmemo
 
 __all__ = [
     "BackendUnavailable",
@@ -109,9 +110,12 @@ def tree_attention(
         ValueError: a shape, dtype or device that doesn't fit; the message names the argument and both values.
     """
     scales = (k_scales, v_scales)
-    checks.tree_attention(q, k_new, v_new, k_pages, v_pages, scales, block_table, seq_lens, qo_indptr, tree_mask, sinks)
-    checks.positive(window=window, softcap=softcap, max_qo_len=max_qo_len)
-    result: tuple[Tensor, Tensor] = _ops.tree_attention(
+    plain = checks.tree_attention(
+        q, k_new, v_new, k_pages, v_pages, scales, block_table, seq_lens, qo_indptr, tree_mask, sinks
+    )
+    if window is not None or softcap is not None or max_qo_len is not None:
+        checks.positive(window=window, softcap=softcap, max_qo_len=max_qo_len)
+    result: tuple[Tensor, Tensor] = schema.operator("tree_attention", plain)(
         q, k_new, v_new, k_pages, v_pages, block_table, seq_lens, qo_indptr, tree_mask,
         scale, window, softcap, sinks, max_qo_len, max_seq_len, invariant, k_scales, v_scales, backend,
     )  # fmt: skip
@@ -136,8 +140,10 @@ def append_paged_kv(
     ``k_pages`` and ``v_pages`` are changed in place, with quantised pages ``k_scales`` and ``v_scales`` too. Arguments
     and errors as in :func:`tree_attention`.
     """
-    checks.append(k_new, v_new, k_pages, v_pages, (k_scales, v_scales), block_table, seq_lens, qo_indptr)
-    _ops.append_paged_kv(k_new, v_new, k_pages, v_pages, block_table, seq_lens, qo_indptr, k_scales, v_scales, backend)
+    plain = checks.append(k_new, v_new, k_pages, v_pages, (k_scales, v_scales), block_table, seq_lens, qo_indptr)
+    schema.operator("append_paged_kv", plain)(
+        k_new, v_new, k_pages, v_pages, block_table, seq_lens, qo_indptr, k_scales, v_scales, backend
+    )
 
 
 def commit_paged_kv(
@@ -165,11 +171,11 @@ def commit_paged_kv(
             ``seq_lens, seq_lens + 1, ...``; -1 writes nothing.
         k_scales, v_scales: ``[num_layers, num_pages, page_size, num_kv_heads]`` with quantised pages, changed in place.
     """
-    checks.commit(
+    plain = checks.commit(
         k_scratch, v_scratch, k_pages, v_pages, (k_scales, v_scales), block_table, seq_lens, qo_indptr,
         accept_index, accept_length,
     )  # fmt: skip
-    _ops.commit_paged_kv(
+    schema.operator("commit_paged_kv", plain)(
         k_scratch, v_scratch, k_pages, v_pages, block_table, seq_lens, qo_indptr, accept_index, accept_length,
         k_scales, v_scales, backend,
     )  # fmt: skip
@@ -198,8 +204,8 @@ def verify_tree_greedy(
         ``accept_index`` ``[B, max_depth + 1]`` int32 (padded with -1), ``accept_length`` ``[B]`` int32 (drafts only;
         -1 for a sequence without nodes) and ``bonus_token`` ``[B]`` int64 (-1 likewise).
     """
-    checks.verify(draft_tokens, target_tokens, parents, qo_indptr, max_depth)
-    result: tuple[Tensor, Tensor, Tensor] = _ops.verify_tree_greedy(
+    plain = checks.verify(draft_tokens, target_tokens, parents, qo_indptr, max_depth)
+    result: tuple[Tensor, Tensor, Tensor] = schema.operator("verify_tree_greedy", plain)(
         draft_tokens, target_tokens, parents, qo_indptr, max_depth, backend
     )
     return result
@@ -217,8 +223,8 @@ def lm_head_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *
     Returns:
         ``[N]`` int64 tokens.
     """
-    checks.lm_head(hidden, weight, bias, None)
-    tokens: Tensor = _ops.lm_head_argmax(hidden, weight, bias, backend)
+    plain = checks.lm_head(hidden, weight, bias, None)
+    tokens: Tensor = schema.operator("lm_head_argmax", plain)(hidden, weight, bias, backend)
     return tokens
 
 
@@ -242,9 +248,9 @@ def lm_head_topk(
     Returns:
         values ``[N, k]`` in hidden's dtype and tokens ``[N, k]`` int64. ``1 <= k <= min(V, 64)``.
     """
-    checks.lm_head(hidden, weight, bias, scales)
+    plain = checks.lm_head(hidden, weight, bias, scales)
     limit = min(weight.shape[0], 64)
     if not 1 <= k <= limit:
         raise ValueError(f"lm_head_topk: k is {k}, it must be between 1 and {limit}")
-    result: tuple[Tensor, Tensor] = _ops.lm_head_topk(hidden, weight, bias, k, scales, backend)
+    result: tuple[Tensor, Tensor] = schema.operator("lm_head_topk", plain)(hidden, weight, bias, k, scales, backend)
     return result

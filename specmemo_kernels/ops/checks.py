@@ -17,20 +17,25 @@ Tensor = torch.Tensor
 _REMEMBERED = 1024
 
 
-def _once(check: Callable[..., None]) -> Callable[..., None]:
-    """The same check, in a fraction of its time for arguments like ones that passed before."""
+def _once(check: Callable[..., None]) -> Callable[..., bool]:
+    """The same check, in a fraction of its time for arguments like ones that passed before.
+
+    It returns whether all tensors are plain ones (not fake, traced or wrapped).
+    """
     passed: set[Any] = set()
 
     @functools.wraps(check)
-    def checked(*args: Any) -> None:
+    def checked(*args: Any) -> bool:
         key = None if torch.compiler.is_compiling() else layouts(*args)
         if key in passed:
-            return
+            return True
         check(*args)
-        if key is not None:
-            if len(passed) >= _REMEMBERED:
-                passed.clear()
-            passed.add(key)
+        if key is None:
+            return False
+        if len(passed) >= _REMEMBERED:
+            passed.clear()
+        passed.add(key)
+        return True
 
     return checked
 

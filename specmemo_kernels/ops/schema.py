@@ -54,6 +54,29 @@ def _kernel(name: str) -> Callable[..., Any]:
     return run
 
 
+KERNELS = {name: _kernel(name) for name in SCHEMAS}
+
+
+# Bound here: looking them up in torch's modules costs more than calling them.
+_gradients, _tracing, _profiling = torch.is_grad_enabled, torch._C._is_tracing, torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+
+
+def operator(name: str, plain: bool) -> Callable[..., Any]:
+    """What a call of an operator runs: torch's, or past its dispatcher the kernel alone where nobody listens there.
+
+    Between two layers' products a core's caches hold nothing of the dispatcher, and the way through it takes longer
+    than attention over a thousand tokens. Modes, tracers, profilers and autograd hear of every call as ever.
+
+    Args:
+        plain: the arguments hold no fake, traced or wrapped tensor.
+    """
+    if plain and not (_gradients() or _dispatch_modes() or _function_modes() or _tracing() or _profiling()):
+        return KERNELS[name]
+    called: Callable[..., Any] = getattr(torch.ops.specmemo, name)
+    return called
+
+
 def _fake_tree_attention(q: Tensor, k_new: Tensor, v_new: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     lse = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(q.shape[0], q.shape[1], v_new.shape[2]), q.new_empty(q.shape[:2], dtype=lse)
@@ -83,5 +106,5 @@ library = _Library("specmemo", "DEF")
 for _name, _schema in SCHEMAS.items():
     library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
     for _key in ("CPU", "CUDA"):
-        library.impl(_name, _kernel(_name), _key)
+        library.impl(_name, KERNELS[_name], _key)
     torch.library.register_fake(f"specmemo::{_name}", FAKES[_name], lib=library)
