@@ -11,7 +11,8 @@ Every result is checked against float64 before anything is timed; then the opera
 ``vs_best`` is the fastest peer's time on gathered keys over ours, ``vs_sdpa`` that of SDPA as usually called,
 ``vs_paged`` that of the fastest peer with the gather it needs, ``floor_fraction`` the floor over our time. The floor is
 max(bytes / read bandwidth, flops / GEMM rate), both measured in the same turns. Calls rotate over copies of keys and
-values, so that none finds them in a cache. On a GPU (``bench_gpu.py``) calls are replayed from a graph, the floor is
+values, so that none finds them in a cache, and before each a product with a layer's weights passes through the caches,
+as in a decoder. On a GPU (``bench_gpu.py``) calls are replayed from a graph, the floor is
 max(bytes / copy bandwidth, flops / matmul rate), and ``t_vs_t1`` is the time over that of one node.
 """
 
@@ -95,7 +96,7 @@ def attention_row(case: AttentionCase, dtype: torch.dtype, yard: Yardstick, peer
         functions[name] = Rotation(run, (problem.k, problem.v))
     check(inputs, outputs, dtype)
     functions["gather"] = Rotation(lambda k, v: op_peers.gather({**rest, "k_pages": k, "v_pages": v}), pages)
-    times = take_turns(functions | yard.functions, seconds=seconds)
+    times = take_turns(functions | yard.functions, seconds=seconds, between=yard.layer)
     keys, size = context + nodes, dtype.itemsize
     nbytes = batch * size * (2 * case.num_kv_heads * keys + 2 * case.num_qo_heads * nodes) * case.head_dim
     flops = 4 * batch * nodes * case.num_qo_heads * case.head_dim * (context + nodes / 2)
@@ -112,7 +113,9 @@ def attention_row(case: AttentionCase, dtype: torch.dtype, yard: Yardstick, peer
     }
 
 
-def commit_row(case: AttentionCase, dtype: torch.dtype, seconds: float, layers: int = 32, accepted: int = 3) -> Row:
+def commit_row(
+    case: AttentionCase, dtype: torch.dtype, yard: Yardstick, seconds: float, layers: int = 32, accepted: int = 3
+) -> Row:
     """``commit_paged_kv`` of ``accepted`` nodes in every layer against one memcpy of the same bytes."""
     nodes, heads, dim = case.nodes[0], case.num_kv_heads, case.head_dim
     batch, length = len(case.nodes), case.seq_lens[0]
@@ -146,7 +149,7 @@ def commit_row(case: AttentionCase, dtype: torch.dtype, seconds: float, layers: 
         room.copy_(source)
 
     functions = {"ours": Rotation(run, (k, v)), "memcpy": memcpy}
-    times = take_turns(functions, seconds=seconds)
+    times = take_turns(functions, seconds=seconds, between=yard.layer)
     return {
         "ms": times["ours"] * 1e3,
         "best_peer": "memcpy",
@@ -169,7 +172,7 @@ def lm_head_row(
     assert float(short) <= 2 * torch.finfo(dtype).eps * float(exact.abs().amax()), "lm_head_argmax chose a worse token"
     matmul = lambda: torch.nn.functional.linear(hidden, weight)  # noqa: E731
     functions = {"ours": run, "matmul": matmul, "matmul+argmax": lambda: matmul().argmax(-1)}
-    times = take_turns(functions | yard.functions, seconds=seconds)
+    times = take_turns(functions | yard.functions, seconds=seconds, between=yard.layer)
     floor = yard.floor(times, weight.nbytes, 2.0 * rows * vocab * hidden_size)
     return {
         "ms": times["ours"] * 1e3,
@@ -205,7 +208,7 @@ def rows_for(
                         if "tree_attention" in operators:
                             yield {"op": "tree_attention", **head, **attention_row(case, kind, yard, peers, seconds)}
                         if "commit_paged_kv" in operators:
-                            yield {"op": "commit_paged_kv", **head, **commit_row(case, kind, seconds)}
+                            yield {"op": "commit_paged_kv", **head, **commit_row(case, kind, yard, seconds)}
 
 
 def show(rows: list[Row]) -> None:

@@ -20,13 +20,13 @@ def take_turns(
     *,
     seconds: float = 1.0,
     rounds: tuple[int, int] = (5, 200),
+    between: Callable[[], object] | None = None,
 ) -> dict[str, float]:
     """Median seconds of each function: one call each, in turn, until ``seconds`` are spent or ``rounds[1]`` are done.
 
-    Taking turns exposes all of them to the same noise of the machine, so that their ratios mean something. Each round
-    begins with another one, so that none always finds the caches as the same neighbour leaves them.
+    Taking turns exposes all of them to the same noise of the machine, so that their ratios mean something. ``between``
+    is called before each, untimed, so that all find the caches alike.
     """
-    order = list(functions)
     for function in functions.values():
         function()
     times: dict[str, list[float]] = {name: [] for name in functions}
@@ -34,11 +34,12 @@ def take_turns(
     for done in range(rounds[1]):
         if done >= rounds[0] and time.perf_counter() - started > seconds:
             break
-        for name in order:
+        for name, function in functions.items():
+            if between is not None:
+                between()
             begin = time.perf_counter()
-            functions[name]()
+            function()
             times[name].append(time.perf_counter() - begin)
-        order.append(order.pop(0))
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -68,7 +69,12 @@ class Yardstick:
         self._block = torch.ones(64 * 1024 * 1024)
         self._a = torch.ones(2048, 4096, dtype=dtype)
         self._b = torch.ones(4096, 1024, dtype=dtype)
+        self._layer = torch.ones(4096, 4096, dtype=dtype)
         self.functions: dict[str, Callable[[], object]] = {"read": self._block.sum, "gemm": lambda: self._a @ self._b}
+
+    def layer(self) -> torch.Tensor:
+        """What lies between two calls of attention in a decoder: a product with a layer's weights."""
+        return self._a[:8] @ self._layer
 
     def floor(self, times: dict[str, float], nbytes: float, flops: float) -> float:
         """Seconds that reading ``nbytes`` or computing ``flops`` takes at least, whichever is longer.

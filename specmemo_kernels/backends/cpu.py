@@ -14,6 +14,7 @@ from specmemo_kernels import _cpu
 Tensor = torch.Tensor
 
 SPLIT_TOKENS = 512  # of csrc/attention_tasks.h
+_CPU = torch.device("cpu")
 _KV_TYPES = {torch.int8: 1, torch.float8_e4m3fn: 2}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -64,8 +65,9 @@ def tree_attention(
     asks for what always holds here: blocks and splits lie at fixed places, whatever the number of nodes.
     """
     code = _dtype("q", q)
-    out = q.new_empty(q.shape[0], q.shape[1], v_new.shape[2])
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    nodes, heads, _ = q.shape
+    out = torch.empty(nodes, heads, v_new.shape[2], dtype=q.dtype, device=_CPU)
+    lse = torch.empty(nodes, heads, dtype=torch.float32, device=_CPU)
     if sinks is not None:
         sinks = sinks.to(q.dtype)
     _cpu.tree_attention(
@@ -157,9 +159,9 @@ def verify_tree_greedy(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Walk each tree from its root along children that equal what the target wrote."""
     batch = qo_indptr.shape[0] - 1
-    accept_index = parents.new_empty(batch, max_depth + 1)
-    accept_length = parents.new_empty(batch)
-    bonus_token = target_tokens.new_empty(batch)
+    accept_index = torch.empty(batch, max_depth + 1, dtype=torch.int32, device=_CPU)
+    accept_length = torch.empty(batch, dtype=torch.int32, device=_CPU)
+    bonus_token = torch.empty(batch, dtype=torch.int64, device=_CPU)
     _cpu.verify_tree_greedy(
         draft_tokens, target_tokens, parents, qo_indptr, max_depth, accept_index, accept_length, bonus_token
     )
@@ -177,8 +179,8 @@ def lm_head_topk(
     """The ``k`` best logits of each row and their tokens, best first; ties go to the lower token."""
     code = _dtype("hidden", hidden)
     rows, hidden_size = hidden.shape
-    tokens = torch.empty(rows, k, dtype=torch.int64)
-    values = torch.empty(rows, k, dtype=torch.float32)
+    tokens = torch.empty(rows, k, dtype=torch.int64, device=_CPU)
+    values = torch.empty(rows, k, dtype=torch.float32, device=_CPU)
     _cpu.lm_head_topk(
         code, hidden.data_ptr(), hidden.stride(0), weight.data_ptr(), _address(scales), _address(bias), rows,
         weight.shape[0], hidden_size, k, tokens.data_ptr(), values.data_ptr(), torch.get_num_threads(),
