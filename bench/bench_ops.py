@@ -69,7 +69,7 @@ def check(inputs: dict[str, Any], outputs: dict[str, torch.Tensor], dtype: torch
     budget = attention_budget(alone, dtype)
     for name, out in outputs.items():
         error = float((out[start:end, -group:].double() - budget.out).abs().max())
-        # Twice the tests' room: few elements are looked at, and peers may round the scores too. A wrong mask is far off.
+        # Twice the tests' room: few elements are looked at, and peers may round scores too. A wrong mask is far off.
         if not error <= 2 * budget.out_error:
             raise AssertionError(f"{name}: error {error:.2e} is over twice the budget {budget.out_error:.2e}")
 
