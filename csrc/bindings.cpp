@@ -1,4 +1,4 @@
-// The Python module specmemo_kernels._cpu: tensors or their addresses, checked by ops and shaped by backends/cpu.py.
+// The Python module specmemo_kernels._cpu: tensors that ops checked and backends/cpu.py made.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -14,13 +14,6 @@ namespace py = pybind11;
 using namespace specmemo;
 
 namespace {
-
-using Address = std::uintptr_t;
-
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
 
 void tree_attention(int dtype, int kv, py::handle q, py::handle k_new, py::handle v_new, py::handle k_pages,
                     py::handle v_pages, py::handle k_scales, py::handle v_scales, py::handle block_table,
@@ -59,24 +52,18 @@ int64_t attention_workspace(int dtype, int kv, int64_t num_qo_heads, int64_t num
   return kernels().attention_workspace(args);
 }
 
-void lm_head_topk(int dtype, Address hidden, int64_t hidden_stride, Address weight, Address scales, Address bias,
-                  int64_t rows, int64_t vocab, int64_t hidden_size, int64_t k, Address tokens, Address values,
-                  int threads) {
-  LmHeadArgs args{static_cast<DType>(dtype),
-                  at<void>(hidden),
-                  hidden_stride,
-                  at<void>(weight),
-                  at<uint16_t>(scales),
-                  at<void>(bias),
-                  rows,
-                  vocab,
-                  hidden_size,
-                  k,
-                  at<int64_t>(tokens),
-                  at<float>(values)};
-  const Kernels& table = kernels();
+void lm_head_topk(int dtype, py::handle hidden, py::handle weight, py::handle scales, py::handle bias, int64_t k,
+                  py::handle tokens, py::handle values, int threads) {
+  const TensorView rows = view(hidden), vocab = view(weight);
+  LmHeadArgs args{};
+  args.dtype = static_cast<DType>(dtype);
+  args.hidden = rows.at<void>(), args.hidden_stride = rows.strides[0];
+  args.weight = vocab.at<void>(), args.scales = view(scales).at<uint16_t>(), args.bias = view(bias).at<void>();
+  args.rows = rows.shape[0], args.vocab = vocab.shape[0], args.hidden_size = rows.shape[1], args.k = k;
+  args.tokens = view(tokens).at<int64_t>(), args.values = view(values).at<float>();
+  const Kernels& kernel = kernels();
   py::gil_scoped_release unlocked;
-  table.lm_head_topk(args, threads);
+  kernel.lm_head_topk(args, threads);
 }
 
 PagedRows paged_rows(py::handle block_table, py::handle seq_lens, py::handle qo_indptr, int64_t page_size) {

@@ -1,4 +1,4 @@
-"""The C++ operators (``csrc/``): this module hands pointers over; :mod:`specmemo_kernels.ops` checked the arguments.
+"""The C++ operators (``csrc/``): this module hands tensors over; :mod:`specmemo_kernels.ops` checked the arguments.
 
 Built with the package; importing this module fails with ``ImportError`` where it was not. The kernels run on the
 threads that torch uses (``torch.get_num_threads()``) and the best instruction set of the machine;
@@ -33,10 +33,6 @@ def _dtype(name: str, tensor: Tensor) -> int:
 
 def _kv_type(scales: Tensor | None, pages: Tensor) -> int:
     return 0 if scales is None else _KV_TYPES[pages.dtype]
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def tree_attention(
@@ -178,11 +174,8 @@ def lm_head_topk(
 ) -> tuple[Tensor, Tensor]:
     """The ``k`` best logits of each row and their tokens, best first; ties go to the lower token."""
     code = _dtype("hidden", hidden)
-    rows, hidden_size = hidden.shape
+    rows = hidden.shape[0]
     tokens = torch.empty(rows, k, dtype=torch.int64, device=_CPU)
     values = torch.empty(rows, k, dtype=torch.float32, device=_CPU)
-    _cpu.lm_head_topk(
-        code, hidden.data_ptr(), hidden.stride(0), weight.data_ptr(), _address(scales), _address(bias), rows,
-        weight.shape[0], hidden_size, k, tokens.data_ptr(), values.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+    _cpu.lm_head_topk(code, hidden, weight, scales, bias, k, tokens, values, torch.get_num_threads())
     return values.to(hidden.dtype), tokens
