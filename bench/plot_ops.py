@@ -16,16 +16,13 @@ from matplotlib.axes import Axes
 PANELS = (("floor_fraction", "fraction of the floor"), ("vs_best", "times as fast as the best peer"))
 
 
-def curves(rows: list[dict[str, Any]], value: str, axes: Axes) -> None:
-    """One line for each tree size over the context."""
-    for tree in sorted({row["tree"] for row in rows}):
+def curves(rows: list[dict[str, Any]], value: str, trees: list[int], axes: Axes) -> None:
+    """One line for each tree size over the context, in the same colour everywhere."""
+    for number, tree in enumerate(trees):
         points = sorted((row["context"], row[value]) for row in rows if row["tree"] == tree and value in row)
-        axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=f"{tree} nodes")
+        label = f"{tree} node" + "s" * (tree > 1)
+        axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=label, color=f"C{number}")
     axes.set_xscale("log", base=2)
-    axes.set_xticks(
-        sorted({row["context"] for row in rows}), labels=sorted({str(row["context"]) for row in rows}, key=int)
-    )
-    axes.set_ylim(bottom=0)
     axes.axhline(1, color="grey", linewidth=0.8)
     axes.grid(alpha=0.3)
 
@@ -41,17 +38,22 @@ def main(
     groups = sorted({(row["model"], row["dtype"]) for row in rows})
     if not groups:
         raise typer.BadParameter(f"{results} has no rows of tree_attention with batch {batch}")
+    trees, contexts = sorted({row["tree"] for row in rows}), sorted({row["context"] for row in rows})
     figure, panels = plt.subplots(
         2, len(groups), figsize=(3.6 * len(groups), 6), squeeze=False, sharey="row", sharex=True
     )
     for column, (model, dtype) in enumerate(groups):
         own = [row for row in rows if (row["model"], row["dtype"]) == (model, dtype)]
         for line, (value, label) in enumerate(PANELS):
-            curves(own, value, panels[line][column])
+            curves(own, value, trees, panels[line][column])
             if column == 0:
                 panels[line][column].set_ylabel(label)
         panels[0][column].set_title(f"{model}, {dtype}", fontsize=10)
         panels[1][column].set_xlabel("tokens of context")
+    for axes in panels[:, 0]:
+        axes.set_ylim(bottom=0)  # of the whole row
+    panels[0][0].set_xticks(contexts, labels=[str(context) for context in contexts])
+    panels[0][0].minorticks_off()
     panels[0][0].legend(fontsize=8)
     where = data["environment"]
     device = where["processor"] if data.get("device", "cpu") == "cpu" else where["gpu"]
