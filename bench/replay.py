@@ -141,6 +141,8 @@ class ReplayedTarget:
     It stands in for a handle's target, so the whole loop behind it runs as it is. One sequence at a time.
     """
 
+    static = False  # where it is in the text, it knows on the host
+
     def __init__(self, target: TargetModel, tree: DraftTree) -> None:
         self.target, self.tree, self.places = target, tree, Places()
         self.device, self.vocab_size = target.device, target.vocab_size

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specmemo_kernels import batch
-from specmemo_kernels.drafting import medusa
+from specmemo_kernels.drafting import base
 from specmemo_kernels.footprint import KEPT_LAYOUTS, GenerationShape, Load, PassBytes, fixed_parts, page_parts
 
 moments = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**5)), min_size=1, max_size=20)
@@ -104,4 +104,4 @@ def test_metadata_is_copied_to_every_device() -> None:
 
 def test_layouts_that_are_kept_are_counted() -> None:
     assert batch.tree_layout.cache_parameters()["maxsize"] == KEPT_LAYOUTS
-    assert medusa._columns.cache_parameters()["maxsize"] == KEPT_LAYOUTS
+    assert base.candidate_columns.cache_parameters()["maxsize"] == KEPT_LAYOUTS

@@ -27,6 +27,8 @@ class ToyTarget:
     operators in :meth:`forward` and through a dense softmax of its own in :meth:`next_token`.
     """
 
+    static = True
+
     def __init__(self, dtype: torch.dtype = torch.float64, backend: str = "reference") -> None:
         g = torch.Generator().manual_seed(11)
         self.device, self.vocab_size, self.backend = torch.device("cpu"), VOCAB, backend

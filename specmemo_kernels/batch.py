@@ -50,6 +50,11 @@ class TreeBatch:
         first = self.num_trees
         return self.block_table[first:], self.seq_lens[first:], self.qo_indptr[first:] - self.num_tree_nodes
 
+    def last_rows(self, accept_index: Tensor, accept_length: Tensor) -> Tensor:
+        """``[num_trees]`` int32, the packed row of each tree's last accepted node."""
+        last = accept_index.gather(1, accept_length[:, None].long())[:, 0]
+        return self.qo_indptr[: self.num_trees] + last
+
     def to(self, device: torch.device) -> TreeBatch:
         """The same metadata on ``device``, copied once (layers of one model may live on several)."""
         if device == self.seq_lens.device:
@@ -85,11 +90,19 @@ def tree_layout(tree: DraftTree, sequences: int, device: torch.device) -> TreeLa
 
 
 def tree_batch(
-    tree: DraftTree, draft_tokens: Tensor, seq_lens: Tensor, block_table: Tensor, max_seq_len: int
+    tree: DraftTree,
+    draft_tokens: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    max_seq_len: int,
+    layout: TreeLayout | None = None,
 ) -> TreeBatch:
-    """A verification step: ``draft_tokens`` ``[B, T]`` int64 over the same tree for every sequence."""
+    """A verification step: ``draft_tokens`` ``[B, T]`` int64 over the same tree for every sequence.
+
+    ``layout``: that of the tree, where the caller holds it.
+    """
     sequences = seq_lens.shape[0]
-    layout = tree_layout(tree, sequences, seq_lens.device)
+    layout = layout or tree_layout(tree, sequences, seq_lens.device)
     return TreeBatch(
         tokens=draft_tokens.reshape(-1),
         positions=seq_lens.long()[layout.row] + layout.depths,

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 import torch
 
-from specmemo_kernels import ops
 from specmemo_kernels.batch import TreeBatch, side_by_side
 from specmemo_kernels.drafting.base import Drafter, PagedDrafter, StatefulDrafter
+from specmemo_kernels.late_steps import LateSteps, slots_ahead
 from specmemo_kernels.paged_kv import PagedKVPool
 from specmemo_kernels.prefill import Chunk, first_trees, next_chunk
 from specmemo_kernels.propose import propose
 from specmemo_kernels.sequence import Parked, SequenceState
 from specmemo_kernels.stats import DecodeStats
-from specmemo_kernels.step_attention import StepAttention
+from specmemo_kernels.step_attention import StepAttention, commit_accepted
 from specmemo_kernels.tree import DraftTree
 from specmemo_kernels.tree_choice import Outlook, TreeChooser
 from specmemo_kernels.verify import GreedyVerifier, TargetModel, TargetOutput, Verdict, Verifier
@@ -61,6 +61,7 @@ class SpecDecoder:
         backend: of the operators.
         stats: counters to add to.
         chooser: takes the part of the tree that pays for the sequences at hand; ``None``: always all of it.
+        late: runs steps one ahead of the host, wherever it can; ``None``: each step is read before the next one.
 
     Attributes:
         sequences: those that take steps. prefilling: those whose context is being computed, in the order of admission.
@@ -79,14 +80,21 @@ class SpecDecoder:
         backend: str | None = None,
         stats: DecodeStats | None = None,
         chooser: TreeChooser | None = None,
+        late: LateSteps | None = None,
     ) -> None:
-        self.chooser = chooser
+        self.chooser, self.late = chooser, late
         self.target, self.drafter, self.tree, self.pool, self.verifier = target, drafter, tree, pool, verifier
         self.prefill_chunk, self.backend = prefill_chunk, backend
         self.stats = stats if stats is not None else DecodeStats()
         self.sequences: list[SequenceState] = []
         self.prefilling: list[SequenceState] = []
         self.max_tree = tree.size
+        self._ended: list[SequenceState] = []
+
+    @property
+    def slots_ahead(self) -> int:
+        """Slots behind a sequence's last token that candidates may come to need."""
+        return self.tree.max_depth if self.late is None else slots_ahead(self.tree.max_depth)
 
     def admit(self, sequences: Sequence[SequenceState]) -> None:
         """Give sequences pages for their context; what kept ones don't hold the next steps compute, chunk by chunk.
@@ -155,22 +163,36 @@ class SpecDecoder:
     def step(self) -> list[SequenceState]:
         """One forward pass: a tree for each running sequence, and the next chunk of the contexts still to be computed.
 
-        Returns the sequences that it finished (their pages are free).
+        Returns the sequences that ended (their pages are free). Where steps run ahead (``late``), what is read is the
+        pass before.
 
         Raises:
             OutOfPages: the accepted tokens might not fit.
             Exception: of the target, the drafter, the verifier, a ``stop``, or for want of memory. Either way nothing
                 was emitted and the step may be tried again.
         """
-        if self.sequences:
+        reason = self.late.why_not(self) if self.late is not None and self.sequences else "nobody takes steps"
+        if self.late is not None and (reason is None or self.late.under_way):
+            self._ended += self.late.step(self, launch=reason is None)
+        elif self.sequences:
             started = time.perf_counter()
             for sequence in self.sequences:
                 self.reserve(sequence)
             tree = self._step_tree()
             behind = self._behind() if self.chooser is not None and tree.size > 1 else 0
             trees, drafting = propose(self.drafter, tree, self.sequences, self.pool, self.target)
-            return self._forward(trees, _Timed(started, drafting, behind))
-        return self._forward(None) if self.prefilling else []
+            self._ended += self._forward(trees, _Timed(started, drafting, behind))
+            if self.late is not None and reason is not None:
+                self.stats.eager_reasons[reason] = self.stats.eager_reasons.get(reason, 0) + 1
+        elif self.prefilling:
+            self._ended += self._forward(None)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def settle(self) -> None:
+        """Read all that is under way, before something is done with the sequences; the next step tells who ended."""
+        while self.late is not None and self.late.under_way:
+            self._ended += self.late.step(self, launch=False)
 
     def release(self, sequences: Sequence[SequenceState]) -> None:
         """Take sequences out, whatever state they are in; their pages are free at once."""
@@ -190,12 +212,16 @@ class SpecDecoder:
             sequence.finished = True
         self.release([*self.sequences, *self.prefilling])
 
-    def _step_tree(self) -> DraftTree:
-        """The tree, without nodes deeper than the tokens anybody still wants."""
+    def next_tree(self) -> DraftTree:
+        """What the next step verifies of each running sequence, if it wants that many tokens."""
         tree = self.tree
         if self.chooser is not None:
             tree = self.chooser.tree_for(len(self.sequences), self._outlook)
-        return tree.pruned(min(tree.size, self.max_tree)).truncated(max(s.remaining for s in self.sequences) - 1)
+        return tree.pruned(min(tree.size, self.max_tree))
+
+    def _step_tree(self) -> DraftTree:
+        """The same without nodes deeper than the tokens anybody still wants."""
+        return self.next_tree().truncated(max(s.remaining for s in self.sequences) - 1)
 
     def _behind(self) -> int:
         """Tokens of the running sequences, the newest ones apart, that the drafter doesn't know yet."""
@@ -235,7 +261,8 @@ class SpecDecoder:
             emitted, last = verdict.emitted, verdict.last[: len(running)]
             if trees is not None:
                 hidden = self._commit(trees, verdict, hidden)
-        finished = self._advance(running, trees, chunk, emitted, hidden)
+        depth = 0 if trees is None else trees.max_depth
+        finished = self.advance(running, emitted, nodes, depth, hidden.unbind(0), chunk)
         if self.chooser is not None and timed is not None and trees is not None and trees.tree is not None:
             rest = time.perf_counter() - timed.started - timed.drafting
             self.chooser.stepped(trees.tree, last, rest if chunk is None else None, timed.drafting, timed.behind)
@@ -248,31 +275,32 @@ class SpecDecoder:
         """
         count, nodes = trees.num_trees, trees.num_tree_nodes
         index, length = verdict.accept_index[:count], verdict.accept_length[:count]
-        for group in self.pool.groups:
-            device = group.k_pages.device
-            there = trees.to(device)
-            ops.commit_paged_kv(
-                group.k_scratch, group.v_scratch, group.k_pages, group.v_pages,
-                there.block_table, there.seq_lens, there.qo_indptr,
-                index.to(device), length.to(device), k_scales=group.k_scales, v_scales=group.v_scales,
-                backend=self.backend,
-            )  # fmt: skip
-        last = trees.qo_indptr[:-1] + index.gather(1, length[:, None].long())[:, 0]
+        commit_accepted(self.pool, trees, index, length, self.backend)
+        last = trees.last_rows(index, length)
         if len(hidden) > nodes:
             last = torch.cat([last, torch.arange(nodes, len(hidden), dtype=last.dtype, device=last.device)])
         return hidden[last.long()]
 
-    def _advance(
+    def advance(
         self,
         running: Sequence[SequenceState],
-        trees: TreeBatch | None,
-        chunk: Chunk | None,
         emitted: Sequence[Sequence[int]],
-        hidden: Tensor,
+        nodes: int,
+        depth: int,
+        hidden: Sequence[Tensor] | None,
+        chunk: Chunk | None = None,
     ) -> list[SequenceState]:
-        """The step's only part that changes sequences: all of them, or, if somebody's ``stop`` fails, none."""
+        """The step's only part that changes sequences: all of them, or, if somebody's ``stop`` fails, none.
+
+        Args:
+            running: of the running sequences those that the step was for. nodes, depth: all their trees' nodes, and
+                how deep each is.
+            emitted: their tokens, and behind them the first ones of prompts that ``chunk`` completed.
+            hidden: the states that the newest of these tokens came from; ``None``: a later step tells.
+
+        Returns those that ended.
+        """
         fresh, ended = (chunk.fresh, chunk.ended) if chunk is not None else ([], [])
-        states = hidden.unbind(0)
         takers = [*running, *fresh]
         before = [len(sequence.tokens) for sequence in takers]
         try:
@@ -281,9 +309,9 @@ class SpecDecoder:
             for sequence, length in zip(takers, before, strict=True):
                 sequence.untake(length)
             raise
-        if trees is not None:
+        if running:
             accepted = [len(tokens) - 1 for tokens in emitted[: len(running)]]
-            self.stats.record_step(accepted, trees.num_tree_nodes, trees.max_depth)
+            self.stats.record_step(accepted, nodes, depth)
             self.stats.tokens += sum(taken[: len(running)])
             for sequence, drafts in zip(running, accepted, strict=True):
                 sequence.steps += 1
@@ -295,7 +323,7 @@ class SpecDecoder:
             self.stats.recomputed_tokens += again
             self.stats.prefill_tokens += size - again
             self.stats.slots_written += size
-        for sequence, state in zip([*running, *ended], states, strict=True):
+        for sequence, state in zip([*running, *ended], hidden, strict=True) if hidden is not None else ():
             sequence.hidden = state
         joined = {id(sequence) for sequence in ended}
         self.prefilling = [s for s in self.prefilling if id(s) not in joined]

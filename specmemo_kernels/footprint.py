@@ -89,6 +89,8 @@ class GenerationShape:
         workspace_bytes: what the backend keeps beside torch's allocator, whatever runs.
         drafter_kv_bytes_per_token: keys and values that the drafter keeps, in pages of its own.
         devices: how many devices hold layers; each gets a copy of a step's metadata.
+        kept_steps: how many steps keep tensors of their own from one time to the next (``step_graph.MAX_STEPS``).
+        graphs: whether they are captured in graphs, which hold all tensors of a step beside those of other passes.
     """
 
     kv_bytes_per_token: int
@@ -102,6 +104,8 @@ class GenerationShape:
     drafter_kv_bytes_per_token: int = 0
     devices: int = 1
     scratch_bytes_per_node: int | None = None
+    kept_steps: int = 0
+    graphs: bool = False
 
     @property
     def node_bytes(self) -> int:
@@ -135,16 +139,26 @@ def fixed_parts(shape: GenerationShape, load: Load) -> dict[str, int]:
     step = shape.forward.at(load.rows) + shape.logits.at(load.nodes)
     splits = -(-load.rows // shape.split_size) + 1 if shape.split_size else 0
     words = -(-load.tree_size // 64)
-    layout = KEPT_LAYOUTS * (8 * words + 4 + 8 + 8 + 8)  # mask, parent, depth, row; the column of a drafter's choice
+    layout = 8 * words + 4 + 8 + 8 + 8  # mask, parent, depth, row; the column of a drafter's choice
     rows = load.rows * (_ROW_BYTES + _JOINED_ROW_BYTES + 8 * words)
-    metadata = rows + load.nodes * layout + load.sequences * _SEQUENCE_BYTES + _SMALL_BYTES
-    return {
+    metadata = rows + KEPT_LAYOUTS * load.nodes * layout + load.sequences * _SEQUENCE_BYTES + _SMALL_BYTES
+    parts = {
         "heads": shape.head_bytes,
         "tree_scratch": load.nodes * shape.node_bytes,
         "activations": step + load.sequences * shape.state_bytes + load.rows * splits * shape.split_row_bytes,
         "metadata": metadata * shape.devices,
         "workspace": shape.workspace_bytes,
     }
+    if shape.kept_steps:
+        # What a step found is a row per sequence, no longer than its tree is large.
+        found = load.sequences * (8 * (load.tree_size + 2) + 4)
+        parts["graphs"] = shape.kept_steps * (load.nodes * layout + found)
+        parts["graphs"] += load.sequences * (shape.state_bytes + _SEQUENCE_BYTES)
+    if shape.graphs:
+        splits = -(-load.nodes // shape.split_size) + 1 if shape.split_size else 0
+        step = shape.forward.at(load.nodes) + shape.logits.at(load.nodes)
+        parts["graphs"] += step + load.nodes * (splits * shape.split_row_bytes + _ROW_BYTES) + _SMALL_BYTES
+    return parts
 
 
 def page_parts(shape: GenerationShape, load: Load) -> dict[str, int]:
@@ -153,12 +167,16 @@ def page_parts(shape: GenerationShape, load: Load) -> dict[str, int]:
     split = -(-load.rows * tokens * shape.split_row_bytes // shape.split_size) if shape.split_size else 0
     # All prompts of a call may be padded to the longest, which may take all pages.
     ids = load.sequences * tokens * _TOKEN_BYTES
-    return {
+    parts = {
         "kv_pages": tokens * shape.kv_bytes_per_token,
         "drafter_pages": tokens * shape.drafter_kv_bytes_per_token,
         "activations": split,
         "metadata": (ids + load.sequences * _TABLE_BYTES) * shape.devices,
     }
+    if shape.graphs:
+        step = -(-load.nodes * tokens * shape.split_row_bytes // shape.split_size) if shape.split_size else 0
+        parts["graphs"] = step + load.sequences * _TABLE_BYTES
+    return parts
 
 
 def equal_length_metadata(load: Load, pages: int) -> int:

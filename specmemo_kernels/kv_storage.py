@@ -93,6 +93,7 @@ class KVStorage:
         groups: equal layers, stacked (:class:`LayerGroup`).
         k_pages, v_pages, k_scratch, v_scratch: per layer, views into the groups.
         k_scales, v_scales: likewise, ``None`` for each layer unless pages are quantised.
+        version: another number whenever the tensors are others.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class KVStorage:
         self.layers = tuple(layers)
         self.num_pages, self.page_size, self.max_nodes, self.kv_dtype = num_pages, page_size, max_nodes, kv_dtype
         self.device = self.layers[0].device
+        self.version = 0
         self._kinds = {kind: tuple(i for i, la in enumerate(self.layers) if la == kind) for kind in self.layers}
         self._adopt([(*self._new_pages(kind, num_pages), *self._new_scratch(kind, max_nodes)) for kind in self._kinds])
 
@@ -124,6 +126,7 @@ class KVStorage:
 
     def _adopt(self, tensors: Sequence[tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor]]) -> None:
         """These are the groups' pages, scales and scratch from now on."""
+        self.version += 1
         self.groups = tuple(
             LayerGroup(layers, k, v, k_scratch, v_scratch, k_scales, v_scales)
             for layers, (k, v, k_scales, v_scales, k_scratch, v_scratch) in zip(

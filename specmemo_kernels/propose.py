@@ -46,12 +46,17 @@ def propose(
             f"{type(drafter).__name__}.propose returned {tuple(draft.shape)} {draft.dtype}, "
             f"expected {expected} torch.int64 (sequences, tree nodes)"
         )
-    draft = torch.where((draft < 0) | (draft >= target.vocab_size), -1, draft)
+    draft = only_tokens(draft, target.vocab_size)
     if draft.device.type == "cpu":  # elsewhere a look at it would make the host wait
         tree, draft = _without_empty_depths(tree, draft)
     draft = draft.to(target.device)
     draft[:, 0] = roots
     return tree_batch(tree, draft, lengths.int(), pool.block_table[rows], longest), seconds
+
+
+def only_tokens(draft: Tensor, vocab_size: int) -> Tensor:
+    """-1 in place of what isn't a token."""
+    return torch.where((draft < 0) | (draft >= vocab_size), -1, draft)
 
 
 def _without_empty_depths(tree: DraftTree, draft: Tensor) -> tuple[DraftTree, Tensor]:

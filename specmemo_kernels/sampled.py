@@ -32,8 +32,11 @@ class SampledVerifier:
         #: Rows of logits are asked for if any of the ``samplings`` to come is one.
         self.needs_logits = any(sampling is not None for sampling in samplings)
 
+    def is_greedy(self, sequences: Sequence[SequenceState]) -> bool:
+        return all(sequence.sampling is None for sequence in sequences)
+
     def __call__(self, batch: TreeBatch, sequences: Sequence[SequenceState], output: TargetOutput) -> Verdict:
-        if all(sequence.sampling is None for sequence in sequences):
+        if self.is_greedy(sequences):
             return self.greedy(batch, sequences, output)
         best: list[int] = []
         if any(sequence.sampling is None for sequence in sequences):

@@ -85,8 +85,8 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def most_slots(self, prompt: int, new_tokens: int) -> int:
-        """Slots that a sequence may come to need: the deepest candidate lies ``max_depth`` behind its last token."""
-        return prompt + new_tokens + self.decoder.tree.max_depth
+        """Slots that a sequence may come to need, those of candidates behind its last token included."""
+        return prompt + new_tokens + self.decoder.slots_ahead
 
     @property
     def waiting(self) -> tuple[SequenceState, ...]:
@@ -183,6 +183,11 @@ class Scheduler:
         self._applied = None
         decoder, places = self.decoder, min(level.max_sequences, self.max_sequences)
         decoder.max_tree, decoder.prefill_chunk = level.max_tree, level.prefill_chunk
+        if decoder.late is not None:
+            decoder.late.scarce = self.governor.shrunk > 0
+            if decoder.late.scarce:
+                decoder.settle()
+                decoder.late.steps.clear()
         nodes = min(level.max_tree, decoder.tree.size) * places
         if decoder.pool.max_nodes < nodes or (self.governor.shrunk and decoder.pool.max_nodes > nodes):
             decoder.pool.resize_scratch(nodes)
@@ -259,6 +264,9 @@ class Scheduler:
 
     def _preempt(self, sequence: SequenceState) -> None:
         """Take a sequence's pages, with a copy in host memory if it may and can be had."""
+        self.decoder.settle()
+        if sequence.slot < 0:  # it had ended, as we know now
+            return
         layers, swap = self.decoder.pool.layers, self.governor.swap
         if swap or (swap is None and any(layer.device.type != "cpu" for layer in layers)):
             try:

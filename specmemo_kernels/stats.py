@@ -17,6 +17,9 @@ class DecodeStats:
         reused_tokens: tokens that weren't, because pages of earlier sequences held their keys and values.
         recomputed_tokens: tokens computed once more, for sequences whose pages had been taken for others.
         preemptions: how often pages were taken from a sequence. swaps: of these, how often with a copy in host memory.
+        graph_steps: steps launched one ahead of what the host knew (:mod:`specmemo_kernels.late_steps`), on a GPU from
+            a graph; of these, some may have been thrown away, because what they were for had ended.
+        eager_reasons: why other steps were made one by one, where graphs are on: how many for each reason.
         retries: steps tried again because memory ran out inside. shrinks, grows: how often something was given up,
             and taken back (:mod:`specmemo_kernels.pressure`).
         drafted: candidate tokens verified.
@@ -34,6 +37,8 @@ class DecodeStats:
     recomputed_tokens: int = 0
     preemptions: int = 0
     swaps: int = 0
+    graph_steps: int = 0
+    eager_reasons: dict[str, int] = field(default_factory=dict)
     retries: int = 0
     shrinks: int = 0
     grows: int = 0

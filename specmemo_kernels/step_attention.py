@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from specmemo_kernels import ops
 from specmemo_kernels.batch import TreeBatch
 from specmemo_kernels.paged_kv import PagedKVPool
 
@@ -52,3 +53,17 @@ class StepAttention:
             )
         result: Tensor = out
         return result
+
+
+def commit_accepted(pool: PagedKVPool, trees: TreeBatch, index: Tensor, length: Tensor, backend: str | None) -> None:
+    """Write what the trees accepted (``accept_index``, ``accept_length``) from scratch to pages, behind the sequences'
+    tokens, where a failed step may leave it."""
+    for group in pool.groups:
+        device = group.k_pages.device
+        there = trees.to(device)
+        ops.commit_paged_kv(
+            group.k_scratch, group.v_scratch, group.k_pages, group.v_pages,
+            there.block_table, there.seq_lens, there.qo_indptr,
+            index.to(device), length.to(device), k_scales=group.k_scales, v_scales=group.v_scales,
+            backend=backend,
+        )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from specmemo_kernels.acceptance import RunningAcceptance
@@ -89,6 +89,7 @@ class TreeChooser:
         seconds: of the target's pass, by its rows.
         draft_seconds: of one pass of a drafter that makes one per depth; ``None``: drafting costs the same for any
             part but the root alone.
+        sizes: numbers of nodes that a part may have, beside the whole tree; ``None``: any.
     """
 
     def __init__(
@@ -97,8 +98,10 @@ class TreeChooser:
         acceptance: RunningAcceptance,
         seconds: PassSeconds,
         draft_seconds: PassSeconds | None = None,
+        sizes: Collection[int] | None = None,
     ) -> None:
         self.tree, self.acceptance, self.seconds, self.draft_seconds = tree, acceptance, seconds, draft_seconds
+        self.sizes = range(1, tree.size) if sizes is None else sizes
         self._root = tree.pruned(1)
         # Beyond known times: seconds of a step, seconds of a drafter's pass, and the share of its catching up.
         self._beside, self._asking, self._catching_up = _RunningMean(), _RunningMean(), _RunningMean()
@@ -193,6 +196,8 @@ class TreeChooser:
         for size, node in enumerate(order, start=1):
             tokens += gains[node]
             depth = max(depth, self.tree.depths[node])
+            if size not in self.sizes and size < self.tree.size:
+                continue
             seconds = self._step_seconds(sequences, size, depth)
             if tokens / seconds > speed * (1 + 1e-9):
                 best, speed = size, tokens / seconds

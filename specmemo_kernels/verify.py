@@ -33,6 +33,9 @@ class TargetModel(Protocol):
 
     device: torch.device
     vocab_size: int
+    #: Whether forward and argmax read nothing but tensors and leave nothing but their results, so that a graph can
+    #: hold them.
+    static: bool
 
     def forward(self, batch: TreeBatch, attention: StepAttention, keep: Tensor | None, logits: bool) -> TargetOutput:
         """Run all layers on the batch's nodes; ``keep`` (``[K]`` int64, default all) are the rows wanted.
@@ -68,6 +71,9 @@ class Verifier(Protocol):
 
     def __call__(self, batch: TreeBatch, sequences: Sequence[SequenceState], output: TargetOutput) -> Verdict: ...
 
+    def is_greedy(self, sequences: Sequence[SequenceState]) -> bool:
+        """Whether for these sequences nothing counts but the target's best tokens."""
+
 
 class GreedyVerifier:
     """Accepts the path that greedy decoding would have written."""
@@ -77,7 +83,16 @@ class GreedyVerifier:
     def __init__(self, target: TargetModel, backend: str | None) -> None:
         self.target, self.backend = target, backend
 
+    def is_greedy(self, sequences: Sequence[SequenceState]) -> bool:
+        return True
+
     def __call__(self, batch: TreeBatch, sequences: Sequence[SequenceState], output: TargetOutput) -> Verdict:
+        index, length, bonus, found = self.decide(batch, output)
+        emitted, last = read_rows(found)  # the one transfer to the host
+        return Verdict(index, length, bonus, emitted, last)
+
+    def decide(self, batch: TreeBatch, output: TargetOutput) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The verdict's tensors, and ``[B, max_depth + 3]`` int64 for the host (:func:`read_rows`)."""
         assert batch.parents is not None, "a prefill chunk has no tree to verify"
         target_tokens = self.target.argmax(output)
         if not batch.max_depth:  # roots alone: there is nothing to walk
@@ -87,8 +102,13 @@ class GreedyVerifier:
         index, length, bonus = ops.verify_tree_greedy(
             batch.tokens, target_tokens, batch.parents, batch.qo_indptr, max_depth=batch.max_depth, backend=self.backend
         )
-        # One transfer to the host: the path's own tokens are what the target wrote at each accepted node.
+        # The path's own tokens are what the target wrote at each accepted node.
         node = (batch.qo_indptr[:-1, None] + index.clamp(min=0)).long()
         last = index.gather(1, length[:, None].long()).long()
-        rows = torch.cat([target_tokens[node], length[:, None].long(), last], dim=1).tolist()
-        return Verdict(index, length, bonus, [row[: row[-2] + 1] for row in rows], [row[-1] for row in rows])
+        return index, length, bonus, torch.cat([target_tokens[node], length[:, None].long(), last], dim=1)
+
+
+def read_rows(found: Tensor) -> tuple[list[list[int]], list[int]]:
+    """Of each sequence the emitted tokens and the last accepted node, from what :meth:`GreedyVerifier.decide` found."""
+    rows = found.tolist()
+    return [row[: row[-2] + 1] for row in rows], [row[-1] for row in rows]

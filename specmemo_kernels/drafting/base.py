@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -65,6 +66,29 @@ class StatefulDrafter(Drafter, Protocol):
 
     def close(self, slot: int) -> None:
         """The sequence of this slot left (finished, aborted or preempted); the next one of that number is another."""
+
+
+@runtime_checkable
+class StaticDrafter(Drafter, Protocol):
+    """A drafter whose candidates follow from the hidden states alone, on their device and without asking the host, so
+    that drafting can be part of a graph."""
+
+    def candidates(self, hidden: torch.Tensor, depth: int, width: int) -> torch.Tensor:
+        """``[B, depth * width]`` int64: ``width`` tokens for each of the next ``depth`` places, best first."""
+
+
+def fill_tree(root_tokens: torch.Tensor, candidates: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """``[B, T]`` int64: the tokens of the nodes of a tree with these :func:`candidate_columns`."""
+    return torch.cat([root_tokens[:, None], candidates], dim=1).index_select(1, columns)
+
+
+# The memory plan counts this many (footprint.KEPT_LAYOUTS).
+@lru_cache(maxsize=8)
+def candidate_columns(tree: DraftTree, width: int, device: torch.device) -> torch.Tensor:
+    """``[T]`` int64: where each node's token stands in ``[root, depth 1's candidates, depth 2's, ...]``, ``width`` for
+    each depth."""
+    columns = [0] + [1 + (d - 1) * width + r for d, r in zip(tree.depths[1:], tree.ranks[1:], strict=True)]
+    return torch.tensor(columns, device=device)
 
 
 @runtime_checkable

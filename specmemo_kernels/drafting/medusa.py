@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import nn
 
 from specmemo_kernels import ops
-from specmemo_kernels.drafting.base import DraftInput
+from specmemo_kernels.drafting.base import DraftInput, candidate_columns, fill_tree
 from specmemo_kernels.drafting.medusa_heads import MedusaHeads
-from specmemo_kernels.tree import DraftTree
 
 
 class MedusaDrafter:
@@ -62,15 +60,13 @@ class MedusaDrafter:
         _point_into(self.heads, *stacks)
 
     def propose(self, inputs: DraftInput) -> torch.Tensor:
-        batch, tree = len(inputs.root_tokens), inputs.tree
-        depth = tree.max_depth
-        if depth == 0:
+        tree = inputs.tree
+        if tree.max_depth == 0:
             return inputs.root_tokens[:, None]
-        candidates = self._candidates(inputs.hidden, depth, tree.width)
-        choices = torch.cat([inputs.root_tokens[:, None], candidates], dim=1)
-        return choices[:, _columns(tree, inputs.hidden.device)].reshape(batch, tree.size)
+        candidates = self.candidates(inputs.hidden, tree.max_depth, tree.width)
+        return fill_tree(inputs.root_tokens, candidates, candidate_columns(tree, tree.width, inputs.hidden.device))
 
-    def _candidates(self, hidden: torch.Tensor, depth: int, width: int) -> torch.Tensor:
+    def candidates(self, hidden: torch.Tensor, depth: int, width: int) -> torch.Tensor:
         """``[B, depth * width]`` int64: ``width`` tokens of each of the first ``depth`` heads, best first."""
         x = hidden.expand(depth, *hidden.shape)
         for weight, bias in zip(self._weights, self._biases, strict=True):
@@ -106,11 +102,3 @@ def _point_into(heads: MedusaHeads, weights: Sequence[torch.Tensor], biases: Seq
         for head in range(heads.num_heads):
             linear = heads.linear(head, layer)
             linear.weight.data, linear.bias.data = weight[head], bias[head, 0]
-
-
-# The memory plan counts this many (footprint.KEPT_LAYOUTS).
-@lru_cache(maxsize=8)
-def _columns(tree: DraftTree, device: torch.device) -> torch.Tensor:
-    """Where each node's token stands in ``[root, head 0's candidates, head 1's, ...]``."""
-    columns = [0] + [1 + (d - 1) * tree.width + r for d, r in zip(tree.depths[1:], tree.ranks[1:], strict=True)]
-    return torch.tensor(columns, device=device)

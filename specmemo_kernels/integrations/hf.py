@@ -15,6 +15,7 @@ from torch import nn
 from specmemo_kernels import ops
 from specmemo_kernels.drafting.base import Drafter, OffloadingDrafter
 from specmemo_kernels.integrations.hf_draft import DraftModel, HFDraftModel, attach
+from specmemo_kernels.integrations.hf_graph import graph_use
 from specmemo_kernels.integrations.hf_handle import SpecMemo
 from specmemo_kernels.integrations.hf_plan import (
     choose_tree,
@@ -72,6 +73,7 @@ def patch(
     kv_dtype: str | None = None,
     keep_free: int | str | None = None,
     reuse_prefix: bool = True,
+    graph: bool | None = None,
 ) -> SpecMemo:
     """Make ``model.generate`` speculate: the same tokens, in fewer steps, inside a memory budget.
 
@@ -102,6 +104,12 @@ def patch(
             begins like an earlier text (the next turn of a conversation) is computed from there on alone. They are
             dropped when the model's weights, modules, adapters or hooks are seen to have changed; after changes that
             can't be seen (:mod:`hf_signature`) call ``model.specmemo.release()``.
+        graph: run whole steps, from the heads' guesses to the commit, without asking the host, each launched before
+            the tokens of the one before are read; on a GPU from a CUDA graph. ``None``: on a GPU, where the model and
+            the drafter allow it (``model.specmemo.graphs.reason`` says why not); ``True``: or else an error, on a CPU
+            too, where nothing is gained by it; ``False``: never. Steps that can't be part of it (prompts on their way,
+            sampling, logits processors, too few pages, ...) are made one by one and counted in
+            ``stats.eager_reasons``.
 
     Returns:
         The handle, also ``model.specmemo``; ``with patch(...):`` unpatches at the end.
@@ -128,18 +136,19 @@ def patch(
         if isinstance(drafter, HFDraftModel):
             undo.append(drafter.detach)
             drafter.keeps_pages = reuse_prefix
+        graphs = graph_use(graph, model, facts, drafter, name)
         limits: dict[str, Any] = {"budget": budget, "page_size": page_size, "prefill_chunk": prefill_chunk}
         limits |= {"max_sequences": max_batch_size, "kv_dtype": kv_dtype}
         if tree is None and not getattr(drafter, "prefers_chain", False):
-            drafter, plan = device_plan(model, facts, drafter, accuracy, name, limits)
+            drafter, plan = device_plan(model, facts, drafter, accuracy, name, graphs, limits)
         else:
             chosen = choose_tree(tree, drafter, facts, accuracy)
-            shape = generation_shape(model, facts, drafter, name, page_size, kv_dtype)
+            shape = generation_shape(model, facts, drafter, name, graphs, page_size, kv_dtype)
             plan = divide_budget(shape, chosen, **limits)
         plan = replace(plan, kernels=kernel_blocks(facts, name, page_size, kv_dtype))
-        handle = SpecMemo(model, facts, drafter, plan, HFTarget(model, facts, name), name, free, reuse_prefix)
+        handle = SpecMemo(model, facts, drafter, plan, HFTarget(model, facts, name), name, graphs, free, reuse_prefix)
         if tree is None:
-            handle.chooser = make_chooser(model, facts, drafter, accuracy, plan)
+            handle.chooser = make_chooser(model, facts, drafter, accuracy, plan, graphs)
     except BaseException:
         for step in undo:
             step()

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specmemo_kernels.decode import SpecDecoder
 from specmemo_kernels.sampled import SampledVerifier
 from specmemo_kernels.sampling import Sampling
 from specmemo_kernels.scheduler import Scheduler, submit_all
@@ -93,20 +92,11 @@ class BatchRun:
             raise
 
     def _start(self, handle: SpecMemo) -> Scheduler:
-        plan = handle.plan
-        lengths = [len(s.prompt) + s.max_new_tokens + plan.tree.max_depth for s in self._sequences]
-        if handle.rope_changes(max(lengths) - plan.tree.max_depth):
-            raise ValueError(f"{max(lengths)} tokens cross the length at which this model's rotary embedding changes")
-        decoder = SpecDecoder(
-            handle.target, handle.drafter, plan.tree, handle.pool_for(lengths),
-            SampledVerifier(handle.target, handle.backend, [s.sampling for s in self._sequences]),
-            prefill_chunk=plan.prefill_chunk, backend=handle.backend, stats=handle.stats,
-            chooser=handle.chooser,
-        )  # fmt: skip
-        scheduler = Scheduler(
-            decoder, min(len(lengths), plan.max_sequences),
-            governor=handle.governor, max_pages=handle.pages_for(lengths),
-        )  # fmt: skip
+        longest = max(len(s.prompt) + s.max_new_tokens for s in self._sequences)
+        if handle.rope_changes(longest):
+            raise ValueError(f"{longest} tokens cross the length at which this model's rotary embedding changes")
+        verifier = SampledVerifier(handle.target, handle.backend, [s.sampling for s in self._sequences])
+        scheduler = handle.scheduler(self._sequences, verifier)
         submit_all(scheduler, self._sequences)
         return scheduler
 

@@ -12,9 +12,9 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from specmemo_kernels.decode import GreedyVerifier, SequenceState, SpecDecoder, Verifier
+from specmemo_kernels.decode import GreedyVerifier, SequenceState, Verifier
 from specmemo_kernels.integrations.hf_verifier import ProcessedVerifier, put_back, row_generators
-from specmemo_kernels.scheduler import Scheduler, submit_all
+from specmemo_kernels.scheduler import submit_all
 
 if TYPE_CHECKING:
     from specmemo_kernels.integrations.hf_handle import SpecMemo
@@ -131,23 +131,11 @@ class Generator:
         return next((reason for failed, reason in checks if failed), None)
 
     def _generate(self, call: _Call) -> Any:
-        handle, plan = self.handle, self.handle.plan
         sequences = self._sequences(call)
-        # The deepest candidate of a last step lies `max_depth` tokens behind the last one that is wanted.
-        lengths = [len(s.prompt) + s.max_new_tokens + plan.tree.max_depth for s in sequences]
-        pool = handle.pool_for(lengths)
         device = call.input_ids.device
         generators = row_generators(device, len(sequences)) if call.config.do_sample else None
         verifier = self._verifier(call, generators)
-        decoder = SpecDecoder(
-            handle.target, handle.drafter, plan.tree, pool, verifier,
-            prefill_chunk=plan.prefill_chunk, backend=handle.backend, stats=handle.stats,
-            chooser=handle.chooser,
-        )  # fmt: skip
-        scheduler = Scheduler(
-            decoder, min(len(sequences), plan.max_sequences),
-            governor=handle.governor, max_pages=handle.pages_for(lengths),
-        )  # fmt: skip
+        scheduler = self.handle.scheduler(sequences, verifier)
         columns = _Columns(call, sequences)
         try:
             submit_all(scheduler, sequences)

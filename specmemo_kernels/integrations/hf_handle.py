@@ -8,15 +8,19 @@ from typing import Any
 
 import torch
 
+from specmemo_kernels.decode import SpecDecoder, Verifier
 from specmemo_kernels.drafting.base import Drafter, PagedDrafter
 from specmemo_kernels.drafting.placing import can_offload
 from specmemo_kernels.integrations.hf_generate import Generator
+from specmemo_kernels.integrations.hf_graph import GraphUse, moving_rope, rope_kinds
 from specmemo_kernels.integrations.hf_signature import ModelSignature
 from specmemo_kernels.integrations.hf_target import HFTarget, ModelFacts
 from specmemo_kernels.memory_monitor import DeviceMonitor
 from specmemo_kernels.memory_plan import BudgetError, MemoryPlan
 from specmemo_kernels.paged_kv import PagedKVPool
 from specmemo_kernels.pressure import Governor, is_out_of_memory, levels
+from specmemo_kernels.scheduler import Scheduler
+from specmemo_kernels.sequence import SequenceState
 from specmemo_kernels.stats import DecodeStats
 from specmemo_kernels.tree_choice import TreeChooser
 
@@ -32,6 +36,8 @@ class SpecMemo:
         reuse_prefix: keep the pages of finished sequences for those that begin the same.
         governor: what of the plan may be used now (``governor.level``), and when memory is looked at.
         chooser: says how much of the plan's tree a step verifies, where nobody asked for a tree.
+        graphs: whether steps run one ahead of the host, from graphs on a GPU, and if not why (``graphs.reason``). Why a
+            single step wasn't is in ``stats.eager_reasons``.
         undo_steps: what unpatching does, in order.
     """
 
@@ -43,11 +49,12 @@ class SpecMemo:
         plan: MemoryPlan,
         target: HFTarget,
         backend: str,
+        graphs: GraphUse,
         keep_free: int | None = None,
         reuse_prefix: bool = True,
     ) -> None:
         self.model, self.facts, self.drafter, self.plan, self.target = model, facts, drafter, plan, target
-        self.backend, self.reuse_prefix = backend, reuse_prefix
+        self.backend, self.reuse_prefix, self.graphs = backend, reuse_prefix, graphs
         self.governor = Governor(
             levels(plan.tree.size, plan.prefill_chunk, plan.max_sequences, can_offload(drafter)),
             monitor=None if keep_free is None else DeviceMonitor({layer.device for layer in facts.layers}),
@@ -61,6 +68,25 @@ class SpecMemo:
         self.undo_steps: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._generating: int | None = None
+
+    def scheduler(self, sequences: Sequence[SequenceState], verifier: Verifier) -> Scheduler:
+        """What runs ``sequences``, none of which is submitted yet.
+
+        Raises:
+            BudgetError: one of them can never fit the plan.
+        """
+        plan = self.plan
+        ahead = self.graphs.slots_ahead(plan.tree)
+        lengths = [len(s.prompt) + s.max_new_tokens + ahead for s in sequences]
+        pool = self.pool_for(lengths)
+        decoder = SpecDecoder(
+            self.target, self.drafter, plan.tree, pool, verifier,
+            prefill_chunk=plan.prefill_chunk, backend=self.backend, stats=self.stats, chooser=self.chooser,
+            late=self.graphs.late_steps(self.target, self.drafter, pool, self.backend),
+        )  # fmt: skip
+        return Scheduler(
+            decoder, min(len(sequences), plan.max_sequences), governor=self.governor, max_pages=self.pages_for(lengths)
+        )
 
     def pages_for(self, lengths: Sequence[int]) -> int:
         """Pages in which sequences of these lengths fit, as many side by side as the plan allows.
@@ -113,6 +139,7 @@ class SpecMemo:
 
     def _replace_pool(self, pages: int, sequences: int, nodes: int) -> None:
         """A new pool, into which the kept pages of the old one are copied if both fit the plan at once."""
+        self.graphs.clear()
         if self._pool is not None and self._pool.kept_pages and self.governor.level.spare_pages:
             if self._both_fit(pages, sequences):
                 try:
@@ -155,12 +182,13 @@ class SpecMemo:
         self._pool = pool
 
     def _forget_if_changed(self) -> None:
-        """Drop the kept pages if the model isn't the one any more that made them."""
-        if not self.reuse_prefix:
+        """Drop the kept pages and graphs if the model isn't the one any more that made them."""
+        if not (self.reuse_prefix or self.graphs.wanted):
             return
         signature = ModelSignature(self.model)
         if self._pool is not None and signature != self._signature:
             self._pool.forget()
+            self.graphs.clear()
         self._signature = signature
 
     def acquire(self) -> None:
@@ -185,32 +213,32 @@ class SpecMemo:
         The candidates of a step lie ahead of the newest token, and would switch it early.
         """
         config = self.model.config.get_text_config()
-        rope = getattr(config, "rope_parameters", None) or {}
-        kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
-        if not any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds):
+        if not moving_rope(self.model.config):
             return False
         limits: list[int | None] = [
             getattr(config, "original_max_position_embeddings", None),
             config.max_position_embeddings,
         ]
-        limits += [kind.get("original_max_position_embeddings") for kind in kinds]
+        limits += [kind.get("original_max_position_embeddings") for kind in rope_kinds(self.model.config)]
         return length + self.plan.tree.max_depth > min(limit for limit in limits if limit)
 
     def release(self) -> None:
-        """Free the pages kept between calls of generate."""
+        """Free the pages and graphs kept between calls of generate."""
+        self.graphs.clear()
         self._pool = None
         if isinstance(self.drafter, PagedDrafter):
             self.drafter.release()
 
     @property
     def bytes_by_part(self) -> dict[str, int]:
-        """Bytes held right now: heads, pages and scratch."""
+        """Bytes held right now: heads, pages, scratch, and what steps keep from graph to graph."""
         pool = self._pool
         return {
             "heads": self.drafter.nbytes,
             "kv_pages": pool.page_bytes if pool else 0,
             "drafter_pages": self.drafter.page_bytes if isinstance(self.drafter, PagedDrafter) else 0,
             "tree_scratch": pool.scratch_bytes if pool else 0,
+            "graphs": self.graphs.nbytes,
         }
 
     def __enter__(self) -> SpecMemo:

@@ -16,16 +16,20 @@ from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
 from specmemo_kernels.footprint import GenerationShape
 from specmemo_kernels.integrations.hf_device import device_tree
 from specmemo_kernels.integrations.hf_draft import DraftModel, HFDraftModel, is_language_model, load_draft_model
+from specmemo_kernels.integrations.hf_graph import GraphUse
 from specmemo_kernels.integrations.hf_probe import measure_passes, time_passes
 from specmemo_kernels.integrations.hf_target import ModelFacts, lm_head
 from specmemo_kernels.kernel_config import KernelConfig
 from specmemo_kernels.kv_storage import page_dtype
 from specmemo_kernels.memory_plan import BudgetError, MemoryPlan, divide_budget
+from specmemo_kernels.step_graph import MAX_STEPS
 from specmemo_kernels.tree import DraftTree
 from specmemo_kernels.tree_choice import TreeChooser
 
 #: What ``heads`` says to ask for prompt lookup.
 PROMPT_LOOKUP = "prompt-lookup"
+#: Nodes of the parts of a tree that steps verify from graphs, each of which is captured once; beside the whole tree.
+GRAPH_SIZES = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64))
 
 
 def make_drafter(heads: Any, model: Any, facts: ModelFacts, backend: str) -> tuple[Drafter, Accuracy]:
@@ -60,7 +64,13 @@ def choose_tree(tree: Any, drafter: Drafter, facts: ModelFacts, accuracy: Accura
 
 
 def device_plan(
-    model: Any, facts: ModelFacts, drafter: Drafter, accuracy: Accuracy, backend: str, limits: dict[str, Any]
+    model: Any,
+    facts: ModelFacts,
+    drafter: Drafter,
+    accuracy: Accuracy,
+    backend: str,
+    graphs: GraphUse,
+    limits: dict[str, Any],
 ) -> tuple[Drafter, MemoryPlan]:
     """The plan with the tree that suits the device, or as much of it as the budget holds; heads go with the depth.
 
@@ -72,7 +82,7 @@ def device_plan(
     """
     tree, fastest, forecast = device_tree(model, facts, drafter, accuracy, limits["kv_dtype"])
     drafter = _without_unused_heads(drafter, tree, model, backend)
-    shape = generation_shape(model, facts, drafter, backend, limits["page_size"], limits["kv_dtype"])
+    shape = generation_shape(model, facts, drafter, backend, graphs, limits["page_size"], limits["kv_dtype"])
     while True:
         try:
             return drafter, dataclasses.replace(divide_budget(shape, tree, **limits), **forecast)
@@ -96,15 +106,19 @@ def _without_unused_heads(drafter: Drafter, tree: DraftTree, model: Any, backend
     return MedusaDrafter(drafter.heads.truncated(depth), lm_head(model), backend)
 
 
-def make_chooser(model: Any, facts: ModelFacts, drafter: Drafter, accuracy: Accuracy, plan: MemoryPlan) -> TreeChooser:
-    """What decides how much of the plan's tree a step verifies; times a few forward passes.
+def make_chooser(
+    model: Any, facts: ModelFacts, drafter: Drafter, accuracy: Accuracy, plan: MemoryPlan, graphs: GraphUse
+) -> TreeChooser:
+    """What decides how much of the plan's tree a step verifies, in a few sizes where each takes a graph; times a few
+    forward passes.
 
     Of chains nothing is known beforehand: every other guess is taken to be right.
     """
     rows = max(plan.prefill_chunk, plan.max_nodes)
     own = time_passes(drafter.hf_model, drafter.facts, rows) if isinstance(drafter, HFDraftModel) else None
     prior = [[0.5]] * plan.tree.max_depth if getattr(drafter, "prefers_chain", False) else accuracy
-    return TreeChooser(plan.tree, RunningAcceptance(plan.tree, prior), time_passes(model, facts, rows), own)
+    sizes = GRAPH_SIZES if graphs.wanted else None
+    return TreeChooser(plan.tree, RunningAcceptance(plan.tree, prior), time_passes(model, facts, rows), own, sizes)
 
 
 def kernel_blocks(
@@ -117,7 +131,13 @@ def kernel_blocks(
 
 
 def generation_shape(
-    model: Any, facts: ModelFacts, drafter: Drafter, backend: str, page_size: int, kv_dtype: str | None
+    model: Any,
+    facts: ModelFacts,
+    drafter: Drafter,
+    backend: str,
+    graphs: GraphUse,
+    page_size: int,
+    kv_dtype: str | None,
 ) -> GenerationShape:
     """What the plan has to know, measured where it depends on the model's code; a drafter's own pages hold no codes."""
     kinds = set(zip(facts.layers, facts.num_qo_heads, strict=True))
@@ -143,4 +163,6 @@ def generation_shape(
         drafter_kv_bytes_per_token=drafter.kv_bytes_per_token if isinstance(drafter, PagedDrafter) else 0,
         workspace_bytes=max(ops.fixed_workspace(backend, kind.dtype, *sizes, codes) for kind, sizes in shapes),
         devices=len({layer.device for layer in facts.layers} | {facts.device}),
+        kept_steps=MAX_STEPS if graphs.wanted else 0,
+        graphs=graphs.wanted and facts.device.type == "cuda",
     )

@@ -51,6 +51,8 @@ class HFTarget:
     Implements :class:`specmemo_kernels.decode.TargetModel`.
     """
 
+    static = True
+
     def __init__(self, model: nn.Module, facts: ModelFacts, backend: str | None) -> None:
         self.model, self.facts, self.backend = model, facts, backend
         self.device, self.vocab_size = facts.device, facts.vocab_size

@@ -45,6 +45,9 @@ class ProcessedVerifier:
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
 
+    def is_greedy(self, sequences: Sequence[SequenceState]) -> bool:
+        return False
+
     def __call__(self, batch: TreeBatch, sequences: Sequence[SequenceState], output: TargetOutput) -> Verdict:
         bounds, parents, drafts = host_trees(batch)
         found = []
