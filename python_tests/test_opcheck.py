@@ -45,7 +45,7 @@ def finite(inputs: dict[str, Any]) -> dict[str, Any]:
 
 def attention(**changes: Any) -> list[Any]:
     case = AttentionCase("opcheck", (5, 0, 20), (3, 0, 6), head_dim=16, v_head_dim=8, **changes)
-    return list(finite(attention_inputs(case, torch.float32)).values())
+    return [*finite(attention_inputs(case, torch.float32)).values(), min(case.nodes) or None]
 
 
 CODES = lm_head_code_inputs(LmHeadCase("opcheck", 3, 50, 80, bias=True), torch.float32)
@@ -62,7 +62,7 @@ PROBLEMS: dict[str, tuple[str, list[Any]]] = {
         list(finite(commit_inputs(replace(PAGED, kv_dtype="int8"), torch.float32)).values()),
     ),
     "chunk": ("tree_attention", attention(tree=False, window=4, softcap=3.0, sinks=True)),
-    "unbounded": ("tree_attention", [*attention()[:-5], None, None, False, None, None]),
+    "unbounded": ("tree_attention", [*attention()[:-6], None, None, False, None, None, None]),
     "append": ("append_paged_kv", list(finite(append_inputs(PAGED, torch.float32)).values())),
     "commit": ("commit_paged_kv", list(finite(commit_inputs(PAGED, torch.float32)).values())),
     "verify": ("verify_tree_greedy", [*verify_inputs(VerifyCase("opcheck", (9, 0, 4), 5)).values(), 5]),

@@ -189,7 +189,7 @@ class TestInterpreter:
         assert all(equal[1])
 
     def test_classes_that_are_launched(self) -> None:
-        """One launch when all sequences are known to be alike, unless a graph is captured for later batches."""
+        """One launch when all sequences are known to be alike, unless a graph is captured for batches of others."""
         from specmemo_kernels.kernel_config import attention_configs, launched_classes
 
         classes = attention_configs("sm_90", 128, 128, 4, torch.float16, 16)
@@ -198,6 +198,7 @@ class TestInterpreter:
         assert launched_classes(classes, 200, 8, 25, 4000) == (classes[1:2], 4)
         assert launched_classes(classes, 199, 8, 25, 4000) == (classes[:2], 8)
         assert launched_classes(classes, 200, 8, 25, 4000, replayed=True) == (classes[:2], 8)
+        assert launched_classes(classes, 200, 8, 25, 4000, replayed=True, min_nodes=5) == (classes[1:2], 4)
 
     def test_workspace_is_bounded(self) -> None:
         """What a memory plan is told covers the states of every step's splits."""

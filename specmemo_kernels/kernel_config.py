@@ -188,16 +188,23 @@ def _tile_of_codes(target: Target, dim: int, dtype: torch.dtype, kind: str) -> t
 
 
 def launched_classes(
-    classes: tuple[KernelConfig, ...], rows: int, batch: int, max_nodes: int, max_slots: int, replayed: bool = False
+    classes: tuple[KernelConfig, ...],
+    rows: int,
+    batch: int,
+    max_nodes: int,
+    max_slots: int,
+    replayed: bool = False,
+    min_nodes: int = 1,
 ) -> tuple[tuple[KernelConfig, ...], int]:
     """The classes that a step may have members of, and the most splits that one of its sequences can have.
 
     ``max_slots`` bounds a sequence's committed tokens and nodes. With every sequence at the bound (``rows`` says so)
     only one class has members; the host knows that without asking the device. ``replayed``: the launch is being
-    captured and will meet other node counts within the same bounds, so every class may have members.
+    captured and will meet other node counts within the same bounds, so every class may have members that has any
+    between ``min_nodes`` and ``max_nodes``.
     """
-    uniform = rows == batch * max_nodes and not replayed
-    launched = tuple(c for c in classes if c.min_nodes <= max_nodes and not (uniform and c.max_nodes < max_nodes))
+    least = max_nodes if rows == batch * max_nodes and not replayed else min_nodes
+    launched = tuple(c for c in classes if c.min_nodes <= max_nodes and c.max_nodes >= least)
     return launched, max(-(-max_slots // c.split_size) for c in launched)
 
 

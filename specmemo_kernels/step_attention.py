@@ -41,7 +41,7 @@ class StepAttention:
         out, _ = torch.ops.specmemo.tree_attention(
             q, k, v, k_pages, v_pages, batch.block_table, batch.seq_lens, batch.qo_indptr, batch.tree_mask,
             scale, window, softcap, sinks, batch.max_qo_len, batch.max_seq_len, False, k_scales, v_scales,
-            self.backend,
+            None if batch.tree is None else batch.tree.size, self.backend,
         )  # fmt: skip
         nodes = batch.num_tree_nodes
         if nodes:

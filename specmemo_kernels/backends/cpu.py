@@ -54,11 +54,13 @@ def tree_attention(
     invariant: bool = False,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
+    min_qo_len: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Online softmax over 64-key blocks, splits of 512 tokens merged in order: the same bits in any batch.
 
-    ``max_qo_len`` and ``max_seq_len`` are for launches on a device; here the exact lengths are at hand. ``invariant``
-    asks for what always holds here: blocks and splits lie at fixed places, whatever the number of nodes.
+    ``max_qo_len``, ``max_seq_len`` and ``min_qo_len`` are for launches on a device; here the exact lengths are at
+    hand. ``invariant`` asks for what always holds here: blocks and splits lie at fixed places, whatever the number of
+    nodes.
     """
     code = _dtype("q", q)
     nodes, heads, _ = q.shape

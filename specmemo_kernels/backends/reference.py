@@ -32,6 +32,7 @@ def tree_attention(
     invariant: bool = False,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
+    min_qo_len: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each node over its sequence's pages and its own ancestors.
 

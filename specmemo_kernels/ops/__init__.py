@@ -83,6 +83,7 @@ def tree_attention(
     invariant: bool = False,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
+    min_qo_len: int | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every node over its sequence's committed tokens and its own ancestors.
@@ -99,6 +100,8 @@ def tree_attention(
             so, triton takes one set of block sizes for all sequences (slower for few nodes), reference refuses. It
             can't hold with quantised pages: a step reads the chain's own keys as they are, decoding reads their codes.
         k_scales, v_scales: with quantised pages, one scale per token and head; else ``None``.
+        min_qo_len: a lower bound of ``diff(qo_indptr)``, so that a GPU isn't sent kernels that have nothing to do;
+            the call has to keep it, and so have all replays of a graph that it is captured in.
 
     Returns:
         ``out`` ``[N, num_qo_heads, v_head_dim]`` in q's dtype, and ``lse`` ``[N, num_qo_heads]`` float32 (float64 for
@@ -113,11 +116,12 @@ def tree_attention(
     plain = checks.tree_attention(
         q, k_new, v_new, k_pages, v_pages, scales, block_table, seq_lens, qo_indptr, tree_mask, sinks
     )
-    if window is not None or softcap is not None or max_qo_len is not None:
-        checks.positive(window=window, softcap=softcap, max_qo_len=max_qo_len)
+    if any(limit is not None for limit in (window, softcap, max_qo_len, min_qo_len)):
+        checks.positive(window=window, softcap=softcap, max_qo_len=max_qo_len, min_qo_len=min_qo_len)
     result: tuple[Tensor, Tensor] = schema.operator("tree_attention", plain)(
         q, k_new, v_new, k_pages, v_pages, block_table, seq_lens, qo_indptr, tree_mask,
-        scale, window, softcap, sinks, max_qo_len, max_seq_len, invariant, k_scales, v_scales, backend,
+        scale, window, softcap, sinks, max_qo_len, max_seq_len, invariant, k_scales, v_scales,
+        min_qo_len, backend,
     )  # fmt: skip
     return result
 

@@ -19,8 +19,8 @@ SCHEMAS = {
     "tree_attention": (
         "(Tensor q, Tensor k_new, Tensor v_new, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor seq_lens, "
         "Tensor qo_indptr, Tensor? tree_mask, float scale, int? window, float? softcap, Tensor? sinks, "
-        "int? max_qo_len, int? max_seq_len, bool invariant, Tensor? k_scales, Tensor? v_scales, str? backend) "
-        "-> (Tensor, Tensor)"
+        "int? max_qo_len, int? max_seq_len, bool invariant, Tensor? k_scales, Tensor? v_scales, "
+        "int? min_qo_len, str? backend) -> (Tensor, Tensor)"
     ),
     "append_paged_kv": (
         "(Tensor k_new, Tensor v_new, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor block_table, Tensor seq_lens, "

@@ -197,6 +197,7 @@ def tree_attention(
     invariant: bool = False,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
+    min_qo_len: int | None = None,
     *,
     configs: tuple[KernelConfig, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -234,7 +235,7 @@ def tree_attention(
     max_nodes = min(rows, rows if max_qo_len is None else max_qo_len)
     max_slots = max_nodes + (block_table.shape[1] * page_size if max_seq_len is None else max_seq_len)
     replayed = q.is_cuda and torch.cuda.is_current_stream_capturing()
-    launched, splits = launched_classes(configs, rows, batch, max_nodes, max_slots, replayed)
+    launched, splits = launched_classes(configs, rows, batch, max_nodes, max_slots, replayed, min_qo_len or 1)
     direct = splits == 1
     part = out if direct else q.new_empty(rows, heads, splits, v_dim, dtype=torch.float32)
     part_total, part_peak = (lse, lse) if direct else q.new_empty(2, rows, heads, splits, dtype=torch.float32).unbind()
