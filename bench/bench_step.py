@@ -1,11 +1,13 @@
-"""One decode step beside the matrix products that it can't do without, timed alone in the same run.
+"""One decode step beside the matrix products that it can't do without, timed alone in the same run, and its parts.
 
-    python bench/bench_step.py --shape 125m --dtype bf16,fp32 --tree 8 --context 1024 --json out.json
+    python bench/bench_step.py --shape 125m,bundled --dtype bf16,fp32 --tree 8 --context 1024 --json out.json
+    python bench/bench_step.py --shape vicuna-7b --dtype bf16 --tree 25 --device cuda
 
 The step is the patched model's own loop (draft, forward, verify, commit) at batch 1. The products are torch's linears
 with the same weights and rows, one after the other: seven per layer and the lm_head over all nodes, the heads' blocks
 and the lm_head over one row per head. Both take turns, and each passes over all weights, so both find them as cold.
-``ratio`` is the median step over the median of the products.
+``ratio`` is the median step over the median of the products. The step's parts come from torch's profiler
+(``bench/step_profile.py``), in steps of their own.
 """
 
 from __future__ import annotations
@@ -20,13 +22,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES, random_heads, random_model
+from step_profile import breakdown
 from timing import environment, take_turns
 from torch import nn
 
 import specmemo_kernels as sk
+from specmemo_kernels.cli.common import demo_model_folder, hide_loading_bars, load_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Row = dict[str, Any]
+BUNDLED = "bundled"
+#: Profiled steps, and as many without the profiler, each twice.
+PROFILED = 12
 
 
 class Steps:
@@ -71,46 +78,85 @@ def products(model: Any, heads: sk.MedusaHeads, depth: int, nodes: int) -> Calla
     return run
 
 
-def measure(shape: str, dtype: str, tree: int | None, context: int, own: bool, seconds: float) -> Row:
-    """One row: the step of this shape, and its products."""
-    model = random_model(SHAPES[shape], DTYPES[dtype], "cpu")
-    heads = random_heads(model, 4, own)
-    with sk.patch(model, heads, tree=tree, max_batch_size=1) as handle:
+def waited(job: Callable[[], object], device: str) -> Callable[[], object]:
+    """The same until a GPU has done all of it."""
+    if device == "cpu":
+        return job
+
+    def wait() -> None:
+        job()
+        torch.cuda.synchronize(device)
+
+    return wait
+
+
+def load(shape: str, dtype: torch.dtype, device: str, own: bool) -> tuple[Any, sk.MedusaHeads]:
+    """A model and four heads: the bundled one with its own, else random weights."""
+    if shape != BUNDLED:
+        model = random_model(SHAPES[shape], dtype, device)
+        return model, random_heads(model, 4, own)
+    hide_loading_bars()
+    folder = demo_model_folder()
+    heads = sk.MedusaHeads.from_pretrained(folder / "heads", dtype=dtype, device=torch.device(device))
+    return load_model(folder, dtype, torch.device(device)), heads
+
+
+def measure(
+    shape: str, dtype: str, tree: int | None, context: int, own: bool, seconds: float, device: str, graph: bool | None
+) -> Row:
+    """One row: the step of this shape, its products, and its parts."""
+    model, heads = load(shape, DTYPES[dtype], device, own)
+    context = min(context, model.config.max_position_embeddings // 2)
+    with sk.patch(model, heads, tree=tree, max_batch_size=1, graph=graph) as handle:
         plan, depth = handle.plan, handle.plan.tree.max_depth
         step = Steps(model, context, span=128)
-        step()
+        for _ in range(4):  # a graph is captured the second time that a step is made
+            step()
         alone = products(model, heads, depth, plan.tree.size)
-        times = take_turns({"step": step, "products": alone}, seconds=seconds, rounds=(20, 400))
+        jobs = {"step": waited(step, device), "products": waited(alone, device)}
+        times = take_turns(jobs, seconds=seconds, rounds=(20, 400))
+        parts = breakdown(step, PROFILED, torch.device(device))
         return {
             "shape": shape, "dtype": dtype, "context": context, "nodes": plan.tree.size, "depth": depth,
-            "heads": "own lm_head" if own else "shared lm_head", "step_ms": times["step"] * 1e3,
-            "products_ms": times["products"] * 1e3, "ratio": times["step"] / times["products"],
+            "heads": "own lm_head" if heads.own_lm_head else "shared lm_head", "graph": handle.stats.graph_steps > 0,
+            "step_ms": times["step"] * 1e3, "products_ms": times["products"] * 1e3,
+            "ratio": times["step"] / times["products"], "parts_ms": parts,
         }  # fmt: skip
 
 
 def main(
-    shape: Annotated[str, typer.Option(help="of " + ", ".join(SHAPES))] = "125m",
+    shape: Annotated[str, typer.Option(help="of " + ", ".join((BUNDLED, *SHAPES)))] = "125m",
     dtype: Annotated[str, typer.Option(help="of " + ", ".join(DTYPES))] = "bf16,fp32",
     tree: Annotated[str, typer.Option(help="nodes, or 'plan' for what patch chooses")] = "plan,8",
     context: Annotated[int, typer.Option(help="tokens of the prompt")] = 1024,
     own: Annotated[bool, typer.Option("--own-lm-head", help="heads with a vocabulary matrix each")] = False,
     seconds: Annotated[float, typer.Option(help="for each row")] = 6.0,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    graph: Annotated[bool | None, typer.Option("--graph/--no-graph", help="default: what patch does")] = None,
     json_: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
 ) -> None:
     """Measure, print a table and write JSON."""
     rows = [
-        measure(name, kind, None if size == "plan" else int(size), context, own, seconds)
+        measure(name, kind, None if size == "plan" else int(size), context, own, seconds, device, graph)
         for name in shape.split(",")
         for kind in dtype.split(",")
         for size in tree.split(",")
     ]
-    table = Table(*rows[0])
-    for row in rows:
-        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row.values()))
-    Console(width=140).print(table)
+    known = [{name: cell for name, cell in row.items() if name != "parts_ms"} for row in rows]
+    console = Console(width=140)
+    console.print(_table("a step and its products", known))
+    what = ("shape", "dtype", "nodes")
+    console.print(_table("ms by part", [{n: row[n] for n in what} | row["parts_ms"] for row in rows]))
     if json_ is not None:
         json_.parent.mkdir(parents=True, exist_ok=True)
         json_.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+
+
+def _table(title: str, rows: list[Row]) -> Table:
+    table = Table(*rows[0], title=title)
+    for row in rows:
+        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row.values()))
+    return table
 
 
 if __name__ == "__main__":
