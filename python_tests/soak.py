@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import specmemo_kernels as sk
+from specmemo_kernels.drafting.base import StaticDrafter
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ def _round(
         "tree": 6,
     }
     options["backend"] = backend
+    options["graph"] = True if isinstance(heads, StaticDrafter | sk.MedusaHeads) and rng.random() < 0.7 else None
     with sk.patch(model, heads, **options) as handle:
         fixed = sum(size for part, size in handle.plan.parts.items() if not part.endswith("_pages"))
         slot = sum(layer.bytes_per_token for layer in handle.facts.layers)

@@ -23,8 +23,11 @@ from op_cases import (
     lm_head_inputs,
     verify_inputs,
 )
+from test_families import batch, greedy
 from test_ops import same_bits
+from tiny_models import random_heads, tiny_model
 
+import specmemo_kernels as sk
 from specmemo_kernels import ops
 from specmemo_kernels.backends import reference
 
@@ -208,3 +211,29 @@ def test_a_step_in_a_graph(kv_dtype: str | None) -> None:
         torch.testing.assert_close(got[0], wanted[0], rtol=0, atol=0)
         assert all(torch.equal(a, b) for a, b in zip(got[2:], wanted[2:], strict=True))
         assert all(same_bits(a.cpu(), b.cpu()) for a, b in zip(pools, step.pools(), strict=True))
+
+
+@pytest.mark.parametrize(("family", "lengths"), [("llama", (12,)), ("llama", (40, 1, 17)), ("gemma2", (30, 9))])
+def test_generation_from_graphs(family: str, lengths: tuple[int, ...]) -> None:
+    """Whole steps captured and replayed write the tokens of steps made one by one, in later calls as well; what the
+    graphs hold is within the plan."""
+    torch.use_deterministic_algorithms(False)
+    model = tiny_model(family).cuda()
+    inputs = on_gpu(batch(lengths))
+    with sk.patch(model, random_heads(model), tree=12, graph=False):
+        expected = greedy(model, inputs, 60)
+    with sk.patch(model, random_heads(model), tree=12) as handle:
+        assert handle.graphs.reason == ""
+        for _ in range(2):
+            assert torch.equal(greedy(model, inputs, 60), expected)
+        stats, kept = handle.stats, handle.graphs._steps
+        assert kept is not None
+        assert kept.failed == ""
+        assert stats.graph_steps > 0.8 * stats.steps
+        assert sum(step.replay is not None for step in kept._kept.values()) >= 1
+        # torch's allocator takes blocks of 2 MiB for what is smaller than 1 MiB.
+        assert handle.bytes_by_part["graphs"] <= handle.plan.parts["graphs"] + 4 * 2**20
+        assert torch.equal(greedy(model, inputs, 60), expected)
+        pool = handle._pool
+        assert pool is not None
+        pool.check_integrity()

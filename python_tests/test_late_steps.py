@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_families import _bushy_paths, answers, batch, greedy
 from test_patch import Collecting, Until
-from tiny_models import FAMILIES, VOCAB, tiny_model
+from tiny_models import VOCAB, random_heads, tiny_model
 from transformers import PreTrainedModel, StoppingCriteriaList
 
 import specmemo_kernels as sk
@@ -28,14 +28,6 @@ def model() -> PreTrainedModel:
     return tiny_model("llama", seed=11)
 
 
-def random_heads(model: PreTrainedModel) -> sk.MedusaHeads:
-    torch.manual_seed(0)
-    heads = sk.MedusaHeads(model.config.hidden_size, VOCAB, 3, num_layers=2)
-    for parameter in heads.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return heads
-
-
 def oracle(model: PreTrainedModel, inputs: dict[str, torch.Tensor], new: int = 40, share: float = 0.7) -> HiddenOracle:
     return HiddenOracle(model, answers(inputs, greedy(model, inputs, new)), share)
 
@@ -48,12 +40,11 @@ def whole(handle: sk.SpecMemo) -> None:
     assert pool.free_pages == pool.num_pages
 
 
-@pytest.mark.parametrize("lengths", [(12,), (40, 1, 17)], ids=["one", "three"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families(family: str, lengths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "cohere", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_families(family: str) -> None:
     """Token for token, over windows that are crossed, a row that ends early, and guesses that are mostly right."""
     model = tiny_model(family)
-    inputs = batch(lengths)
+    inputs = batch((12,) if family in ("qwen3", "mixtral") else (40, 1, 17))
     expected = greedy(model, inputs, 30)
     eos = int(expected[0, -12])
     ended = greedy(model, inputs, 30, eos_token_id=eos, pad_token_id=0)
@@ -68,8 +59,7 @@ def test_families(family: str, lengths: tuple[int, ...]) -> None:
         whole(handle)
 
 
-@pytest.mark.parametrize("new", [1, 2, 3, 5, 6, 7, 18])
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("new", "page_size"), [(1, 16), (2, 1), (3, 16), (5, 1), (6, 4), (7, 1), (18, 1)])
 def test_ends(model: PreTrainedModel, new: int, page_size: int) -> None:
     """However many tokens are wanted, and however many of the last step's are too many."""
     inputs = batch((9, 4), seed=1)
@@ -220,7 +210,7 @@ def test_scarce_memory(model: PreTrainedModel) -> None:
     places=st.integers(1, 4),
     share=st.sampled_from([0.0, 0.6, 1.0]),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_few_pages(seed: int, room: int, page_size: int, places: int, share: float) -> None:
     """Requests of all lengths through pools that hold little more than the longest: waiting, preempted, right."""
     model = tiny_model("llama", seed=11)
@@ -248,10 +238,10 @@ def test_few_pages(seed: int, room: int, page_size: int, places: int, share: flo
 def test_parts_of_a_tree_come_in_few_sizes(model: PreTrainedModel) -> None:
     """Where the tree isn't given, each step takes a part that has a step of its own; no more of them than are kept."""
     inputs = batch((9, 5))
-    expected = greedy(model, inputs, 200)
-    sizes = set()
-    with sk.patch(model, oracle(model, inputs, 200, 0.5), graph=True) as handle, seeing_launches() as launches:
-        assert torch.equal(greedy(model, inputs, 200), expected)
+    expected = greedy(model, inputs, 120)
+    drafter = HiddenOracle(model, answers(inputs, expected), 0.5, width=10)
+    with sk.patch(model, drafter, graph=True) as handle, seeing_launches() as launches:
+        assert torch.equal(greedy(model, inputs, 120), expected)
         sizes = {shape.nodes for shape, _ in launches}
         most = handle.plan.tree.size
         assert len(launches) == handle.stats.graph_steps > 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from hidden_oracle import HiddenOracle
 from soak import greedy_answers, soak
 from tiny_models import VOCAB, OracleDrafter, tiny_model
 
@@ -22,6 +23,7 @@ def test_a_short_soak() -> None:
         lambda: "prompt-lookup",
         lambda: sk.DraftModel(small, tokens=3),
         lambda: sk.MedusaHeads(32, VOCAB, 3),
+        lambda: HiddenOracle(model, oracle, 0.7),
     ]
     report = soak(model, drafters, prompts, new_tokens=40, requests=240, seed=1, backend="reference")
     assert report.requests == 240

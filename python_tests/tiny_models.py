@@ -8,6 +8,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from specmemo_kernels.drafting import DraftInput
+from specmemo_kernels.drafting.medusa_heads import MedusaHeads
 
 VOCAB = 61
 _BASE = {
@@ -76,6 +77,15 @@ def tiny_model(family: str, seed: int = 0, **changes: object) -> PreTrainedModel
         assert not parameter.isnan().any(), name
     model.generation_config.eos_token_id = None
     return model.eval()
+
+
+def random_heads(model: PreTrainedModel) -> MedusaHeads:
+    """Three heads of two layers that know nothing."""
+    torch.manual_seed(0)
+    heads = MedusaHeads(model.config.hidden_size, VOCAB, 3, num_layers=2)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return heads.to(model.device)
 
 
 class OracleDrafter:

@@ -74,6 +74,8 @@ class LateSteps:
             return "memory is scarce"
         if not decoder.verifier.is_greedy(decoder.sequences):
             return "tokens are drawn or processed on the host"
+        if not self.steps.target.static:
+            return "the target decides on the host"
         if self.steps.failed:
             return self.steps.failed
         if self._flights and not _same(self._flights[-1].sequences, decoder.sequences):

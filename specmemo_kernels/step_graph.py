@@ -38,16 +38,22 @@ class CudaCapture:
     """CUDA graphs in one memory pool: they never run at once, so the largest one's tensors are what it holds."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._pool, self.nbytes = device, torch.cuda.graph_pool_handle(), 0
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._pool, self.nbytes = torch.cuda.graph_pool_handle(), 0
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
+        usual = torch.cuda.current_stream(self._device)
         # Other threads may allocate meanwhile: what they do isn't part of this capture.
-        capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
-        with torch.cuda.device(self._device), capture:
-            before = torch.cuda.memory_reserved(self._device)
-            run()
-            self.nbytes += torch.cuda.memory_reserved(self._device) - before
+        capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        try:
+            with torch.cuda.device(self._device), capture:
+                before = torch.cuda.memory_reserved(self._device)
+                run()
+                self.nbytes += torch.cuda.memory_reserved(self._device) - before
+        except BaseException:
+            torch.cuda.set_stream(usual)  # where a capture can't be ended, torch stays on its stream
+            raise
         return graph.replay
 
 
