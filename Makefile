@@ -64,7 +64,9 @@ gpu:
 	timeout 140 $(PYTHON) bench/bench_ops.py --device cuda --model llama3-8b --dtype bf16 --context 8192,32768,2048 \
 	  --batch 8,1,32 --tree 1,25,64 --peers sdpa,sdpa_folded,flex,flashinfer --limit-s 100 --json $(GPU_RESULTS).json
 	$(PYTHON) bench/plot_ops.py $(GPU_RESULTS).json $(GPU_RESULTS).png --batch 8
-	timeout 150 $(PYTHON) bench/bench_frontier.py --device cuda --model vicuna-7b $(REPLAY) --budgets 0.35,0.2,0.1 \
+	timeout 40 $(PYTHON) bench/bench_step.py --device cuda --shape vicuna-7b --dtype bf16 --tree 25 --seconds 3 \
+	  --json $(RESULTS)/step_gpu.json
+	timeout 115 $(PYTHON) bench/bench_frontier.py --device cuda --model vicuna-7b $(REPLAY) --budgets 0.35,0.2,0.1 \
 	  --limit 2 --seconds 30 --json $(RESULTS)/frontier_gpu.json --pictures $(RESULTS)/frontier_gpu
 
 install: $(STAMP)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 #: Parts of a step, in the order of the table; the host is what no operator accounts for: Python between them.
 PARTS = ("model matmuls", "attention", "other model operators", "head", "verify", "commit", "host")
@@ -17,6 +17,8 @@ PARTS = ("model matmuls", "attention", "other model operators", "head", "verify"
 _MATMULS = {"aten::linear", "aten::matmul", "aten::mm", "aten::addmm", "aten::bmm"}
 #: :func:`breakdown` makes this many times as many steps as it is told, half of them profiled.
 PASSES = 4
+#: What a profiled step is called.
+_STEP = "one step"
 #: Operators that only one part of a step calls, by a piece of their name.
 _OWN = {
     "specmemo::tree_attention": "attention", "scaled_dot_product": "attention",
@@ -35,7 +37,7 @@ def part_of(name: str) -> str:
 
 
 def breakdown(step: Callable[[], object], steps: int, device: torch.device) -> dict[str, float]:
-    """Milliseconds of a step by part; they add up to the median step.
+    """Milliseconds of a step by part, medians over the steps; they add up to the median step.
 
     Operators are timed by the profiler over ``steps`` steps (on a GPU their kernels), whole steps without it, in turns
     with the profiled ones. What the profiler itself takes inside an operator counts as that operator's, so the host's
@@ -43,7 +45,7 @@ def breakdown(step: Callable[[], object], steps: int, device: torch.device) -> d
     """
     on_gpu = device.type == "cuda"
     whole: list[float] = []
-    spent: Counter[str] = Counter()
+    spent: list[Counter[str]] = []
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     for _ in range(PASSES // 2):
         for _ in range(steps):
@@ -54,17 +56,21 @@ def breakdown(step: Callable[[], object], steps: int, device: torch.device) -> d
             whole.append(time.perf_counter() - begin)
         with profile(activities=activities) as profiler:
             for _ in range(steps):
-                step()
+                with record_function(_STEP):
+                    step()
             if on_gpu:
                 torch.cuda.synchronize(device)
+        found: dict[int, Counter[str]] = {}
         for event in profiler.events():
             if outermost(event):
                 micros = event.device_time_total if on_gpu else event.cpu_time_total
-                spent[part_of(event.name)] += micros
-    parts = {part: spent[part] / (PASSES // 2 * steps) / 1e3 for part in PARTS[:-1]}
+                found.setdefault(event.cpu_parent.id, Counter())[part_of(event.name)] += micros
+        spent += found.values()
+    parts = {part: statistics.median(one[part] for one in spent) / 1e3 for part in PARTS[:-1]}
     return parts | {"host": statistics.median(whole) * 1e3 - sum(parts.values())}
 
 
 def outermost(event: Any) -> bool:
     """An operator that no other operator called."""
-    return event.device_type == torch.autograd.DeviceType.CPU and event.cpu_parent is None
+    parent = event.cpu_parent
+    return event.device_type == torch.autograd.DeviceType.CPU and parent is not None and parent.name == _STEP

@@ -198,14 +198,14 @@ def test_the_step_traces_without_values() -> None:
     try:
         with FakeTensorMode(), torch.no_grad():
             config = CONFIG_MAPPING["llama"](**(_BASE | FAMILIES["llama"]))
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float16, attn_implementation="eager")
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
             undo = attach(model.eval())
-            layers = (LayerKV(2, 8, 8, torch.float16, torch.device("cpu")),) * 2
-            facts = ModelFacts(layers, (4, 4), 32, VOCAB, torch.float16, layers[0].device, True, True)
+            layers = (LayerKV(2, 8, 8, torch.float32, torch.device("cpu")),) * 2
+            facts = ModelFacts(layers, (4, 4), 32, VOCAB, torch.float32, layers[0].device, True, True)
             pool = PagedKVPool(layers, num_pages=8, page_size=16, max_sequences=3, max_nodes=3 * TREE.size)
-            state = StepState(3, torch.empty(32, dtype=torch.float16))
+            state = StepState(3, torch.empty(32, dtype=torch.float32))
             shape = StepShape(2, TREE.size, TREE.max_depth, TREE.width, 128)
-            drafter = MedusaDrafter(sk.MedusaHeads(32, VOCAB, 4).half(), lm_head(model), "triton")
+            drafter = MedusaDrafter(sk.MedusaHeads(32, VOCAB, 4), lm_head(model), "triton")
             step = DeviceStep(shape, TREE, state, HFTarget(model, facts, "triton"), drafter, pool, "triton")
             with Watch() as watch:
                 step.run()

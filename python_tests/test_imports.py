@@ -55,7 +55,9 @@ ALLOWED: dict[str, set[str]] = {
     "pressure": {"memory_monitor"},
     "prefill": {"tree", "batch", "paged_kv", "sequence"},
     "propose": {"tree", "batch", "paged_kv", "sequence", "drafting", "verify"},
-    "device_step": {"tree", "batch", "paged_kv", "sequence", "drafting", "verify", "step_attention", "propose"},
+    "device_step": {
+        "tree", "batch", "kv_storage", "paged_kv", "sequence", "drafting", "verify", "step_attention", "propose",
+    },
     "step_graph": {"tree", "paged_kv", "sequence", "drafting", "verify", "device_step"},
     "late_steps": {"tree", "paged_kv", "sequence", "verify", "device_step", "step_graph"},
     "decode": {

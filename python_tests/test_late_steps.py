@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_families import _bushy_paths, answers, batch, greedy
 from test_patch import Collecting, Until
+from test_patch_memory import peak_of, wide_model, with_workspace
 from tiny_models import VOCAB, random_heads, tiny_model
 from transformers import PreTrainedModel, StoppingCriteriaList
 
 import specmemo_kernels as sk
+from specmemo_kernels.integrations import hf, hf_graph, hf_plan
 from specmemo_kernels.step_graph import StepCache
 
 TREE = sk.DraftTree.from_paths(_bushy_paths(14))
@@ -279,6 +281,36 @@ def test_a_changed_model_gets_steps_of_its_own(model: PreTrainedModel) -> None:
         assert handle.graphs._steps is not kept
     assert not torch.equal(before, after)
     assert torch.equal(greedy(other, inputs, 15), after)
+
+
+def test_peak_within_the_plan() -> None:
+    """Peak bytes of live tensors plus the heads, measured independently, for prompts longer than a chunk."""
+    model = wide_model("llama", seed=20)
+    heads, budget = sk.MedusaHeads(128, VOCAB, 3), with_workspace(model, 1_600_000)
+    with sk.patch(model, heads, memory_budget=budget, tree=8, max_batch_size=2, graph=True) as handle:
+        plan = handle.plan
+        assert plan.max_tokens is not None
+        longest = min(plan.max_tokens, 400) - 40
+        peak = peak_of(handle, batch((longest, longest // 2, 7)), 30)
+        assert peak + handle.drafter.nbytes <= sum(plan.parts.values()) <= budget
+        assert 0 < handle.bytes_by_part["graphs"] <= plan.parts["graphs"]
+        assert handle.stats.graph_steps > 10
+
+
+def test_graphs_take_a_small_part_of_a_budget(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, as if this were one: without a budget, or with a large one, there are graphs; else a reason."""
+    wanted = hf_graph.GraphUse(wanted=True)
+    monkeypatch.setattr(hf, "graph_use", lambda *_: wanted)
+    monkeypatch.setattr(hf_plan, "GRAPH_SHARE", 0.001)
+    for budget, reason in (
+        (None, ""),
+        ("900MiB", ""),
+        ("2MiB", "more than 0% of the budget of 2.0 MiB would go to graphs"),
+    ):
+        with sk.patch(model, random_heads(model), tree=6, memory_budget=budget) as handle:
+            assert handle.graphs.reason.startswith(reason)
+            assert handle.graphs.wanted == (not reason) == ("graphs" in handle.plan.parts)
+            assert torch.equal(greedy(model, batch((9,)), 20), greedy(model, batch((9,)), 20))
 
 
 def test_what_patch_says(model: PreTrainedModel) -> None:

@@ -27,15 +27,7 @@ from specmemo_kernels.verify import GreedyVerifier, TargetModel, TargetOutput, V
 
 Tensor = torch.Tensor
 
-__all__ = [
-    "GreedyVerifier",
-    "SequenceState",
-    "SpecDecoder",
-    "TargetModel",
-    "TargetOutput",
-    "Verdict",
-    "Verifier",
-]
+__all__ = ["GreedyVerifier", "SequenceState", "SpecDecoder", "TargetModel", "TargetOutput", "Verdict", "Verifier"]
 
 
 @dataclass(frozen=True)
@@ -211,6 +203,8 @@ class SpecDecoder:
         for sequence in (*self.sequences, *self.prefilling):
             sequence.finished = True
         self.release([*self.sequences, *self.prefilling])
+        if self.late is not None:
+            self.late.drop()
 
     def next_tree(self) -> DraftTree:
         """What the next step verifies of each running sequence, if it wants that many tokens."""

@@ -13,6 +13,7 @@ import torch
 
 from specmemo_kernels.batch import TreeLayout, tree_batch, tree_layout
 from specmemo_kernels.drafting.base import StaticDrafter, candidate_columns, fill_tree
+from specmemo_kernels.kv_storage import on_device
 from specmemo_kernels.paged_kv import PagedKVPool
 from specmemo_kernels.propose import only_tokens
 from specmemo_kernels.sequence import SequenceState
@@ -145,8 +146,3 @@ class DeviceStep:
         self._roots.copy_(bonus)
         self._seq_lens.copy_(lengths)
         self._hidden.copy_(hidden)
-
-
-def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` of the host on ``device``; a GPU's queue of work goes on meanwhile."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -26,6 +26,9 @@ _TOKEN_BYTES = 3 * 8
 _TABLE_BYTES = 2 * 4
 #: Layouts of trees that are kept for the next step (``batch.tree_layout`` for the batch sizes seen last).
 KEPT_LAYOUTS = 8
+#: What graphs take beside a step's tensors: torch's allocator rounds up to blocks of 2 and 20 MiB, and cuBLAS gets
+#: another workspace for the stream that captures, of 32 MiB on the GPUs where it is largest.
+_GRAPH_BYTES = (2 + 20 + 32) << 20
 #: Tensors of single elements, whose number depends on nothing.
 _SMALL_BYTES = 4096
 _SEQUENCE_BYTES = 128
@@ -157,7 +160,7 @@ def fixed_parts(shape: GenerationShape, load: Load) -> dict[str, int]:
     if shape.graphs:
         splits = -(-load.nodes // shape.split_size) + 1 if shape.split_size else 0
         step = shape.forward.at(load.nodes) + shape.logits.at(load.nodes)
-        parts["graphs"] += step + load.nodes * (splits * shape.split_row_bytes + _ROW_BYTES) + _SMALL_BYTES
+        parts["graphs"] += step + load.nodes * (splits * shape.split_row_bytes + _ROW_BYTES) + _GRAPH_BYTES
     return parts
 
 

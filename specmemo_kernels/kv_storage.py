@@ -29,6 +29,11 @@ def page_dtype(kv_dtype: str | None) -> torch.dtype | None:
     return None if kv_dtype is None else KV_DTYPES[kv_dtype]
 
 
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` of the host on ``device``; a GPU's queue of work goes on meanwhile."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 @dataclass(frozen=True)
 class LayerKV:
     """What one attention layer stores per token: ``num_kv_heads`` keys of ``head_dim`` and values of ``v_head_dim``."""

@@ -82,11 +82,10 @@ class LateSteps:
             return "the set of sequences has changed"
         if all(sequence.remaining <= len(self._flights) for sequence in decoder.sequences):
             return "all sequences are about to end"
-        written = sum(flight.tree.max_depth + 1 for flight in self._flights)
+        ahead = sum(flight.tree.max_depth + 1 for flight in self._flights) + decoder.next_tree().max_depth
         try:
             for sequence in decoder.sequences:
-                most = len(sequence.tokens) + written + decoder.next_tree().max_depth
-                decoder.pool.reserve(sequence.slot, most)
+                decoder.pool.reserve(sequence.slot, len(sequence.tokens) + ahead)
         except OutOfPages:
             return "pages are scarce"
         return None
@@ -108,6 +107,13 @@ class LateSteps:
             return self._read(decoder)
         return []
 
+    def drop(self) -> None:
+        """Wait for what is under way, and forget it: nothing is written any more."""
+        for flight in self._flights:
+            if flight.arrived is not None:
+                flight.arrived.synchronize()
+        self._flights.clear()
+
     def _launch(self, decoder: SpecDecoder) -> None:
         sequences, tree = list(decoder.sequences), decoder.next_tree()
         if not self._flights:
@@ -117,14 +123,15 @@ class LateSteps:
         # Powers of two, so that a few graphs serve sequences of any length.
         bound = min(room, 1 << (longest - 1).bit_length())
         shape = StepShape(len(sequences), tree.size, tree.max_depth, decoder.tree.width, bound)
+        on_gpu = decoder.target.device.type == "cuda"
+        # Made before anything runs: what was computed and couldn't be kept would be lost.
+        found = torch.empty(len(sequences), tree.max_depth + 3, dtype=torch.int64, pin_memory=on_gpu)
+        arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         emitted, usual = self.steps.launch(shape, tree)
         decoder.stats.graph_steps += 1
         if not usual or not self._flights:
             self._read_at = None
-        on_gpu = emitted.device.type == "cuda"
-        found = torch.empty(emitted.shape, dtype=emitted.dtype, pin_memory=on_gpu)
         found.copy_(emitted, non_blocking=True)
-        arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         if arrived is not None:
             arrived.record()
         self._flights.append(_Flight(sequences, tree, found, arrived, usual))
@@ -137,18 +144,18 @@ class LateSteps:
         emitted, last = read_rows(flight.found)
         running = {id(sequence) for sequence in decoder.sequences}
         rows = [row for row, sequence in enumerate(flight.sequences) if id(sequence) in running]
-        finished: list[SequenceState] = []
-        if rows:
-            hidden = None
-            if len(self._flights) == 1:  # the last one: the host takes over
-                states = self.steps.hidden(len(flight.sequences))
-                hidden = [states[row] for row in rows]
-            alive, accepted = [flight.sequences[row] for row in rows], [emitted[row] for row in rows]
-            nodes = len(alive) * flight.tree.size
-            finished = decoder.advance(alive, accepted, nodes, flight.tree.max_depth, hidden)
-            if decoder.chooser is not None:
-                decoder.chooser.stepped(flight.tree, [last[row] for row in rows], self._seconds(flight))
+        if not rows:
+            self._flights.popleft()
+            return []
+        hidden = None
+        if len(self._flights) == 1:  # the last one: the host takes over
+            states = self.steps.hidden(len(flight.sequences))
+            hidden = [states[row] for row in rows]
+        alive, accepted = [flight.sequences[row] for row in rows], [emitted[row] for row in rows]
+        finished = decoder.advance(alive, accepted, len(rows) * flight.tree.size, flight.tree.max_depth, hidden)
         self._flights.popleft()
+        if decoder.chooser is not None:
+            decoder.chooser.stepped(flight.tree, [last[row] for row in rows], self._seconds(flight))
         return finished
 
     def _seconds(self, flight: _Flight) -> float | None:

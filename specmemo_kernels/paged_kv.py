@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from specmemo_kernels.kv_storage import HostPages, KVStorage, LayerKV
+from specmemo_kernels.kv_storage import HostPages, KVStorage, LayerKV, on_device
 from specmemo_kernels.prefix_index import PrefixIndex
 
 
@@ -133,7 +133,8 @@ class PagedKVPool(KVStorage):
     def _hand_out(self, slot: int, pages: list[int]) -> None:
         """These are a sequence's next pages; nothing has changed if the table can't be written."""
         held = self._pages[slot]
-        self.block_table[slot, len(held) : len(held) + len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        ids = on_device(torch.tensor(pages, dtype=torch.int32), self.device)
+        self.block_table[slot, len(held) : len(held) + len(pages)] = ids
         held.extend(pages)
         self._users.update(pages)
 

@@ -150,6 +150,7 @@ class Scheduler:
             for sequence in (*self._waiting, *self.active):
                 sequence.aborted = sequence.finished = True
             self._drop_aborted()
+            self.decoder.abort()
 
     def _step(self) -> list[SequenceState]:
         """One step of the decoder, tried again with less as long as allocations fail and something is left."""

@@ -18,17 +18,15 @@ from specmemo_kernels.integrations.hf_draft import DraftModel, HFDraftModel, att
 from specmemo_kernels.integrations.hf_graph import graph_use
 from specmemo_kernels.integrations.hf_handle import SpecMemo
 from specmemo_kernels.integrations.hf_plan import (
-    choose_tree,
-    device_plan,
-    generation_shape,
     kernel_blocks,
     make_chooser,
     make_drafter,
+    make_plan,
 )
 from specmemo_kernels.integrations.hf_probe import check_config, probe
 from specmemo_kernels.integrations.hf_target import HFTarget, lm_head_hook
 from specmemo_kernels.kv_storage import page_dtype
-from specmemo_kernels.memory_plan import divide_budget, parse_bytes
+from specmemo_kernels.memory_plan import parse_bytes
 from specmemo_kernels.tree import DraftTree
 
 
@@ -139,12 +137,7 @@ def patch(
         graphs = graph_use(graph, model, facts, drafter, name)
         limits: dict[str, Any] = {"budget": budget, "page_size": page_size, "prefill_chunk": prefill_chunk}
         limits |= {"max_sequences": max_batch_size, "kv_dtype": kv_dtype}
-        if tree is None and not getattr(drafter, "prefers_chain", False):
-            drafter, plan = device_plan(model, facts, drafter, accuracy, name, graphs, limits)
-        else:
-            chosen = choose_tree(tree, drafter, facts, accuracy)
-            shape = generation_shape(model, facts, drafter, name, graphs, page_size, kv_dtype)
-            plan = divide_budget(shape, chosen, **limits)
+        drafter, plan, graphs = make_plan(model, facts, drafter, accuracy, name, tree, graphs, limits)
         plan = replace(plan, kernels=kernel_blocks(facts, name, page_size, kv_dtype))
         handle = SpecMemo(model, facts, drafter, plan, HFTarget(model, facts, name), name, graphs, free, reuse_prefix)
         if tree is None:

@@ -21,13 +21,15 @@ from specmemo_kernels.integrations.hf_probe import measure_passes, time_passes
 from specmemo_kernels.integrations.hf_target import ModelFacts, lm_head
 from specmemo_kernels.kernel_config import KernelConfig
 from specmemo_kernels.kv_storage import page_dtype
-from specmemo_kernels.memory_plan import BudgetError, MemoryPlan, divide_budget
+from specmemo_kernels.memory_plan import BudgetError, MemoryPlan, divide_budget, format_bytes
 from specmemo_kernels.step_graph import MAX_STEPS
 from specmemo_kernels.tree import DraftTree
 from specmemo_kernels.tree_choice import TreeChooser
 
 #: What ``heads`` says to ask for prompt lookup.
 PROMPT_LOOKUP = "prompt-lookup"
+#: More of the budget isn't given to graphs that nobody asked for.
+GRAPH_SHARE = 0.1
 #: Nodes of the parts of a tree that steps verify from graphs, each of which is captured once; beside the whole tree.
 GRAPH_SIZES = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64))
 
@@ -61,6 +63,45 @@ def choose_tree(tree: Any, drafter: Drafter, facts: ModelFacts, accuracy: Accura
     if chosen.width > facts.vocab_size:
         raise ValueError(f"the tree uses rank {chosen.width - 1}, the vocabulary has {facts.vocab_size} tokens")
     return chosen
+
+
+def make_plan(
+    model: Any,
+    facts: ModelFacts,
+    drafter: Drafter,
+    accuracy: Accuracy,
+    backend: str,
+    tree: Any,
+    graphs: GraphUse,
+    limits: dict[str, Any],
+) -> tuple[Drafter, MemoryPlan, GraphUse]:
+    """The plan for ``patch``'s ``tree``, the drafter with the heads that it uses, and what becomes of graphs: unless
+    they must be, not more than a share of the budget goes to them.
+
+    Args:
+        limits: the other arguments of :func:`divide_budget`.
+
+    Raises:
+        BudgetError: not even one page fits.
+    """
+
+    def planned(use: GraphUse) -> tuple[Drafter, MemoryPlan]:
+        if tree is None and not getattr(drafter, "prefers_chain", False):
+            return device_plan(model, facts, drafter, accuracy, backend, use, limits)
+        shape = generation_shape(model, facts, drafter, backend, use, limits["page_size"], limits["kv_dtype"])
+        return drafter, divide_budget(shape, choose_tree(tree, drafter, facts, accuracy), **limits)
+
+    budget = limits["budget"]
+    if not graphs.wanted or graphs.must or budget is None:
+        return *planned(graphs), graphs
+    try:
+        chosen, plan = planned(graphs)
+        if plan.parts["graphs"] <= GRAPH_SHARE * budget:
+            return chosen, plan, graphs
+    except BudgetError:
+        pass
+    none = GraphUse(reason=f"more than {GRAPH_SHARE:.0%} of the budget of {format_bytes(budget)} would go to graphs")
+    return *planned(none), none
 
 
 def device_plan(
