@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_families import batch, greedy
+from test_families import _bushy_paths, batch, greedy
 from test_late_steps import TREE, oracle, seeing_launches, whole
 from tiny_models import _BASE, FAMILIES, VOCAB, random_heads, tiny_model
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -194,19 +194,19 @@ def test_few_steps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_step_traces_without_values() -> None:
     """On tensors that have no values: all but the kernels runs, as a capture needs it, and nothing can be read."""
-    layouts = (tree_layout, candidate_columns)
+    layouts, tree = (tree_layout, candidate_columns), sk.DraftTree.from_paths(_bushy_paths(14))
     try:
-        with FakeTensorMode(), torch.no_grad():
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             config = CONFIG_MAPPING["llama"](**(_BASE | FAMILIES["llama"]))
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
             undo = attach(model.eval())
             layers = (LayerKV(2, 8, 8, torch.float32, torch.device("cpu")),) * 2
             facts = ModelFacts(layers, (4, 4), 32, VOCAB, torch.float32, layers[0].device, True, True)
-            pool = PagedKVPool(layers, num_pages=8, page_size=16, max_sequences=3, max_nodes=3 * TREE.size)
+            pool = PagedKVPool(layers, num_pages=8, page_size=16, max_sequences=3, max_nodes=3 * tree.size)
             state = StepState(3, torch.empty(32, dtype=torch.float32))
-            shape = StepShape(2, TREE.size, TREE.max_depth, TREE.width, 128)
+            shape = StepShape(2, tree.size, tree.max_depth, tree.width, 128)
             drafter = MedusaDrafter(sk.MedusaHeads(32, VOCAB, 4), lm_head(model), "triton")
-            step = DeviceStep(shape, TREE, state, HFTarget(model, facts, "triton"), drafter, pool, "triton")
+            step = DeviceStep(shape, tree, state, HFTarget(model, facts, "triton"), drafter, pool, "triton")
             with Watch() as watch:
                 step.run()
             with pytest.raises(DataDependentOutputException):

@@ -38,7 +38,8 @@ class CudaCapture:
     """CUDA graphs in one memory pool: they never run at once, so the largest one's tensors are what it holds."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool, self.nbytes = torch.cuda.graph_pool_handle(), 0
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
