@@ -97,8 +97,7 @@ class GreedyVerifier:
         target_tokens = self.target.argmax(output)
         if not batch.max_depth:  # roots alone: there is nothing to walk
             length = torch.zeros(batch.num_trees, dtype=torch.int32, device=target_tokens.device)
-            emitted = target_tokens.tolist()
-            return Verdict(length[:, None], length, target_tokens, [[token] for token in emitted], [0] * len(emitted))
+            return length[:, None], length, target_tokens, torch.nn.functional.pad(target_tokens[:, None], (0, 2))
         index, length, bonus = ops.verify_tree_greedy(
             batch.tokens, target_tokens, batch.parents, batch.qo_indptr, max_depth=batch.max_depth, backend=self.backend
         )
