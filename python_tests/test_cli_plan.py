@@ -101,6 +101,38 @@ def test_quantised_pages(vicuna: Path) -> None:
     assert "tokens may differ" in result.output
 
 
+def test_heads_in_4_bits(vicuna: Path, tmp_path: Path) -> None:
+    """What they would give stands among the alternatives; planned with where asked for, or found in a folder."""
+    options = ("--model", vicuna, "--device", "titan-rtx", "--context", 512)
+    plain, coded = plan_json(*options), plan_json(*options, "--head-bits", 4)
+    assert (plain["plan"]["head_bits"], coded["plan"]["head_bits"]) == (None, 4)
+    (offered,) = [row for row in plain["alternatives"] if row["name"] == "heads in 4 bits"]
+    for name in ("total_bytes", "generation_bytes", "tokens_per_second", "heads"):
+        assert offered[name] == coded["plan"][name]
+    assert offered["tokens_per_second"] > plain["plan"]["tokens_per_second"], "fewer bytes are read"
+    assert not any("4 bits" in row["name"] for row in coded["alternatives"])
+    shared = plan_json(*options, "--shared-lm-head")
+    assert not any("4 bits" in row["name"] for row in shared["alternatives"])
+    heads = coded["plan"]["heads"]
+    assert coded["plan"]["parts"]["heads"] == heads * (4096 * 4097 * 2 + 32000 * 4096 // 64 * 34)
+    assert "lm_heads in 4 bits" in run("plan", *options, "--head-bits", 4).output
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
+    CONFIG_MAPPING["llama"](**sizes, vocab_size=500, max_position_embeddings=512).save_pretrained(tmp_path / "model")
+    for bits, asked in ((4, ()), (4, ("--head-bits", 4)), (None, ("--head-bits", 4))):
+        MedusaHeads(64, 500, 2, head_bits=bits).save_pretrained(tmp_path / "heads")
+        small = ("--model", tmp_path / "model", "--device", "h100", "--context", 256, "--heads", tmp_path / "heads")
+        plan = plan_json(*small, *asked)["plan"]
+        assert plan["head_bits"] == 4
+        assert plan["parts"]["heads"] == plan["heads"] * (4 * 64 * 65 + 500 * 34)
+    for args, message in (
+        (("--head-bits", 3), "head_bits is 3, expected 4 or None"),
+        (("--head-bits", 4, "--shared-lm-head"), "have no matrix of their own"),
+    ):
+        result = run("plan", *options, *args)
+        assert result.exit_code == 2
+        assert message in result.output
+
+
 def test_dtypes(llama: Path) -> None:
     """bfloat16 on a GPU without it is an error with the remedy; the remedy is an option."""
     options = ("--model", llama, "--device", "titan-rtx", "--context", 1024)

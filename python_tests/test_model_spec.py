@@ -138,8 +138,8 @@ def test_heads() -> None:
     from specmemo_kernels import MedusaHeads
 
     spec = ModelSpec.from_config(meta_model("Llama-2-7B").config)
-    for heads, layers, own in ((5, 1, True), (3, 2, False)):
+    for heads, layers, own, bits in ((5, 1, True, None), (3, 2, False, None), (2, 1, True, 4)):
         with torch.device("meta"):
-            module = MedusaHeads(4096, 32000, heads, layers, own_lm_head=own).half()
-        sizes = HeadsSpec(5, layers, own)
-        assert predicted_shape(spec, sizes, heads).head_bytes == sum(p.nbytes for p in module.parameters())
+            module = MedusaHeads(4096, 32000, heads, layers, own_lm_head=own, head_bits=bits).half()
+        sizes = HeadsSpec(5, layers, own, bits)
+        assert predicted_shape(spec, sizes, heads).head_bytes == sum(t.nbytes for t in module.state_dict().values())

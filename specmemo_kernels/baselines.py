@@ -99,6 +99,6 @@ def medusa_parts(spec: ModelSpec, workload: Workload, run: MedusaRun | None = No
     )
     held = {
         "kv_cache": batch * max(spec.max_context, workload.context) * spec.kv_bytes_per_token // tp,
-        "heads": run.heads.weights(spec, heads, tp) * size,
+        "heads": run.heads.nbytes(spec, heads, tp),
     }
     return held | max(moments, key=lambda parts: sum(parts.values()))

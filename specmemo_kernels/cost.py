@@ -47,8 +47,9 @@ def pass_seconds(
     - the layers' matrices: read once, multiplied with every row (a mixture's with the rows that its experts get);
     - attention: keys and values of all slots read once (as codes and scales where ``kv_dtype`` names some; turning
       them back isn't counted), ``4 * heads * dim`` operations per row and slot;
-    - the lm_head on ``lm_rows``; each head's blocks and vocabulary matrix (its own, or one more product with the
-      model's for all heads) on ``head_rows``;
+    - the lm_head on ``lm_rows``; each head's blocks and vocabulary matrix (its own, read in fewer bytes where it is in
+      4 bits, or one more product with the model's for all heads) on ``head_rows``. A measured curve knows no codes, so
+      on such a device they count like weights of the model's dtype;
     - two all-reduces of the residual stream per layer for ``tp > 1``: ``2 (tp - 1) / tp`` of its bytes over a link;
     - the host, which launches every operator.
     """
@@ -68,7 +69,7 @@ def pass_seconds(
         blocks = run.heads * heads.num_layers * spec.hidden_size**2
         seconds += device.linear_seconds(blocks, blocks * size, run.head_rows, dtype, run.heads * heads.num_layers)
         own, rows = (run.heads, run.head_rows) if heads.own_lm_head else (1, run.heads * run.head_rows)
-        seconds += device.linear_seconds(own * vocabulary, own * vocabulary * size, rows, dtype, own)
+        seconds += device.linear_seconds(own * vocabulary, own * heads.vocab_bytes(spec, tp), rows, dtype, own)
     if tp > 1:
         stream = run.rows * spec.hidden_size * size
         seconds += 2 * spec.num_layers * 2 * (tp - 1) / tp * stream / device.link_rate

@@ -14,6 +14,7 @@ import torch
 
 from specmemo_kernels.kv_storage import LayerKV
 from specmemo_kernels.model_spec import ModelSpec
+from specmemo_kernels.weight_codes import check_bits, packed_bytes
 
 #: A prefill row or tree node outside of the model: int64 tokens (as drafted, packed, clamped), positions, and a spare.
 _ROW_BYTES = 5 * 8
@@ -83,7 +84,7 @@ class GenerationShape:
     Attributes:
         kv_bytes_per_token: all layers' keys and values in pages, scales included.
         scratch_bytes_per_node: a node's keys and values while it waits for the verdict; ``None``: as in pages.
-        head_bytes: what the drafter holds.
+        head_bytes: what the drafter holds. coded_head_bytes: what it would with ``head_bits=4``; ``None``: the same.
         forward: a forward pass up to its lm_head, by its rows.
         logits: what the rows add whose logits the model makes, where steps can't do without; else nothing.
         state_bytes: of one sequence between passes (its last hidden state).
@@ -109,6 +110,7 @@ class GenerationShape:
     scratch_bytes_per_node: int | None = None
     kept_steps: int = 0
     graphs: bool = False
+    coded_head_bytes: int | None = None
 
     @property
     def node_bytes(self) -> int:
@@ -189,17 +191,36 @@ def equal_length_metadata(load: Load, pages: int) -> int:
 
 @dataclass(frozen=True)
 class HeadsSpec:
-    """Medusa heads by their sizes: ``num_layers`` residual blocks each, and a vocabulary matrix if ``own_lm_head``."""
+    """Medusa heads by their sizes: ``num_layers`` residual blocks each, and a vocabulary matrix if ``own_lm_head``.
+
+    ``head_bits``: 4 for vocabulary matrices in 4-bit codes, ``None`` for the model's dtype.
+
+    Raises:
+        ValueError: other ``head_bits``, or without a matrix for them.
+    """
 
     num_heads: int = 5
     num_layers: int = 1
     own_lm_head: bool = True
+    head_bits: int | None = None
 
-    def weights(self, spec: ModelSpec, heads: int, tp: int = 1) -> int:
-        """Matrix elements of the first ``heads`` heads on one rank; the vocabulary is divided, blocks are not."""
-        block = spec.hidden_size * (spec.hidden_size + 1)
-        own = -(-spec.vocab_weights // tp) if self.own_lm_head else 0
-        return heads * (self.num_layers * block + own)
+    def __post_init__(self) -> None:
+        check_bits(self.head_bits)
+        if self.head_bits is not None and not self.own_lm_head:
+            raise ValueError(
+                f"head_bits is {self.head_bits}, but heads that share the model's lm_head have no matrix of their own"
+            )
+
+    def vocab_bytes(self, spec: ModelSpec, tp: int = 1) -> int:
+        """One vocabulary matrix on one rank: its rows are divided. With codes 34 bytes per 64 elements of a row."""
+        if self.head_bits is not None:
+            return packed_bytes(-(-spec.vocab_size // tp), spec.hidden_size)
+        return -(-spec.vocab_weights // tp) * spec.dtype_bytes
+
+    def nbytes(self, spec: ModelSpec, heads: int, tp: int = 1) -> int:
+        """The first ``heads`` heads on one rank; the vocabulary is divided, blocks are not."""
+        block = spec.hidden_size * (spec.hidden_size + 1) * spec.dtype_bytes
+        return heads * (self.num_layers * block + (self.vocab_bytes(spec, tp) if self.own_lm_head else 0))
 
 
 def weight_bytes(spec: ModelSpec, tp: int = 1) -> int:
@@ -280,7 +301,7 @@ def predicted_shape(
     return GenerationShape(
         kv_bytes_per_token=page_token_bytes(spec, kv_dtype, tp),
         scratch_bytes_per_node=page_token_bytes(spec, None, tp),
-        head_bytes=heads.weights(spec, num_heads, tp) * spec.dtype_bytes,
+        head_bytes=heads.nbytes(spec, num_heads, tp),
         forward=PassBytes(0, pass_row_bytes(spec, tp)),
         state_bytes=3 * spec.hidden_size * spec.dtype_bytes,
         split_size=split_size,

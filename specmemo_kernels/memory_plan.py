@@ -69,7 +69,8 @@ class MemoryPlan:
             weights among the parts, those of patching don't.
         parts: bytes of each part at most; with a budget their sum stays within it. Prompts of more rows than
             ``max_sequences`` add their ids, 24 bytes per padded token.
-        heads: Medusa heads to load, where the plan chose them.
+        heads: Medusa heads to load, where the plan chose them. head_bits: 4 where their own vocabulary matrices are in
+            4-bit codes, ``None`` where they are as stored.
         kv_dtype: of keys and values in pages, ``None`` for the model's own; ``"int8"`` and ``"fp8"`` are codes with
             scales, never chosen unasked.
         tokens_per_step, tokens_per_second, step_seconds: predicted, where the plan knows the device.
@@ -86,6 +87,7 @@ class MemoryPlan:
     budget: int | None
     parts: dict[str, int] = field(default_factory=dict)
     heads: int | None = None
+    head_bits: int | None = None
     kv_dtype: str | None = None
     tokens_per_step: float | None = None
     tokens_per_second: float | None = None
@@ -134,6 +136,7 @@ class MemoryPlan:
                 f"budget {'none' if self.budget is None else format_bytes(self.budget)}",
                 f"tree of {counted(self.tree.size, 'node')}, depth {self.tree.max_depth}",
                 f"KV: {pages}" + (f" in {self.kv_dtype}" if self.kv_dtype in ("int8", "fp8") else ""),
+                *((f"the heads' own lm_heads in {self.head_bits} bits",) if self.head_bits is not None else ()),
                 f"prefill chunk {self.prefill_chunk}",
                 f"at most {counted(self.max_sequences, 'sequence')} at once",
                 ", ".join(f"{name} {format_bytes(size)}" for name, size in self.parts.items()),
@@ -182,15 +185,19 @@ def divide_budget(
             pages = left // page_bytes
             parts = {name: parts.get(name, 0) + pages * page.get(name, 0) for name in parts | page}
             return MemoryPlan(tree, load.sequences, page_size, pages, load.chunk, budget, parts, kv_dtype=kv_dtype)
-    raise BudgetError(_too_small(budget, page_size, parts, page_bytes))
+    raise BudgetError(_too_small(budget, page_size, parts, page_bytes, shape.coded_head_bytes))
 
 
-def _too_small(budget: int, page_size: int, parts: dict[str, int], page_bytes: int) -> str:
+def _too_small(
+    budget: int, page_size: int, parts: dict[str, int], page_bytes: int, coded_head_bytes: int | None
+) -> str:
     """Which parts the least plan has, how much is missing for it, and what would do."""
     least = sum(parts.values()) + page_bytes
     needed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
     largest = max(parts, key=lambda name: parts[name])
     instead = ", or heads='prompt-lookup', which has no weights" if parts["heads"] else ""
+    if coded_head_bytes is not None and least - parts["heads"] + coded_head_bytes <= budget:
+        instead = f", or head_bits=4, with which the heads take {format_bytes(coded_head_bytes)}" + instead
     return (
         f"memory_budget {format_bytes(budget)} is too small for one page of {page_size} tokens "
         f"({format_bytes(page_bytes)}) beside {needed}: {format_bytes(least - budget)} missing, the largest part is "

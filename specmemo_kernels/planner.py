@@ -51,6 +51,7 @@ def problem_of(
         model: a :class:`ModelSpec`, a configuration (object, file, folder or hub id).
         device: a profile, or the name of a known device.
         heads: the heads that could be loaded; five with vocabulary matrices of their own, as Medusa publishes.
+            ``HeadsSpec(head_bits=4)`` plans with those in 4-bit codes, and with the accuracies of heads that aren't.
         kv_dtype: ``"int8"`` or ``"fp8"`` for keys and values in pages as codes with scales, half the bytes of 16 bits
             and not lossless; ``None`` (default): in the model's dtype.
 
@@ -115,8 +116,9 @@ def choose(problem: Problem, choices: list[Choice], budget: int | str | None) ->
     return MemoryPlan(
         tree=DraftTree.from_paths(paths), max_sequences=best.sequences, page_size=best.page_size,
         max_pages=best.num_pages, prefill_chunk=best.chunk, budget=limit, parts=parts_of(problem, best),
-        heads=best.heads, kv_dtype=problem.kv_dtype, tokens_per_step=best.tokens_per_step,
-        tokens_per_second=best.speed.tokens_per_second, step_seconds=best.speed.step_seconds,
+        heads=best.heads, head_bits=problem.heads.head_bits, kv_dtype=problem.kv_dtype,
+        tokens_per_step=best.tokens_per_step, tokens_per_second=best.speed.tokens_per_second,
+        step_seconds=best.speed.step_seconds,
         reasons=tuple(_reasons(problem, choices, best, free, asked)), kernels=_kernels(problem, best.page_size),
     )  # fmt: skip
 

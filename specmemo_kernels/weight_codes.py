@@ -17,7 +17,7 @@ GROUP = 64
 CODE_BITS = 4
 _SCALE_BYTES = 2
 #: Elements that are packed at a time; what that takes beside the result is a few dozen bytes for each.
-_CHUNK = 1 << 18
+_CHUNK = 1 << 16
 
 
 def groups_of(columns: int) -> int:

@@ -23,6 +23,10 @@ KVDtype = Annotated[
     str | None,
     typer.Option(help="int8 or fp8: keys and values as 8-bit codes, not lossless (default: the model's dtype)."),
 ]
+HeadBits = Annotated[
+    int | None,
+    typer.Option(help="4: the heads' own vocabulary matrices as 4-bit codes; no token changes (default: as stored)."),
+]
 Backend = Annotated[str | None, typer.Option(help="reference, cpu or triton (default: by device).")]
 
 
@@ -80,6 +84,7 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens per reply.", min=1)] = 256,
     tree: Tree = None,
     kv_dtype: KVDtype = None,
+    head_bits: HeadBits = None,
 ) -> None:
     """Talk to a model with its heads: a chat where the tokenizer has a template, else completion of your text."""
     with one_line_errors():
@@ -88,7 +93,7 @@ def chat(
         run_chat(
             ChatOptions(
                 model=model, heads=heads, memory_budget=memory_budget, dtype=dtype, device=device, backend=backend,
-                max_new_tokens=max_new_tokens, tree=tree, kv_dtype=kv_dtype,
+                max_new_tokens=max_new_tokens, tree=tree, kv_dtype=kv_dtype, head_bits=head_bits,
             )
         )  # fmt: skip
 
@@ -131,6 +136,7 @@ def plan(
         str | None, typer.Option(help="Plan for the model loaded in this dtype (default: as configured).")
     ] = None,
     kv_dtype: KVDtype = None,
+    head_bits: HeadBits = None,
     weight_bits: Annotated[
         float | None, typer.Option(help="Plan for layers quantised to so many bits, scales included.", min=1, max=32)
     ] = None,
@@ -148,8 +154,8 @@ def plan(
         run_plan(
             PlanOptions(
                 model=model, device=device, budget=budget, context=context, prompt=prompt, batch=batch, tp=tp,
-                heads=heads, shared_lm_head=shared_lm_head, dtype=dtype, kv_dtype=kv_dtype, weight_bits=weight_bits,
-                as_json=as_json, plot=plot,
+                heads=heads, shared_lm_head=shared_lm_head, dtype=dtype, kv_dtype=kv_dtype, head_bits=head_bits,
+                weight_bits=weight_bits, as_json=as_json, plot=plot,
             )
         )  # fmt: skip
 

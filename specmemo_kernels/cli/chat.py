@@ -43,6 +43,7 @@ class ChatOptions:
     max_new_tokens: int
     tree: int | None
     kv_dtype: str | None
+    head_bits: int | None = None
 
 
 class ConsoleStreamer(TextStreamer):
@@ -161,6 +162,7 @@ def start_chat(options: ChatOptions, console: Console) -> Chat:
         backend=options.backend,
         max_batch_size=1,
         kv_dtype=options.kv_dtype,
+        head_bits=options.head_bits,
     )
     chat = Chat(model, handle, tokenizer, options.max_new_tokens, console)
     name = "the bundled demo model, which completes Python code" if bundled else folder

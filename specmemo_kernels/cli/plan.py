@@ -22,6 +22,7 @@ from specmemo_kernels.memory_plan import MemoryPlan, format_bytes
 from specmemo_kernels.model_spec import ModelSpec
 from specmemo_kernels.planner import choose, problem_of, smallest_budget
 from specmemo_kernels.search import MAX_NODES, Choice, Problem, candidates, fastest, frontier, parts_of, tree_paths
+from specmemo_kernels.weight_codes import CODE_BITS
 
 RETAIN = 0.96
 
@@ -41,6 +42,7 @@ class PlanOptions:
     shared_lm_head: bool
     dtype: str | None
     kv_dtype: str | None
+    head_bits: int | None
     weight_bits: float | None
     as_json: bool
     plot: Path | None
@@ -110,9 +112,11 @@ def heads_of(options: PlanOptions, spec: ModelSpec) -> tuple[HeadsSpec, Accuracy
     Raises:
         UserError: neither a number nor a folder or file, or a folder of heads with ``--shared-lm-head``.
         HeadsError: no heads in it, or heads for another model.
+        ValueError: ``--head-bits`` other than 4, or for heads without vocabulary matrices.
     """
+    bits = options.head_bits
     if options.heads.isdecimal():
-        return HeadsSpec(int(options.heads), own_lm_head=not options.shared_lm_head), DEFAULT_ACCURACY
+        return HeadsSpec(int(options.heads), 1, not options.shared_lm_head, bits), DEFAULT_ACCURACY
     if not Path(options.heads).expanduser().exists():
         raise UserError(f"--heads {options.heads}: neither a number nor a folder or file that is here")
     if options.shared_lm_head:
@@ -120,7 +124,8 @@ def heads_of(options: PlanOptions, spec: ModelSpec) -> tuple[HeadsSpec, Accuracy
     from specmemo_kernels.drafting.load_heads import describe_heads
 
     found = describe_heads(options.heads, spec.hidden_size, spec.vocab_size)
-    return HeadsSpec(found.num_heads, found.num_layers, found.own_lm_head), found.accuracy or DEFAULT_ACCURACY
+    sizes = HeadsSpec(found.num_heads, found.num_layers, found.own_lm_head, bits or found.head_bits)
+    return sizes, found.accuracy or DEFAULT_ACCURACY
 
 
 def alternatives(problem: Problem, choices: list[Choice], plan: MemoryPlan) -> list[Row]:
@@ -150,12 +155,17 @@ def alternatives(problem: Problem, choices: list[Choice], plan: MemoryPlan) -> l
     coded = None
     if problem.kv_dtype is None:
         coded = fastest(candidates(dataclasses.replace(problem, kv_dtype="int8")), plan.budget or 0)
+    packed = None
+    if problem.heads.own_lm_head and problem.heads.num_heads and problem.heads.head_bits is None:
+        few_bits = dataclasses.replace(problem.heads, head_bits=CODE_BITS)
+        packed = fastest(candidates(dataclasses.replace(problem, heads=few_bits)), plan.budget or 0)
     return [
         row("this plan", best),
         row("fastest of all", free),
         row(f"{RETAIN:.0%} of that, at least", lean),
         row("least that runs", least),
         *([] if coded is None else [row("int8 pages, not lossless", coded)]),
+        *([] if packed is None else [row("heads in 4 bits", packed)]),
         Row("plain generate", size, size + weights, 1.0, plain_speed(spec, device, work, tp)),
         Row("Medusa as published", dense, dense + weights, tokens, theirs, published.num_heads, MAX_NODES),
     ]
@@ -211,8 +221,9 @@ def _against_medusa(choices: list[Choice], rows: list[Row]) -> str:
 
 
 def _chosen(plan: MemoryPlan, dtype: str) -> dict[str, str]:
+    bits = f", lm_heads in {plan.head_bits} bits" if plan.head_bits and plan.heads else ""
     return {
-        "heads": str(plan.heads),
+        "heads": f"{plan.heads}{bits}",
         "tree": f"{plan.tree.size} nodes, depth {plan.tree.max_depth}",
         "pages": f"{plan.num_pages} of {plan.page_size} tokens, {plan.kv_dtype or dtype}",
         "prefill chunk": f"{plan.prefill_chunk} tokens",

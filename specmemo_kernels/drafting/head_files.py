@@ -47,15 +47,15 @@ class Layout:
 
 MEDUSA = Layout(
     re.compile(r"(?P<head>\d{1,4})\.(?P<layer>\d{1,4})\.linear\.(?P<part>weight|bias)"),
-    re.compile(r"(?P<head>\d{1,4})\.(?P<layer>\d{1,4})\.weight"),
+    re.compile(r"(?P<head>\d{1,4})\.(?P<layer>\d{1,4})\.(?P<part>weight|codes|scales)"),
     "{head}.{layer}.linear.{part}",
-    "{head}.{layer}.weight",
+    "{head}.{layer}.{part}",
 )
 VLLM = Layout(
     re.compile(r"blocks\.(?P<head>\d{1,4})\.layers\.(?P<layer>\d{1,4})\.(?P<part>weight|bias)"),
-    re.compile(r"lm_heads\.(?P<head>\d{1,4})\.weight"),
+    re.compile(r"lm_heads\.(?P<head>\d{1,4})\.(?P<part>weight)"),
     "blocks.{head}.layers.{layer}.{part}",
-    "lm_heads.{head}.weight",
+    "lm_heads.{head}.{part}",
 )
 
 

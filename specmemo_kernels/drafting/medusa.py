@@ -36,7 +36,20 @@ class MedusaDrafter:
     @property
     def nbytes(self) -> int:
         """Bytes on its device: none while it is offloaded."""
-        return sum(p.nbytes for p in self.heads.parameters() if p.device == self._home)
+        return sum(tensor.nbytes for tensor in self._held if tensor.device == self._home)
+
+    @property
+    def coded_nbytes(self) -> int | None:
+        """What it would hold with its own vocabulary matrices in 4 bits; ``None`` where that makes no difference."""
+        coded = self.heads.coded_bytes()
+        if coded is None:
+            return None
+        own = sum(self.heads.own_tensors(head)[0].nbytes for head in range(self.heads.num_heads))
+        return sum(tensor.nbytes for tensor in self._held) - own + coded
+
+    @property
+    def _held(self) -> list[torch.Tensor]:
+        return [*self.heads.parameters(), *self.heads.buffers()]
 
     @property
     def offloadable(self) -> bool:
@@ -52,10 +65,11 @@ class MedusaDrafter:
     def _move(self, device: torch.device) -> None:
         """All or nothing: everything has arrived before the first old tensor is let go."""
         stacks = [[tensor.to(device) for tensor in kind] for kind in (self._weights, self._biases)]
-        own = [self.heads.own_weight(head) for head in range(self.heads.num_heads)] if self.heads.own_lm_head else []
-        moved = [weight.data.to(device) for weight in own]
-        for weight, data in zip(own, moved, strict=True):
-            weight.data = data
+        count = self.heads.num_heads if self.heads.own_lm_head else 0
+        own = [tensor for head in range(count) for tensor in self.heads.own_tensors(head) if tensor is not None]
+        moved = [tensor.data.to(device) for tensor in own]
+        for tensor, data in zip(own, moved, strict=True):
+            tensor.data = data
         self._weights, self._biases = stacks
         _point_into(self.heads, *stacks)
 
@@ -73,8 +87,11 @@ class MedusaDrafter:
             x = x + nn.functional.silu(torch.baddbmm(bias[:depth], x, weight[:depth].transpose(1, 2)))
         shared, shared_bias = self._lm_head
         if self.heads.own_lm_head:
-            own = [self.heads.lm_head_weight(head, shared).detach() for head in range(depth)]
-            rows = [ops.lm_head_topk(x[h], own[h], k=width, backend=self.backend)[1] for h in range(depth)]
+            rows = []
+            for head in range(depth):
+                weight, scales = self.heads.own_tensors(head)
+                best = ops.lm_head_topk(x[head], weight.detach(), k=width, scales=scales, backend=self.backend)
+                rows.append(best[1])
             return torch.cat(rows, dim=1)
         tokens = ops.lm_head_topk(x.flatten(0, 1), shared, shared_bias, k=width, backend=self.backend)[1]
         return tokens.view(depth, len(hidden), width).transpose(0, 1).flatten(1)

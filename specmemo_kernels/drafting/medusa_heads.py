@@ -1,4 +1,4 @@
-"""Medusa heads as a module: residual SiLU blocks, with an lm_head of their own or the model's."""
+"""Medusa heads as a module: residual SiLU blocks, with an lm_head of their own (maybe in 4 bits) or the model's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+
+from specmemo_kernels.weight_codes import GROUP, check_bits, groups_of, packed_bytes, unpack
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "medusa_lm_head.safetensors"
@@ -29,6 +31,27 @@ class ResidualBlock(nn.Module):
         return hidden + nn.functional.silu(self.linear(hidden))
 
 
+class CodedLinear(nn.Module):
+    """A linear layer whose matrix is in 4-bit codes (:mod:`specmemo_kernels.weight_codes`); for drafting, not training.
+
+    Buffers: ``codes`` ``[out_features, 32 * G]`` uint8 and ``scales`` ``[out_features, G]`` float16; zeros when new.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.in_features = in_features
+        groups = groups_of(in_features)
+        self.register_buffer("codes", torch.zeros(out_features, groups * (GROUP // 2), dtype=torch.uint8))
+        self.register_buffer("scales", torch.zeros(out_features, groups, dtype=torch.float16))
+
+    def matrix(self) -> torch.Tensor:
+        """``[out_features, in_features]`` float32: what the codes stand for."""
+        return unpack(self.codes, self.scales, self.in_features)
+
+
 class MedusaHeads(nn.ModuleList):
     """``num_heads`` Medusa heads; head ``h`` guesses the token ``h + 2`` places after a hidden state.
 
@@ -39,9 +62,10 @@ class MedusaHeads(nn.ModuleList):
         num_layers: residual blocks per head.
         own_lm_head: each head owns a ``[vocab_size, hidden_size]`` matrix (Medusa-1); ``False``
             shares the model's lm_head (Medusa "v2"), which saves most of the memory.
+        head_bits: 4 for own matrices in 4-bit codes, an eighth of float32's bytes; ``None``: in the heads' dtype.
 
     The state dict has the published names: ``{h}.{l}.linear.weight``, ``{h}.{l}.linear.bias`` and, with
-    an own lm_head, ``{h}.{num_layers}.weight``.
+    an own lm_head, ``{h}.{num_layers}.weight``, or ``{h}.{num_layers}.codes`` and ``.scales``.
 
     Attributes:
         cumulative_topk_accuracy: how often head ``h``'s best ``k + 1`` guesses hold the right token, ``[h][k]``, where
@@ -56,7 +80,13 @@ class MedusaHeads(nn.ModuleList):
         num_layers: int = 1,
         *,
         own_lm_head: bool = True,
+        head_bits: int | None = None,
     ) -> None:
+        check_bits(head_bits)
+        if head_bits is not None and not own_lm_head:
+            raise ValueError(
+                f"MedusaHeads: head_bits is {head_bits}, but without own_lm_head there is no matrix for it"
+            )
         for name, value in (("hidden_size", hidden_size), ("vocab_size", vocab_size), ("num_heads", num_heads)):
             if value < 1:
                 raise ValueError(f"MedusaHeads: {name} is {value}, it must be at least 1")
@@ -65,11 +95,15 @@ class MedusaHeads(nn.ModuleList):
         super().__init__()
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         self.num_heads, self.num_layers, self.own_lm_head = num_heads, num_layers, own_lm_head
+        self.head_bits = head_bits
         self.cumulative_topk_accuracy: list[list[float]] | None = None
         for _ in range(num_heads):
             layers: list[nn.Module] = [ResidualBlock(hidden_size) for _ in range(num_layers)]
             if own_lm_head:
-                layers.append(nn.Linear(hidden_size, vocab_size, bias=False))
+                coded = head_bits is not None
+                layers.append(
+                    CodedLinear(hidden_size, vocab_size) if coded else nn.Linear(hidden_size, vocab_size, bias=False)
+                )
             self.append(nn.Sequential(*layers))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -87,12 +121,27 @@ class MedusaHeads(nn.ModuleList):
         return hidden
 
     def lm_head_weight(self, head: int, shared: torch.Tensor) -> torch.Tensor:
-        """The ``[vocab_size, hidden_size]`` matrix behind head ``head``; ``shared`` is the model's."""
-        return self.own_weight(head) if self.own_lm_head else shared
+        """The ``[vocab_size, hidden_size]`` matrix behind head ``head``; ``shared`` is the model's.
 
-    def own_weight(self, head: int) -> torch.Tensor:
-        """The matrix of head ``head``'s own lm_head."""
-        return cast(nn.Linear, self._layers(head)[self.num_layers]).weight
+        Of one in 4 bits a new tensor is made, in the blocks' dtype.
+        """
+        if not self.own_lm_head:
+            return shared
+        own = self._layers(head)[self.num_layers]
+        if isinstance(own, CodedLinear):
+            return own.matrix().to(self.linear(head, 0).weight.dtype)
+        return cast(nn.Linear, own).weight
+
+    def own_tensors(self, head: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What head ``head``'s own lm_head is kept as: its matrix and ``None``, or codes and scales."""
+        own = self._layers(head)[self.num_layers]
+        return (own.codes, own.scales) if isinstance(own, CodedLinear) else (cast(nn.Linear, own).weight, None)
+
+    def coded_bytes(self) -> int | None:
+        """What the own matrices would take in 4 bits; ``None`` if there are none, or they are."""
+        if not self.own_lm_head or self.head_bits is not None:
+            return None
+        return self.num_heads * packed_bytes(self.vocab_size, self.hidden_size)
 
     def linear(self, head: int, layer: int) -> nn.Linear:
         """The linear layer ``[hidden_size, hidden_size]`` of a residual block."""
@@ -119,8 +168,9 @@ class MedusaHeads(nn.ModuleList):
             raise ValueError(f"MedusaHeads.truncated: num_heads is {num_heads}, there are {self.num_heads}")
         with torch.device("meta"):
             first = MedusaHeads(
-                self.hidden_size, self.vocab_size, num_heads, self.num_layers, own_lm_head=self.own_lm_head
-            )
+                self.hidden_size, self.vocab_size, num_heads, self.num_layers, own_lm_head=self.own_lm_head,
+                head_bits=self.head_bits,
+            )  # fmt: skip
         for head in range(num_heads):
             first[head] = self[head]
         first.training = self.training
@@ -130,7 +180,11 @@ class MedusaHeads(nn.ModuleList):
 
     @staticmethod
     def from_pretrained(
-        source: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+        source: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        head_bits: int | None = None,
     ) -> MedusaHeads:
         """The heads in a folder, a file or a hub repository, in any layout that :func:`load_heads` knows.
 
@@ -139,13 +193,14 @@ class MedusaHeads(nn.ModuleList):
         Args:
             source: what :func:`specmemo_kernels.drafting.load_heads.load_heads` takes as path or hub id.
             dtype, device: of the result; ``None`` keeps the file's dtype and the CPU.
+            head_bits: 4 for own vocabulary matrices in 4-bit codes; ``None``: as stored.
 
         Raises:
             HeadsError: nothing usable there, or a size that can't be told; it names the file and the key.
         """
         from specmemo_kernels.drafting.load_heads import load_pretrained
 
-        return load_pretrained(source, dtype=dtype, device=device)
+        return load_pretrained(source, dtype=dtype, device=device, head_bits=head_bits)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write ``config.json`` and ``medusa_lm_head.safetensors`` into ``folder``.

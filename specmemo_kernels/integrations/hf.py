@@ -14,6 +14,7 @@ from torch import nn
 
 from specmemo_kernels import ops
 from specmemo_kernels.drafting.base import Drafter, OffloadingDrafter
+from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.integrations.hf_draft import DraftModel, HFDraftModel, attach
 from specmemo_kernels.integrations.hf_graph import graph_use
 from specmemo_kernels.integrations.hf_handle import SpecMemo
@@ -28,6 +29,7 @@ from specmemo_kernels.integrations.hf_target import HFTarget, lm_head_hook
 from specmemo_kernels.kv_storage import page_dtype
 from specmemo_kernels.memory_plan import parse_bytes
 from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.weight_codes import check_bits
 
 
 class PatchedGeneration:
@@ -69,6 +71,7 @@ def patch(
     prefill_chunk: int = 256,
     max_batch_size: int = 8,
     kv_dtype: str | None = None,
+    head_bits: int | None = None,
     keep_free: int | str | None = None,
     reuse_prefix: bool = True,
     graph: bool | None = None,
@@ -94,6 +97,9 @@ def patch(
         kv_dtype: ``"int8"`` or ``"fp8"`` stores keys and values in pages as 8-bit codes with a scale per token and
             head: about twice the tokens in the same memory, at a small error, so that the tokens may differ from the
             model's own. ``None`` (default): in the model's dtype. Never chosen for you.
+        head_bits: 4 keeps the heads' own vocabulary matrices as 4-bit codes with a float16 scale per 64, about a
+            quarter of 16-bit ones; packed while loading, a few rows at a time. Heads only guess, so no token changes;
+            the guesses get slightly worse. ``None`` (default): as stored.
         keep_free: bytes (or ``"512MiB"``) of the device's memory to leave to others. Every few steps it is looked at;
             below the mark generation gives up, one after the other, nodes of the tree, pages that nobody needs yet, the
             heads, and sequences, which wait in host memory; it takes them back when there is a quarter more again.
@@ -126,11 +132,12 @@ def patch(
     budget = None if memory_budget is None else parse_bytes(memory_budget)
     free = None if keep_free is None else parse_bytes(keep_free, "keep_free")
     page_dtype(kv_dtype)
+    check_bits(head_bits)
     name = ops.backend_name(backend, model.get_input_embeddings().weight.device)
     undo = [attach(model)]
     try:
         facts = probe(model)
-        drafter, accuracy = make_drafter(heads, model, facts, name)
+        drafter, accuracy = make_drafter(heads, model, facts, name, head_bits)
         if isinstance(drafter, HFDraftModel):
             undo.append(drafter.detach)
             drafter.keeps_pages = reuse_prefix
@@ -138,7 +145,8 @@ def patch(
         limits: dict[str, Any] = {"budget": budget, "page_size": page_size, "prefill_chunk": prefill_chunk}
         limits |= {"max_sequences": max_batch_size, "kv_dtype": kv_dtype}
         drafter, plan, graphs = make_plan(model, facts, drafter, accuracy, name, tree, graphs, limits)
-        plan = replace(plan, kernels=kernel_blocks(facts, name, page_size, kv_dtype))
+        bits = drafter.heads.head_bits if isinstance(drafter, MedusaDrafter) else None
+        plan = replace(plan, kernels=kernel_blocks(facts, name, page_size, kv_dtype), head_bits=bits)
         handle = SpecMemo(model, facts, drafter, plan, HFTarget(model, facts, name), name, graphs, free, reuse_prefix)
         if tree is None:
             handle.chooser = make_chooser(model, facts, drafter, accuracy, plan, graphs)

@@ -40,7 +40,7 @@ def device_tree(
     known = accuracy[: drafter.max_depth]
     heads, with_heads = HeadsSpec(len(known)), isinstance(drafter, MedusaDrafter)
     if isinstance(drafter, MedusaDrafter):
-        heads = HeadsSpec(len(known), drafter.heads.num_layers, drafter.heads.own_lm_head)
+        heads = HeadsSpec(len(known), drafter.heads.num_layers, drafter.heads.own_lm_head, drafter.heads.head_bits)
     try:
         spec = ModelSpec.from_config(model.config)
     except ValueError as error:

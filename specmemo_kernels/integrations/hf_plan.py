@@ -34,17 +34,29 @@ GRAPH_SHARE = 0.1
 GRAPH_SIZES = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64))
 
 
-def make_drafter(heads: Any, model: Any, facts: ModelFacts, backend: str) -> tuple[Drafter, Accuracy]:
-    """The drafter behind ``heads``, and the accuracies to build its tree from."""
-    if isinstance(heads, str) and heads == PROMPT_LOOKUP:
+def make_drafter(
+    heads: Any, model: Any, facts: ModelFacts, backend: str, head_bits: int | None = None
+) -> tuple[Drafter, Accuracy]:
+    """The drafter behind ``heads``, and the accuracies to build its tree from.
+
+    Raises:
+        ValueError: ``head_bits`` for something that isn't Medusa heads, or has no vocabulary matrix of its own.
+    """
+    lookup = isinstance(heads, str) and heads == PROMPT_LOOKUP
+    other = isinstance(heads, Drafter) and not isinstance(heads, nn.ModuleList)
+    if head_bits is not None and (lookup or other or isinstance(heads, DraftModel) or is_language_model(heads)):
+        what = repr(heads) if lookup else f"a {type(heads).__name__}"
+        raise ValueError(f"head_bits is {head_bits}, which is for Medusa heads; heads is {what}")
+    if lookup:
         return PromptLookupDrafter(), DEFAULT_ACCURACY
     if is_language_model(heads):
         heads = DraftModel(heads)
     if isinstance(heads, DraftModel):
         return load_draft_model(heads, model, facts, backend), DEFAULT_ACCURACY
-    if isinstance(heads, Drafter) and not isinstance(heads, nn.ModuleList):
+    if other:
         return heads, DEFAULT_ACCURACY
-    loaded = load_heads(heads, facts.hidden_size, facts.vocab_size, dtype=facts.dtype, device=facts.device)
+    sizes = (facts.hidden_size, facts.vocab_size)
+    loaded = load_heads(heads, *sizes, dtype=facts.dtype, device=facts.device, head_bits=head_bits)
     accuracy = getattr(loaded, "cumulative_topk_accuracy", None) or DEFAULT_ACCURACY
     return MedusaDrafter(loaded, lm_head(model), backend), accuracy
 
@@ -135,7 +147,7 @@ def device_plan(
             continue
         tree = tree.pruned(max(2, tree.size // 2))
         drafter = _without_unused_heads(drafter, tree, model, backend)
-        shape = dataclasses.replace(shape, head_bytes=drafter.nbytes)
+        shape = dataclasses.replace(shape, head_bytes=drafter.nbytes, coded_head_bytes=_coded_bytes(drafter))
         forecast = {"reasons": (f"the budget holds a tree of {tree.size} nodes, fewer than would be fastest",)}
 
 
@@ -145,6 +157,10 @@ def _without_unused_heads(drafter: Drafter, tree: DraftTree, model: Any, backend
     if not isinstance(drafter, MedusaDrafter) or depth >= drafter.max_depth:
         return drafter
     return MedusaDrafter(drafter.heads.truncated(depth), lm_head(model), backend)
+
+
+def _coded_bytes(drafter: Drafter) -> int | None:
+    return drafter.coded_nbytes if isinstance(drafter, MedusaDrafter) else None
 
 
 def make_chooser(
@@ -195,6 +211,7 @@ def generation_shape(
         kv_bytes_per_token=sum(layer.page_bytes_per_token(kv_dtype) for layer in facts.layers),
         scratch_bytes_per_node=sum(layer.bytes_per_token for layer in facts.layers),
         head_bytes=drafter.nbytes,
+        coded_head_bytes=_coded_bytes(drafter),
         forward=forward,
         logits=logits,
         # The last steps', the new prompts' so far, and those of the chunk before.
