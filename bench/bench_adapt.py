@@ -47,7 +47,13 @@ def compare(model: Any, folder: Path, nodes: int, prompts: list[torch.Tensor], n
     with sk.patch(model, folder / "heads", tree=nodes or None, max_batch_size=1, reuse_prefix=False) as handle:
         heads = handle.drafter.heads  # type: ignore[attr-defined]
         chooser = handle.chooser or make_chooser(
-            model, handle.facts, handle.drafter, heads.cumulative_topk_accuracy, handle.plan
+            model,
+            handle.facts,
+            handle.drafter,
+            heads.cumulative_topk_accuracy,
+            handle.plan,
+            handle.graphs,
+            handle.ranks,
         )
         sides: dict[str, TreeChooser | None] = {"static": None, "adaptive": chooser}
         for side in sides.values():

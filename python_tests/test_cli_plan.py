@@ -84,6 +84,30 @@ def test_options(vicuna: Path, llama: Path) -> None:
     assert short["workload"]["prompt"] == 100
     ranks = plan_json("--model", llama, "--device", "h100", "--context", 1024, "--tp", 4)["plan"]
     assert ranks["parts"]["kv_pages"] == base["parts"]["kv_pages"] // 4
+    assert plan_json("--model", llama, "--devices", "h100:4", "--context", 1024)["plan"] == ranks
+
+
+def test_several_devices(tmp_path: Path) -> None:
+    """Llama-2-70B on eight devices: its share of each, what the ranks send, and gains that follow from the rows."""
+    CONFIG_MAPPING["llama"](**CONFIGS["Llama-2-70B"], dtype="float16").save_pretrained(tmp_path)
+    options = ("--model", tmp_path, "--devices", "mi250:8", "--context", 1024)
+    one, ten = plan_json(*options), plan_json(*options, "--batch", 10)
+    assert 68.9e9 * 2 / 8 < one["plan"]["parts"]["weights"] < 68.9e9 * 2 / 8 * 1.05
+    pages = 2 * 80 * 128 * 2  # of one of eight key/value heads
+    assert one["plan"]["parts"]["kv_pages"] == pages * one["plan"]["page_size"] * one["plan"]["max_pages"]
+    for data, batch in ((one, 1), (ten, 10)):
+        nodes, heads = (1 + len(data["plan"]["tree"])) * batch, data["plan"]["heads"]
+        sent = 161 * nodes * 8192 * 2 + 32 + 16 * nodes + 16 * heads * batch * 10
+        assert data["communication"]["bytes"] == sent
+        assert data["communication"]["messages"] == 161 + 2 + heads
+        assert 161 * (12e-6 + 14 * 0.8e-6) < data["communication"]["seconds"] < data["plan"]["step_seconds"]
+    plain = next(row for row in ten["alternatives"] if row["name"] == "plain generate")
+    gain = ten["plan"]["tokens_per_second"] / plain["tokens_per_second"]
+    more = ten["plan"]["tokens_per_second"] / one["plan"]["tokens_per_second"]
+    printed = run("plan", *options, "--batch", 10).output
+    for text in ("each of 8 ranks", f"{gain:.2f} times plain generate, 10 sequences", "messages of a step",
+                 f"{more:.2f} times the plan for one sequence"):  # fmt: skip
+        assert text in printed
 
 
 def test_quantised_pages(vicuna: Path) -> None:
@@ -186,7 +210,9 @@ def test_pictures(vicuna: Path, tmp_path: Path) -> None:
     ("args", "message"),
     [(("--device", "gtx-970"), "unknown device 'gtx-970'"), (("--budget", "lots"), "'lots'"),
      (("--budget", "4GiB"), "the largest part is weights"), (("--tp", "5"), "tp is 5"),
-     (("--context", "100", "--prompt", "100"), "prompt < context"), (("--device", "none.json"), "none.json")],
+     (("--context", "100", "--prompt", "100"), "prompt < context"), (("--device", "none.json"), "none.json"),
+     (("--devices", "h100"), "as in mi250:8"), (("--devices", "h100:2"), "give one or the other"),
+     (("--devices", "h100:0"), "as in mi250:8")],
 )  # fmt: skip
 def test_one_line_errors(vicuna: Path, args: tuple[str, ...], message: str) -> None:
     options = ("--device", "titan-rtx") if "--device" not in args else ()

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from specmemo_kernels.integrations.hf_chat import ChatSession
     from specmemo_kernels.integrations.hf_draft import DraftModel
     from specmemo_kernels.integrations.hf_handle import SpecMemo
+    from specmemo_kernels.integrations.ranks import RankError
     from specmemo_kernels.memory_plan import BudgetError, MemoryPlan
     from specmemo_kernels.sampling import Sampling, TypicalAcceptance
     from specmemo_kernels.tree import DraftTree
@@ -48,6 +49,7 @@ __all__ = [
     "MemoryPlan",
     "Piece",
     "PromptLookupDrafter",
+    "RankError",
     "Request",
     "Sampling",
     "SpecMemo",
@@ -78,6 +80,7 @@ _HOME = {
     "MemoryPlan": "memory_plan",
     "patch": "integrations.hf",
     "Piece": "integrations.hf_batch",
+    "RankError": "integrations.ranks",
     "Request": "integrations.hf_batch",
     "Sampling": "sampling",
     "SpecMemo": "integrations.hf_handle",

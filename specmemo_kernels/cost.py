@@ -15,6 +15,8 @@ from specmemo_kernels.model_spec import ModelSpec
 #: Operators of a patched Llama of transformers 5 in a layer and outside of layers, views included, as torch dispatches
 #: them (a dispatch mode counted).
 OPERATORS_PER_LAYER, OPERATORS_BESIDE = 79, 25
+#: What each rank says before a step: its place, and a checksum of what it knows, in four int64.
+CHECKSUM_BYTES = 32
 #: Operators of a step around the model: drafting, metadata, verification, the commit.
 OPERATORS_AROUND = 60
 
@@ -28,7 +30,7 @@ class Pass:
         sequences: how many sequences they belong to.
         slots: committed tokens that each sequence's rows attend to.
         lm_rows: rows that reach the lm_head.
-        heads, head_rows: Medusa heads that run, and on how many rows.
+        heads, head_rows: Medusa heads that run, and on how many rows. width: candidates that are taken of each.
     """
 
     rows: int
@@ -37,6 +39,41 @@ class Pass:
     lm_rows: int
     heads: int = 0
     head_rows: int = 0
+    width: int = 10
+
+
+@dataclass(frozen=True)
+class Message:
+    """``count`` collectives to each of which a rank hands ``nbytes``: gathered from all ranks, or else summed."""
+
+    count: int
+    nbytes: int
+    gathered: bool
+
+    def seconds(self, device: DeviceProfile, tp: int) -> float:
+        """Rings (Patarasuk and Yuan 2009): ``tp - 1`` steps of a rank's bytes each to gather, ``2 (tp - 1)`` of their
+        ``tp``-th part to sum.
+        """
+        steps, part = (tp - 1, self.nbytes) if self.gathered else (2 * (tp - 1), self.nbytes / tp)
+        return self.count * device.collective_seconds(steps, steps * part)
+
+
+def step_messages(spec: ModelSpec, run: Pass, heads: HeadsSpec) -> tuple[Message, ...]:
+    """What ranks of tensor parallel tell each other in a pass; nothing grows with the vocabulary.
+
+    - the residual stream, summed behind the embedding and twice in each layer (transformers' plan);
+    - a checksum of the sequences (and as much twice more where each step chooses its tree);
+    - a value and a token, 16 bytes, for each row whose token is wanted, and for each candidate of the heads: one
+      message for each head that has an lm_head of its own, else one for all.
+    """
+    found = [Message(2 * spec.num_layers + 1, run.rows * spec.hidden_size * spec.dtype_bytes, False)]
+    found.append(Message(1, CHECKSUM_BYTES, True))
+    if run.lm_rows:
+        found.append(Message(1, 16 * run.lm_rows, True))
+    if run.heads:
+        each, together = (run.heads, 1) if heads.own_lm_head else (1, run.heads)
+        found.append(Message(each, 16 * together * run.head_rows * run.width, True))
+    return tuple(found)
 
 
 def pass_seconds(
@@ -50,7 +87,7 @@ def pass_seconds(
     - the lm_head on ``lm_rows``; each head's blocks and vocabulary matrix (its own, read in fewer bytes where it is in
       4 bits, or one more product with the model's for all heads) on ``head_rows``. A measured curve knows no codes, so
       on such a device they count like weights of the model's dtype;
-    - two all-reduces of the residual stream per layer for ``tp > 1``: ``2 (tp - 1) / tp`` of its bytes over a link;
+    - for ``tp > 1`` the ranks' messages (:func:`step_messages`);
     - the host, which launches every operator.
     """
     dtype = device.compute_dtype(spec.dtype)
@@ -71,8 +108,7 @@ def pass_seconds(
         own, rows = (run.heads, run.head_rows) if heads.own_lm_head else (1, run.heads * run.head_rows)
         seconds += device.linear_seconds(own * vocabulary, own * heads.vocab_bytes(spec, tp), rows, dtype, own)
     if tp > 1:
-        stream = run.rows * spec.hidden_size * size
-        seconds += 2 * spec.num_layers * 2 * (tp - 1) / tp * stream / device.link_rate
+        seconds += sum(message.seconds(device, tp) for message in step_messages(spec, run, heads))
     launches = spec.num_layers * (OPERATORS_PER_LAYER + (2 if tp > 1 else 0)) + OPERATORS_BESIDE + OPERATORS_AROUND
     return device.with_host(seconds, launches)
 
@@ -121,11 +157,15 @@ def prefill_seconds(
 
 
 def plain_speed(spec: ModelSpec, device: DeviceProfile, workload: Workload, tp: int = 1) -> Speed:
-    """transformers' own generate: one pass over all prompts; a step also copies the cache to add one token to it."""
+    """transformers' own generate: one pass over all prompts; a step also copies the cache to add one token to it, and
+    its ranks gather the logits.
+    """
     chunk, none = workload.batch * workload.prompt, HeadsSpec(0)
     step = pass_seconds(spec, device, decode_pass(workload, workload.batch, 1, 0), none, tp)
     cache = 2 * workload.batch * (workload.prompt + workload.new_tokens / 2) * spec.kv_bytes_per_token / tp
     step += cache / device.read_rate
+    if tp > 1:
+        step += Message(1, workload.batch * spec.vocab_size * spec.dtype_bytes // tp, True).seconds(device, tp)
     return generation_speed(
         workload, prefill_seconds(spec, device, workload, workload.batch, chunk, tp), step, 1.0, workload.batch
     )

@@ -18,6 +18,14 @@ EAGER_LAUNCH = 8e-6
 
 Curve = tuple[tuple[int, float], ...]
 
+#: By the kind of link, the protocols that a collective may run by: seconds before it begins, seconds of each step of a
+#: ring, share of the link's rate. NCCL's and RCCL's own tuning constants (src/graph/tuning.cc, ring, LL and Simple).
+LINKS: dict[str, tuple[tuple[float, float, float], ...]] = {
+    "pcie": ((6.6e-6, 1.0e-6, 1 / 4), (8.4e-6, 5.7e-6, 1.0)),
+    "nvlink": ((6.6e-6, 0.6e-6, 1 / 4), (8.4e-6, 3.4e-6, 1.0)),
+    "infinity-fabric": ((12.0e-6, 0.8e-6, 1 / 5), (17.0e-6, 3.6e-6, 1.0)),
+}
+
 
 @dataclass(frozen=True)
 class DeviceProfile:
@@ -33,6 +41,7 @@ class DeviceProfile:
             three add up.
         shared_memory: bytes of shared memory (LDS) of one program; 0 where there is none.
         link_rate: bytes per second, each way, to another device of the same kind.
+        link: its kind, of :data:`LINKS`.
         kernel_target: name of the Triton target (``"sm_80"``, ``"gfx90a"``), or ``None``.
         curves: by dtype, measured seconds per weight of ``linear`` at some row counts; they replace the roofline.
         matrix_seconds: by dtype, what every matrix takes beyond that at some row counts, however small it is: its
@@ -49,6 +58,7 @@ class DeviceProfile:
     shared_memory: int = 0
     kernel_target: str | None = None
     link_rate: float = 25e9  # PCI Express 4.0 x16, less its overhead
+    link: str = "pcie"
     curves: Mapping[str, Curve] = field(default_factory=dict)
     matrix_seconds: Mapping[str, Curve] = field(default_factory=dict)
     source: str = "data sheet"
@@ -62,6 +72,8 @@ class DeviceProfile:
                 raise ValueError(f"DeviceProfile {self.name}: {name} is {value}, it must be above 0")
         if not self.matmul_rate:
             raise ValueError(f"DeviceProfile {self.name}: matmul_rate is empty, it needs at least one dtype")
+        if self.link not in LINKS:
+            raise ValueError(f"DeviceProfile {self.name}: link is {self.link!r}, known are {', '.join(LINKS)}")
 
     def compute_dtype(self, dtype: str) -> str:
         """``dtype`` where the device computes in it, else the 16-bit or 32-bit type that it has."""
@@ -83,6 +95,14 @@ class DeviceProfile:
         """Reading ``read`` bytes and computing ``flops`` by the roofline."""
         reading, computing = read / self.read_rate, flops / self.matmul_rate[dtype]
         return max(reading, computing) if self.overlaps else reading + computing
+
+    def collective_seconds(self, steps: int, crossing: float) -> float:
+        """A collective of ``steps`` steps of a ring in which ``crossing`` bytes leave each device, by the fastest
+        protocol: ``start + steps * step + crossing / (share * link_rate)``, as NCCL estimates it.
+        """
+        return min(
+            start + steps * step + crossing / (share * self.link_rate) for start, step, share in LINKS[self.link]
+        )
 
     def with_host(self, device_seconds: float, operators: int) -> float:
         """A pass that takes ``device_seconds`` on the device and launches ``operators``."""
@@ -146,12 +166,13 @@ def _gpu(
     target: str,
     bf16: bool,
     link_gb: float = 25.0,
+    link: str = "pcie",
 ) -> DeviceProfile:
     """A GPU from its data sheet: dense 16-bit matrix rate with float32 sums, float32 vector rate."""
     kinds = {"float16": tflops16, "float32": tflops32} | ({"bfloat16": tflops16} if bf16 else {})
     return DeviceProfile(
         name, gib * GIB, tb_per_s * 1e12 * READ_SHARE, {k: v * 1e12 * MATMUL_SHARE for k, v in kinds.items()},
-        EAGER_LAUNCH, True, shared_kib << 10, target, link_gb * 1e9,
+        EAGER_LAUNCH, True, shared_kib << 10, target, link_gb * 1e9, link,
     )  # fmt: skip
 
 
@@ -166,15 +187,15 @@ KNOWN_DEVICES: dict[str, DeviceProfile] = {
     # NVIDIA Ada GPU architecture whitepaper, appendix A: 24 GB, 1008 GB/s, 165.2 with fp32 sums, 82.6.
     "rtx-4090": _gpu("NVIDIA GeForce RTX 4090", 24, 1.008, 165.2, 82.6, 99, "sm_89", bf16=True),
     # NVIDIA A100 80GB SXM data sheet: 2039 GB/s, 312, 19.5.
-    "a100": _gpu("NVIDIA A100-SXM4-80GB", 80, 2.039, 312.0, 19.5, 163, "sm_80", True, 300.0),
+    "a100": _gpu("NVIDIA A100-SXM4-80GB", 80, 2.039, 312.0, 19.5, 163, "sm_80", True, 300.0, "nvlink"),
     # NVIDIA H100 SXM data sheet: 80 GB, 3.35 TB/s, 989 dense (1979 with sparsity), 67.
-    "h100": _gpu("NVIDIA H100 80GB HBM3", 80, 3.35, 989.4, 66.9, 227, "sm_90", True, 450.0),
+    "h100": _gpu("NVIDIA H100 80GB HBM3", 80, 3.35, 989.4, 66.9, 227, "sm_90", True, 450.0, "nvlink"),
     # NVIDIA H200 data sheet: 141 GB (140 GiB as the driver counts), 4.8 TB/s, rates of the H100.
-    "h200": _gpu("NVIDIA H200", 140, 4.8, 989.4, 66.9, 227, "sm_90", True, 450.0),
+    "h200": _gpu("NVIDIA H200", 140, 4.8, 989.4, 66.9, 227, "sm_90", True, 450.0, "nvlink"),
     # AMD Instinct MI250 data sheet, halved: the card is two devices. 128 GB, 3.2768 TB/s, 362.1, 45.3 in all.
-    "mi250": _gpu("AMD Instinct MI250", 64, 1.638, 181.0, 22.6, 64, "gfx90a", True, 50.0),
+    "mi250": _gpu("AMD Instinct MI250", 64, 1.638, 181.0, 22.6, 64, "gfx90a", True, 50.0, "infinity-fabric"),
     # AMD Instinct MI300X data sheet: 192 GB, 5.3 TB/s, 1307.4, 163.4.
-    "mi300x": _gpu("AMD Instinct MI300X", 192, 5.3, 1307.4, 163.4, 64, "gfx942", True, 64.0),
+    "mi300x": _gpu("AMD Instinct MI300X", 192, 5.3, 1307.4, 163.4, 64, "gfx942", True, 64.0, "infinity-fabric"),
     # NVIDIA Jetson AGX Orin series technical brief: 64 GB shared with the host, 204.8 GB/s, 42.5 dense fp16, 5.3.
     "jetson-orin": _gpu("Jetson AGX Orin", 64, 0.2048, 42.5, 5.3, 163, "sm_86", bf16=True),
     # Eight cores with AVX2 at 3.5 GHz (32 float32 operations a cycle and core), two channels of DDR4-3200.

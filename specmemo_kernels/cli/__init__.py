@@ -115,9 +115,14 @@ def probe(
 def plan(
     model: Annotated[str, typer.Option(help="A config.json, a folder with one, or a hub id; no weights are needed.")],
     device: Annotated[
-        str,
-        typer.Option(help="titan-rtx, rtx-3060, ..., a file of specmemo probe, cuda, or this (this machine's CPU)."),
-    ] = "this",
+        str | None,
+        typer.Option(
+            help="titan-rtx, rtx-3060, ..., a file of specmemo probe, cuda, or this (default: this machine's CPU)."
+        ),
+    ] = None,
+    devices: Annotated[
+        str | None, typer.Option(help="Instead: a device and how many of them share the model, as in mi250:8.")
+    ] = None,
     budget: Annotated[
         str | None,
         typer.Option(help="Memory for weights and generation together (default: all that the device has)."),
@@ -153,8 +158,9 @@ def plan(
 
         run_plan(
             PlanOptions(
-                model=model, device=device, budget=budget, context=context, prompt=prompt, batch=batch, tp=tp,
-                heads=heads, shared_lm_head=shared_lm_head, dtype=dtype, kv_dtype=kv_dtype, head_bits=head_bits,
+                model=model, device=device, devices=devices, budget=budget, context=context, prompt=prompt,
+                batch=batch, tp=tp, heads=heads, shared_lm_head=shared_lm_head, dtype=dtype, kv_dtype=kv_dtype,
+                head_bits=head_bits,
                 weight_bits=weight_bits, as_json=as_json, plot=plot,
             )
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 import warnings
@@ -17,6 +18,7 @@ from specmemo_kernels.cli.common import (
     UserError,
     demo_model_folder,
     hide_loading_bars,
+    leaving_others,
     load_model,
     load_tokenizer,
     setting_up,
@@ -25,6 +27,7 @@ from specmemo_kernels.cli.common import (
 )
 from specmemo_kernels.integrations.hf import patch
 from specmemo_kernels.integrations.hf_chat import ChatSession, longest_text
+from specmemo_kernels.integrations.ranks import RankError
 from specmemo_kernels.memory_plan import BudgetError, format_bytes
 
 HELP = '/reset forgets all, /stats shows counters, /exit leaves; """ opens and closes text of several lines'
@@ -73,6 +76,16 @@ class Chat:
             )  # fmt: skip
         self.last_rate = 0.0
 
+    @property
+    def streamer(self) -> ConsoleStreamer | None:
+        """Where a reply goes as it grows; of several ranks the first one writes."""
+        return None if self.console.quiet else ConsoleStreamer(self.tokenizer, self.console)
+
+    def read(self, interactive: bool) -> str | None:
+        """:func:`read_message` of rank 0, which the others hear from it."""
+        message: str | None = self.handle.ranks.ask(lambda: read_message(interactive))
+        return message
+
     def command(self, line: str) -> bool:
         """Run a ``/command``; ``False`` ends the conversation."""
         if line in ("/exit", "/quit"):
@@ -90,7 +103,7 @@ class Chat:
         """Stream the model's reply to ``text``; Ctrl-C cuts it short."""
         started, before = time.perf_counter(), self.handle.stats.tokens
         try:
-            self.session.ask(text, streamer=ConsoleStreamer(self.tokenizer, self.console))
+            self.session.ask(text, streamer=self.streamer)
         except KeyboardInterrupt:
             self.console.print("\n(interrupted)", style="dim")
         except BudgetError as error:
@@ -172,17 +185,31 @@ def start_chat(options: ChatOptions, console: Console) -> Chat:
 
 
 def run_chat(options: ChatOptions) -> None:
-    """Answer messages until ``/exit`` or the end of the input."""
-    console = Console(soft_wrap=not sys.stdout.isatty())
+    """Answer messages until ``/exit`` or the end of the input; under torchrun rank 0 reads and writes.
+
+    Raises:
+        UserError: the model or its heads can't be used, or another rank is gone.
+    """
+    console = Console(soft_wrap=not sys.stdout.isatty(), quiet=os.environ.get("RANK", "0") != "0")
     interactive = sys.stdin.isatty()
     if interactive:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (importing it gives input() line editing and a history)
-    with setting_up():
-        chat = start_chat(options, console)
-    while (message := read_message(interactive)) is not None:
-        if message.startswith("/"):
-            if not chat.command(message.strip()):
-                break
-        elif message.strip():
-            chat.reply(message)
+    try:
+        converse(options, console, interactive)
+    except RankError as error:
+        raise UserError(str(error)) from error
+
+
+def converse(options: ChatOptions, console: Console, interactive: bool) -> None:
+    """:func:`run_chat` once the terminal is set up."""
+    with leaving_others():
+        with setting_up():
+            chat = start_chat(options, console)
+        while (message := chat.read(interactive)) is not None:
+            if message.startswith("/"):
+                if not chat.command(message.strip()):
+                    break
+            elif message.strip():
+                chat.reply(message)
+        chat.handle.undo()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,8 +52,15 @@ def torch_dtype(name: str) -> torch.dtype | str:
     return dtype
 
 
+def world_size() -> int:
+    """How many processes torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def torch_device(name: str) -> torch.device:
-    """A device that is there."""
+    """A device that is there; of several processes on a machine each has its own."""
+    if name == "cuda" and world_size() > 1:
+        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -61,11 +70,32 @@ def torch_device(name: str) -> torch.device:
 
 
 def load_model(folder: str | Path, dtype: torch.dtype | str, device: torch.device) -> Any:
-    """A causal language model of transformers, ready to generate."""
+    """A causal language model of transformers, ready to generate; under torchrun divided over its processes.
+
+    Raises:
+        UserError: transformers divides models over devices of another kind than ``device``.
+    """
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    return model.to(device).eval()
+    if world_size() == 1:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        return model.to(device).eval()
+    with warnings.catch_warnings():  # newer versions prefer an argument that older ones don't have
+        warnings.simplefilter("ignore", FutureWarning)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, tp_plan="auto")
+    if model.device.type != device.type:
+        raise UserError(f"--device {device}: under torchrun this machine's models are on {model.device.type}")
+    return model.eval()
+
+
+@contextlib.contextmanager
+def leaving_others() -> Iterator[None]:
+    """At the end the process leaves its group, whose threads would else still run when Python is gone."""
+    try:
+        yield
+    finally:
+        if world_size() > 1 and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 def hide_loading_bars() -> None:

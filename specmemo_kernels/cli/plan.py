@@ -14,7 +14,7 @@ from rich.table import Table
 from specmemo_kernels.acceptance import DEFAULT_ACCURACY, Accuracy, expected_tokens_per_step
 from specmemo_kernels.baselines import Workload, medusa_parts, plain_parts
 from specmemo_kernels.cli.common import UserError, setting_up
-from specmemo_kernels.cost import Speed, medusa_speed, plain_speed
+from specmemo_kernels.cost import Message, Speed, decode_pass, medusa_speed, plain_speed, step_messages
 from specmemo_kernels.device import KNOWN_DEVICES, DeviceProfile, known_device
 from specmemo_kernels.device_probe import profile_of
 from specmemo_kernels.footprint import HeadsSpec, weight_bytes
@@ -32,7 +32,8 @@ class PlanOptions:
     """The command line of ``specmemo plan``."""
 
     model: str
-    device: str
+    device: str | None
+    devices: str | None
     budget: str | None
     context: int
     prompt: int | None
@@ -89,10 +90,8 @@ def run_plan(options: PlanOptions) -> None:
             spec = spec.with_dtype(options.dtype)
         workload = Workload(options.context, options.batch, options.prompt or 0)
         heads, accuracy = heads_of(options, spec)
-        problem = problem_of(
-            spec, device_profile(options.device), workload, heads=heads, accuracy=accuracy, tp=options.tp,
-            kv_dtype=options.kv_dtype,
-        )  # fmt: skip
+        device, tp = devices_of(options)
+        problem = problem_of(spec, device, workload, heads=heads, accuracy=accuracy, tp=tp, kv_dtype=options.kv_dtype)
         choices = candidates(problem)
         plan = choose(problem, choices, options.budget)
     rows = alternatives(problem, choices, plan)
@@ -104,6 +103,22 @@ def run_plan(options: PlanOptions) -> None:
         from specmemo_kernels.cli.plan_plot import draw
 
         draw(options.plot, problem, choices, plan, rows)
+
+
+def devices_of(options: PlanOptions) -> tuple[DeviceProfile, int]:
+    """The device, and how many of them share the model.
+
+    Raises:
+        UserError: ``--devices`` isn't a name and a number, or comes with ``--device`` or ``--tp``.
+    """
+    if options.devices is None:
+        return device_profile(options.device or "this"), options.tp
+    name, _, count = options.devices.rpartition(":")
+    if not name or not count.isdecimal() or int(count) < 1:
+        raise UserError(f"--devices {options.devices}: expected a device and how many of them, as in mi250:8")
+    if options.device is not None or options.tp != 1:
+        raise UserError(f"--devices {options.devices} says what --device and --tp say; give one or the other")
+    return device_profile(name), int(count)
 
 
 def heads_of(options: PlanOptions, spec: ModelSpec) -> tuple[HeadsSpec, Accuracy]:
@@ -182,7 +197,7 @@ def show(console: Console, problem: Problem, choices: list[Choice], plan: Memory
         soft_wrap=True,
     )
     chosen = Table("chosen", "value")
-    for name, value in _chosen(plan, spec.dtype).items():
+    for name, value in (_chosen(plan, spec.dtype) | _communication(problem, rows[0])).items():
         chosen.add_row(name, value)
     parts = Table("part", "bytes")
     for name, size in plan.parts.items():
@@ -203,7 +218,8 @@ def show(console: Console, problem: Problem, choices: list[Choice], plan: Memory
             format_bytes(row.generation_bytes), f"{row.speed.tokens_per_second:.1f}", fits,
         )  # fmt: skip
     console.print(table)
-    console.print(_against_medusa(choices, rows), soft_wrap=True)
+    for line in (*_gains(problem, rows), _against_medusa(choices, rows)):
+        console.print(line, soft_wrap=True)
 
 
 def _against_medusa(choices: list[Choice], rows: list[Row]) -> str:
@@ -218,6 +234,36 @@ def _against_medusa(choices: list[Choice], rows: list[Row]) -> str:
         f"{RETAIN:.0%} of the speed of Medusa as published needs {format_bytes(least)} of generation memory, "
         f"{1 - least / medusa.generation_bytes:.1%} less than its {format_bytes(medusa.generation_bytes)}"
     )
+
+
+def _gains(problem: Problem, rows: list[Row]) -> list[str]:
+    """Against plain generate with the same batch, and of the batch against one sequence."""
+    best, plain, work = rows[0].speed.tokens_per_second, rows[-2].speed.tokens_per_second, problem.workload
+    batch = f", {work.batch} sequences" if work.batch > 1 else ""
+    lines = [f"{best / plain:.2f} times plain generate{batch}"]
+    if work.batch > 1:
+        single = dataclasses.replace(problem, workload=dataclasses.replace(work, batch=1))
+        alone = fastest(candidates(single), problem.device.memory)
+        if alone is not None:
+            lines.append(f"{best / alone.speed.tokens_per_second:.2f} times the plan for one sequence")
+    return lines
+
+
+def messages_of(problem: Problem, row: Row) -> tuple[Message, ...]:
+    """What the ranks tell each other in a step of ``row``; nothing for a single device."""
+    if problem.tp == 1:
+        return ()
+    run = decode_pass(problem.workload, row.sequences or problem.workload.batch, row.nodes, row.heads)
+    return step_messages(problem.spec, run, problem.heads)
+
+
+def _communication(problem: Problem, row: Row) -> dict[str, str]:
+    messages = messages_of(problem, row)
+    if not messages:
+        return {}
+    seconds = sum(m.seconds(problem.device, problem.tp) for m in messages)
+    count, size = sum(m.count for m in messages), sum(m.count * m.nbytes for m in messages)
+    return {"messages of a step": f"{count}, {format_bytes(size)}", "of its time": f"{1e3 * seconds:.2f} ms"}
 
 
 def _chosen(plan: MemoryPlan, dtype: str) -> dict[str, str]:
@@ -247,13 +293,18 @@ def to_json(problem: Problem, choices: list[Choice], plan: MemoryPlan, rows: lis
             "tokens_per_second": row.speed.tokens_per_second, "step_seconds": row.speed.step_seconds,
         }  # fmt: skip
 
-    work = problem.workload
+    work, messages = problem.workload, messages_of(problem, rows[0])
     return {
         "model": problem.spec.to_json(),
         "device": problem.device.to_json(),
         "workload": {"context": work.context, "prompt": work.prompt, "batch": work.batch, "tp": problem.tp},
         "predicted": True,
         "plan": plan.to_json() | {"generation_bytes": plan.generation_bytes, "total_bytes": plan.total_bytes},
+        "communication": {
+            "messages": sum(m.count for m in messages),
+            "bytes": sum(m.count * m.nbytes for m in messages),
+            "seconds": sum(m.seconds(problem.device, problem.tp) for m in messages),
+        },
         "alternatives": [point(row) for row in rows],
         "frontier": [
             {"total_bytes": c.total_bytes, "tokens_per_second": c.speed.tokens_per_second, "heads": c.heads,
@@ -261,19 +312,3 @@ def to_json(problem: Problem, choices: list[Choice], plan: MemoryPlan, rows: lis
             for c in frontier(choices)
         ],
     }  # fmt: skip
-
-
-def require_matplotlib() -> Any:
-    """matplotlib's pyplot, drawing to files alone.
-
-    Raises:
-        UserError: it isn't installed.
-    """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise UserError("--plot needs matplotlib: pip install matplotlib") from error
-    return plt

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specmemo_kernels.cli.common import UserError
-from specmemo_kernels.cli.plan import RETAIN, Row, require_matplotlib
+from specmemo_kernels.cli.plan import RETAIN, Row
 from specmemo_kernels.footprint import weight_bytes
 from specmemo_kernels.memory_plan import MemoryPlan
 from specmemo_kernels.search import Choice, Problem, frontier
@@ -23,7 +23,7 @@ def draw(path: Path, problem: Problem, choices: list[Choice], plan: MemoryPlan, 
     Raises:
         UserError: no matplotlib, or a file that can't be written.
     """
-    plt = require_matplotlib()
+    plt = _pyplot()
     figure, axes = plt.subplots(figsize=(7.5, 4.5))
     _curve(axes, problem, choices)
     _points(axes, rows)
@@ -68,3 +68,19 @@ def _points(axes: Axes, rows: list[Row]) -> None:
         if row.name in marks:
             x, y = row.generation_bytes / GIB, row.speed.tokens_per_second
             axes.plot([x], [y], marks[row.name], markersize=8, label=row.name)
+
+
+def _pyplot() -> Any:
+    """matplotlib's pyplot, drawing to files alone.
+
+    Raises:
+        UserError: it isn't installed.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise UserError("--plot needs matplotlib: pip install matplotlib") from error
+    return plt

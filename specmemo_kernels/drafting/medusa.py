@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -19,15 +19,24 @@ class MedusaDrafter:
         heads: on the device and in the dtype of the model's hidden states.
         lm_head: the model's own, used by heads that share it: ``(weight [V, hidden_size], bias [V] or None)``.
         backend: of :func:`specmemo_kernels.ops.lm_head_topk`.
+        topk: with the arguments of that function; another one where ranks hold parts of the matrices.
     """
 
     def __init__(
-        self, heads: MedusaHeads, lm_head: tuple[torch.Tensor, torch.Tensor | None], backend: str | None = None
+        self,
+        heads: MedusaHeads,
+        lm_head: tuple[torch.Tensor, torch.Tensor | None],
+        backend: str | None = None,
+        topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] = ops.lm_head_topk,
     ) -> None:
-        self.heads, self.backend = heads, backend
+        self.heads, self.backend, self._topk = heads, backend, topk
         self._lm_head = lm_head
         self._weights, self._biases = _stack_blocks(heads)
         self._home = self._weights[0].device
+
+    def truncated(self, num_heads: int) -> MedusaDrafter:
+        """A drafter with the first ``num_heads`` of these heads."""
+        return MedusaDrafter(self.heads.truncated(num_heads), self._lm_head, self.backend, self._topk)
 
     @property
     def max_depth(self) -> int:
@@ -90,10 +99,11 @@ class MedusaDrafter:
             rows = []
             for head in range(depth):
                 weight, scales = self.heads.own_tensors(head)
-                best = ops.lm_head_topk(x[head], weight.detach(), k=width, scales=scales, backend=self.backend)
+                best = self._topk(x[head], weight.detach(), k=width, scales=scales, backend=self.backend)
                 rows.append(best[1])
             return torch.cat(rows, dim=1)
-        tokens = ops.lm_head_topk(x.flatten(0, 1), shared, shared_bias, k=width, backend=self.backend)[1]
+        x = x.flatten(0, 1).to(shared.device)  # of a model on several devices the last one
+        tokens = self._topk(x, shared, shared_bias, k=width, backend=self.backend)[1].to(hidden.device)
         return tokens.view(depth, len(hidden), width).transpose(0, 1).flatten(1)
 
 

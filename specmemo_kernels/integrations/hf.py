@@ -15,6 +15,7 @@ from torch import nn
 from specmemo_kernels import ops
 from specmemo_kernels.drafting.base import Drafter, OffloadingDrafter
 from specmemo_kernels.drafting.medusa import MedusaDrafter
+from specmemo_kernels.integrations.distributed import ranks_of
 from specmemo_kernels.integrations.hf_draft import DraftModel, HFDraftModel, attach
 from specmemo_kernels.integrations.hf_graph import graph_use
 from specmemo_kernels.integrations.hf_handle import SpecMemo
@@ -25,7 +26,8 @@ from specmemo_kernels.integrations.hf_plan import (
     make_plan,
 )
 from specmemo_kernels.integrations.hf_probe import check_config, probe
-from specmemo_kernels.integrations.hf_target import HFTarget, lm_head_hook
+from specmemo_kernels.integrations.hf_target import lm_head_hook
+from specmemo_kernels.integrations.ranks import digest
 from specmemo_kernels.kv_storage import page_dtype
 from specmemo_kernels.memory_plan import parse_bytes
 from specmemo_kernels.tree import DraftTree
@@ -75,6 +77,7 @@ def patch(
     keep_free: int | str | None = None,
     reuse_prefix: bool = True,
     graph: bool | None = None,
+    rank_timeout: float = 60.0,
 ) -> SpecMemo:
     """Make ``model.generate`` speculate: the same tokens, in fewer steps, inside a memory budget.
 
@@ -114,12 +117,15 @@ def patch(
             too, where nothing is gained by it; ``False``: never. Steps that can't be part of it (prompts on their way,
             sampling, logits processors, too few pages, ...) are made one by one and counted in
             ``stats.eager_reasons``.
+        rank_timeout: of a tensor parallel model (``from_pretrained(..., tp_plan="auto")`` under ``torchrun``; every
+            rank makes the same calls): seconds after which a rank that hears nothing of another one raises.
 
     Returns:
         The handle, also ``model.specmemo``; ``with patch(...):`` unpatches at the end.
 
     Raises:
-        UnsupportedModel, HeadsError, BudgetError, ValueError: with the value and the limit; the model is as before.
+        UnsupportedModel, HeadsError, BudgetError, RankError, ValueError: with the value and the limit; the model is as
+            before.
     """
     if isinstance(getattr(model, "specmemo", None), SpecMemo):
         raise ValueError("the model is patched already; call specmemo_kernels.unpatch(model) first")
@@ -134,22 +140,29 @@ def patch(
     page_dtype(kv_dtype)
     check_bits(head_bits)
     name = ops.backend_name(backend, model.get_input_embeddings().weight.device)
-    undo = [attach(model)]
+    ranks = ranks_of(model, rank_timeout)
+    undo = [ranks.close, attach(model)]
     try:
-        facts = probe(model)
-        drafter, accuracy = make_drafter(heads, model, facts, name, head_bits)
-        if isinstance(drafter, HFDraftModel):
-            undo.append(drafter.detach)
-            drafter.keeps_pages = reuse_prefix
-        graphs = graph_use(graph, model, facts, drafter, name)
-        limits: dict[str, Any] = {"budget": budget, "page_size": page_size, "prefill_chunk": prefill_chunk}
-        limits |= {"max_sequences": max_batch_size, "kv_dtype": kv_dtype}
-        drafter, plan, graphs = make_plan(model, facts, drafter, accuracy, name, tree, graphs, limits)
-        bits = drafter.heads.head_bits if isinstance(drafter, MedusaDrafter) else None
-        plan = replace(plan, kernels=kernel_blocks(facts, name, page_size, kv_dtype), head_bits=bits)
-        handle = SpecMemo(model, facts, drafter, plan, HFTarget(model, facts, name), name, graphs, free, reuse_prefix)
-        if tree is None:
-            handle.chooser = make_chooser(model, facts, drafter, accuracy, plan, graphs)
+        with ranks.guarded():
+            limits: dict[str, Any] = {"budget": budget, "page_size": page_size, "prefill_chunk": prefill_chunk}
+            limits |= {"max_sequences": max_batch_size, "kv_dtype": kv_dtype}
+            if ranks.size > 1:
+                if free is not None:
+                    raise ValueError(f"keep_free is {keep_free}; one of {ranks.size} ranks can't give up memory alone")
+                ranks.same(digest(model) | limits | {"tree": tree, "backend": name, "reuse_prefix": reuse_prefix})
+            facts = probe(model)
+            drafter, accuracy = make_drafter(heads, model, facts, name, head_bits, ranks)
+            if isinstance(drafter, HFDraftModel):
+                undo.append(drafter.detach)
+                drafter.keeps_pages = reuse_prefix
+            graphs = graph_use(graph, model, facts, drafter, name)
+            drafter, plan, graphs = make_plan(model, facts, drafter, accuracy, name, tree, graphs, limits, ranks)
+            bits = drafter.heads.head_bits if isinstance(drafter, MedusaDrafter) else None
+            plan = replace(plan, kernels=kernel_blocks(facts, name, page_size, kv_dtype), head_bits=bits)
+            target = ranks.target(model, facts, name)
+            handle = SpecMemo(model, facts, drafter, plan, target, ranks, name, graphs, free, reuse_prefix)
+            if tree is None:
+                handle.chooser = make_chooser(model, facts, drafter, accuracy, plan, graphs, ranks)
     except BaseException:
         for step in undo:
             step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -80,6 +81,7 @@ class BatchRun:
         self._sequences = [_sequence(handle, i, request) for i, request in enumerate(requests)]
         self._sent = [0] * len(self._sequences)
         self._ready: list[Piece] = []
+        self._aborted: deque[int] = deque()
         self._handle = handle
         self._scheduler: Scheduler | None = None
         if not self._sequences:
@@ -109,7 +111,11 @@ class BatchRun:
             if self._scheduler is None:
                 raise StopIteration
             try:
-                self._scheduler.step()
+                with self._handle.ranks.guarded():
+                    self._agree(self._scheduler)
+                    self._scheduler.step()
+                    if self._scheduler.idle:
+                        self._handle.ranks.finish()
             except BaseException:
                 self.close()
                 raise
@@ -117,6 +123,12 @@ class BatchRun:
             if self._scheduler.idle:
                 self.close()
         return self._ready.pop(0)
+
+    def _agree(self, scheduler: Scheduler) -> None:
+        """With the other ranks: on what there is, and who is aborted."""
+        wanted = [self._aborted.popleft() for _ in range(len(self._aborted))]
+        for index in self._handle.ranks.step(self._sequences, scheduler.decoder.pool, wanted):
+            scheduler.abort(self._sequences[index])
 
     def _collect(self) -> None:
         for index, sequence in enumerate(self._sequences):
@@ -126,8 +138,13 @@ class BatchRun:
                 self._sent[index] = -1 if sequence.finished else sequence.emitted
 
     def abort(self, index: int) -> None:
-        """End a request; its pages are free at once, and its last piece comes next. From any thread."""
-        if self._scheduler is not None:
+        """End a request; its pages are free at once, and its last piece comes next. From any thread.
+
+        Of a tensor parallel model rank 0's calls count, from the next step on.
+        """
+        if self._handle.ranks.size > 1:
+            self._aborted.append(index)
+        elif self._scheduler is not None:
             self._scheduler.abort(self._sequences[index])
 
     def close(self) -> None:
@@ -225,9 +242,8 @@ def _sequence(handle: SpecMemo, index: int, request: Request) -> SequenceState:
     if eos is None:
         own = handle.model.generation_config.eos_token_id
         eos = [] if own is None else [own] if isinstance(own, int) else own
-    return SequenceState(
-        prompt, request.max_new_tokens, frozenset(eos), request.stop, sampling=request.sampling, index=index
-    )
+    stop = None if request.stop is None else handle.ranks.stop(request.stop)
+    return SequenceState(prompt, request.max_new_tokens, frozenset(eos), stop, sampling=request.sampling, index=index)
 
 
 def _completion(sequence: SequenceState) -> Completion:

@@ -24,7 +24,7 @@ _UNKNOWN_TREE = 12
 
 
 def device_tree(
-    model: Any, facts: ModelFacts, drafter: Drafter, accuracy: Accuracy, kv_dtype: str | None = None
+    model: Any, facts: ModelFacts, drafter: Drafter, accuracy: Accuracy, kv_dtype: str | None = None, tp: int = 1
 ) -> tuple[DraftTree, int, dict[str, Any]]:
     """The largest tree that a step for one sequence may come to verify: what memory is set aside for.
 
@@ -53,7 +53,7 @@ def device_tree(
         rates = dict(profile.matmul_rate) | {dtype: min(profile.matmul_rate.values())}
         profile = dataclasses.replace(profile, matmul_rate=rates)
     work = Workload(max(2, min(_CONTEXT, spec.max_context)))
-    problem = Problem(spec, profile, work, heads, known, kv_dtype=kv_dtype)
+    problem = Problem(spec, profile, work, heads, known, tp, kv_dtype=kv_dtype)
     best, largest, plain = best_tree(problem, with_heads)
     gain = best.speed.tokens_per_second / plain.speed.tokens_per_second
     cost = best.speed.step_seconds / plain.speed.step_seconds

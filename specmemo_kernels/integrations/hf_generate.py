@@ -89,7 +89,10 @@ class Generator:
             )
         self.handle.acquire()
         try:
-            return self._generate(call)
+            with self.handle.ranks.guarded():
+                output = self._generate(call)
+                self.handle.ranks.finish()
+                return output
         finally:
             self.handle.free()
 
@@ -133,6 +136,8 @@ class Generator:
     def _generate(self, call: _Call) -> Any:
         sequences = self._sequences(call)
         device = call.input_ids.device
+        if call.config.do_sample:
+            self.handle.ranks.agree_on_random_state(device)
         generators = row_generators(device, len(sequences)) if call.config.do_sample else None
         verifier = self._verifier(call, generators)
         scheduler = self.handle.scheduler(sequences, verifier)
@@ -140,6 +145,7 @@ class Generator:
         try:
             submit_all(scheduler, sequences)
             while not scheduler.idle:
+                self.handle.ranks.step(sequences, scheduler.decoder.pool)
                 scheduler.step()
                 columns.put()
         finally:
@@ -157,7 +163,7 @@ class Generator:
                 prompt=call.input_ids[row][mask[row]].tolist(),
                 max_new_tokens=limit,
                 eos_token_ids=eos,
-                stop=_stop(call, row) if call.other_criteria else None,
+                stop=self.handle.ranks.stop(_stop(call, row)) if call.other_criteria else None,
                 index=row,
             )
             for row in range(call.input_ids.shape[0])

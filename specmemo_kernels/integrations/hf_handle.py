@@ -15,6 +15,7 @@ from specmemo_kernels.integrations.hf_generate import Generator
 from specmemo_kernels.integrations.hf_graph import GraphUse, moving_rope, rope_kinds
 from specmemo_kernels.integrations.hf_signature import ModelSignature
 from specmemo_kernels.integrations.hf_target import HFTarget, ModelFacts
+from specmemo_kernels.integrations.ranks import Ranks
 from specmemo_kernels.memory_monitor import DeviceMonitor
 from specmemo_kernels.memory_plan import BudgetError, MemoryPlan
 from specmemo_kernels.paged_kv import PagedKVPool
@@ -32,6 +33,7 @@ class SpecMemo:
         plan: what generation may use (:class:`MemoryPlan`).
         stats: what was counted since patching or ``stats.reset()`` (:class:`DecodeStats`).
         drafter: what proposes tokens.
+        ranks: what the processes of a tensor parallel model tell each other (:class:`Ranks`).
         backend: name of the operators' backend.
         reuse_prefix: keep the pages of finished sequences for those that begin the same.
         governor: what of the plan may be used now (``governor.level``), and when memory is looked at.
@@ -48,15 +50,18 @@ class SpecMemo:
         drafter: Drafter,
         plan: MemoryPlan,
         target: HFTarget,
+        ranks: Ranks,
         backend: str,
         graphs: GraphUse,
         keep_free: int | None = None,
         reuse_prefix: bool = True,
     ) -> None:
         self.model, self.facts, self.drafter, self.plan, self.target = model, facts, drafter, plan, target
-        self.backend, self.reuse_prefix, self.graphs = backend, reuse_prefix, graphs
+        self.ranks, self.backend, self.reuse_prefix, self.graphs = ranks, backend, reuse_prefix, graphs
+        steps_down = levels(plan.tree.size, plan.prefill_chunk, plan.max_sequences, can_offload(drafter))
         self.governor = Governor(
-            levels(plan.tree.size, plan.prefill_chunk, plan.max_sequences, can_offload(drafter)),
+            # What one rank alone gave up the others would not know of.
+            steps_down if ranks.size == 1 else steps_down[:1],
             monitor=None if keep_free is None else DeviceMonitor({layer.device for layer in facts.layers}),
             keep_free=keep_free or 0,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 from torch import nn
 
 from specmemo_kernels import ops
@@ -14,11 +15,13 @@ from specmemo_kernels.drafting.load_heads import load_heads
 from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
 from specmemo_kernels.footprint import GenerationShape
+from specmemo_kernels.integrations.hf_attention import UnsupportedModel
 from specmemo_kernels.integrations.hf_device import device_tree
 from specmemo_kernels.integrations.hf_draft import DraftModel, HFDraftModel, is_language_model, load_draft_model
 from specmemo_kernels.integrations.hf_graph import GraphUse
 from specmemo_kernels.integrations.hf_probe import measure_passes, time_passes
-from specmemo_kernels.integrations.hf_target import ModelFacts, lm_head
+from specmemo_kernels.integrations.hf_target import ModelFacts
+from specmemo_kernels.integrations.ranks import Ranks, heads_digest
 from specmemo_kernels.kernel_config import KernelConfig
 from specmemo_kernels.kv_storage import page_dtype
 from specmemo_kernels.memory_plan import BudgetError, MemoryPlan, divide_budget, format_bytes
@@ -35,7 +38,7 @@ GRAPH_SIZES = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64))
 
 
 def make_drafter(
-    heads: Any, model: Any, facts: ModelFacts, backend: str, head_bits: int | None = None
+    heads: Any, model: Any, facts: ModelFacts, backend: str, head_bits: int | None, ranks: Ranks
 ) -> tuple[Drafter, Accuracy]:
     """The drafter behind ``heads``, and the accuracies to build its tree from.
 
@@ -55,10 +58,24 @@ def make_drafter(
         return load_draft_model(heads, model, facts, backend), DEFAULT_ACCURACY
     if other:
         return heads, DEFAULT_ACCURACY
-    sizes = (facts.hidden_size, facts.vocab_size)
-    loaded = load_heads(heads, *sizes, dtype=facts.dtype, device=facts.device, head_bits=head_bits)
+    # Of what is divided over ranks no device need hold the whole.
+    device = facts.device if ranks.size == 1 else torch.device("cpu")
+    sizes = facts.hidden_size, facts.vocab_size
+    loaded = ranks.together(
+        "loading heads", lambda: load_heads(heads, *sizes, dtype=facts.dtype, device=device, head_bits=head_bits)
+    )
+    if ranks.size > 1:
+        if loaded.head_bits is not None:
+            raise ValueError(f"head_bits is {loaded.head_bits}; heads in 4 bits can't be divided over ranks yet")
+        ranks.same(heads_digest(loaded))
     accuracy = getattr(loaded, "cumulative_topk_accuracy", None) or DEFAULT_ACCURACY
-    return MedusaDrafter(loaded, lm_head(model), backend), accuracy
+    shared = ranks.lm_head(model)
+    if shared[0].is_meta and not loaded.own_lm_head:
+        raise UnsupportedModel(
+            f"the heads share the lm_head of {type(model).__name__}, which is offloaded; give it a device in "
+            "device_map, or use heads with vocabulary matrices of their own"
+        )
+    return MedusaDrafter(ranks.shard(loaded, facts.device), shared, backend, ranks.topk), accuracy
 
 
 def choose_tree(tree: Any, drafter: Drafter, facts: ModelFacts, accuracy: Accuracy) -> DraftTree:
@@ -86,6 +103,7 @@ def make_plan(
     tree: Any,
     graphs: GraphUse,
     limits: dict[str, Any],
+    ranks: Ranks,
 ) -> tuple[Drafter, MemoryPlan, GraphUse]:
     """The plan for ``patch``'s ``tree``, the drafter with the heads that it uses, and what becomes of graphs: unless
     they must be, not more than a share of the budget goes to them.
@@ -99,8 +117,8 @@ def make_plan(
 
     def planned(use: GraphUse) -> tuple[Drafter, MemoryPlan]:
         if tree is None and not getattr(drafter, "prefers_chain", False):
-            return device_plan(model, facts, drafter, accuracy, backend, use, limits)
-        shape = generation_shape(model, facts, drafter, backend, use, limits["page_size"], limits["kv_dtype"])
+            return device_plan(model, facts, drafter, accuracy, backend, use, limits, ranks)
+        shape = generation_shape(model, facts, drafter, backend, use, limits["page_size"], limits["kv_dtype"], ranks)
         return drafter, divide_budget(shape, choose_tree(tree, drafter, facts, accuracy), **limits)
 
     budget = limits["budget"]
@@ -124,6 +142,7 @@ def device_plan(
     backend: str,
     graphs: GraphUse,
     limits: dict[str, Any],
+    ranks: Ranks,
 ) -> tuple[Drafter, MemoryPlan]:
     """The plan with the tree that suits the device, or as much of it as the budget holds; heads go with the depth.
 
@@ -133,9 +152,11 @@ def device_plan(
     Raises:
         BudgetError: not even a tree of one draft fits.
     """
-    tree, fastest, forecast = device_tree(model, facts, drafter, accuracy, limits["kv_dtype"])
-    drafter = _without_unused_heads(drafter, tree, model, backend)
-    shape = generation_shape(model, facts, drafter, backend, graphs, limits["page_size"], limits["kv_dtype"])
+    tree, fastest, forecast = ranks.decide(
+        lambda: device_tree(model, facts, drafter, accuracy, limits["kv_dtype"], ranks.size)
+    )
+    drafter = _without_unused_heads(drafter, tree)
+    shape = generation_shape(model, facts, drafter, backend, graphs, limits["page_size"], limits["kv_dtype"], ranks)
     while True:
         try:
             return drafter, dataclasses.replace(divide_budget(shape, tree, **limits), **forecast)
@@ -146,17 +167,17 @@ def device_plan(
             tree = tree.pruned(fastest)
             continue
         tree = tree.pruned(max(2, tree.size // 2))
-        drafter = _without_unused_heads(drafter, tree, model, backend)
+        drafter = _without_unused_heads(drafter, tree)
         shape = dataclasses.replace(shape, head_bytes=drafter.nbytes, coded_head_bytes=_coded_bytes(drafter))
         forecast = {"reasons": (f"the budget holds a tree of {tree.size} nodes, fewer than would be fastest",)}
 
 
-def _without_unused_heads(drafter: Drafter, tree: DraftTree, model: Any, backend: str) -> Drafter:
+def _without_unused_heads(drafter: Drafter, tree: DraftTree) -> Drafter:
     """The same drafter with no more heads than the tree is deep, at least one."""
     depth = max(1, tree.max_depth)
     if not isinstance(drafter, MedusaDrafter) or depth >= drafter.max_depth:
         return drafter
-    return MedusaDrafter(drafter.heads.truncated(depth), lm_head(model), backend)
+    return drafter.truncated(depth)
 
 
 def _coded_bytes(drafter: Drafter) -> int | None:
@@ -164,7 +185,13 @@ def _coded_bytes(drafter: Drafter) -> int | None:
 
 
 def make_chooser(
-    model: Any, facts: ModelFacts, drafter: Drafter, accuracy: Accuracy, plan: MemoryPlan, graphs: GraphUse
+    model: Any,
+    facts: ModelFacts,
+    drafter: Drafter,
+    accuracy: Accuracy,
+    plan: MemoryPlan,
+    graphs: GraphUse,
+    ranks: Ranks,
 ) -> TreeChooser:
     """What decides how much of the plan's tree a step verifies, in a few sizes where each takes a graph; times a few
     forward passes.
@@ -172,10 +199,13 @@ def make_chooser(
     Of chains nothing is known beforehand: every other guess is taken to be right.
     """
     rows = max(plan.prefill_chunk, plan.max_nodes)
-    own = time_passes(drafter.hf_model, drafter.facts, rows) if isinstance(drafter, HFDraftModel) else None
+    own = None
+    if isinstance(drafter, HFDraftModel):
+        own = time_passes(drafter.hf_model, drafter.facts, rows, ranks.first)
     prior = [[0.5]] * plan.tree.max_depth if getattr(drafter, "prefers_chain", False) else accuracy
     sizes = GRAPH_SIZES if graphs.wanted else None
-    return TreeChooser(plan.tree, RunningAcceptance(plan.tree, prior), time_passes(model, facts, rows), own, sizes)
+    seconds = time_passes(model, facts, rows, ranks.first)
+    return ranks.chooser(plan.tree, RunningAcceptance(plan.tree, prior), seconds, own, sizes)
 
 
 def kernel_blocks(
@@ -195,8 +225,12 @@ def generation_shape(
     graphs: GraphUse,
     page_size: int,
     kv_dtype: str | None,
+    ranks: Ranks,
 ) -> GenerationShape:
-    """What the plan has to know, measured where it depends on the model's code; a drafter's own pages hold no codes."""
+    """What the plan has to know, measured where it depends on the model's code; a drafter's own pages hold no codes.
+
+    Of several ranks, what is enough for each.
+    """
     kinds = set(zip(facts.layers, facts.num_qo_heads, strict=True))
     if isinstance(drafter, HFDraftModel):
         kinds |= set(zip(drafter.facts.layers, drafter.facts.num_qo_heads, strict=True))
@@ -207,7 +241,7 @@ def generation_shape(
     if isinstance(drafter, HFDraftModel):
         own_forward, own_logits = measure_passes(drafter.hf_model, drafter.facts)
         forward, logits = forward.or_other(own_forward), logits.or_other(own_logits)
-    return GenerationShape(
+    shape = GenerationShape(
         kv_bytes_per_token=sum(layer.page_bytes_per_token(kv_dtype) for layer in facts.layers),
         scratch_bytes_per_node=sum(layer.bytes_per_token for layer in facts.layers),
         head_bytes=drafter.nbytes,
@@ -224,3 +258,4 @@ def generation_shape(
         kept_steps=MAX_STEPS if graphs.wanted else 0,
         graphs=graphs.wanted and facts.device.type == "cuda",
     )
+    return ranks.most(shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def probe(model: Any) -> ModelFacts:
         )
     if not len(ramp.values):
         raise UnsupportedModel(f"{type(model).__name__} makes its logits without its lm_head ({type(head).__name__})")
-    plain = type(head) is nn.Linear and type(head.weight) in (nn.Parameter, Tensor) and not head.weight.is_meta
+    plain = type(head) is nn.Linear and _rows_are_plain(head.weight)
     exact = torch.equal(logits, ramp.values)
     # Below float32 a soft cap makes ties of different logits, so there nothing may come after the lm_head.
     rises = bool((logits.diff() >= 0).all()) and tap.hidden.dtype == torch.float32
@@ -82,6 +83,13 @@ def probe(model: Any) -> ModelFacts:
         plain_lm_head=plain and (exact or rises),
         exact_lm_head=plain and exact,
     )
+
+
+def _rows_are_plain(weight: Tensor) -> bool:
+    """Whether a matrix is a plain tensor in memory, or, over several ranks, whole rows of one on each."""
+    if hasattr(weight, "placements"):
+        return all(place.is_shard(0) or place.is_replicate() for place in weight.placements)
+    return type(weight) in (nn.Parameter, Tensor) and not weight.is_meta
 
 
 def _lm_head_module(model: Any) -> tuple[torch.device, nn.Module]:
@@ -169,8 +177,11 @@ def _trace(model: Any, rows: int, facts: ModelFacts) -> tuple[list[int], list[in
 
 
 @torch.no_grad()
-def time_passes(model: Any, facts: ModelFacts, most_rows: int) -> PassSeconds:
-    """Seconds of forward passes up to the lm_head by their rows, ``most_rows`` at most; attention itself left out."""
+def time_passes(model: Any, facts: ModelFacts, most_rows: int, agreed: Callable[[float], float] = float) -> PassSeconds:
+    """Seconds of forward passes up to the lm_head by their rows, ``most_rows`` at most; attention itself left out.
+
+    ``agreed`` turns this rank's seconds into those that all ranks go by, so that they run as many passes.
+    """
     points = []
     for rows in sorted({min(rows, most_rows) for rows in _TIMED_ROWS}):
         tokens = torch.zeros(rows, dtype=torch.int64, device=facts.device)
@@ -181,7 +192,7 @@ def time_passes(model: Any, facts: ModelFacts, most_rows: int) -> PassSeconds:
                 run_packed(model, tokens, tokens, _like_attention, None)
             if facts.device.type == "cuda":
                 torch.cuda.synchronize(facts.device)
-            taken.append(time.perf_counter() - started)
+            taken.append(agreed(time.perf_counter() - started))
         points.append((rows, min(taken)))
     return PassSeconds(tuple(points))
 

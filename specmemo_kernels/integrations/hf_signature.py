@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from specmemo_kernels.integrations.hf_target import local_part
+
 Tensor = torch.Tensor
 
 #: What every module has; of these the hooks matter.
@@ -47,7 +49,7 @@ class ModelSignature:
 
 
 def _tensor_facts(tensor: Tensor) -> tuple[Hashable, ...]:
-    local = _local(tensor)
+    local = local_part(tensor)
     version = 0 if local.is_inference() else local._version
     return id(tensor), local.data_ptr() if _is_plain(local) else 0, local.dtype, local.shape, version
 
@@ -56,18 +58,12 @@ def _samples(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], Te
     """Elements from all over each tensor, their bits as they are, by device and dtype."""
     found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     with torch.no_grad():
-        for tensor in map(_local, tensors):
+        for tensor in map(local_part, tensors):
             count = tensor.numel()
             if count and _is_plain(tensor) and tensor.is_contiguous():
                 some = tensor.as_strided((min(count, _SAMPLES),), (max(1, count // _SAMPLES),))
                 found.setdefault((tensor.device, tensor.dtype), []).append(some)
         return {kind: torch.cat(parts).view(torch.uint8) for kind, parts in found.items()}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a distributed tensor."""
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -28,7 +28,7 @@ class ModelFacts:
     Attributes:
         layers: what each attention layer stores per token.
         num_qo_heads: query heads of each layer.
-        hidden_size, dtype, device: of the lm_head's input.
+        hidden_size, dtype: of the lm_head's input. device: where tokens go in, and hidden states are kept.
         vocab_size: rows of the lm_head.
         plain_lm_head: the lm_head is an ``nn.Linear`` whose output order the model keeps, so that
             :func:`ops.lm_head_argmax` finds the model's own token; else logits are made by the model.
@@ -56,36 +56,50 @@ class HFTarget:
     def __init__(self, model: nn.Module, facts: ModelFacts, backend: str | None) -> None:
         self.model, self.facts, self.backend = model, facts, backend
         self.device, self.vocab_size = facts.device, facts.vocab_size
+        self._spread = len({facts.device, *(layer.device for layer in facts.layers)}) > 1
 
     def forward(self, batch: TreeBatch, attention: StepAttention, keep: Tensor | None, logits: bool) -> TargetOutput:
         by_model = not self.facts.plain_lm_head or (logits and not self.facts.exact_lm_head)
+        # Of a model on several devices the kept rows lie on the last one, an index would be sent to the first.
+        rows = keep.tolist() if keep is not None and self._spread else keep
         with tapped(cut=not by_model) as tap:
-            output = run_packed(self.model, batch.tokens.clamp(min=0), batch.positions, attention, keep)
-        return TargetOutput(tap.hidden, output[0] if by_model else None)
+            output = run_packed(self.model, batch.tokens.clamp(min=0), batch.positions, attention, rows)
+        return TargetOutput(tap.hidden.to(self.device), output[0].to(self.device) if by_model else None)
 
     def argmax(self, output: TargetOutput) -> Tensor:
         if output.logits is not None:
             return output.logits.argmax(dim=-1)
         weight, bias = lm_head(self.model)
-        return ops.lm_head_argmax(output.hidden, weight, bias, backend=self.backend)
+        hidden = output.hidden.to(weight.device)
+        return ops.lm_head_argmax(hidden, weight, bias, backend=self.backend).to(self.device)
 
     def row_logits(self, output: TargetOutput, row: int) -> Tensor:
         if output.logits is not None:
             return output.logits[row]
         weight, bias = lm_head(self.model)
-        return nn.functional.linear(output.hidden[row : row + 1], weight, bias)[0]
+        return nn.functional.linear(output.hidden[row : row + 1].to(weight.device), weight, bias)[0].to(self.device)
 
 
 def lm_head(model: Any) -> tuple[Tensor, Tensor | None]:
-    """Weight ``[V, hidden_size]`` and bias ``[V]`` (or ``None``) of a model's lm_head, detached."""
+    """Weight ``[V, hidden_size]`` and bias ``[V]`` (or ``None``) of a model's lm_head, detached.
+
+    Of an lm_head that is divided over ranks, this rank's rows.
+    """
     head = model.get_output_embeddings()
-    return head.weight.detach(), None if getattr(head, "bias", None) is None else head.bias.detach()
+    bias = getattr(head, "bias", None)
+    return local_part(head.weight).detach(), None if bias is None else local_part(bias).detach()
 
 
-def run_packed(model: Any, tokens: Tensor, positions: Tensor, call: Any, keep: Tensor | None) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a distributed tensor; of others all."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def run_packed(model: Any, tokens: Tensor, positions: Tensor, call: Any, keep: Tensor | list[int] | None) -> Tensor:
     """The logits ``[1, K, V]`` of one forward pass over packed nodes (``tokens`` and ``positions`` ``[N]`` int64).
 
-    ``call`` stands in for attention; ``keep`` (``[K]`` int64, default all) are the rows that reach the lm_head.
+    ``call`` stands in for attention; ``keep`` (``[K]`` int64, or a list; default all) are the rows for the lm_head.
     """
     # A 4-D mask is handed through as it is; ours is never read, it only keeps the model from making one.
     no_mask = torch.zeros(1, 1, 1, 1, device=tokens.device)

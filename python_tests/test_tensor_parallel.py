@@ -1,0 +1,233 @@
+"""Tensor parallel models over gloo processes on this machine: tokens, memory, messages, faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import tiny_model
+from transformers import AutoConfig
+
+from specmemo_kernels.cost import CHECKSUM_BYTES, Pass, step_messages
+from specmemo_kernels.footprint import HeadsSpec
+from specmemo_kernels.model_spec import ModelSpec
+
+SCRIPT = Path(__file__).with_name("tensor_parallel_session.py")
+#: Length at which the session's criteria end a sequence.
+PLACE = 22
+KINDS = ("greedy", "greedy batch", "sampled", "sampled batch", "aborted", "stopped", "plain")
+MODELS = {
+    "model-llama-gqa": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}),
+    "model-llama-mha": ("llama", {"num_key_value_heads": 4}),
+    "model-qwen3": ("qwen3", {"num_key_value_heads": 4, "num_attention_heads": 8}),
+}
+
+
+def session(what: str, folder: Path, ranks: int, seconds: float) -> tuple[dict[int, Any], list[int]]:
+    """Run a process per rank; what each wrote (if it did) and its exit code. One that hangs fails the test."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    common |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "LOCAL_WORLD_SIZE": str(ranks)}
+    command, processes = [sys.executable, "-W", "ignore", str(SCRIPT), what, str(folder)], []
+    try:
+        for rank in range(ranks):
+            env = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+        errors = [process.communicate(timeout=seconds)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    codes = [process.returncode for process in processes]
+    results = {rank: folder / f"{what}-{rank}.json" for rank in range(ranks)}
+    assert results[0].exists(), errors[0][-3000:]
+    return {rank: json.loads(path.read_text()) for rank, path in results.items() if path.exists()}, codes
+
+
+def write_models(folder: Path, names: list[str]) -> Path:
+    for name in names:
+        family, changes = MODELS[name]
+        tiny_model(family, **changes).save_pretrained(folder / name)
+    return folder
+
+
+def write_other_models(folder: Path) -> None:
+    """Models that differ from the first one in a weight that is divided, or in a number that leaves weights alone."""
+    family, changes = MODELS["model-llama-gqa"]
+    model: Any = tiny_model(family, **changes)
+    model.model.layers[1].self_attn.q_proj.weight.data += 0.01
+    model.save_pretrained(folder / "model-other-weights")
+    tiny_model(family, **changes, rms_norm_eps=1e-3).save_pretrained(folder / "model-other-config")
+    tiny_model(family, num_key_value_heads=1).save_pretrained(folder / "model-one-head")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, Any], Path]:
+    folder = write_models(tmp_path_factory.mktemp("two"), list(MODELS))
+    results, codes = session("compare", folder, 2, 180)
+    assert codes == [0, 0]
+    return results, folder
+
+
+@pytest.mark.parametrize("heads", ["own", "shared"])
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_write_what_one_process_writes(two: tuple[dict[int, Any], Path], name: str, heads: str) -> None:
+    """Every rank, every kind of call; the greedy tokens are the unpatched model's, too."""
+    _check_tokens(two[0], name, heads)
+
+
+def _check_tokens(results: dict[int, Any], name: str, heads: str) -> None:
+    for rank, models in results.items():
+        found = models[name][heads]
+        for kind in KINDS:
+            assert found["actual"][kind] == found["expected"][kind], (rank, kind)
+        assert found["accepted"] > 0
+        reasons = [reason for _, reason in found["actual"]["aborted"]]
+        assert reasons == ["aborted" if index == 2 else "length" for index in range(8)]
+        assert len(found["actual"]["stopped"][0]) == PLACE
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_tree_chosen_by_the_clock_is_the_same_on_every_rank(two: tuple[dict[int, Any], Path], name: str) -> None:
+    first, second = (two[0][rank][name]["chosen"] for rank in (0, 1))
+    assert first["tree"] == second["tree"]
+    assert first["actual"] == second["actual"]
+    kinds = set(KINDS) - {"plain", "aborted"}  # how far an aborted request comes depends on the tree
+    assert all(first["actual"][kind] == first["expected"][kind] for kind in kinds)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_rank_holds_its_share(two: tuple[dict[int, Any], Path], name: str) -> None:
+    """Pages for half of the KV heads; of heads their blocks, and half of their own vocabulary matrices (31 + 30)."""
+    for heads in ("own", "shared"):
+        parts = [two[0][rank][name][heads] for rank in (0, 1)]
+        for part in parts:
+            assert part["local_kv_heads"] == [count // 2 for count in part["kv_heads"]]
+        whole = parts[0]["head_bytes"][0]
+        blocks = 3 * 4 * (32 * 32 + 32)
+        assert sum(part["head_bytes"][1] - blocks for part in parts) == whole - blocks
+
+
+@pytest.mark.parametrize("heads", ["own", "shared"])
+@pytest.mark.parametrize("name", MODELS)
+def test_messages_are_those_of_the_formula(two: tuple[dict[int, Any], Path], name: str, heads: str) -> None:
+    _check_messages(*two, name, heads)
+
+
+def _check_messages(results: dict[int, Any], folder: Path, name: str, heads: str) -> None:
+    spec = ModelSpec.from_config(AutoConfig.from_pretrained(folder / name))
+    traffic = results[0][name][heads]["traffic"]
+    expected: dict[str, list[int]] = {"reduce": [], "gather": []}
+    for rows, lm_rows, depth, head_rows, width in traffic["passes"]:
+        run = Pass(rows, max(1, head_rows), 0, lm_rows, depth, head_rows, width)
+        for message in step_messages(spec, run, HeadsSpec(depth, own_lm_head=heads == "own")):
+            expected["gather" if message.gathered else "reduce"] += [message.nbytes] * message.count
+    expected["gather"].append(CHECKSUM_BYTES)  # the end of the call
+    # transformers gathers the logits of no rows at all: a message, no bytes
+    found = {kind: sorted(size for size in sizes if size) for kind, sizes in traffic["found"].items()}
+    assert found == {kind: sorted(sizes) for kind, sizes in expected.items()}
+    assert traffic["own"] == sum(expected["gather"])
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_no_message_grows_with_the_vocabulary(own: bool) -> None:
+    """So none grows with nodes times vocabulary either; each grows at most as the rows do."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    small, large = (
+        ModelSpec.from_config(AutoConfig.for_model("llama", **sizes, vocab_size=vocab)) for vocab in (500, 128_000)
+    )
+    heads = HeadsSpec(3, own_lm_head=own)
+    few, many = Pass(8, 1, 0, 8, 3, 1), Pass(80, 10, 0, 80, 3, 10)
+    for run in (few, many):
+        assert step_messages(small, run, heads) == step_messages(large, run, heads)
+    for one, ten in zip(step_messages(large, few, heads), step_messages(large, many, heads), strict=True):
+        assert ten.nbytes <= 10 * one.nbytes
+        assert ten.count == one.count
+
+
+@pytest.mark.four_ranks
+def test_four_ranks_write_what_one_process_writes(tmp_path: Path) -> None:
+    """All of that, on four ranks: ``pytest -m four_ranks``."""
+    results, codes = session("compare", write_models(tmp_path, list(MODELS)), 4, 400)
+    assert codes == [0] * 4
+    for name in MODELS:
+        for heads in ("own", "shared"):
+            _check_tokens(results, name, heads)
+            assert all(results[rank][name][heads]["local_kv_heads"] == [1, 1] for rank in range(4))
+            _check_messages(results, tmp_path, name, heads)
+
+
+def test_ranks_that_differ_fail_or_stall_end_all_with_an_error(tmp_path: Path) -> None:
+    """An error that says so, in seconds, and no tokens from anybody; what all refuse alike breaks nothing."""
+    write_models(tmp_path, ["model-llama-gqa"])
+    write_other_models(tmp_path)
+    results, _ = session("stalled", tmp_path, 2, 120)
+    found, other = results[0], results[1]
+    for rank in (0, 1):
+        assert results[rank]["other-weights"]["error"] == results[rank]["version"]["error"] == "RankError"
+        assert "the checkpoint's model.safetensors is" in results[rank]["other-weights"]["text"]
+        assert "config.rms_norm_eps is 1e-06 and 0.001" in results[rank]["other-config"]["text"]
+        assert "version of transformers is" in results[rank]["version"]["text"]
+        assert results[rank]["one-head"]["error"] == "UnsupportedModel"
+        assert (
+            "has 1 key/value heads, its tensor parallel plan divides them over 2 ranks"
+            in (results[rank]["one-head"]["text"])
+        )
+    assert found["heads"]["error"] == found["arguments"]["error"] == found["file"]["error"] == "RankError"
+    assert "don't run the same: heads' 0.0.linear.weight" in found["heads"]["text"]
+    assert "page_size is 16 and 17" in found["arguments"]["text"]
+    assert "loading heads failed on rank 1" in found["file"]["text"]
+    assert other["file"]["error"] == "HeadsError"
+    assert found["too long"]["error"] == "BudgetError"
+    assert found["after it"]["error"] == ""
+    assert other["failed"]["error"] == "KeyError"
+    _check_error(found, "failed", "rank 1 failed (its own error says why)")
+    _check_error(found, "stalled", "was silent for more than 2 s")
+    assert other["stalled"]["error"] == "RankError"
+
+
+def test_a_killed_rank_ends_the_other_with_an_error(tmp_path: Path) -> None:
+    results, codes = session("killed", write_models(tmp_path, ["model-llama-gqa"]), 2, 120)
+    assert 1 not in results
+    assert codes[1] == -9
+    _check_error(results[0], "killed", "lost touch with another rank")
+    assert all(reason == "aborted" and tokens < 12 for reason, tokens in results[0]["pieces"])
+
+
+def test_chat_under_torchrun(tmp_path: Path) -> None:
+    """Rank 0 reads and writes, for both: one process's conversation."""
+    arguments = ["--max-new-tokens", "8", "--tree", "6"]
+    command = [sys.executable, "-m", "specmemo_kernels.cli", "chat", *arguments]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    together = [*launch, "-m", "specmemo_kernels.cli", "chat", *arguments]
+    said = "import os\n/reset\nfor i in range(\n/nonsense\n"
+    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    outputs = []
+    for each in (command, together):
+        done = subprocess.run(each, input=said, capture_output=True, text=True, env=env, timeout=200, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        outputs.append(done.stdout)
+    assert outputs[0].count("\n") > 3
+    assert outputs[0] == outputs[1]
+
+
+def test_a_rank_that_never_patches_is_missed(tmp_path: Path) -> None:
+    results, _ = session("absent", write_models(tmp_path, ["model-llama-gqa"]), 2, 120)
+    found = results[0]["absent"]
+    assert found["error"] == "RankError"
+    assert "lost touch with another rank" in found["text"]
+    assert found["seconds"] < 30
+
+
+def _check_error(found: dict[str, Any], name: str, text: str) -> None:
+    assert found[name]["error"] == "RankError", found[name]
+    assert text in found[name]["text"]
+    assert found[name]["seconds"] < 30
+    assert found[f"{name}, once more"]["error"] == "RankError"

@@ -1,0 +1,202 @@
+"""Tensor parallel models: the vocabulary, the heads and the pages divided over ranks.
+
+Each rank runs the same program (``torchrun``) and holds its share of the model's heads, of the vocabulary and of the
+pages. A step's decisions follow from data that every rank has in the same bits:
+
+- Tokens: each rank's best candidates over its rows of the vocabulary go to every rank, which picks from all of them by
+  value, then by the lower token (:meth:`TensorParallel.topk`): the order in which one process would find them. That is
+  16 bytes per row and candidate, whatever the vocabulary.
+- Sampling: one row of logits at a time, of which every rank gets all parts; rank 0's generator state is everybody's.
+- What only one rank can know (a measured time, what a stopping criterion says, who is aborted) is rank 0's.
+- Before each step the ranks compare a checksum of all sequences and pages, and at the end of a call that all got there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from specmemo_kernels import ops
+from specmemo_kernels.drafting.medusa_heads import MedusaHeads
+from specmemo_kernels.integrations.hf_attention import UnsupportedModel
+from specmemo_kernels.integrations.hf_target import HFTarget, ModelFacts, lm_head
+from specmemo_kernels.integrations.ranks import Ranks
+from specmemo_kernels.integrations.team import Team
+from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.tree_choice import TreeChooser
+from specmemo_kernels.verify import TargetOutput
+
+Tensor = torch.Tensor
+
+#: Modules whose rows are whole key heads.
+_KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
+
+
+class TensorParallel(Team):
+    """The ranks that hold one tensor parallel model.
+
+    Args:
+        model: some of its parameters are distributed tensors.
+        mesh: of these.
+        timeout: as of :class:`Team`.
+
+    Attributes:
+        rows: this rank's part ``[first, last)`` of the vocabulary.
+
+    Raises:
+        UnsupportedModel: the ranks don't divide the model, or it is divided in another way as well.
+    """
+
+    def __init__(self, model: Any, mesh: Any, timeout: float) -> None:
+        group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+        ranks = len(dist.get_process_group_ranks(group))
+        if ranks != dist.get_world_size():
+            raise UnsupportedModel(
+                f"the model is on {ranks} of {dist.get_world_size()} ranks; only tensor parallel over all of them can "
+                "be patched"
+            )
+        _check_key_heads(model, ranks)
+        super().__init__(group, timeout)
+        weight, _ = lm_head(model)
+        self._sharded = weight.shape[0] != model.get_output_embeddings().weight.shape[0]
+        try:
+            counts = self.exchange(weight.shape[0])
+        except BaseException:
+            self.close()
+            raise
+        if not self._sharded:
+            share = -(-weight.shape[0] // self.size)
+            counts = [max(0, min(share, weight.shape[0] - i * share)) for i in range(self.size)]
+        self._counts = counts
+        self.rows = sum(counts[: self.rank]), sum(counts[: self.rank + 1])
+
+    def lm_head(self, model: Any) -> tuple[Tensor, Tensor | None]:
+        weight, bias = lm_head(model)
+        if self._sharded:
+            return weight, bias
+        mine = slice(*self.rows)
+        return weight[mine], None if bias is None else bias[mine]
+
+    def topk(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, k: int,
+        scales: Tensor | None = None, backend: str | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        rows = len(hidden)
+        here = min(k, weight.shape[0])
+        # float64 holds any value and any token exactly; places without a candidate lose to everything.
+        mine = hidden.new_full((rows, k, 2), float("-inf"), dtype=torch.float64)
+        if here:
+            values, tokens = ops.lm_head_topk(hidden, weight, bias, k=here, scales=scales, backend=backend)
+            mine[:, :here, 0] = values.double()
+            mine[:, :here, 1] = (tokens + self.rows[0]).double()
+        everybody = self._gather(mine).transpose(0, 1).reshape(rows, self.size * k, 2)
+        # Ranks hold rising tokens, so a stable order leaves ties to the lower token.
+        order = everybody[..., 0].sort(dim=1, descending=True, stable=True).indices[:, :k]
+        best = everybody.gather(1, order[..., None].expand(-1, -1, 2))
+        return best[..., 0].to(hidden.dtype), best[..., 1].long()
+
+    def whole_row(self, part: Tensor) -> Tensor:
+        """All ranks' parts of a row ``[V]``."""
+        padded = part.new_zeros(max(self._counts))
+        padded[: len(part)] = part
+        everybody = self._gather(padded)
+        return torch.cat([row[:count] for row, count in zip(everybody, self._counts, strict=True)])
+
+    def _gather(self, mine: Tensor) -> Tensor:
+        """``[size, ...]`` on the model's device."""
+        everybody = mine.new_empty(self.size, *mine.shape)
+        self.bytes_sent += mine.nbytes
+        with self.guarded():
+            dist.all_gather(list(everybody.unbind(0)), mine.contiguous(), group=self._group)
+        return everybody
+
+    def shard(self, heads: MedusaHeads, device: torch.device) -> MedusaHeads:
+        part = heads.truncated(heads.num_heads)
+        if heads.own_lm_head:
+            for head in range(heads.num_heads):
+                mine = heads.own_tensors(head)[0].data[slice(*self.rows)].clone()
+                layers = list(heads[head].children())[: heads.num_layers]
+                last = nn.Linear(mine.shape[1], mine.shape[0], bias=False, device="meta")
+                last.weight = nn.Parameter(mine, requires_grad=False)
+                part[head] = nn.Sequential(*layers, last)
+        return part.to(device)
+
+    def target(self, model: nn.Module, facts: ModelFacts, backend: str) -> HFTarget:
+        return _ShardedTarget(model, facts, backend, self)
+
+    def chooser(self, *args: Any) -> TreeChooser:
+        return _TeamChooser(self, *args)
+
+
+class _ShardedTarget(HFTarget):
+    """This rank's share of the model."""
+
+    def __init__(self, model: nn.Module, facts: ModelFacts, backend: str, team: TensorParallel) -> None:
+        super().__init__(model, facts, backend)
+        self.team = team
+
+    def argmax(self, output: TargetOutput) -> Tensor:
+        if output.logits is not None:
+            return super().argmax(output)
+        return self.team.topk(output.hidden, *self.team.lm_head(self.model), k=1, backend=self.backend)[1][:, 0]
+
+    def row_logits(self, output: TargetOutput, row: int) -> Tensor:
+        if output.logits is not None:
+            return super().row_logits(output, row)
+        weight, bias = self.team.lm_head(self.model)
+        return self.team.whole_row(nn.functional.linear(output.hidden[row : row + 1], weight, bias)[0])
+
+
+class _TeamChooser(TreeChooser):
+    """Learns from rank 0's clock."""
+
+    def __init__(self, team: Team, *args: Any) -> None:
+        super().__init__(*args)
+        self._team = team
+
+    def stepped(
+        self,
+        tree: DraftTree,
+        last: Sequence[int],
+        seconds: float | None = None,
+        drafting: float | None = None,
+        behind: int = 0,
+    ) -> None:
+        seconds, drafting = (None if own is None else self._team.first(own) for own in (seconds, drafting))
+        super().stepped(tree, last, seconds, drafting, behind)
+
+
+def ranks_of(model: Any, timeout: float) -> Ranks:
+    """The team that holds ``model``, or one process if its parameters aren't distributed.
+
+    Raises:
+        ValueError: ``timeout`` (seconds) isn't positive.
+        UnsupportedModel: as of :class:`TensorParallel`.
+        RankError: the others aren't there.
+    """
+    if not timeout > 0:
+        raise ValueError(f"rank_timeout is {timeout}, it must be above 0 seconds")
+    if not (dist.is_available() and dist.is_initialized()):
+        return Ranks()
+    from torch.distributed.tensor import DTensor
+
+    mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
+    return Ranks() if mesh is None or mesh.size() == 1 else TensorParallel(model, mesh, timeout)
+
+
+def _check_key_heads(model: Any, ranks: int) -> None:
+    """transformers divides the rows of a key projection evenly, whether or not that cuts a head in two."""
+    heads = getattr(model.config.get_text_config(), "num_key_value_heads", None)
+    cut = any(
+        name.rpartition(".")[2] in _KEY_PROJECTIONS and hasattr(getattr(module, "weight", None), "placements")
+        for name, module in model.named_modules()
+    )
+    if cut and heads and heads % ranks:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has {heads} key/value heads, its tensor parallel plan divides them over {ranks} "
+            f"ranks; start a number of ranks that divides {heads}"
+        )
