@@ -135,13 +135,16 @@ def test_more_sequences_get_less() -> None:
     assert sizes[-1] == 1
 
 
-def run(chooser: TreeChooser, text: Text, steps: int) -> tuple[float, list[int]]:
-    """Tokens per second of so many steps of one sequence, and the sizes verified."""
+def run(chooser: TreeChooser, text: Text, steps: int, real: PassSeconds | None = None) -> tuple[float, list[int]]:
+    """Tokens per second of so many steps of one sequence, and the sizes verified.
+
+    ``real``: what passes take, where the chooser was told something else.
+    """
     tokens, seconds, sizes = 0, 0.0, []
     for _ in range(steps):
         tree = chooser.tree_for(1)
         node = text.last(tree)
-        took = chooser.seconds.at(tree.size)
+        took = (real or chooser.seconds).at(tree.size)
         chooser.stepped(tree, [node], took)
         tokens, seconds = tokens + 1 + tree.depths[node], seconds + took
         sizes.append(tree.size)
@@ -171,6 +174,17 @@ def test_never_much_worse_than_the_best_that_stays(chances: list[list[float]], s
         for size in range(1, tree.size + 1)
     )
     assert speed >= 0.97 * best  # 6000 steps: half a per cent of sampling noise
+
+
+@pytest.mark.parametrize("told", [1.15, 1.0, 0.7])
+def test_pass_times_that_were_measured_wrongly(told: float) -> None:
+    """Steps tell what a pass of their rows really takes: here eight rows hardly more than four."""
+    tree, chances = TREE.pruned(8), [[0.6, 0.1], [0.4, 0.1], [0.3]]
+    real = PassSeconds(((1, 1.0), (4, 1.3), (8, 1.34)))
+    wrong = PassSeconds(((1, 1.0), (4, 1.2), (8, 1.34 * told)))
+    alone, _ = run(chooser_for(tree, seconds=real), Text(chances), 6000)
+    speed, _ = run(chooser_for(tree, seconds=wrong), Text(chances), 6000, real)
+    assert speed >= 0.98 * alone
 
 
 def pad(chances: list[list[float]], tree: DraftTree) -> list[list[float]]:

@@ -54,9 +54,28 @@ class _RunningMean:
 
     def add(self, beyond: float, known: float) -> None:
         """One more; what is many times the ``known`` tells little, as something else held it up."""
-        beyond = min(max(0.0, beyond), _HELD_UP * known)
+        beyond = min(max(-known, beyond), _HELD_UP * known)
         self._count += 1
         self.value += (beyond - self.value) * max(_NEWEST, 1 / self._count)
+
+
+class _BesidePasses:
+    """What steps take beyond the known seconds of their passes, by the passes' rows.
+
+    The known ones were measured once and can be off by more than two sizes of a tree differ.
+    """
+
+    def __init__(self) -> None:
+        self._means: dict[int, _RunningMean] = {}
+
+    def add(self, rows: int, beyond: float, known: float) -> None:
+        self._means.setdefault(rows, _RunningMean()).add(beyond, known)
+
+    def at(self, rows: int) -> float:
+        """Of steps with so many rows; of those seen that come nearest, else."""
+        if not self._means:
+            return 0.0
+        return self._means[min(self._means, key=lambda seen: (abs(seen - rows), seen))].value
 
 
 @dataclass(frozen=True)
@@ -104,7 +123,7 @@ class TreeChooser:
         self.sizes = range(1, tree.size) if sizes is None else sizes
         self._root = tree.pruned(1)
         # Beyond known times: seconds of a step, seconds of a drafter's pass, and the share of its catching up.
-        self._beside, self._asking, self._catching_up = _RunningMean(), _RunningMean(), _RunningMean()
+        self._beside, self._asking, self._catching_up = _BesidePasses(), _RunningMean(), _RunningMean()
         self._choices: dict[int, _Choice] = {}
         self._fresh: set[int] = set()
         self._steps = self._looked = 0
@@ -154,9 +173,10 @@ class TreeChooser:
         looked = self.tree_for(sequences) is self.tree
         self.acceptance.record(tree, last)
         self._steps += 1
-        target = self.seconds.at(sequences * tree.size)
+        rows = sequences * tree.size
+        target = self.seconds.at(rows)
         if seconds is not None:
-            self._beside.add(seconds - target, target)
+            self._beside.add(rows, seconds - target, target)
         passes, known = self._passes(sequences, tree.max_depth)
         if drafting is not None and passes:
             late = self._known_catch_up(sequences, behind)
@@ -180,7 +200,8 @@ class TreeChooser:
 
     def _step_seconds(self, sequences: int, size: int, depth: int) -> float:
         passes, known = self._passes(sequences, depth)
-        return self.seconds.at(sequences * size) + self._beside.value + known + passes * self._asking.value
+        rows = sequences * size
+        return self.seconds.at(rows) + self._beside.at(rows) + known + passes * self._asking.value
 
     def _known_catch_up(self, sequences: int, behind: int) -> float:
         """The seconds that so many tokens beside the newest ones add to a drafter's first pass, by its rows alone."""
