@@ -40,7 +40,7 @@ def test_layouts(layout: str, heads: int, layers: int, own: bool, tmp_path: Path
     (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 7}))
     for source in (tmp_path, str(tmp_path)):
         assert_same(load_heads(source, HIDDEN, VOCAB), state, heads, layers, own)
-    assert describe_heads(tmp_path, HIDDEN, VOCAB) == HeadsFacts(heads, layers, own, None)
+    assert describe_heads(tmp_path, HIDDEN, VOCAB) == HeadsFacts(heads, layers, own, None, None)
 
 
 class TestFiles:
