@@ -206,8 +206,8 @@ def near_ties(work: Work, exact_model: Any, answers: list[list[int]], reference:
     """For rows that differ: is the first difference a near tie?
 
     It is one if the two tokens' float32 logits differ by less than the band in which bfloat16 can order them either
-    way: twice the largest error that the bfloat16 model makes in any of the two tokens' logits at that place, at least
-    one unit in the last place of the better one.
+    way: twice the largest error that the bfloat16 model makes in any token's logit at that place, at least one unit in
+    the last place of the better one.
     """
     differ = ties = 0
     for prompt, answer, expected in zip(work.prompts, answers, reference, strict=True):
@@ -217,9 +217,8 @@ def near_ties(work: Work, exact_model: Any, answers: list[list[int]], reference:
         differ += 1
         ids = torch.tensor([prompt + expected[:place]])
         pair = [answer[place], expected[place]]
-        exact = exact_model(ids).logits[0, -1, pair].float()
-        rounded = work.model(ids).logits[0, -1, pair].float()
+        exact, rounded = (model(ids).logits[0, -1].float() for model in (exact_model, work.model))
         band = 2 * float((exact - rounded).abs().max())
-        ulp = float(rounded.abs().max()) * 2**-7
-        ties += abs(float(exact[0] - exact[1])) <= max(band, ulp)
+        ulp = float(rounded[pair].abs().max()) * 2**-7
+        ties += float((exact[pair[0]] - exact[pair[1]]).abs()) <= max(band, ulp)
     return {"rows_that_differ": differ, "near_ties": ties}

@@ -149,7 +149,8 @@ def patch(
             if ranks.size > 1:
                 if free is not None:
                     raise ValueError(f"keep_free is {keep_free}; one of {ranks.size} ranks can't give up memory alone")
-                ranks.same(digest(model) | limits | {"tree": tree, "backend": name, "reuse_prefix": reuse_prefix})
+                own = {"tree": tree, "backend": name, "reuse_prefix": reuse_prefix, "graph": graph}
+                ranks.same(digest(model) | limits | own | {"head_bits": head_bits})
             facts = probe(model)
             drafter, accuracy = make_drafter(heads, model, facts, name, head_bits, ranks)
             if isinstance(drafter, HFDraftModel):
