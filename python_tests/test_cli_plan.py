@@ -135,8 +135,11 @@ def test_heads_in_4_bits(vicuna: Path, tmp_path: Path) -> None:
         assert offered[name] == coded["plan"][name]
     assert offered["tokens_per_second"] > plain["plan"]["tokens_per_second"], "fewer bytes are read"
     assert not any("4 bits" in row["name"] for row in coded["alternatives"])
-    shared = plan_json(*options, "--shared-lm-head")
-    assert not any("4 bits" in row["name"] for row in shared["alternatives"])
+    for other in (("--shared-lm-head",), ("--tp", 2)):
+        assert not any("4 bits" in row["name"] for row in plan_json(*options, *other)["alternatives"])
+    refused = run("plan", *options, "--tp", 2, "--head-bits", 4)
+    assert refused.exit_code != 0
+    assert "can't be divided over 2 ranks" in refused.output
     heads = coded["plan"]["heads"]
     assert coded["plan"]["parts"]["heads"] == heads * (4096 * 4097 * 2 + 32000 * 4096 // 64 * 34)
     assert "lm_heads in 4 bits" in run("plan", *options, "--head-bits", 4).output

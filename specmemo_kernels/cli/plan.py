@@ -91,6 +91,8 @@ def run_plan(options: PlanOptions) -> None:
         workload = Workload(options.context, options.batch, options.prompt or 0)
         heads, accuracy = heads_of(options, spec)
         device, tp = devices_of(options)
+        if heads.head_bits is not None and tp > 1:
+            raise UserError(f"heads in 4 bits can't be divided over {tp} ranks yet; leave them as stored")
         problem = problem_of(spec, device, workload, heads=heads, accuracy=accuracy, tp=tp, kv_dtype=options.kv_dtype)
         choices = candidates(problem)
         plan = choose(problem, choices, options.budget)
@@ -171,7 +173,8 @@ def alternatives(problem: Problem, choices: list[Choice], plan: MemoryPlan) -> l
     if problem.kv_dtype is None:
         coded = fastest(candidates(dataclasses.replace(problem, kv_dtype="int8")), plan.budget or 0)
     packed = None
-    if problem.heads.own_lm_head and problem.heads.num_heads and problem.heads.head_bits is None:
+    own = problem.heads.own_lm_head and problem.heads.num_heads > 0
+    if own and problem.heads.head_bits is None and tp == 1:  # ranks can't divide codes
         few_bits = dataclasses.replace(problem.heads, head_bits=CODE_BITS)
         packed = fastest(candidates(dataclasses.replace(problem, heads=few_bits)), plan.budget or 0)
     return [
