@@ -35,7 +35,11 @@ class Timing:
 def hold(
     system: System, talk: Conversation, new_tokens: int, published: Published | None, between: Callable[[int], None]
 ) -> tuple[list[list[int]], float]:
-    """One conversation: the answers to its turns, and the seconds they took. ``between`` is called before each turn."""
+    """One conversation: the answers to its turns, and the seconds they took. ``between`` is called before each turn.
+
+    What was computed in one turn may serve the next; nothing comes from the same conversation held before.
+    """
+    system.forget()
     ids: list[int] = []
     answers: list[list[int]] = []
     seconds = 0.0

@@ -46,6 +46,9 @@ class System(Protocol):
 
     def reset(self) -> None: ...
 
+    def forget(self) -> None:
+        """The next conversation finds nothing of earlier ones."""
+
     def release(self) -> dict[str, int]:
         """Let go of all that a call makes and keeps; the bytes by part that remain beside the model's weights."""
 
@@ -72,6 +75,9 @@ class PlainSystem:
         self.steps += len(new) - 1
         self.step_tokens += len(new) - 1
         return new
+
+    def forget(self) -> None:
+        """Nothing is kept from one answer to the next."""
 
     def reset(self) -> None:
         self.steps = self.step_tokens = 0
@@ -108,6 +114,9 @@ class MedusaSystem:
         self.steps += self._medusa.steps
         self.step_tokens += len(new) - 1
         return new
+
+    def forget(self) -> None:
+        """Nothing is kept from one answer to the next."""
 
     def reset(self) -> None:
         self.steps = self.step_tokens = 0
@@ -159,6 +168,10 @@ class OurSystem:
         options: dict[str, Any] = {"max_new_tokens": turn.new_tokens, "do_sample": False, "pad_token_id": 0}
         output = self._model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         return output[0, len(turn.ids) :].tolist()
+
+    def forget(self) -> None:
+        if self.handle._pool is not None:
+            self.handle._pool.forget()
 
     def reset(self) -> None:
         self.handle.stats.reset()

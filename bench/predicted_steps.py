@@ -71,7 +71,7 @@ def compare(profile: DeviceProfile, spec: ModelSpec, model: Any, trees: list[int
     rows = [row("plain", prefill_seconds(spec, profile, work, 1, PROMPT), prompt, plain, step)]
     for nodes in trees:
         with specmemo_kernels.patch(
-            model, folder / "heads", tree=nodes, prefill_chunk=CHUNK, max_batch_size=1
+            model, folder / "heads", tree=nodes, prefill_chunk=CHUNK, max_batch_size=1, reuse_prefix=False
         ) as handle:
             drafter = handle.drafter.heads
             heads = HeadsSpec(drafter.num_heads, drafter.num_layers, drafter.own_lm_head)
