@@ -166,6 +166,23 @@ def test_parts_add_up_to_what_the_tracker_counts(bench: dict[str, ModuleType]) -
     assert max(series["logits"]) == 3 * VOCAB * 4
 
 
+def test_a_conversation_held_again_computes_its_prompts_again(bench: dict[str, ModuleType]) -> None:
+    """Else a second round would be timed without the first turn's prompt, which others compute each time."""
+    systems, runs = bench["frontier_systems"], bench["frontier_runs"]
+    talk = bench["conversations"].Conversation(0, ((3,) * 40, (4,) * 10))
+    model = tiny_model("llama", max_position_embeddings=256)
+    heads = noisy_heads(model, own=False)
+    ours = systems.OurSystem("this", bench["shapes"].twin(model), heads, None, replayed=False)
+    computed = []
+    for _ in range(2):
+        ours.reset()
+        runs.hold(ours, talk, 20, None, lambda _: None)
+        computed.append((ours.handle.stats.prefill_tokens, ours.handle.stats.reused_tokens))
+    assert computed[0] == computed[1]
+    assert computed[0][1] > 0, "the second turn goes on from the first"
+    ours.close()
+
+
 def test_a_systems_memory_is_named_by_part(bench: dict[str, ModuleType]) -> None:
     systems, talk = bench["frontier_systems"], bench["conversations"].Conversation(0, ((3,) * 40, (4,) * 10))
     model = tiny_model("llama", max_position_embeddings=256)
