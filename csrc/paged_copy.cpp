@@ -14,13 +14,13 @@ int64_t place(const PagedRows& rows, int64_t sequence, int64_t position) {  // t
 }
 
 void copy_row(const CopySide& side, int64_t layer, int64_t row, int64_t slot) {
-  const char* from = side.from + layer * side.from_layer + row * side.from_row;
-  const int64_t token = layer * side.slots + slot, row_bytes = side.row_bytes();
-  char* to = side.to + token * row_bytes;
+  const char* from = side.row_from(layer, row);
+  char* to = side.row_to(layer, slot);
+  const int64_t row_bytes = side.row_bytes();
   if (side.type != KVType::kSame) {
     for (int64_t h = 0; h < side.heads; ++h)
-      side.scales[token * side.heads + h] = quantise_row(side.dtype, side.type, from + h * side.from_head, side.dim,
-                                                         reinterpret_cast<uint8_t*>(to) + h * side.dim);
+      side.scales[(layer * side.slots + slot) * side.heads + h] = quantise_row(
+          side.dtype, side.type, from + h * side.from_head, side.dim, reinterpret_cast<uint8_t*>(to) + h * side.dim);
     return;
   }
   const int64_t head_bytes = side.dim * side.element;
@@ -30,6 +30,13 @@ void copy_row(const CopySide& side, int64_t layer, int64_t row, int64_t slot) {
   }
   for (int64_t h = 0; h < side.heads; ++h)
     std::memcpy(to + h * head_bytes, from + h * side.from_head, static_cast<size_t>(head_bytes));
+}
+
+// Rows lie far apart, where no hardware sees a pattern. What is written has to be fetched as well.
+void fetch_row(const CopySide& side, int64_t layer, int64_t row, int64_t slot) {
+  const char *from = side.row_from(layer, row), *to = side.row_to(layer, slot);
+  for (int64_t i = 0; i < side.heads * side.dim * side.element; i += 64) __builtin_prefetch(from + i, 0);
+  for (int64_t i = 0; i < side.row_bytes(); i += 64) __builtin_prefetch(to + i, 1);
 }
 
 }  // namespace
@@ -42,27 +49,32 @@ void append_rows(const PagedRows& rows, const CopySide& side) {
 
 void commit_rows(const PagedRows& rows, const CopySide& keys, const CopySide& values, int64_t layers,
                  const int32_t* accept_index, const int32_t* accept_length, int64_t width, int threads) {
-  struct Context {
-    const PagedRows& rows;
-    const CopySide &keys, &values;
-    const int32_t *index, *length;
-    int64_t width;
-  } context{rows, keys, values, accept_index, accept_length, width};
-  auto one_layer = [](void* data, int64_t layer) {
-    const auto& c = *static_cast<Context*>(data);
-    for (int64_t s = 0; s < c.rows.batch; ++s)
-      for (int64_t i = 0; i <= c.length[s] && i < c.width; ++i) {
-        const int64_t row = c.rows.qo_indptr[s] + c.index[s * c.width + i];
-        const int64_t slot = place(c.rows, s, c.rows.seq_lens[s] + i);
-        copy_row(c.keys, layer, row, slot);
-        copy_row(c.values, layer, row, slot);
-      }
-  };
   int64_t accepted = 0;
   for (int64_t s = 0; s < rows.batch; ++s) accepted += accept_length[s] + 1;
   // Starting a second thread costs about as much as copying this many bytes.
   const bool small = layers * accepted * (keys.row_bytes() + values.row_bytes()) < 128 * 1024;
-  parallel_for(layers, small ? 1 : threads, one_layer, &context);
+  struct Context {
+    const PagedRows& rows;
+    const CopySide* sides[2];
+    const int32_t *index, *length;
+    int64_t width, layers, parts;
+  } context{rows, {&keys, &values}, accept_index, accept_length, width, layers, small ? 1 : threads};
+  // Some layers one after the other, so that a thread fetches what it copies itself.
+  auto some_layers = [](void* data, int64_t part) {
+    const auto& c = *static_cast<Context*>(data);
+    const int64_t end = c.layers * (part + 1) / c.parts;
+    for (int64_t layer = c.layers * part / c.parts; layer < end; ++layer)
+      for (int64_t s = 0; s < c.rows.batch; ++s)
+        for (int64_t i = 0; i <= c.length[s] && i < c.width; ++i) {
+          const int64_t row = c.rows.qo_indptr[s] + c.index[s * c.width + i];
+          const int64_t slot = place(c.rows, s, c.rows.seq_lens[s] + i);
+          for (const CopySide* side : c.sides) {
+            if (layer + 1 < end) fetch_row(*side, layer + 1, row, slot);
+            copy_row(*side, layer, row, slot);
+          }
+        }
+  };
+  parallel_for(context.parts, threads, some_layers, &context);
 }
 
 void verify_tree_greedy(const int64_t* draft, const int64_t* target, const int32_t* parents, const int32_t* qo_indptr,

@@ -23,6 +23,8 @@ struct CopySide {
   DType dtype;                  // of `from`; not looked at when rows are copied as they are
   KVType type;
 
+  const char* row_from(int64_t layer, int64_t row) const { return from + layer * from_layer + row * from_row; }
+  char* row_to(int64_t layer, int64_t slot) const { return to + (layer * slots + slot) * row_bytes(); }
   int64_t row_bytes() const { return heads * dim * (type == KVType::kSame ? element : 1); }  // of a token in `to`
 };
 
