@@ -7,19 +7,33 @@ namespace py = pybind11;
 namespace specmemo {
 namespace {
 
+struct ManagedTensor {  // DLManagedTensorVersioned
+  uint32_t major, minor;
+  void* context;
+  void (*deleter)(ManagedTensor*);
+  uint64_t flags;
+  TensorView tensor;
+};
+
+using SetError = void (*)(void* context, const char* kind, const char* message);
+
 struct ExchangeApi {  // DLPackExchangeAPI
   uint32_t major, minor;
   ExchangeApi* previous;
-  void *allocate, *export_managed, *import_managed;
-  int (*view)(void* py_object, TensorView* out);
+  int (*allocate)(TensorView* prototype, ManagedTensor** out, void* context, SetError set_error);
+  void* export_managed;
+  int (*import_managed)(ManagedTensor* tensor, PyObject** out);  // takes the tensor over
+  int (*view)(PyObject* tensor, TensorView* out);
   void* current_stream;
 };
 
 constexpr uint32_t kMajor = 1;
+constexpr int32_t kCpu = 1;
 
 struct Torch {
   const ExchangeApi* exchange;
-  const void *tensor, *parameter;  // types, which live as long as the interpreter
+  const void *tensor, *parameter;  // types and functions, which live as long as the interpreter
+  PyObject* num_threads;
 };
 
 // Found when the first tensor comes, by when somebody has imported torch.
@@ -30,7 +44,8 @@ const Torch& torch() {
     const auto* api = capsule.get_pointer<const ExchangeApi>();
     while (api != nullptr && api->major != kMajor) api = api->previous;
     if (api == nullptr) throw py::import_error("this torch exchanges tensors by another version of DLPack than 1");
-    return Torch{api, tensor.ptr(), module.attr("nn").attr("Parameter").ptr()};
+    return Torch{api, tensor.ptr(), module.attr("nn").attr("Parameter").ptr(),
+                 py::object(module.attr("get_num_threads")).release().ptr()};
   }();
   return found;
 }
@@ -60,21 +75,32 @@ bool add_layout(std::string& out, PyObject* value) {
     add(out, head, 5);
     add(out, tensor.shape, static_cast<size_t>(tensor.ndim));
     add(out, tensor.strides, static_cast<size_t>(tensor.ndim));
-  } else if (PyTuple_Check(value)) {
-    out.push_back('(');
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i)
-      if (!add_layout(out, PyTuple_GET_ITEM(value, i))) return false;
-    out.push_back(')');
-  } else if (PyLong_CheckExact(value)) {
-    int overflow = 0;
-    const long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
-    if (overflow != 0) return false;
-    out.push_back('i');
-    add(out, &number, 1);
+  } else if (PyFloat_Check(value) || PyLong_Check(value)) {
+    const double number = PyFloat_AsDouble(value);
+    if (number == -1.0 && PyErr_Occurred() != nullptr) {
+      PyErr_Clear();
+      return false;
+    }
+    out.push_back(number > 0 ? '+' : number < 0 ? '-' : number == 0 ? '0' : '?');
+  } else if (PyUnicode_CheckExact(value)) {
+    Py_ssize_t size = 0;
+    const char* text = PyUnicode_AsUTF8AndSize(value, &size);
+    if (text == nullptr) {
+      PyErr_Clear();
+      return false;
+    }
+    out.push_back('s');
+    add(out, &size, 1);
+    add(out, text, static_cast<size_t>(size));
   } else {
     return false;
   }
   return true;
+}
+
+void raise(void*, const char* kind, const char* message) {
+  const py::gil_scoped_acquire locked;
+  PyErr_SetString(std::string(kind) == "MemoryError" ? PyExc_MemoryError : PyExc_RuntimeError, message);
 }
 
 }  // namespace
@@ -85,11 +111,38 @@ TensorView view(py::handle tensor) {
   return result;
 }
 
-py::object layouts(const py::args& values) {
+DType computed_dtype(const char* name, py::handle tensor) {
+  const TensorView seen = view(tensor);
+  if (seen.code == kFloat && seen.bits == 32) return DType::kFloat32;
+  if (seen.code == kBfloat && seen.bits == 16) return DType::kBFloat16;
+  if (seen.code == kFloat && seen.bits == 16) return DType::kFloat16;
+  throw py::value_error(std::string(name) + " has dtype " + std::string(py::str(tensor.attr("dtype"))) +
+                        "; backend 'cpu' computes float32, bfloat16 and float16");
+}
+
+NewTensor empty(uint8_t code, uint8_t bits, std::initializer_list<int64_t> shape) {
+  TensorView prototype{};
+  prototype.device_type = kCpu, prototype.code = code, prototype.bits = bits, prototype.lanes = 1;
+  prototype.ndim = static_cast<int32_t>(shape.size()), prototype.shape = const_cast<int64_t*>(shape.begin());
+  ManagedTensor* made = nullptr;
+  if (torch().exchange->allocate(&prototype, &made, nullptr, raise) != 0) throw py::error_already_set();
+  void* data = made->tensor.at<void>();
+  PyObject* tensor = nullptr;
+  if (torch().exchange->import_managed(made, &tensor) != 0) throw py::error_already_set();
+  return {py::reinterpret_steal<py::object>(tensor), data};
+}
+
+int num_threads() {
+  const auto result = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(torch().num_threads));
+  if (!result) throw py::error_already_set();
+  return static_cast<int>(PyLong_AsLong(result.ptr()));
+}
+
+py::object layouts(PyObject* const* values, Py_ssize_t count) {
   std::string out;
   out.reserve(1024);
-  for (const py::handle value : values)
-    if (!add_layout(out, value.ptr())) return py::none();
+  for (Py_ssize_t i = 0; i < count; ++i)
+    if (!add_layout(out, values[i])) return py::none();
   return py::bytes(out);
 }
 

@@ -1,4 +1,4 @@
-// Tensors of the Python side, read without a line of torch's headers.
+// Tensors of the Python side, read and made without a line of torch's headers.
 //
 // Since version 1.3 of DLPack (https://dmlc.github.io/dlpack) a framework's tensor type offers C functions under
 // __dlpack_c_exchange_api__; torch has them since 2.10. The structures below are that interface's, as far as it is
@@ -9,8 +9,13 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <initializer_list>
+
+#include "kernels.h"
 
 namespace specmemo {
+
+enum TypeCode : uint8_t { kInt = 0, kFloat = 2, kBfloat = 4 };  // DLDataTypeCode
 
 struct TensorView {  // DLTensor
   void* data;
@@ -30,8 +35,23 @@ struct TensorView {  // DLTensor
 // The view lives as long as the tensor isn't changed. None gives zeros.
 TensorView view(pybind11::handle tensor);
 
-// Type, device, sizes and strides of all tensors, and all other values, as bytes that are equal when those are; None if
-// there is a tensor that isn't plain (fake, traced, wrapped) or something else than tensors, tuples, integers and None.
-pybind11::object layouts(const pybind11::args& values);
+// The kernels' name of a tensor's type; ValueError if they have none.
+DType computed_dtype(const char* name, pybind11::handle tensor);
+
+struct NewTensor {
+  pybind11::object tensor;
+  void* data;
+};
+
+// torch.empty on the CPU.
+NewTensor empty(uint8_t code, uint8_t bits, std::initializer_list<int64_t> shape);
+
+// torch.get_num_threads().
+int num_threads();
+
+// Type, device, sizes and strides of all tensors, signs of all numbers and strings as they are, as bytes that are equal
+// when those are. None if there is a tensor that isn't plain (fake, traced, wrapped), or something else than these and
+// None.
+pybind11::object layouts(PyObject* const* values, Py_ssize_t count);
 
 }  // namespace specmemo

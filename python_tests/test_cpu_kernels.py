@@ -182,6 +182,25 @@ print(_cpu.arena_bytes(), fixed + splits * row_bytes)
     assert 0 < held <= declared + (threads_set + 1) * 4096, "arenas are whole pages"
 
 
+def test_sinks_may_have_another_dtype() -> None:
+    inputs = attention_inputs(AttentionCase("sinks", (30, 4), (3, 5), sinks=True), torch.bfloat16)
+    expected = ops.tree_attention(**inputs, backend="cpu")[0]
+    assert torch.equal(ops.tree_attention(**inputs | {"sinks": inputs["sinks"].float()}, backend="cpu")[0], expected)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_results_are_tensors_like_any_other(mode: Any) -> None:
+    inputs = attention_inputs(AttentionCase("results", (30, 4), (3, 5), v_head_dim=24), torch.bfloat16)
+    with mode():
+        for result in ops.tree_attention(**inputs, backend="cpu"):
+            like = torch.empty(result.shape, dtype=result.dtype)
+            assert type(result) is torch.Tensor
+            assert (result.stride(), result.device) == (like.stride(), like.device)
+            assert (result.is_inference(), result.requires_grad) == (like.is_inference(), False)
+            assert result.untyped_storage().nbytes() == like.untyped_storage().nbytes()
+            assert result.data_ptr() % 64 == 0
+
+
 def test_float64_is_refused_by_name() -> None:
     inputs = attention_inputs(ATTENTION_CASES[0], torch.float64)
     with pytest.raises(ValueError, match=r"q has dtype torch\.float64; backend 'cpu' computes float32"):

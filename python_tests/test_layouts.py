@@ -28,7 +28,8 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     return {"transposed": tensor.mT if len(shape) > 1 else tensor, "cut": tensor[1:], "gaps": tensor[..., ::2]}[change]
 
 
-values = st.one_of(st.none(), st.integers(-3, 3), tensors(), st.tuples(st.one_of(st.none(), tensors()), tensors()))
+numbers = st.one_of(st.integers(-3, 3), st.booleans(), st.sampled_from([-0.5, -0.0, 0.5, float("nan")]))
+values = st.one_of(st.none(), numbers, st.sampled_from(["cpu", "", "é"]), tensors())
 
 
 @given(st.lists(values, max_size=2), st.lists(values, max_size=2))
@@ -48,7 +49,7 @@ def test_what_has_no_layout() -> None:
     with FakeTensorMode():
         fake = torch.ones(2)
     for function in (layouts, layouts_in_python):
-        for value in (fake, torch.ones(2).as_subclass(Wrapped), "text", 1.5, (None, fake)):
+        for value in (fake, torch.ones(2).as_subclass(Wrapped), (torch.ones(2),), b"cpu", 1j):
             assert function(torch.ones(2), value) is None
 
 

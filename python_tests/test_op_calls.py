@@ -13,8 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specmemo_kernels import ops
-from specmemo_kernels.ops import schema
+from specmemo_kernels import _cpu, ops
+from specmemo_kernels.ops import checks, layouts, schema
 
 Tensor = torch.Tensor
 
@@ -36,22 +36,48 @@ class FunctionListener(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.fixture(params=[layouts.call, layouts.call_in_python], ids=["compiled", "python"])
+def checked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was checked and what went through torch's dispatcher, by a tree_attention that remembers nothing yet."""
+    heard: list[str] = []
+
+    class Dispatched:
+        called = torch.ops.specmemo.tree_attention
+
+        def __call__(self, *args: Any) -> Any:
+            heard.append("dispatch")
+            return self.called(*args)
+
+        def __getattr__(self, name: str) -> Any:  # torch looks for its overloads
+            return getattr(self.called, name)
+
+    def check(*args: Any) -> None:
+        heard.append("check")
+        checks.tree_attention(*args)
+
+    monkeypatch.setattr(schema, "call", request.param)
+    monkeypatch.setattr(ops, "_tree_attention", schema.operator("tree_attention", check))
+    monkeypatch.setattr(torch.ops.specmemo, "tree_attention", Dispatched())
+    return heard
+
+
 @pytest.fixture
-def attend() -> Callable[[], Tensor]:
-    inputs = attention_inputs(AttentionCase("calls", (9, 4), (3, 5), head_dim=16), torch.float32)
+def inputs() -> dict[str, Any]:
+    return attention_inputs(AttentionCase("calls", (9, 4), (3, 5), head_dim=16), torch.float32)
+
+
+@pytest.fixture
+def attend(inputs: dict[str, Any]) -> Callable[[], Tensor]:
     return lambda: ops.tree_attention(**inputs, backend="cpu")[0]
 
 
-def is_short(plain: bool = True) -> bool:
-    return schema.operator("tree_attention", plain) is schema.KERNELS["tree_attention"]
-
-
-def test_the_same_result(attend: Callable[[], Tensor]) -> None:
+def test_the_same_result(checked: list[str], attend: Callable[[], Tensor]) -> None:
     long = attend()
+    assert checked == ["check", "dispatch"]
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            assert is_short()
             assert torch.equal(attend(), long)
+    assert checked == ["check", "dispatch"]
 
 
 @contextlib.contextmanager
@@ -61,12 +87,67 @@ def profiled() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("watch", [torch.enable_grad, Listener, FunctionListener, profiled])
-def test_who_listens_is_heard(watch: Any) -> None:
+def test_who_listens_is_heard(checked: list[str], attend: Callable[[], Tensor], watch: Any) -> None:
     with torch.no_grad():
+        attend()
+        assert checked == ["check"]
         with watch():
-            assert not is_short()
-        assert is_short()
-        assert not is_short(plain=False)
+            attend()
+        heard = checked[1:]
+        assert set(heard) == {"dispatch"}, "a mode for functions calls it once more"
+        attend()
+    assert checked[1:] == heard
+
+
+@torch.inference_mode()
+def test_what_passed_is_not_checked_again_and_all_else_is(checked: list[str], inputs: dict[str, Any]) -> None:
+    ops.tree_attention(**inputs)
+    for name, value in [("q", inputs["q"].half()), ("q", inputs["q"][:, :3]), ("window", 0), ("softcap", -1.0)]:
+        for _ in range(2):
+            checked.clear()
+            with pytest.raises(ValueError, match=name):
+                ops.tree_attention(**inputs | {name: value})
+            assert checked == ["check"]
+    checked.clear()
+    ops.tree_attention(**inputs | {"scale": 0.3, "max_seq_len": None})
+    ops.tree_attention(**inputs | {"max_seq_len": 500})
+    ops.tree_attention(**inputs | {"max_seq_len": 501})
+    assert checked == ["check"], "how long sequences may be changes at every step, and isn't checked"
+
+
+@torch.inference_mode()
+def test_each_backend_is_remembered_for_itself(checked: list[str], inputs: dict[str, Any]) -> None:
+    results = {name: ops.tree_attention(**inputs, backend=name)[0] for name in ("reference", "cpu") * 2}
+    assert checked == ["check"] * 2
+    assert torch.equal(results["cpu"], ops.tree_attention(**inputs)[0])
+    assert not torch.equal(results["cpu"], results["reference"])
+    with pytest.raises(ops.BackendUnavailable, match="unknown backend 'fast'"):
+        ops.tree_attention(**inputs, backend="fast")
+
+
+@torch.inference_mode()
+def test_only_so_much_is_remembered(checked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema, "_REMEMBERED", 2)
+    for nodes in (3, 4, 5, 3, 3):
+        ops.tree_attention(**attention_inputs(AttentionCase("calls", (9,), (nodes,), head_dim=16), torch.float32))
+    assert checked == ["check"] * 4, "the third kind makes the first two forgotten"
+
+
+@torch.inference_mode()
+def test_an_answer_that_fails_is_an_error(inputs: dict[str, Any]) -> None:
+    def fails() -> bool:
+        raise RuntimeError("no answer")
+
+    for call in (layouts.call, layouts.call_in_python):
+        with pytest.raises(RuntimeError, match="no answer"):
+            call((fails,), {}, pytest.fail, 1, None)
+        assert call((), {}, lambda *args: args, 1.0, None) == (1.0, None)
+
+
+def test_a_wrong_number_of_arguments_is_an_error() -> None:
+    """Only a mistake in this package can make one; nothing is read past the arguments that are there."""
+    with pytest.raises(TypeError, match="2 arguments given, expected 19"):
+        _cpu.tree_attention(None, None)
 
 
 def test_a_dispatch_mode_sees_the_operator(attend: Callable[[], Tensor]) -> None:

@@ -24,55 +24,19 @@ def isa() -> str:
     return f"{_cpu.isa()} on {_cpu.thread_runtime()}"
 
 
-def _dtype(name: str, tensor: Tensor) -> int:
-    code = _DTYPES.get(tensor.dtype)
-    if code is None:
-        raise ValueError(f"{name} has dtype {tensor.dtype}; backend 'cpu' computes float32, bfloat16 and float16")
-    return code
+#: Online softmax over 64-key blocks, splits of 512 tokens merged in order: the same bits in any batch. ``max_qo_len``,
+#: ``max_seq_len`` and ``min_qo_len`` are for launches on a device; here the exact lengths are at hand. ``invariant``
+#: asks for what always holds here: blocks and splits lie at fixed places, whatever the number of nodes.
+tree_attention = _cpu.tree_attention
 
+#: Copy every new row to its sequence's pages, or quantise it on the way.
+append_paged_kv = _cpu.append_paged_kv
 
-def _kv_type(scales: Tensor | None, pages: Tensor) -> int:
-    return 0 if scales is None else _KV_TYPES[pages.dtype]
+#: Copy the accepted nodes of all layers from the scratch slots to their pages, or quantise them on the way.
+commit_paged_kv = _cpu.commit_paged_kv
 
-
-def tree_attention(
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    qo_indptr: Tensor,
-    tree_mask: Tensor | None,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    max_qo_len: int | None,
-    max_seq_len: int | None,
-    invariant: bool = False,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-    min_qo_len: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Online softmax over 64-key blocks, splits of 512 tokens merged in order: the same bits in any batch.
-
-    ``max_qo_len``, ``max_seq_len`` and ``min_qo_len`` are for launches on a device; here the exact lengths are at
-    hand. ``invariant`` asks for what always holds here: blocks and splits lie at fixed places, whatever the number of
-    nodes.
-    """
-    code = _dtype("q", q)
-    nodes, heads, _ = q.shape
-    out = torch.empty(nodes, heads, v_new.shape[2], dtype=q.dtype, device=_CPU)
-    lse = torch.empty(nodes, heads, dtype=torch.float32, device=_CPU)
-    if sinks is not None:
-        sinks = sinks.to(q.dtype)
-    _cpu.tree_attention(
-        code, _kv_type(k_scales, k_pages), q, k_new, v_new, k_pages, v_pages, k_scales, v_scales, block_table, seq_lens,
-        qo_indptr, tree_mask, sinks, out, lse, scale, softcap or 0.0, window or 0, torch.get_num_threads(),
-    )  # fmt: skip
-    return out, lse
+#: Walk each tree from its root along children that equal what the target wrote.
+verify_tree_greedy = _cpu.verify_tree_greedy
 
 
 def fixed_workspace(
@@ -112,60 +76,6 @@ def split_workspace(
     return SPLIT_TOKENS, num_qo_heads * 4 * (columns + 2)
 
 
-def append_paged_kv(
-    k_new: Tensor,
-    v_new: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    qo_indptr: Tensor,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-) -> None:
-    """Copy every new row to its sequence's pages, or quantise it on the way."""
-    kv = _kv_type(k_scales, k_pages)
-    _cpu.append_paged_kv(
-        _dtype("k_new", k_new) if kv else 0, kv, k_new, v_new, k_pages, v_pages, k_scales, v_scales,
-        block_table, seq_lens, qo_indptr,
-    )  # fmt: skip
-
-
-def commit_paged_kv(
-    k_scratch: Tensor,
-    v_scratch: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    qo_indptr: Tensor,
-    accept_index: Tensor,
-    accept_length: Tensor,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-) -> None:
-    """Copy the accepted nodes of all layers from the scratch slots to their pages, or quantise them on the way."""
-    kv = _kv_type(k_scales, k_pages)
-    _cpu.commit_paged_kv(
-        _dtype("k_scratch", k_scratch) if kv else 0, kv, k_scratch, v_scratch, k_pages, v_pages, k_scales, v_scales,
-        block_table, seq_lens, qo_indptr, accept_index, accept_length, torch.get_num_threads(),
-    )  # fmt: skip
-
-
-def verify_tree_greedy(
-    draft_tokens: Tensor, target_tokens: Tensor, parents: Tensor, qo_indptr: Tensor, max_depth: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Walk each tree from its root along children that equal what the target wrote."""
-    batch = qo_indptr.shape[0] - 1
-    accept_index = torch.empty(batch, max_depth + 1, dtype=torch.int32, device=_CPU)
-    accept_length = torch.empty(batch, dtype=torch.int32, device=_CPU)
-    bonus_token = torch.empty(batch, dtype=torch.int64, device=_CPU)
-    _cpu.verify_tree_greedy(
-        draft_tokens, target_tokens, parents, qo_indptr, max_depth, accept_index, accept_length, bonus_token
-    )
-    return accept_index, accept_length, bonus_token
-
-
 def lm_head_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The best token of each row; logits exist a few at a time, in registers."""
     return lm_head_topk(hidden, weight, bias, 1)[1][:, 0]
@@ -175,9 +85,8 @@ def lm_head_topk(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int, scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The ``k`` best logits of each row and their tokens, best first; ties go to the lower token."""
-    code = _dtype("hidden", hidden)
     rows = hidden.shape[0]
     tokens = torch.empty(rows, k, dtype=torch.int64, device=_CPU)
     values = torch.empty(rows, k, dtype=torch.float32, device=_CPU)
-    _cpu.lm_head_topk(code, hidden, weight, scales, bias, k, tokens, values, torch.get_num_threads())
+    _cpu.lm_head_topk(hidden, weight, scales, bias, k, tokens, values, torch.get_num_threads())
     return values.to(hidden.dtype), tokens

@@ -46,6 +46,10 @@ from specmemo_kernels.ops.dispatch import (
 
 Tensor = torch.Tensor
 
+(_tree_attention, _append_paged_kv, _commit_paged_kv, _verify_tree_greedy, _lm_head_argmax, _lm_head_topk) = (
+    schema.operator(name, getattr(checks, name)) for name in schema.SCHEMAS
+)
+
 __all__ = [
     "BackendUnavailable",
     "append_paged_kv",
@@ -112,13 +116,7 @@ def tree_attention(
     Raises:
         ValueError: a shape, dtype or device that doesn't fit; the message names the argument and both values.
     """
-    scales = (k_scales, v_scales)
-    plain = checks.tree_attention(
-        q, k_new, v_new, k_pages, v_pages, scales, block_table, seq_lens, qo_indptr, tree_mask, sinks
-    )
-    if any(limit is not None for limit in (window, softcap, max_qo_len, min_qo_len)):
-        checks.positive(window=window, softcap=softcap, max_qo_len=max_qo_len, min_qo_len=min_qo_len)
-    result: tuple[Tensor, Tensor] = schema.operator("tree_attention", plain)(
+    result: tuple[Tensor, Tensor] = _tree_attention(
         q, k_new, v_new, k_pages, v_pages, block_table, seq_lens, qo_indptr, tree_mask,
         scale, window, softcap, sinks, max_qo_len, max_seq_len, invariant, k_scales, v_scales,
         min_qo_len, backend,
@@ -144,10 +142,7 @@ def append_paged_kv(
     ``k_pages`` and ``v_pages`` are changed in place, with quantised pages ``k_scales`` and ``v_scales`` too. Arguments
     and errors as in :func:`tree_attention`.
     """
-    plain = checks.append(k_new, v_new, k_pages, v_pages, (k_scales, v_scales), block_table, seq_lens, qo_indptr)
-    schema.operator("append_paged_kv", plain)(
-        k_new, v_new, k_pages, v_pages, block_table, seq_lens, qo_indptr, k_scales, v_scales, backend
-    )
+    _append_paged_kv(k_new, v_new, k_pages, v_pages, block_table, seq_lens, qo_indptr, k_scales, v_scales, backend)
 
 
 def commit_paged_kv(
@@ -175,11 +170,7 @@ def commit_paged_kv(
             ``seq_lens, seq_lens + 1, ...``; -1 writes nothing.
         k_scales, v_scales: ``[num_layers, num_pages, page_size, num_kv_heads]`` with quantised pages, changed in place.
     """
-    plain = checks.commit(
-        k_scratch, v_scratch, k_pages, v_pages, (k_scales, v_scales), block_table, seq_lens, qo_indptr,
-        accept_index, accept_length,
-    )  # fmt: skip
-    schema.operator("commit_paged_kv", plain)(
+    _commit_paged_kv(
         k_scratch, v_scratch, k_pages, v_pages, block_table, seq_lens, qo_indptr, accept_index, accept_length,
         k_scales, v_scales, backend,
     )  # fmt: skip
@@ -208,8 +199,7 @@ def verify_tree_greedy(
         ``accept_index`` ``[B, max_depth + 1]`` int32 (padded with -1), ``accept_length`` ``[B]`` int32 (drafts only;
         -1 for a sequence without nodes) and ``bonus_token`` ``[B]`` int64 (-1 likewise).
     """
-    plain = checks.verify(draft_tokens, target_tokens, parents, qo_indptr, max_depth)
-    result: tuple[Tensor, Tensor, Tensor] = schema.operator("verify_tree_greedy", plain)(
+    result: tuple[Tensor, Tensor, Tensor] = _verify_tree_greedy(
         draft_tokens, target_tokens, parents, qo_indptr, max_depth, backend
     )
     return result
@@ -227,8 +217,7 @@ def lm_head_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *
     Returns:
         ``[N]`` int64 tokens.
     """
-    plain = checks.lm_head(hidden, weight, bias, None)
-    tokens: Tensor = schema.operator("lm_head_argmax", plain)(hidden, weight, bias, backend)
+    tokens: Tensor = _lm_head_argmax(hidden, weight, bias, backend)
     return tokens
 
 
@@ -252,9 +241,8 @@ def lm_head_topk(
     Returns:
         values ``[N, k]`` in hidden's dtype and tokens ``[N, k]`` int64. ``1 <= k <= min(V, 64)``.
     """
-    plain = checks.lm_head(hidden, weight, bias, scales)
-    limit = min(weight.shape[0], 64)
+    limit = min((*weight.shape[:1], 64))
     if not 1 <= k <= limit:
         raise ValueError(f"lm_head_topk: k is {k}, it must be between 1 and {limit}")
-    result: tuple[Tensor, Tensor] = schema.operator("lm_head_topk", plain)(hidden, weight, bias, k, scales, backend)
+    result: tuple[Tensor, Tensor] = _lm_head_topk(hidden, weight, bias, k, scales, backend)
     return result

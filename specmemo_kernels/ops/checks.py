@@ -1,43 +1,16 @@
-"""Argument checks of the operators: metadata only, no device synchronisation, messages with both values."""
+"""Argument checks of the operators: metadata only, no device synchronisation, messages with both values.
+
+Each takes the operator's arguments in order, without the backend, and looks at nothing but what
+:func:`specmemo_kernels.ops.layouts.layouts` tells apart: what passed isn't checked again.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
-from specmemo_kernels.ops.layouts import layouts
 from specmemo_kernels.weight_codes import GROUP, groups_of
 
 Tensor = torch.Tensor
-
-#: What was checked is remembered for this many kinds of calls; a step makes the same few again and again.
-_REMEMBERED = 1024
-
-
-def _once(check: Callable[..., None]) -> Callable[..., bool]:
-    """The same check, in a fraction of its time for arguments like ones that passed before.
-
-    It returns whether all tensors are plain ones (not fake, traced or wrapped).
-    """
-    passed: set[Any] = set()
-
-    @functools.wraps(check)
-    def checked(*args: Any) -> bool:
-        key = None if torch.compiler.is_compiling() else layouts(*args)
-        if key in passed:
-            return True
-        check(*args)
-        if key is None:
-            return False
-        if len(passed) >= _REMEMBERED:
-            passed.clear()
-        passed.add(key)
-        return True
-
-    return checked
 
 
 def _shape(name: str, tensor: Tensor, expected: tuple[int | None, ...], meaning: str) -> None:
@@ -131,36 +104,43 @@ def new_rows(k_new: Tensor, v_new: Tensor, k_pages: Tensor, v_pages: Tensor, sca
         _contiguous(name, tensor)
 
 
-@_once
-def append(
+def append_paged_kv(
     k_new: Tensor,
     v_new: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
-    scales: Scales,
     block_table: Tensor,
     seq_lens: Tensor,
     qo_indptr: Tensor,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
 ) -> None:
-    new_rows(k_new, v_new, k_pages, v_pages, scales)
+    new_rows(k_new, v_new, k_pages, v_pages, (k_scales, v_scales))
     metadata(block_table, seq_lens, qo_indptr, k_pages)
 
 
-@_once
 def tree_attention(
     q: Tensor,
     k_new: Tensor,
     v_new: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
-    scales: Scales,
     block_table: Tensor,
     seq_lens: Tensor,
     qo_indptr: Tensor,
     tree_mask: Tensor | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
     sinks: Tensor | None,
+    max_qo_len: int | None,
+    max_seq_len: int | None,
+    invariant: bool,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
+    min_qo_len: int | None,
 ) -> None:
-    new_rows(k_new, v_new, k_pages, v_pages, scales)
+    new_rows(k_new, v_new, k_pages, v_pages, (k_scales, v_scales))
     metadata(block_table, seq_lens, qo_indptr, k_pages)
     _shape("q", q, (k_new.shape[0], None, k_new.shape[2]), "[N, num_qo_heads, head_dim]")
     _dtype("q", q, k_new.dtype)
@@ -177,20 +157,21 @@ def tree_attention(
         _shape("sinks", sinks, (q.shape[1],), "[num_qo_heads]")
         _device("sinks", sinks, q.device)
         _contiguous("sinks", sinks)
+    positive(window=window, softcap=softcap, max_qo_len=max_qo_len, min_qo_len=min_qo_len)
 
 
-@_once
-def commit(
+def commit_paged_kv(
     k_scratch: Tensor,
     v_scratch: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
-    scales: Scales,
     block_table: Tensor,
     seq_lens: Tensor,
     qo_indptr: Tensor,
     index: Tensor,
     length: Tensor,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
 ) -> None:
     metadata(block_table, seq_lens, qo_indptr, k_pages)
     batch = seq_lens.shape[0]
@@ -199,7 +180,7 @@ def commit(
     _shape("v_pages", v_pages, (layers, num_pages, page_size, heads, None), "as k_pages, head_dim may differ")
     _shape("k_scratch", k_scratch, (layers, None, heads, head_dim), "[num_layers, N, num_kv_heads, head_dim]")
     _shape("v_scratch", v_scratch, (layers, k_scratch.shape[1], heads, v_pages.shape[4]), "[num_layers, N, ...]")
-    page_dtype(k_pages, v_pages, scales, k_scratch, "k_scratch")
+    page_dtype(k_pages, v_pages, (k_scales, v_scales), k_scratch, "k_scratch")
     _dtype("v_scratch", v_scratch, k_scratch.dtype)
     for name, tensor in (("v_pages", v_pages), ("k_scratch", k_scratch), ("v_scratch", v_scratch)):
         _device(name, tensor, k_pages.device)
@@ -218,8 +199,7 @@ def commit(
         _contiguous(name, tensor)
 
 
-@_once
-def verify(draft: Tensor, target: Tensor, parents: Tensor, qo_indptr: Tensor, max_depth: int) -> None:
+def verify_tree_greedy(draft: Tensor, target: Tensor, parents: Tensor, qo_indptr: Tensor, max_depth: int) -> None:
     _shape("draft_tokens", draft, (None,), "[N]")
     nodes = draft.shape[0]
     for name, tensor, dtype in (
@@ -239,8 +219,15 @@ def verify(draft: Tensor, target: Tensor, parents: Tensor, qo_indptr: Tensor, ma
         raise ValueError(f"max_depth is {max_depth}, it must be at least 0")
 
 
-@_once
-def lm_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None) -> None:
+def lm_head_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    _lm_head(hidden, weight, bias, None)
+
+
+def lm_head_topk(hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int, scales: Tensor | None) -> None:
+    _lm_head(hidden, weight, bias, scales)
+
+
+def _lm_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None) -> None:
     _shape("hidden", hidden, (None, None), "[N, hidden_size]")
     if scales is None:
         _shape("weight", weight, (None, hidden.shape[1]), "[V, hidden_size]")

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from specmemo_kernels.ops.dispatch import backend_for
+from specmemo_kernels.ops.layouts import call, layouts
 
 Tensor = torch.Tensor
 
@@ -57,24 +59,50 @@ def _kernel(name: str) -> Callable[..., Any]:
 KERNELS = {name: _kernel(name) for name in SCHEMAS}
 
 
-# Bound here: looking them up in torch's modules costs more than calling them.
-_gradients, _tracing, _profiling = torch.is_grad_enabled, torch._C._is_tracing, torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+# Who has to hear of every call: autograd, modes, tracers and profilers.
+LISTENERS: tuple[Callable[[], Any], ...] = (
+    torch.is_grad_enabled,
+    torch._C._len_torch_dispatch_stack,
+    torch._C._len_torch_function_stack,
+    torch._C._is_tracing,
+    torch.autograd._profiler_enabled,  # type: ignore[attr-defined]
+)
+
+#: What was checked is remembered for this many kinds of calls; a step makes the same few again and again.
+_REMEMBERED = 1024
 
 
-def operator(name: str, plain: bool) -> Callable[..., Any]:
-    """What a call of an operator runs: torch's, or past its dispatcher the kernel alone where nobody listens there.
+def operator(name: str, check: Callable[..., None]) -> Callable[..., Any]:
+    """What a call of an operator runs: a check, then torch's operator or, where nobody listens, the kernel alone.
 
-    Between two layers' products a core's caches hold nothing of the dispatcher, and the way through it takes longer
-    than attention over a thousand tokens. Modes, tracers, profilers and autograd hear of every call as ever.
+    Between two layers' products a core's caches hold nothing of torch's dispatcher, and the way through it takes longer
+    than attention over a thousand tokens.
 
     Args:
-        plain: the arguments hold no fake, traced or wrapped tensor.
+        check: takes the arguments without the backend; raises for arguments that don't fit.
     """
-    if plain and not (_gradients() or _dispatch_modes() or _function_modes() or _tracing() or _profiling()):
-        return KERNELS[name]
-    called: Callable[..., Any] = getattr(torch.ops.specmemo, name)
-    return called
+    kernels: dict[Hashable, Callable[..., Any]] = {}
+
+    def carefully(*args: Any) -> Any:
+        key = None if torch.compiler.is_compiling() else layouts(*args)
+        kernel = kernels.get(key)
+        if kernel is None:
+            check(*args[:-1])
+        if kernel is None and key is not None:
+            kernel = getattr(backend_for(args[-1], args[0].device), name)
+            if len(kernels) >= _REMEMBERED:
+                kernels.clear()
+            kernels[key] = kernel
+        if kernel is None or any(listens() for listens in LISTENERS):
+            return getattr(torch.ops.specmemo, name)(*args)
+        return kernel(*args[:-1])
+
+    again = functools.partial(call, LISTENERS, kernels, carefully)
+
+    def run(*args: Any) -> Any:
+        return carefully(*args) if is_dynamo_compiling() else again(*args)
+
+    return run
 
 
 def _fake_tree_attention(q: Tensor, k_new: Tensor, v_new: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,219 @@
+// Plain C functions rather than pybind11's: between two layers' products nothing of a call is in a core's caches, and
+// fetching pybind11's way of reading twenty arguments takes longer than attention over a hundred tokens.
+#include "operators.h"
+
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include "kernels.h"
+#include "paged_copy.h"
+#include "tensors.h"
+
+namespace py = pybind11;
+
+namespace specmemo {
+namespace {
+
+using Arguments = PyObject* const*;
+
+class Unlocked {  // other Python threads run meanwhile
+ public:
+  Unlocked() : state_(PyEval_SaveThread()) {}
+  ~Unlocked() { PyEval_RestoreThread(state_); }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+double number(py::handle value) {  // 0 for None
+  const double result = value.is_none() ? 0.0 : PyFloat_AsDouble(value.ptr());
+  if (result == -1.0 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return result;
+}
+
+int64_t integer(py::handle value) {  // 0 for None
+  const int64_t result = value.is_none() ? 0 : PyLong_AsLongLong(value.ptr());
+  if (result == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return result;
+}
+
+KVType kv_type(py::handle scales, const TensorView& pages) {
+  if (scales.is_none()) return KVType::kSame;
+  return pages.code == kInt ? KVType::kInt8 : KVType::kFp8;
+}
+
+// Where rows are copied as they are, any type is welcome, and which one it is isn't asked.
+DType copied_dtype(const char* name, py::handle rows, KVType kv) {
+  return kv == KVType::kSame ? DType::kFloat32 : computed_dtype(name, rows);
+}
+
+py::object tree_attention(Arguments a) {
+  const DType dtype = computed_dtype("q", a[0]);
+  const TensorView rows = view(a[0]), keys = view(a[1]), values = view(a[2]), k = view(a[3]), table = view(a[5]);
+  const TensorView lengths = view(a[6]), mask = view(a[8]);
+  py::object sinks = py::reinterpret_borrow<py::object>(a[12]);
+  TensorView sink = view(sinks);
+  if (sink.data != nullptr && (sink.code != rows.code || sink.bits != rows.bits)) {
+    sinks = sinks.attr("to")(py::handle(a[0]).attr("dtype"));
+    sink = view(sinks);
+  }
+  AttentionArgs args{};
+  args.dtype = dtype, args.kv = kv_type(a[16], k);
+  args.q = rows.at<void>(), args.k_new = keys.at<void>(), args.v_new = values.at<void>();
+  for (int i = 0; i < 2; ++i) {
+    args.q_strides[i] = rows.strides[i];
+    args.k_new_strides[i] = keys.strides[i];
+    args.v_new_strides[i] = values.strides[i];
+  }
+  args.k_pages = k.at<void>(), args.v_pages = view(a[4]).at<void>();
+  args.k_scales = view(a[16]).at<float>(), args.v_scales = view(a[17]).at<float>();
+  args.block_table = table.at<int32_t>(), args.seq_lens = lengths.at<int32_t>();
+  args.qo_indptr = view(a[7]).at<int32_t>(), args.tree_mask = mask.at<int64_t>(), args.sinks = sink.at<void>();
+  args.batch = lengths.shape[0], args.max_pages = table.shape[1], args.page_size = k.shape[1];
+  args.mask_words = mask.data == nullptr ? 0 : mask.shape[1];
+  args.num_qo_heads = rows.shape[1], args.num_kv_heads = values.shape[1];
+  args.k_dim = rows.shape[2], args.v_dim = values.shape[2];
+  args.scale = static_cast<float>(number(a[9])), args.window = integer(a[10]);
+  args.softcap = static_cast<float>(number(a[11]));
+  const NewTensor out = empty(rows.code, rows.bits, {rows.shape[0], rows.shape[1], values.shape[2]});
+  const NewTensor lse = empty(kFloat, 32, {rows.shape[0], rows.shape[1]});
+  args.out = out.data, args.lse = static_cast<float*>(lse.data);
+  const Kernels& kernel = kernels();
+  const int threads = num_threads();
+  {
+    const Unlocked unlocked;
+    kernel.tree_attention(args, threads);
+  }
+  return py::reinterpret_steal<py::object>(PyTuple_Pack(2, out.tensor.ptr(), lse.tensor.ptr()));
+}
+
+PagedRows paged_rows(Arguments a, int64_t page_size) {  // block_table, seq_lens, qo_indptr
+  const TensorView table = view(a[0]), lengths = view(a[1]);
+  return PagedRows{table.at<int32_t>(), lengths.at<int32_t>(), view(a[2]).at<int32_t>(),
+                   lengths.shape[0],    table.shape[1],        page_size};
+}
+
+// One side of a copy: rows [..., N, heads, dim] to pages [..., num_pages, page_size, heads, dim].
+CopySide copy_side(DType dtype, KVType kv, const TensorView& from, const TensorView& to, py::handle scales) {
+  const int last = from.ndim - 1, slot = to.ndim - 3;
+  CopySide side{};
+  side.element = from.bits / 8;
+  side.from = from.at<char>(), side.to = to.at<char>(), side.scales = view(scales).at<float>();
+  side.from_layer = last > 2 ? from.strides[0] * side.element : 0;
+  side.from_row = from.strides[last - 2] * side.element, side.from_head = from.strides[last - 1] * side.element;
+  side.slots = to.shape[slot - 1] * to.shape[slot], side.heads = from.shape[last - 1], side.dim = from.shape[last];
+  side.dtype = dtype, side.type = kv;
+  return side;
+}
+
+py::object append_paged_kv(Arguments a) {
+  const TensorView pages = view(a[2]);
+  const KVType kv = kv_type(a[7], pages);
+  const DType dtype = copied_dtype("k_new", a[0], kv);
+  const PagedRows rows = paged_rows(a + 4, pages.shape[1]);
+  const CopySide keys = copy_side(dtype, kv, view(a[0]), pages, a[7]);
+  const CopySide values = copy_side(dtype, kv, view(a[1]), view(a[3]), a[8]);
+  const Unlocked unlocked;
+  append_rows(rows, keys);
+  append_rows(rows, values);
+  return {};
+}
+
+py::object commit_paged_kv(Arguments a) {
+  const TensorView pages = view(a[2]), index = view(a[7]);
+  const KVType kv = kv_type(a[9], pages);
+  const DType dtype = copied_dtype("k_scratch", a[0], kv);
+  const PagedRows rows = paged_rows(a + 4, pages.shape[2]);
+  const CopySide keys = copy_side(dtype, kv, view(a[0]), pages, a[9]);
+  const CopySide values = copy_side(dtype, kv, view(a[1]), view(a[3]), a[10]);
+  const int32_t* length = view(a[8]).at<int32_t>();
+  const int threads = num_threads();
+  const Unlocked unlocked;
+  commit_rows(rows, keys, values, pages.shape[0], index.at<int32_t>(), length, index.shape[1], threads);
+  return {};
+}
+
+py::object verify(Arguments a) {
+  const TensorView bounds = view(a[3]);
+  const int64_t batch = bounds.shape[0] - 1, max_depth = integer(a[4]);
+  const NewTensor index = empty(kInt, 32, {batch, max_depth + 1}), length = empty(kInt, 32, {batch});
+  const NewTensor bonus = empty(kInt, 64, {batch});
+  verify_tree_greedy(view(a[0]).at<int64_t>(), view(a[1]).at<int64_t>(), view(a[2]).at<int32_t>(), bounds.at<int32_t>(),
+                     batch, max_depth, static_cast<int32_t*>(index.data), static_cast<int32_t*>(length.data),
+                     static_cast<int64_t*>(bonus.data));
+  return py::reinterpret_steal<py::object>(
+      PyTuple_Pack(3, index.tensor.ptr(), length.tensor.ptr(), bonus.tensor.ptr()));
+}
+
+py::object all_layouts(Arguments a, Py_ssize_t count) { return layouts(a, count); }
+
+// listeners, kernels, carefully, then the operator's arguments and its backend: see ops/layouts.py.
+py::object call(Arguments a, Py_ssize_t count) {
+  Arguments arguments = a + 3;
+  py::object kernel, key;
+  bool heard = false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(a[0]) && !heard; ++i) {
+    const auto answer = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(PyTuple_GET_ITEM(a[0], i)));
+    const int yes = answer ? PyObject_IsTrue(answer.ptr()) : -1;
+    if (yes < 0) throw py::error_already_set();
+    heard = yes != 0;
+  }
+  if (!heard) {
+    key = layouts(arguments, count - 3);
+    kernel = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(a[1], key.ptr()));
+  }
+  return py::reinterpret_steal<py::object>(kernel ? PyObject_Vectorcall(kernel.ptr(), arguments, count - 4, nullptr)
+                                                  : PyObject_Vectorcall(a[2], arguments, count - 3, nullptr));
+}
+
+// Without a result (and without an error) a function returns None.
+template <class Function>
+PyObject* guarded(Function function) {
+  try {
+    py::object result = function();
+    if (!result && PyErr_Occurred() == nullptr) result = py::none();
+    return result.release().ptr();
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+  }
+  return nullptr;
+}
+
+template <py::object (*function)(Arguments), int expected>
+PyObject* fixed(PyObject*, Arguments arguments, Py_ssize_t count) {
+  if (count == expected) return guarded([&] { return function(arguments); });
+  return PyErr_Format(PyExc_TypeError, "%zd arguments given, expected %d", count, expected);
+}
+
+template <py::object (*function)(Arguments, Py_ssize_t)>
+PyObject* any(PyObject*, Arguments arguments, Py_ssize_t count) {
+  return guarded([&] { return function(arguments, count); });
+}
+
+PyCFunction fast(PyObject* (*function)(PyObject*, Arguments, Py_ssize_t)) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+}  // namespace
+
+void add_operators(py::module_& module) {
+  static PyMethodDef methods[] = {
+      {"layouts", fast(any<all_layouts>), METH_FASTCALL, nullptr},
+      {"call", fast(any<call>), METH_FASTCALL, nullptr},
+      {"tree_attention", fast(fixed<tree_attention, 19>), METH_FASTCALL, nullptr},
+      {"append_paged_kv", fast(fixed<append_paged_kv, 9>), METH_FASTCALL, nullptr},
+      {"commit_paged_kv", fast(fixed<commit_paged_kv, 11>), METH_FASTCALL, nullptr},
+      {"verify_tree_greedy", fast(fixed<verify, 5>), METH_FASTCALL, nullptr},
+      {nullptr, nullptr, 0, nullptr},
+  };
+  if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();
+}
+
+}  // namespace specmemo
