@@ -1,10 +1,11 @@
 // Tree attention over pages: per task and split, an online softmax over blocks of 64 keys.
 //
-// For each block: pack keys and values once, then for each tile of rows: scores = q k (registers), mask, running
-// maximum, weights, output = output * factor + weights * v (registers). Keys and values are read once per KV head.
+// For each block: pack keys, and values that more than one tile reads, then for each tile of rows: scores = q k
+// (registers), mask, running maximum, weights, output = output * factor + weights * v (registers). Keys and values are
+// read once per KV head.
 #pragma once
 
-#include "attention_tasks.h"
+#include "blocks.h"
 #include "dequantise.h"
 #include "pack.h"
 #include "softmax.h"
@@ -79,7 +80,7 @@ class Attention {
       take(memory, query, rows * a.k_words_);
       take(memory, zero_row, a.widest_row());
       take(memory, staged_keys, a.quantised() ? kBlockKeys * a.args_.k_dim : 0);
-      take(memory, staged_values, a.quantised() ? kBlockKeys * a.args_.v_dim : 0);
+      take(memory, staged_values, a.values_staged() ? kBlockKeys * a.columns_ : 0);
       take(memory, scores, kTileRows * kBlockKeys);
       take(memory, weights, kTileRows * kBlockKeys);
       take(memory, depths, a.max_nodes_);
@@ -99,23 +100,20 @@ class Attention {
     float *packed_keys, *packed_values;
     Word *query, *weights;
     Raw* zero_row;
-    Raw *staged_keys, *staged_values;  // [kBlockKeys, dim], what codes stand for
+    Raw *staged_keys, *staged_values;  // [kBlockKeys][k_dim], [kBlockKeys][columns]
     float *scores, *lane_sums;
     int32_t* depths;
     uint64_t* visible;  // [nodes], the block's bits of each node
     float *total, *part;
   };
 
-  int64_t widest_row() const { return args_.k_dim > args_.v_dim ? args_.k_dim : args_.v_dim; }
+  int64_t widest_row() const { return args_.k_dim > columns_ ? args_.k_dim : columns_; }
 
   bool quantised() const { return args_.kv != KVType::kSame; }
 
-  // The rows of one block's keys and values; from `paged` on they are no codes.
-  struct Block {
-    const void *keys[kBlockKeys], *values[kBlockKeys];
-    int64_t scales[kBlockKeys];  // where the scales of a row of codes are
-    int paged;
-  };
+  // Whether values can't be read where they lie: they are codes, or their rows don't fill whole vectors.
+  bool values_staged() const { return quantised() || args_.v_dim % kLanes != 0; }
+
   static constexpr int64_t kRawBytes = sizeof(Raw);
 
   int64_t head_floats() const { return round_up(rows_ * (columns_ + 2), 16); }
@@ -150,53 +148,24 @@ class Attention {
         }
   }
 
-  void locate(const AttentionTask& task, int64_t head, int64_t block, const Workspace& w, Block& rows) const {
-    const AttentionArgs& a = args_;
-    const int64_t length = a.seq_lens[task.sequence], end = key_count(task), page = a.page_size;
-    const int32_t* table = a.block_table + task.sequence * a.max_pages;
-    const int64_t first_new = a.qo_indptr[task.sequence];
-    int64_t position = block * kBlockKeys;
-    const int64_t size = quantised() ? 1 : kRawBytes;
-    const int64_t k_step = a.num_kv_heads * a.k_dim * size, v_step = a.num_kv_heads * a.v_dim * size;
-    rows.paged = 0;
-    for (int i = 0; i < kBlockKeys;) {
-      if (position < length) {  // the rest of one page, or of the block, or of the sequence
-        const int64_t slot = position % page;
-        int64_t run = page - slot;
-        if (run > kBlockKeys - i) run = kBlockKeys - i;
-        if (run > length - position) run = length - position;
-        const int64_t row = table[position / page] * page + slot;
-        const char* k = static_cast<const char*>(a.k_pages) + row * k_step + head * a.k_dim * size;
-        const char* v = static_cast<const char*>(a.v_pages) + row * v_step + head * a.v_dim * size;
-        for (int64_t j = 0; j < run; ++j, ++i, ++position) {
-          rows.keys[i] = k + j * k_step;
-          rows.values[i] = v + j * v_step;
-          rows.scales[i] = (row + j) * a.num_kv_heads + head;
-        }
-        rows.paged = i;
-      } else if (position < end) {
-        const int64_t row = first_new + position - length;
-        rows.keys[i] = static_cast<const Raw*>(a.k_new) + row * a.k_new_strides[0] + head * a.k_new_strides[1];
-        rows.values[i] = static_cast<const Raw*>(a.v_new) + row * a.v_new_strides[0] + head * a.v_new_strides[1];
-        ++i, ++position;
-      } else {
-        rows.keys[i] = rows.values[i] = w.zero_row;
-        ++i, ++position;
-      }
-    }
-  }
-
-  // Codes become elements in the workspace; the next block's codes are fetched meanwhile.
-  void stage(Block& now, const Block& ahead, const Workspace& w) const {
+  // What rows hold as the kernels want it, in the workspace; the next block's codes are fetched meanwhile.
+  void stage(const Block& block, int64_t head, HeadRows& now, const HeadRows& ahead, const Workspace& w) const {
     const int64_t k_dim = args_.k_dim, v_dim = args_.v_dim;
     for (int i = 0; i < kBlockKeys; ++i) {
-      for (int64_t c = 0; c < k_dim; c += 64) prefetch(static_cast<const char*>(ahead.keys[i]) + c);
-      for (int64_t c = 0; c < v_dim; c += 64) prefetch(static_cast<const char*>(ahead.values[i]) + c);
-      if (i >= now.paged) continue;
-      Raw *k = w.staged_keys + i * k_dim, *v = w.staged_values + i * v_dim;
-      dequantise_row<T>(args_.kv, static_cast<const uint8_t*>(now.keys[i]), args_.k_scales[now.scales[i]], k_dim, k);
-      dequantise_row<T>(args_.kv, static_cast<const uint8_t*>(now.values[i]), args_.v_scales[now.scales[i]], v_dim, v);
-      now.keys[i] = k, now.values[i] = v;
+      const int64_t scale = block.scales[i] + head;
+      Raw *k = w.staged_keys + i * k_dim, *v = w.staged_values + i * columns_;
+      if (quantised()) {
+        for (int64_t c = 0; c < k_dim; c += 64) prefetch(ahead.keys[i] + c);
+        for (int64_t c = 0; c < v_dim; c += 64) prefetch(ahead.values[i] + c);
+      }
+      if (quantised() && i < block.paged) {
+        dequantise_row<T>(args_.kv, reinterpret_cast<const uint8_t*>(now.keys[i]), args_.k_scales[scale], k_dim, k);
+        dequantise_row<T>(args_.kv, reinterpret_cast<const uint8_t*>(now.values[i]), args_.v_scales[scale], v_dim, v);
+        now.keys[i] = reinterpret_cast<const char*>(k);
+      } else {
+        std::memcpy(v, now.values[i], static_cast<size_t>(v_dim * kRawBytes));
+      }
+      now.values[i] = reinterpret_cast<const char*>(v);
     }
   }
 
@@ -214,30 +183,36 @@ class Attention {
     int64_t begin = split * per_split, end = begin + per_split;
     if (begin < first) begin = first;
     if (end > (keys + kBlockKeys - 1) / kBlockKeys) end = (keys + kBlockKeys - 1) / kBlockKeys;
-    Block now, ahead;
+    const Blocks blocks(args_, task, kRawBytes, w.zero_row);
+    Block one, other, *now = &one, *ahead = &other;
+    blocks.locate(begin, *now);
     for (int64_t b = begin; b < end; ++b) {
+      blocks.locate(b + 1, *ahead);  // past the split's end too: the next one reads it
       for (int64_t i = 0; i < task.nodes; ++i) w.visible[i] = visibility.word(task.first_node + i, b);
       for (int64_t h = 0; h < task.heads; ++h) {
-        locate(task, task.first_head + h, b, w, now);
-        locate(task, task.first_head + h, b + 1, w, ahead);  // past the split's end too: the next one reads it
-        if (quantised()) stage(now, ahead, w);
+        HeadRows read = now->head(h);
+        const HeadRows next = ahead->head(h);
+        if (values_staged()) stage(*now, h, read, next, w);
         // Where codes were fetched already, the keys at hand stand in for those ahead and there are no values to fetch.
-        Fetch fetch(ahead.values, quantised() ? 0 : kBlockKeys, args_.v_dim * kRawBytes);
-        pack_keys<T, Dot>(now.keys, quantised() ? now.keys : ahead.keys, args_.k_dim, w.packed_keys);
-        pack_values<T, Dot>(now.values, args_.v_dim, columns_, w.packed_values);
-        run_block(rows, w, w.query + h * rows * k_words_, w.lane_sums + h * rows * kLanes, state_of(states, h), fetch);
+        Fetch fetch(next.values, quantised() ? 0 : kBlockKeys, args_.v_dim * kRawBytes);
+        pack_keys<T, Dot>(read.keys, quantised() ? read.keys : next.keys, args_.k_dim, w.packed_keys);
+        run_block(rows, read, w, w.query + h * rows * k_words_, w.lane_sums + h * rows * kLanes, state_of(states, h),
+                  fetch);
       }
+      Block* done = now;
+      now = ahead, ahead = done;
     }
     for (int64_t h = 0; h < task.heads; ++h)
       for (int64_t r = 0; r < rows; ++r)
         state_of(states, h).sum[r] = sum(load<VecF>(w.lane_sums + (h * rows + r) * kLanes));
   }
 
-  // One head's rows over the packed block.
-  void run_block(int64_t rows, const Workspace& w, const Word* query, float* lane_sums, const State& state,
-                 Fetch& fetch) const {
+  // One head's rows over the block.
+  void run_block(int64_t rows, const HeadRows& block, const Workspace& w, const Word* query, float* lane_sums,
+                 const State& state, Fetch& fetch) const {
     // Tiles of nearly equal height: a last tile of one row would leave most of the registers idle.
     const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+    if (tiles > 1) pack_values<T, Dot>(block.values, columns_, w.packed_values);
     for (int64_t t = 0; t < tiles; ++t) {
       const int64_t first = rows * t / tiles;
       const int count = static_cast<int>(rows * (t + 1) / tiles - first);
@@ -247,14 +222,21 @@ class Attention {
         all &= w.visible[node];
       }
       if (any == 0) continue;
-      multiply<Dot>(count, query + first * k_words_, k_words_, w.packed_keys, kBlockKeys, k_words_, w.scores,
-                    kBlockKeys, nullptr, kBlockKeys / kLanes, fetch);
+      multiply<Dot>(count, query + first * k_words_, k_words_, PackedColumns{w.packed_keys, kBlockKeys}, k_words_,
+                    w.scores, kBlockKeys, nullptr, kBlockKeys / kLanes, fetch);
       alignas(64) float factors[kTileRoom];
       const Scores scores{w.scores, first, count, w.visible, group_, all == ~uint64_t{0}};
       Weights<T, Dot>(args_).weigh(scores, state, lane_sums, w.weights, factors);
       constexpr int64_t kSteps = kBlockKeys / Dot::kPerWord;
-      multiply<Dot>(count, w.weights, kSteps, w.packed_values, columns_, kSteps, state.output + first * columns_,
-                    columns_, factors, columns_ / kLanes, fetch);
+      auto add = [&](const auto& values) {
+        multiply<Dot>(count, w.weights, kSteps, values, kSteps, state.output + first * columns_, columns_, factors,
+                      columns_ / kLanes, fetch);
+      };
+      if (tiles > 1) {
+        add(PackedColumns{w.packed_values, columns_});
+      } else {
+        add(ValueRows<T, Dot>{block.values});
+      }
     }
   }
 

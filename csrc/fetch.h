@@ -14,8 +14,8 @@ inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 // Walks over `bytes` of each of the rows, two lines at every step.
 class Fetch {
  public:
-  Fetch(const void* const* rows, int64_t count, int64_t bytes)
-      : rows_(rows), end_(rows + count), at_(static_cast<const char*>(*rows)), bytes_(bytes) {}
+  Fetch(const char* const* rows, int64_t count, int64_t bytes)
+      : rows_(rows), end_(rows + count), at_(*rows), bytes_(bytes) {}
 
   bool done() const { return rows_ == end_; }
 
@@ -24,11 +24,11 @@ class Fetch {
     prefetch(at_);
     prefetch(at_ + 64);
     at_ += 128;
-    if (at_ - static_cast<const char*>(*rows_) >= bytes_ && ++rows_ != end_) at_ = static_cast<const char*>(*rows_);
+    if (at_ - *rows_ >= bytes_ && ++rows_ != end_) at_ = *rows_;
   }
 
  private:
-  const void *const *rows_, *const *end_;
+  const char *const *rows_, *const *end_;
   const char* at_;
   int64_t bytes_;
 };

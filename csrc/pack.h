@@ -1,17 +1,16 @@
-// One block of keys and values, gathered from pages (or the step's new rows) into the layouts that tile.h multiplies.
+// One block of keys and values, from pages or the step's new rows, as tile.h multiplies them.
 //
-//   keys    [k_words][kBlockKeys]   word w of every key side by side (a transposition)
-//   values  [kBlockKeys / kPerWord][v_columns]   columns padded to whole vectors; word = a pair of keys, or one
+//   keys    packed: [k_words][kBlockKeys], word w of every key side by side (a transposition)
+//   values  read where they lie, or packed: [kBlockKeys / kPerWord][v_columns]; word = a pair of keys, or one
 //
 // A slot without a key points at a row of zeros; memory that holds no token is never read.
 #pragma once
 
+#include "blocks.h"
 #include "tile.h"
 
 namespace specmemo {
 namespace {
-
-constexpr int kBlockKeys = 64;
 
 inline int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -96,7 +95,7 @@ struct KeyWords<BFloat16, BFloat16Dot> {
 
 // keys[i]: the row of key i; ahead[i]: the row of the next block that is fetched meanwhile.
 template <class T, class Dot>
-inline void pack_keys(const void* const* keys, const void* const* ahead, int64_t dim, float* packed) {
+inline void pack_keys(const char* const* keys, const char* const* ahead, int64_t dim, float* packed) {
   typedef KeyWords<T, Dot> Words;
   typedef const typename T::Raw* Row;
   const int64_t words = round_up(dim, Dot::kPerWord) / Dot::kPerWord;
@@ -106,8 +105,8 @@ inline void pack_keys(const void* const* keys, const void* const* ahead, int64_t
       VecF block[kLanes];
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) {
-        prefetch(static_cast<Row>(ahead[first + i]) + w * Dot::kPerWord);
-        block[i] = Words::load_words(static_cast<Row>(keys[first + i]), w);
+        prefetch(reinterpret_cast<Row>(ahead[first + i]) + w * Dot::kPerWord);
+        block[i] = Words::load_words(reinterpret_cast<Row>(keys[first + i]), w);
       }
       transpose(block);
 #pragma GCC unroll 16
@@ -115,24 +114,27 @@ inline void pack_keys(const void* const* keys, const void* const* ahead, int64_t
     }
     for (int64_t w = whole; w < words; ++w)
       for (int i = 0; i < kLanes; ++i)
-        packed[w * kBlockKeys + first + i] = Words::word(static_cast<Row>(keys[first + i]), w, dim);
+        packed[w * kBlockKeys + first + i] = Words::word(reinterpret_cast<Row>(keys[first + i]), w, dim);
   }
 }
 
+// B read where it lies: rows of values anywhere, of which a step is one key's, or a pair of keys' in turn.
 template <class T, class Dot>
 struct ValueRows {
-  // columns: dim rounded up to whole vectors.
-  static void pack(const void* const* values, int step, int64_t dim, int64_t columns, float* out) {
-    const auto* row = static_cast<const typename T::Raw*>(values[step]);
-    int64_t c = 0;
-    for (; c + kLanes <= dim; c += kLanes) store(out + c, T::load_vec(row + c));
-    for (; c < columns; ++c) out[c] = c < dim ? T::to_float(row[c]) : 0.0f;
+  const char* const* rows;
+  template <int VECS>
+  void load(int64_t step, int64_t column, VecF* out) const {
+    const auto* row = reinterpret_cast<const typename T::Raw*>(rows[step]) + column;
+#pragma GCC unroll 8
+    for (int v = 0; v < VECS; ++v) out[v] = T::load_vec(row + v * kLanes);
   }
 };
 
 #if defined(__AVX512BF16__)
 template <>
 struct ValueRows<BFloat16, BFloat16Dot> {
+  const char* const* rows;
+
   // Picks elements start, start + 1, ... of two vectors in turn.
   static __m512i interleaving(int start) {
     alignas(64) uint16_t index[32];
@@ -140,28 +142,41 @@ struct ValueRows<BFloat16, BFloat16Dot> {
     return _mm512_load_si512(index);
   }
 
-  static void pack(const void* const* values, int step, int64_t dim, int64_t columns, float* out) {
-    const auto* even = static_cast<const uint16_t*>(values[2 * step]);
-    const auto* odd = static_cast<const uint16_t*>(values[2 * step + 1]);
-    int64_t c = 0;
-    const __m512i first = interleaving(0), second = interleaving(16);
-    for (; c + 32 <= dim; c += 32) {
-      const __m512i low = load<__m512i>(even + c), high = load<__m512i>(odd + c);
-      store(out + c, _mm512_permutex2var_epi16(low, first, high));
-      store(out + c + 16, _mm512_permutex2var_epi16(low, second, high));
+  template <int VECS>
+  void load(int64_t step, int64_t column, VecF* out) const {
+    const char *even = rows[2 * step] + column * 2, *odd = rows[2 * step + 1] + column * 2;
+#pragma GCC unroll 8
+    for (int v = 0; v + 2 <= VECS; v += 2) {
+      const __m512i low = specmemo::load<__m512i>(even + v * 32), high = specmemo::load<__m512i>(odd + v * 32);
+      out[v] = (VecF)_mm512_permutex2var_epi16(low, interleaving(0), high);
+      out[v + 1] = (VecF)_mm512_permutex2var_epi16(low, interleaving(16), high);
     }
-    for (; c < columns; ++c) {
-      const uint32_t low = c < dim ? even[c] : 0u, high = c < dim ? odd[c] : 0u;
-      out[c] = bits_as<float>(low | (high << 16));
+    if (VECS % 2 == 1) {
+      const __m512i low = _mm512_cvtepu16_epi32(specmemo::load<__m256i>(even + (VECS - 1) * 32));
+      const __m512i high = _mm512_cvtepu16_epi32(specmemo::load<__m256i>(odd + (VECS - 1) * 32));
+      out[VECS - 1] = (VecF)_mm512_or_si512(low, _mm512_slli_epi32(high, 16));
     }
   }
 };
 #endif
 
+// All of a block's values [kBlockKeys / kPerWord][columns], for those who read them more than once: rows of a page are
+// a power of two apart, so that the nearest cache holds few of them at a time.
 template <class T, class Dot>
-inline void pack_values(const void* const* values, int64_t dim, int64_t columns, float* packed) {
-  for (int step = 0; step < kBlockKeys / Dot::kPerWord; ++step)
-    ValueRows<T, Dot>::pack(values, step, dim, columns, packed + step * columns);
+inline void pack_values(const char* const* rows, int64_t columns, float* packed) {
+  const ValueRows<T, Dot> values{rows};
+  for (int64_t step = 0; step < kBlockKeys / Dot::kPerWord; ++step, packed += columns) {
+    int64_t c = 0;
+    VecF pair[2];
+    for (; c + 2 * kLanes <= columns; c += 2 * kLanes) {
+      values.template load<2>(step, c, pair);
+      store(packed + c, pair[0]);
+      store(packed + c + kLanes, pair[1]);
+    }
+    if (c == columns) continue;
+    values.template load<1>(step, c, pair);
+    store(packed + c, pair[0]);
+  }
 }
 
 }  // namespace

@@ -1,8 +1,9 @@
 // The two products of attention, C[rows, columns] += A[rows, steps] * B[steps, columns], in registers.
 //
 // All operands are 32-bit words. With Float32Dot a word is one float; with BFloat16Dot it is a pair of neighbours along
-// the reduced dimension, and one instruction multiplies and adds both. B is packed (pack.h): one step's words for
-// `ldb` columns lie together. Every element of C is summed in the order of the steps, whatever the tile's shape.
+// the reduced dimension, and one instruction multiplies and adds both. B gives whole vectors of columns, from packed
+// words or from where they lie (pack.h). Every element of C is summed in the order of the steps, whatever the tile's
+// shape.
 #pragma once
 
 #include "fetch.h"
@@ -27,73 +28,82 @@ struct BFloat16Dot {
 };
 #endif
 
+// B packed: all columns' words of one step lie side by side.
+struct PackedColumns {
+  const float* at;
+  int64_t stride;
+  template <int VECS>
+  void load(int64_t step, int64_t column, VecF* out) const {
+#pragma GCC unroll 8
+    for (int v = 0; v < VECS; ++v) out[v] = specmemo::load<VecF>(at + step * stride + column + v * kLanes);
+  }
+};
+
 // C tile of ROWS x VECS vectors. `scale` null: C starts at zero; else C is multiplied by scale[row] first.
 // Never inlined: alone, the accumulators stay in registers.
-template <class Dot, int ROWS, int VECS, bool FETCH>
-__attribute__((noinline)) void tile(const typename Dot::Word* a, int64_t lda, const float* b, int64_t ldb,
-                                    int64_t steps, float* c, int64_t ldc, const float* scale, Fetch& fetch) {
+template <class Dot, int ROWS, int VECS, bool FETCH, class B>
+__attribute__((noinline)) void tile(const typename Dot::Word* a, int64_t lda, B b, int64_t column, int64_t steps,
+                                    float* c, int64_t ldc, const float* scale, Fetch& fetch) {
   VecF sum[ROWS][VECS];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
     for (int v = 0; v < VECS; ++v)
-      sum[r][v] = scale == nullptr ? VecF{} : load<VecF>(c + r * ldc + v * kLanes) * splat(scale[r]);
+      sum[r][v] = scale == nullptr ? VecF{} : load<VecF>(c + r * ldc + column + v * kLanes) * splat(scale[r]);
   for (int64_t s = 0; s < steps; ++s) {
     if (FETCH) fetch.step();
-    VecF column[VECS];
-#pragma GCC unroll 8
-    for (int v = 0; v < VECS; ++v) column[v] = load<VecF>(b + s * ldb + v * kLanes);
+    VecF columns[VECS];
+    b.template load<VECS>(s, column, columns);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
-      for (int v = 0; v < VECS; ++v) sum[r][v] = Dot::multiply_add(sum[r][v], column[v], a[r * lda + s]);
+      for (int v = 0; v < VECS; ++v) sum[r][v] = Dot::multiply_add(sum[r][v], columns[v], a[r * lda + s]);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
-    for (int v = 0; v < VECS; ++v) store(c + r * ldc + v * kLanes, sum[r][v]);
+    for (int v = 0; v < VECS; ++v) store(c + r * ldc + column + v * kLanes, sum[r][v]);
 }
 
-// The same for a whole strip of `vecs` vectors of columns.
-template <class Dot, int ROWS, bool FETCH>
-inline void strip(const typename Dot::Word* a, int64_t lda, const float* b, int64_t ldb, int64_t steps, float* c,
-                  int64_t ldc, const float* scale, int64_t vecs, Fetch& fetch) {
+// The same for all `vecs` vectors of columns.
+template <class Dot, int ROWS, bool FETCH, class B>
+inline void strip(const typename Dot::Word* a, int64_t lda, const B& b, int64_t steps, float* c, int64_t ldc,
+                  const float* scale, int64_t vecs, Fetch& fetch) {
   int64_t v = 0;
   for (; v + kTileVecs <= vecs; v += kTileVecs)
-    tile<Dot, ROWS, kTileVecs, FETCH>(a, lda, b + v * kLanes, ldb, steps, c + v * kLanes, ldc, scale, fetch);
-  for (; v < vecs; ++v)
-    tile<Dot, ROWS, 1, FETCH>(a, lda, b + v * kLanes, ldb, steps, c + v * kLanes, ldc, scale, fetch);
+    tile<Dot, ROWS, kTileVecs, FETCH>(a, lda, b, v * kLanes, steps, c, ldc, scale, fetch);
+  for (; v < vecs; ++v) tile<Dot, ROWS, 1, FETCH>(a, lda, b, v * kLanes, steps, c, ldc, scale, fetch);
 }
 
-template <class Dot, bool FETCH>
-inline void multiply_rows(int rows, const typename Dot::Word* a, int64_t lda, const float* b, int64_t ldb,
-                          int64_t steps, float* c, int64_t ldc, const float* scale, int64_t vecs, Fetch& fetch) {
+template <class Dot, bool FETCH, class B>
+inline void multiply_rows(int rows, const typename Dot::Word* a, int64_t lda, const B& b, int64_t steps, float* c,
+                          int64_t ldc, const float* scale, int64_t vecs, Fetch& fetch) {
   static_assert(kTileRows <= 6, "one case per tile height");
   switch (rows) {
     case 1:
-      return strip<Dot, 1, FETCH>(a, lda, b, ldb, steps, c, ldc, scale, vecs, fetch);
+      return strip<Dot, 1, FETCH>(a, lda, b, steps, c, ldc, scale, vecs, fetch);
     case 2:
-      return strip<Dot, 2, FETCH>(a, lda, b, ldb, steps, c, ldc, scale, vecs, fetch);
+      return strip<Dot, 2, FETCH>(a, lda, b, steps, c, ldc, scale, vecs, fetch);
     case 3:
-      return strip<Dot, 3, FETCH>(a, lda, b, ldb, steps, c, ldc, scale, vecs, fetch);
+      return strip<Dot, 3, FETCH>(a, lda, b, steps, c, ldc, scale, vecs, fetch);
 #if defined(__AVX512F__) || defined(__aarch64__)
     case 4:
-      return strip<Dot, 4, FETCH>(a, lda, b, ldb, steps, c, ldc, scale, vecs, fetch);
+      return strip<Dot, 4, FETCH>(a, lda, b, steps, c, ldc, scale, vecs, fetch);
     case 5:
-      return strip<Dot, 5, FETCH>(a, lda, b, ldb, steps, c, ldc, scale, vecs, fetch);
+      return strip<Dot, 5, FETCH>(a, lda, b, steps, c, ldc, scale, vecs, fetch);
     case 6:
-      return strip<Dot, 6, FETCH>(a, lda, b, ldb, steps, c, ldc, scale, vecs, fetch);
+      return strip<Dot, 6, FETCH>(a, lda, b, steps, c, ldc, scale, vecs, fetch);
 #endif
   }
 }
 
-template <class Dot>
-inline void multiply(int rows, const typename Dot::Word* a, int64_t lda, const float* b, int64_t ldb, int64_t steps,
-                     float* c, int64_t ldc, const float* scale, int64_t vecs, Fetch& fetch) {
+template <class Dot, class B>
+inline void multiply(int rows, const typename Dot::Word* a, int64_t lda, const B& b, int64_t steps, float* c,
+                     int64_t ldc, const float* scale, int64_t vecs, Fetch& fetch) {
   if (fetch.done()) {
-    multiply_rows<Dot, false>(rows, a, lda, b, ldb, steps, c, ldc, scale, vecs, fetch);
+    multiply_rows<Dot, false>(rows, a, lda, b, steps, c, ldc, scale, vecs, fetch);
   } else {
-    multiply_rows<Dot, true>(rows, a, lda, b, ldb, steps, c, ldc, scale, vecs, fetch);
+    multiply_rows<Dot, true>(rows, a, lda, b, steps, c, ldc, scale, vecs, fetch);
   }
 }
 

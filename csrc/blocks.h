@@ -1,0 +1,97 @@
+// Where the keys and values of a block of 64 positions lie: in pages, among the step's new rows, or nowhere.
+#pragma once
+
+#include "attention_tasks.h"
+#include "vec.h"
+
+namespace specmemo {
+namespace {
+
+constexpr int kBlockKeys = 64;
+
+// The rows of one KV head.
+struct HeadRows {
+  const char *keys[kBlockKeys], *values[kBlockKeys];
+};
+
+// The rows of a task's first head, and how far it is from each to the next head's.
+struct Block {
+  HeadRows first;
+  int64_t key_steps[kBlockKeys], value_steps[kBlockKeys];  // bytes
+  int64_t scales[kBlockKeys];                              // where the scales of a row of codes are
+  int paged;                                               // from here on rows are no codes
+
+  // Those of the task's head `head`.
+  HeadRows head(int64_t head) const {
+    HeadRows rows;
+    for (int i = 0; i < kBlockKeys; ++i) {
+      rows.keys[i] = first.keys[i] + head * key_steps[i];
+      rows.values[i] = first.values[i] + head * value_steps[i];
+    }
+    return rows;
+  }
+};
+
+// The blocks of a task's sequence. `zeros`: the row that stands for a key that isn't there.
+class Blocks {
+ public:
+  Blocks(const AttentionArgs& args, const AttentionTask& task, int64_t element_bytes, const void* zeros)
+      : a_(args), task_(task), bytes_(element_bytes), zeros_(static_cast<const char*>(zeros)) {}
+
+  void locate(int64_t block, Block& rows) const {
+    const int64_t length = a_.seq_lens[task_.sequence], end = length + task_.first_node + task_.nodes;
+    int64_t position = block * kBlockKeys;
+    rows.paged = 0;
+    for (int i = 0; i < kBlockKeys;) {
+      if (position < length) {  // the rest of one page, or of the block, or of the sequence
+        int64_t run = a_.page_size - position % a_.page_size;
+        if (run > kBlockKeys - i) run = kBlockKeys - i;
+        if (run > length - position) run = length - position;
+        paged(position, i, static_cast<int>(run), rows);
+        i += static_cast<int>(run), position += run;
+        rows.paged = i;
+      } else {
+        fresh(position < end ? position - length : -1, i, rows);
+        ++i, ++position;
+      }
+    }
+  }
+
+ private:
+  void paged(int64_t position, int at, int count, Block& rows) const {
+    const int64_t size = a_.kv == KVType::kSame ? bytes_ : 1;
+    const int64_t k_head = a_.k_dim * size, v_head = a_.v_dim * size, heads = a_.num_kv_heads;
+    const int32_t* table = a_.block_table + task_.sequence * a_.max_pages;
+    const int64_t row = table[position / a_.page_size] * a_.page_size + position % a_.page_size;
+    const char* k = static_cast<const char*>(a_.k_pages) + (row * heads + task_.first_head) * k_head;
+    const char* v = static_cast<const char*>(a_.v_pages) + (row * heads + task_.first_head) * v_head;
+    for (int j = 0; j < count; ++j) {
+      rows.first.keys[at + j] = k + j * heads * k_head;
+      rows.first.values[at + j] = v + j * heads * v_head;
+      rows.key_steps[at + j] = k_head, rows.value_steps[at + j] = v_head;
+      rows.scales[at + j] = (row + j) * heads + task_.first_head;
+    }
+  }
+
+  // Row `node` of the step's new ones, or none.
+  void fresh(int64_t node, int at, Block& rows) const {
+    rows.first.keys[at] = rows.first.values[at] = zeros_;
+    rows.key_steps[at] = rows.value_steps[at] = 0;
+    if (node < 0) return;
+    const int64_t row = a_.qo_indptr[task_.sequence] + node;
+    const int64_t k_head = a_.k_new_strides[1] * bytes_, v_head = a_.v_new_strides[1] * bytes_;
+    rows.first.keys[at] =
+        static_cast<const char*>(a_.k_new) + row * a_.k_new_strides[0] * bytes_ + task_.first_head * k_head;
+    rows.first.values[at] =
+        static_cast<const char*>(a_.v_new) + row * a_.v_new_strides[0] * bytes_ + task_.first_head * v_head;
+    rows.key_steps[at] = k_head, rows.value_steps[at] = v_head;
+  }
+
+  const AttentionArgs& a_;
+  const AttentionTask& task_;
+  int64_t bytes_;
+  const char* zeros_;
+};
+
+}  // namespace
+}  // namespace specmemo
