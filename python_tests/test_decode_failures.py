@@ -188,6 +188,30 @@ def test_an_exception_in_a_prefill_leaves_others_running() -> None:
         same_as_plain(state)
 
 
+@pytest.mark.parametrize("when", [1, 4, 10])
+def test_roots_alone_wait_for_no_verdict(when: int) -> None:
+    """They go to pages as chunks of prompts do, without any scratch; a step that fails after that is made again."""
+    target = Failing()
+    spec = decoder(DraftTree.chain(0), target=target)
+    spec.pool.resize_scratch(0)
+    states = requests()
+    spec.start(states[:1])
+    spec.admit(states[1:])
+    target.when = when
+    failures = 0
+    while spec.sequences or spec.prefilling:
+        try:
+            spec.step()
+        except KeyboardInterrupt:
+            failures += 1
+        spec.pool.check_integrity()
+    assert failures == 1
+    for state in states:
+        same_as_plain(state)
+    assert spec.stats.slots_written == sum(len(s.prompt) + len(s.new_tokens) - 1 for s in states)
+    empty(spec.pool)
+
+
 def test_a_prompt_that_does_not_fit() -> None:
     """No sequence of the call starts, not even one that would fit; those running go on."""
     spec = decoder(TREE, num_pages=10, page_size=4)

@@ -109,6 +109,19 @@ def test_many_short_lives() -> None:
     assert (tracker.live, tracker.peak) == (0, 2048)
 
 
+def test_parts_of_composite_operators() -> None:
+    """In inference mode an operator that consists of others counts what these make, as it does elsewhere."""
+    few, many = torch.ones(1, 2, 5, KIB), torch.ones(8, 2, KIB, 3)  # matmul copies the first for each of the second
+    trackers = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), MemoryTracker() as tracker:
+            product = few @ many
+        trackers.append((tracker.live, tracker.peak))
+        assert tracker.live == product.nbytes
+    assert trackers[0] == trackers[1]
+    assert trackers[0][1] > trackers[0][0], "nothing but the result was made"
+
+
 def test_modules_and_gradients_off() -> None:
     """A layer's output counts, its weights don't."""
     layer = torch.nn.Linear(KIB, 2 * KIB)

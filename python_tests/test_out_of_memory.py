@@ -105,6 +105,7 @@ SAMPLED = (Sampling(seed=1), None, Sampling(temperature=0.7, top_k=5, top_p=0.9,
 TYPICAL = (Sampling(seed=4, typical=TypicalAcceptance(epsilon=0.01, alpha=0.1)), None, Sampling(seed=5))
 RUNS = {
     "bushy": Run(tree=BUSHY),
+    "roots alone": Run(tree=DraftTree.chain(0)),
     "sampled": Run(samplings=SAMPLED),
     "typical": Run(medusa, samplings=TYPICAL),
     "medusa": Run(medusa),

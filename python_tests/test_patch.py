@@ -245,6 +245,7 @@ def test_return_dict_with_scores(model: PreTrainedModel) -> None:
     assert torch.equal(result.sequences, expected.sequences)
     torch.testing.assert_close(torch.stack(result.scores), torch.stack(expected.scores), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(torch.stack(result.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
+    assert not any(x.is_inference() for x in (result.sequences, *result.scores, *result.logits)), "no use for training"
 
 
 @pytest.mark.parametrize(

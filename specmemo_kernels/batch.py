@@ -44,9 +44,17 @@ class TreeBatch:
     def num_sequences(self) -> int:
         return self.seq_lens.shape[0]
 
+    @property
+    def num_undecided(self) -> int:
+        """The first nodes, as many as wait for a verdict: those of the trees, but roots alone are always accepted."""
+        return self.num_tree_nodes if self.max_depth else 0
+
     @cached_property
-    def chunks(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``block_table``, ``seq_lens`` and ``qo_indptr`` of the chunks alone, rows counted from their first."""
+    def decided(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``block_table``, ``seq_lens`` and ``qo_indptr`` of the sequences whose nodes don't wait, rows counted from
+        their first."""
+        if not self.num_undecided:
+            return self.block_table, self.seq_lens, self.qo_indptr
         first = self.num_trees
         return self.block_table[first:], self.seq_lens[first:], self.qo_indptr[first:] - self.num_tree_nodes
 

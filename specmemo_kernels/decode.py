@@ -270,6 +270,8 @@ class SpecDecoder:
         count, nodes = trees.num_trees, trees.num_tree_nodes
         index, length = verdict.accept_index[:count], verdict.accept_length[:count]
         commit_accepted(self.pool, trees, index, length, self.backend)
+        if not trees.max_depth:  # each tree is its root
+            return hidden
         last = trees.last_rows(index, length)
         if len(hidden) > nodes:
             last = torch.cat([last, torch.arange(nodes, len(hidden), dtype=last.dtype, device=last.device)])

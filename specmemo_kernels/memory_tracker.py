@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,8 +32,13 @@ class MemoryTracker(TorchDispatchMode):
         self._seen: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if torch.is_inference_mode_enabled():  # composite operators arrive whole, and it is their parts that allocate
+            with self:
+                parts = func.decompose(*args, **(kwargs or {}))
+            if parts is not NotImplemented:
+                return parts
         for leaf in tree_leaves((args, kwargs)):
             self._note(leaf, counts=False)
         result = func(*args, **(kwargs or {}))

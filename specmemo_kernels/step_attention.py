@@ -14,8 +14,9 @@ Tensor = torch.Tensor
 class StepAttention:
     """Attention of one forward pass.
 
-    Prefill chunks go straight to pages. Tree nodes go to scratch slots, where they wait for the verdict: a rejected
-    candidate never reaches a page. Where pages are quantised, that happens on the way into them.
+    Prefill chunks go straight to pages, and so do roots where no tree has more. Nodes of other trees go to scratch
+    slots, where they wait for the verdict: a rejected candidate never reaches a page. Where pages are quantised, that
+    happens on the way into them.
     """
 
     def __init__(self, pool: PagedKVPool, batch: TreeBatch, backend: str | None) -> None:
@@ -37,28 +38,27 @@ class StepAttention:
         pool, batch = self.pool, self.batch.to(q.device)
         k_pages, v_pages = pool.k_pages[layer], pool.v_pages[layer]
         k_scales, v_scales = pool.k_scales[layer], pool.v_scales[layer]
-        # Straight to the operator: patching has checked every shape that ops.tree_attention would check again.
-        out, _ = torch.ops.specmemo.tree_attention(
+        out, _ = ops.tree_attention(
             q, k, v, k_pages, v_pages, batch.block_table, batch.seq_lens, batch.qo_indptr, batch.tree_mask,
-            scale, window, softcap, sinks, batch.max_qo_len, batch.max_seq_len, False, k_scales, v_scales,
-            None if batch.tree is None else batch.tree.size, self.backend,
+            scale=scale, window=window, softcap=softcap, sinks=sinks, max_qo_len=batch.max_qo_len,
+            max_seq_len=batch.max_seq_len, k_scales=k_scales, v_scales=v_scales,
+            min_qo_len=None if batch.tree is None else batch.tree.size, backend=self.backend,
         )  # fmt: skip
-        nodes = batch.num_tree_nodes
-        if nodes:
-            pool.k_scratch[layer][:nodes] = k[:nodes]
-            pool.v_scratch[layer][:nodes] = v[:nodes]
-        if nodes < k.shape[0]:
-            torch.ops.specmemo.append_paged_kv(
-                k[nodes:], v[nodes:], k_pages, v_pages, *batch.chunks, k_scales, v_scales, self.backend
+        if waiting := batch.num_undecided:
+            pool.k_scratch[layer][:waiting] = k[:waiting]
+            pool.v_scratch[layer][:waiting] = v[:waiting]
+            k, v = k[waiting:], v[waiting:]
+        if k.shape[0]:
+            ops.append_paged_kv(
+                k, v, k_pages, v_pages, *batch.decided, k_scales=k_scales, v_scales=v_scales, backend=self.backend
             )
-        result: Tensor = out
-        return result
+        return out
 
 
 def commit_accepted(pool: PagedKVPool, trees: TreeBatch, index: Tensor, length: Tensor, backend: str | None) -> None:
     """Write what the trees accepted (``accept_index``, ``accept_length``) from scratch to pages, behind the sequences'
-    tokens, where a failed step may leave it."""
-    for group in pool.groups:
+    tokens, where a failed step may leave it. Roots alone are there already."""
+    for group in pool.groups if trees.num_undecided else ():
         device = group.k_pages.device
         there = trees.to(device)
         ops.commit_paged_kv(

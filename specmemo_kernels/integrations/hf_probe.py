@@ -176,7 +176,7 @@ def _trace(model: Any, rows: int, facts: ModelFacts) -> tuple[list[int], list[in
     return before, [max(0, held - before[-1]) for held in tracker.trace[len(before) :]]
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def time_passes(model: Any, facts: ModelFacts, most_rows: int, agreed: Callable[[float], float] = float) -> PassSeconds:
     """Seconds of forward passes up to the lm_head by their rows, ``most_rows`` at most; attention itself left out.
 

@@ -62,7 +62,8 @@ class HFTarget:
         by_model = not self.facts.plain_lm_head or (logits and not self.facts.exact_lm_head)
         # Of a model on several devices the kept rows lie on the last one, an index would be sent to the first.
         rows = keep.tolist() if keep is not None and self._spread else keep
-        with tapped(cut=not by_model) as tap:
+        # Without gradients' bookkeeping: a twentieth of a small model's step.
+        with torch.inference_mode(), tapped(cut=not by_model) as tap:
             output = run_packed(self.model, batch.tokens.clamp(min=0), batch.positions, attention, rows)
         return TargetOutput(tap.hidden.to(self.device), output[0].to(self.device) if by_model else None)
 
