@@ -23,7 +23,7 @@ class Attention {
  public:
   Attention(const AttentionArgs& args, int64_t heads) : args_(args), heads_(heads) {
     group_ = args.num_qo_heads / args.num_kv_heads;
-    rows_ = nodes_per_task(args) * group_;
+    rows_ = max_nodes_per_task(args) * group_;
     k_words_ = round_up(args.k_dim, Dot::kPerWord) / Dot::kPerWord;
     columns_ = round_up(args.v_dim, kLanes);
     int64_t nodes = 0;

@@ -9,14 +9,13 @@ int64_t splits_of(const AttentionArgs& args, int64_t sequence, int64_t last_node
   return divide_up(args.seq_lens[sequence] + last_node, kSplitTokens);  // a node sees no node behind it
 }
 
-}  // namespace
-
-AttentionPlan plan_tasks(const AttentionArgs& args, int threads) {
-  const int64_t step = nodes_per_task(args);
+// The tasks and splits that a plan's nodes per task come to, and the heads that each task has then.
+void count(const AttentionArgs& args, int threads, AttentionPlan& plan) {
+  const int64_t step = plan.nodes_per_task;
   int64_t pieces = 0;
   for (int64_t s = 0; s < args.batch; ++s) pieces += divide_up(args.qo_indptr[s + 1] - args.qo_indptr[s], step);
-  AttentionPlan plan{args.num_kv_heads, 0, 0};
-  if (pieces == 0) return plan;
+  plan.tasks = plan.splits = 0;
+  if (pieces == 0) return;
   int64_t groups = divide_up(kTasksPerThread * threads, pieces);
   if (groups > args.num_kv_heads) groups = args.num_kv_heads;
   plan.heads_per_task = divide_up(args.num_kv_heads, groups);
@@ -28,11 +27,24 @@ AttentionPlan plan_tasks(const AttentionArgs& args, int threads) {
     for (int64_t first = 0; first < nodes; first += step)
       plan.splits += groups * splits_of(args, s, first + step < nodes ? first + step : nodes);
   }
+}
+
+}  // namespace
+
+AttentionPlan plan_tasks(const AttentionArgs& args, int threads) {
+  AttentionPlan plan{max_nodes_per_task(args), args.num_kv_heads, 0, 0};
+  count(args, threads, plan);
+  if (plan.tasks < threads && plan.splits == plan.tasks) {  // neither heads nor splits keep all threads busy
+    const int64_t nodes = args.qo_indptr[args.batch] - args.qo_indptr[0];
+    const int64_t share = nodes * args.num_kv_heads / threads;
+    if (share < plan.nodes_per_task) plan.nodes_per_task = share > 1 ? share : 1;
+    count(args, threads, plan);
+  }
   return plan;
 }
 
 void make_tasks(const AttentionArgs& args, const AttentionPlan& plan, AttentionTask* tasks) {
-  const int64_t step = nodes_per_task(args);
+  const int64_t step = plan.nodes_per_task;
   int64_t splits = 0;
   for (int64_t s = 0; s < args.batch; ++s) {
     const int64_t nodes = args.qo_indptr[s + 1] - args.qo_indptr[s];

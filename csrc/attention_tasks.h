@@ -22,19 +22,21 @@ constexpr int64_t kTasksPerThread = 1;  // wanted, by dividing heads, so that th
 
 constexpr int64_t kTaskStates = 512;  // rows times heads whose running softmax a thread keeps, at most
 
-inline int64_t nodes_per_task(const AttentionArgs& args) {
+// Nodes that a task may have at most.
+inline int64_t max_nodes_per_task(const AttentionArgs& args) {
   const int64_t group = args.num_qo_heads / args.num_kv_heads;
   return group >= kTaskRows ? 1 : kTaskRows / group;
 }
 
 // Heads that a task may have at most.
 inline int64_t max_heads_per_task(const AttentionArgs& args) {
-  const int64_t rows = nodes_per_task(args) * (args.num_qo_heads / args.num_kv_heads);
+  const int64_t rows = max_nodes_per_task(args) * (args.num_qo_heads / args.num_kv_heads);
   const int64_t heads = rows >= kTaskStates ? 1 : kTaskStates / rows;
   return heads < args.num_kv_heads ? heads : args.num_kv_heads;
 }
 
 struct AttentionPlan {
+  int64_t nodes_per_task;  // at most
   int64_t heads_per_task;  // at most
   int64_t tasks;
   int64_t splits;  // of all tasks

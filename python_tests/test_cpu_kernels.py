@@ -71,8 +71,10 @@ def test_a_sequence_is_the_same_bits_alone_and_in_a_batch(isa: str, name: str, d
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
-def test_the_number_of_threads_changes_no_bit(threads: Any, kv_heads: int, dtype: torch.dtype) -> None:
-    case = AttentionCase("threads", (2100,), (33,), num_qo_heads=8, num_kv_heads=kv_heads)
+@pytest.mark.parametrize("length", [2100, 100])
+def test_the_number_of_threads_changes_no_bit(threads: Any, length: int, kv_heads: int, dtype: torch.dtype) -> None:
+    """Whether the work is divided by heads, by splits or by nodes."""
+    case = AttentionCase("threads", (length,), (33,), num_qo_heads=8, num_kv_heads=kv_heads)
     inputs = attention_inputs(case, dtype)
     results = []
     for count in (1, 2, 3, 7):
