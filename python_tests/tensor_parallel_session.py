@@ -7,28 +7,23 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import VOCAB
+from rank_cases import NEW, PLACE, TREE, load, medusa, padded, prompts
+from tensor_parallel_faults import faults
+from tiny_models import OracleDrafter
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria
+from transformers import StoppingCriteria
 
 import specmemo_kernels
-from specmemo_kernels.drafting.medusa_heads import MedusaHeads
-
-NEW = 12
-TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
-LENGTHS = (3, 17, 9, 1, 12, 5, 21, 8)
-#: Length at which mishaps happen: of the prompt of 17 tokens, after some steps.
-PLACE = 17 + 5
+from specmemo_kernels.integrations.hf_target import local_part
+from specmemo_kernels.weight_codes import pack
 
 
 class Traffic(TorchDispatchMode):
@@ -56,34 +51,6 @@ _COLLECTIVES = {
     "c10d::allgather_": ("gather", 1),
     "_c10d_functional::all_gather_into_tensor": ("gather", 0),
 }
-
-
-def load(folder: Path, **kwargs: Any) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, **kwargs
-    )
-    return model.eval()
-
-
-def medusa(own: bool, width: int) -> MedusaHeads:
-    """Random heads: over so few tokens they are right often enough."""
-    torch.manual_seed(5)
-    heads = MedusaHeads(width, VOCAB, 3, own_lm_head=own)
-    for parameter in heads.parameters():
-        parameter.data.normal_(std=0.3)
-    return heads
-
-
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
-
-
-def padded(rows: list[list[int]]) -> dict[str, torch.Tensor]:
-    longest = max(map(len, rows))
-    ids = [[0] * (longest - len(row)) + row for row in rows]
-    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
-    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
 def outputs(model: Any) -> dict[str, Any]:
@@ -161,7 +128,54 @@ def compare(folder: Path) -> dict[str, Any]:
         found["own" if own else "shared"] = part
     with patched(shared, heads) as handle:  # a tree that the device chooses, a chooser that looks at the clock
         found["chosen"] = {"actual": outputs(shared), "expected": expected, "tree": handle.plan.tree.size}
+    return found | {"coded": coded(alone, shared), "wild": wild(alone, shared), "weights": weights(alone, shared)}
+
+
+def coded(alone: Any, shared: Any) -> dict[str, Any]:
+    """Heads in 4 bits: what was guessed right at which depth, the bytes, and whether a rank's codes are its rows'."""
+    found: dict[str, Any] = {}
+    whole = medusa(True, alone.config.hidden_size)
+    for name, model in (("expected", alone), ("actual", shared)):
+        with patched(model, medusa(True, alone.config.hidden_size), tree=TREE, head_bits=4) as handle:
+            tokens = model.generate(**padded(prompts()), max_new_tokens=NEW, do_sample=False).tolist()
+            found[name] = [tokens, list(handle.stats.accepted_at_depth)]
+            found["bytes"] = handle.bytes_by_part["heads"]
+            held = [handle.drafter.heads.own_tensors(head) for head in range(3)]
+            rows = slice(*handle.ranks.rows) if name == "actual" else slice(None)
+    packed = [pack(whole.own_tensors(head)[0].data) for head in range(3)]
+    found["same"] = all(
+        torch.equal(a, b[rows]) for h, p in zip(held, packed, strict=True) for a, b in zip(h, p, strict=True)
+    )
     return found
+
+
+def wild(alone: Any, shared: Any) -> dict[str, Any]:
+    """A drafter that guesses something else on every rank."""
+    call = padded(prompts())
+    expected = alone.generate(**call, max_new_tokens=NEW, do_sample=False).tolist()
+    rows = [prompt + row[-NEW:] for prompt, row in zip(prompts(), expected, strict=True)]
+    drafter = OracleDrafter(rows, 0.6)
+    drafter.generator.manual_seed(rank_here())
+    with patched(shared, drafter, tree=TREE) as handle:
+        actual = shared.generate(**call, max_new_tokens=NEW, do_sample=False).tolist()
+        return {"expected": expected, "actual": actual, "accepted": sum(handle.stats.accepted_at_depth)}
+
+
+def weights(alone: Any, shared: Any) -> dict[str, Any]:
+    """Of a patched model: the bytes on this rank, what its own methods write, and what would be saved."""
+    call: dict[str, Any] = padded(prompts()[1:2]) | {"max_new_tokens": NEW, "num_beams": 2, "do_sample": False}
+    with patched(shared, medusa(False, alone.config.hidden_size), tree=TREE):
+        found: dict[str, Any] = {"bytes": sum(local_part(p).nbytes for p in shared.parameters())}
+        found["beams"] = [alone.generate(**call).tolist(), shared.generate(**call).tolist()]
+        found["saved"] = _same_weights(alone, shared.state_dict())
+    found["after"] = _same_weights(alone, dict(shared.named_parameters()))
+    found["held after"] = all(p._local_tensor.is_contiguous() for p in shared.parameters() if hasattr(p, "placements"))
+    return found
+
+
+def _same_weights(alone: Any, tensors: dict[str, Any]) -> bool:
+    whole = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in tensors.items()}
+    return all(torch.equal(whole[name], parameter) for name, parameter in alone.named_parameters())
 
 
 def step_traffic(model: Any, handle: Any) -> dict[str, Any]:
@@ -191,110 +205,6 @@ def step_traffic(model: Any, handle: Any) -> dict[str, Any]:
     finally:
         del target.forward, target.argmax, drafter.propose
     return {"found": traffic.found, "own": handle.ranks.bytes_sent - before, "passes": passes}
-
-
-@contextmanager
-def other_version(rank: int) -> Iterator[None]:
-    """Rank 1 runs another transformers."""
-    from specmemo_kernels.integrations import ranks
-
-    before = ranks.version
-    if rank == 1:
-        ranks.version = lambda name: "4.0.0" if name == "transformers" else before(name)
-    yield
-    ranks.version = before
-
-
-class Mishap(StoppingCriteria):
-    """On one rank, when some tokens have been written, something happens."""
-
-    def __init__(self, rank: int, happens: Callable[[], None]) -> None:
-        self.rank, self.happens = rank, happens
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        if torch.distributed.get_rank() == self.rank and input_ids.shape[1] == PLACE:
-            self.happens()
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-def _fail() -> None:
-    raise KeyError("a criterion of rank 1")
-
-
-MISHAPS: dict[str, Callable[[], None]] = {
-    "failed": _fail,
-    "stalled": lambda: time.sleep(8),
-    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-}
-
-
-def caught(do: Callable[[], Any]) -> dict[str, Any]:
-    """How ``do`` ended, and after how many seconds."""
-    started = time.monotonic()
-    try:
-        result = do()
-    except Exception as error:
-        return {"error": type(error).__name__, "text": str(error), "seconds": time.monotonic() - started}
-    return {"error": "", "text": str(result), "seconds": time.monotonic() - started}
-
-
-def faults(folder: Path, last: str) -> dict[str, Any]:
-    """What becomes of a session in which a rank does something else; after ``last`` of :data:`MISHAPS` it is over."""
-    models = {path.name: path for path in sorted(folder.glob("model-*"))}
-    model = load(models["model-llama-gqa"], tp_plan="auto")
-    rank, width = torch.distributed.get_rank(), model.config.hidden_size
-    one = padded(prompts()[1:2])
-
-    def start(heads: MedusaHeads, page_size: int = 16, of: Any = model, timeout: float = 60.0) -> Any:
-        kwargs: dict[str, Any] = {"tree": TREE, "page_size": page_size, "memory_budget": "1MiB"}
-        return specmemo_kernels.patch(of, heads, rank_timeout=timeout, **kwargs)
-
-    def run(criteria: Any = None, length: int = NEW) -> dict[str, Any]:
-        kwargs = {"max_new_tokens": length, "do_sample": False, "stopping_criteria": criteria}
-        return caught(lambda: model.generate(**one, **kwargs))
-
-    found = {}
-    if last == "stalled":
-        other = medusa(True, width)
-        if rank == 1:
-            other[0][0].linear.weight.data += 0.1
-        missing: Any = medusa(True, width) if rank == 0 else "/nowhere/at/all"
-        found["heads"] = caught(lambda: start(other))
-        found["arguments"] = caught(lambda: start(medusa(True, width), 16 + rank))
-        found["file"] = caught(lambda: start(missing))
-        for name in ("other-weights", "other-config", "one-head"):  # the last one is the same on both ranks
-            path = models["model-llama-gqa" if rank == 0 and name != "one-head" else f"model-{name}"]
-            different = load(path, tp_plan="auto")
-            found[name] = caught(lambda different=different: start(medusa(True, width), of=different))
-        with other_version(rank):
-            found["version"] = caught(lambda: start(medusa(True, width)))
-        with start(medusa(True, width)):
-            found |= {"too long": run(length=10_000), "after it": run()}
-            found |= {"failed": run([Mishap(1, MISHAPS["failed"])]), "failed, once more": run()}
-    if last == "absent":
-        if rank == 0:
-            found[last] = caught(lambda: start(medusa(True, width), timeout=2.0))
-        return found
-    with start(medusa(True, width), timeout=2.0 if last == "stalled" else 60.0):
-        if last == "killed":
-            found["pieces"], found["killed"] = killed_batch(model, rank)
-        else:
-            found[last] = run([Mishap(1, MISHAPS[last])])
-        found[f"{last}, once more"] = run()
-    return found
-
-
-def killed_batch(model: Any, rank: int) -> tuple[Any, dict[str, Any]]:
-    """A batch during which rank 1 is killed: what became of each request, and the error."""
-    run = specmemo_kernels.stream_batch(model, prompts(), max_new_tokens=NEW, eos_token_ids=[])
-
-    def drain() -> None:
-        for piece in run:
-            if rank == 1 and piece.index == 1:
-                MISHAPS["killed"]()
-
-    error = caught(drain)
-    return [[completion.finish_reason, len(completion.tokens)] for completion in run.completions()], error
 
 
 def main() -> None:

@@ -85,6 +85,8 @@ def test_options(vicuna: Path, llama: Path) -> None:
     ranks = plan_json("--model", llama, "--device", "h100", "--context", 1024, "--tp", 4)["plan"]
     assert ranks["parts"]["kv_pages"] == base["parts"]["kv_pages"] // 4
     assert plan_json("--model", llama, "--devices", "h100:4", "--context", 1024)["plan"] == ranks
+    wide = [plan_json("--model", llama, "--devices", f"h100:{ranks}", "--context", 1024)["plan"] for ranks in (8, 16)]
+    assert wide[0]["parts"]["kv_pages"] == wide[1]["parts"]["kv_pages"], "each of 8 heads is held by two of 16 ranks"
 
 
 def test_several_devices(tmp_path: Path) -> None:
@@ -135,13 +137,14 @@ def test_heads_in_4_bits(vicuna: Path, tmp_path: Path) -> None:
         assert offered[name] == coded["plan"][name]
     assert offered["tokens_per_second"] > plain["plan"]["tokens_per_second"], "fewer bytes are read"
     assert not any("4 bits" in row["name"] for row in coded["alternatives"])
-    for other in (("--shared-lm-head",), ("--tp", 2)):
-        assert not any("4 bits" in row["name"] for row in plan_json(*options, *other)["alternatives"])
-    refused = run("plan", *options, "--tp", 2, "--head-bits", 4)
-    assert refused.exit_code != 0
-    assert "can't be divided over 2 ranks" in refused.output
-    heads = coded["plan"]["heads"]
-    assert coded["plan"]["parts"]["heads"] == heads * (4096 * 4097 * 2 + 32000 * 4096 // 64 * 34)
+    shared = plan_json(*options, "--shared-lm-head")
+    assert not any("4 bits" in row["name"] for row in shared["alternatives"])
+    ranks = plan_json(*options, "--tp", 2, "--head-bits", 4)
+    (divided,) = [row for row in plan_json(*options, "--tp", 2)["alternatives"] if row["name"] == "heads in 4 bits"]
+    assert divided["total_bytes"] == ranks["plan"]["total_bytes"]
+    for data, rows in ((coded, 32000), (ranks, 16000)):
+        each = 4096 * 4097 * 2 + rows * 4096 // 64 * 34
+        assert data["plan"]["parts"]["heads"] == data["plan"]["heads"] * each
     assert "lm_heads in 4 bits" in run("plan", *options, "--head-bits", 4).output
     sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
     CONFIG_MAPPING["llama"](**sizes, vocab_size=500, max_position_embeddings=512).save_pretrained(tmp_path / "model")

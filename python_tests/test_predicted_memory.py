@@ -191,17 +191,30 @@ def test_medusa_as_published() -> None:
 
 
 def test_ranks_of_tensor_parallel() -> None:
-    """Eight ranks of Llama-2-70B: one KV head each, layers divided, embedding whole; odd divisions are refused."""
+    """Eight ranks of Llama-2-70B: one KV head each, layers and vocabularies divided; odd divisions are refused."""
     spec = ModelSpec.from_config(CONFIG_MAPPING["llama"](**CONFIGS["Llama-2-70B"], dtype="float16"))
     shape = predicted_shape(spec, HeadsSpec(), 3, tp=8)
     assert shape.kv_bytes_per_token == 80 * 2 * 128 * 2
     vocabulary, vectors = 32000 * 8192 * 2, (80 * 2 + 1) * 8192 * 2
-    assert weight_bytes(spec, 8) == vocabulary + vectors + (spec.layer_weights * 2 + vocabulary) // 8
+    assert weight_bytes(spec, 8) == vectors + (spec.layer_weights * 2 + 2 * vocabulary) // 8
     assert shape.head_bytes == 3 * (8192 * 8193 + 32000 * 8192 // 8) * 2
     # What isn't divided: 4 H of the residual stream; a rank's queries and feed-forward layer are an eighth.
     assert shape.forward.per_row == max(3 * 8192 * 2 + 8 * 8192, (4 * 8192 + 3 * 28672 // 8) * 2) + 2 * 128 * 2
-    with pytest.raises(ValueError, match=r"64 query and 8 key/value heads; tp is 16, it must divide both"):
-        predicted_shape(spec, HeadsSpec(), 3, tp=16)
+    with pytest.raises(ValueError, match=r"64 query and 8 key/value heads; tp is 12, it must divide the former"):
+        predicted_shape(spec, HeadsSpec(), 3, tp=12)
+
+
+def test_more_ranks_than_key_heads() -> None:
+    """Sixteen ranks of Llama-2-70B: each of 8 KV heads is held by two, its pages and its rows of K and V whole."""
+    spec = ModelSpec.from_config(CONFIG_MAPPING["llama"](**CONFIGS["Llama-2-70B"], dtype="float16"))
+    eight, sixteen = (predicted_shape(spec, HeadsSpec(), 3, tp=tp, split_size=64) for tp in (8, 16))
+    assert sixteen.kv_bytes_per_token == eight.kv_bytes_per_token
+    assert sixteen.split_row_bytes == eight.split_row_bytes // 2, "four query heads each"
+    keys_and_values = 80 * 8192 * 2 * 128
+    others = spec.layer_weights - 8 * keys_and_values + 2 * 32000 * 8192
+    vectors = (80 * 2 + 1) * 8192
+    assert weight_bytes(spec, 16) == (others // 16 + keys_and_values + vectors) * 2
+    assert plain_parts(spec, Workload(2048), 16)["kv_cache"] == plain_parts(spec, Workload(2048), 8)["kv_cache"]
 
 
 @pytest.mark.parametrize("bad", [(10, 0, 5), (10, 1, 10), (0, 1, 0), (10, 1, -1)])

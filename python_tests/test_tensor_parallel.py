@@ -15,7 +15,7 @@ from tiny_models import tiny_model
 from transformers import AutoConfig
 
 from specmemo_kernels.cost import CHECKSUM_BYTES, Pass, step_messages
-from specmemo_kernels.footprint import HeadsSpec
+from specmemo_kernels.footprint import HeadsSpec, weight_bytes
 from specmemo_kernels.model_spec import ModelSpec
 
 SCRIPT = Path(__file__).with_name("tensor_parallel_session.py")
@@ -26,7 +26,11 @@ MODELS = {
     "model-llama-gqa": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}),
     "model-llama-mha": ("llama", {"num_key_value_heads": 4}),
     "model-qwen3": ("qwen3", {"num_key_value_heads": 4, "num_attention_heads": 8}),
+    # fewer key heads than ranks, with what belongs to a head beside its rows: biases, and norms of each head
+    "model-qwen3-mqa": ("qwen3", {"num_key_value_heads": 1, "num_attention_heads": 8, "attention_bias": True}),
 }
+#: On four ranks each of its key heads is held by two.
+TWO_HEADS = {"model-llama-two-heads": ("llama", {"num_key_value_heads": 2, "num_attention_heads": 8})}
 
 
 def session(what: str, folder: Path, ranks: int, seconds: float) -> tuple[dict[int, Any], list[int]]:
@@ -53,7 +57,7 @@ def session(what: str, folder: Path, ranks: int, seconds: float) -> tuple[dict[i
 
 def write_models(folder: Path, names: list[str]) -> Path:
     for name in names:
-        family, changes = MODELS[name]
+        family, changes = (MODELS | TWO_HEADS)[name]
         tiny_model(family, **changes).save_pretrained(folder / name)
     return folder
 
@@ -65,13 +69,14 @@ def write_other_models(folder: Path) -> None:
     model.model.layers[1].self_attn.q_proj.weight.data += 0.01
     model.save_pretrained(folder / "model-other-weights")
     tiny_model(family, **changes, rms_norm_eps=1e-3).save_pretrained(folder / "model-other-config")
-    tiny_model(family, num_key_value_heads=1).save_pretrained(folder / "model-one-head")
+    three: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
+    tiny_model(family, **three).save_pretrained(folder / "model-three-heads")
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, Any], Path]:
     folder = write_models(tmp_path_factory.mktemp("two"), list(MODELS))
-    results, codes = session("compare", folder, 2, 180)
+    results, codes = session("compare", folder, 2, 500)
     assert codes == [0, 0]
     return results, folder
 
@@ -105,14 +110,58 @@ def test_a_tree_chosen_by_the_clock_is_the_same_on_every_rank(two: tuple[dict[in
 
 @pytest.mark.parametrize("name", MODELS)
 def test_each_rank_holds_its_share(two: tuple[dict[int, Any], Path], name: str) -> None:
-    """Pages for half of the KV heads; of heads their blocks, and half of their own vocabulary matrices (31 + 30)."""
+    """Pages for half of the KV heads, or the only one; of heads their blocks, and half of their own vocabulary matrices
+    (31 + 30)."""
     for heads in ("own", "shared"):
         parts = [two[0][rank][name][heads] for rank in (0, 1)]
         for part in parts:
-            assert part["local_kv_heads"] == [count // 2 for count in part["kv_heads"]]
+            assert part["local_kv_heads"] == [max(1, count // 2) for count in part["kv_heads"]]
         whole = parts[0]["head_bytes"][0]
         blocks = 3 * 4 * (32 * 32 + 32)
         assert sum(part["head_bytes"][1] - blocks for part in parts) == whole - blocks
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_heads_in_4_bits_have_the_codes_of_one_process(two: tuple[dict[int, Any], Path], name: str) -> None:
+    """So they guess the same, which the accepted tokens at each depth show; the planner's bytes are those held."""
+    _check_coded(*two, name, 2)
+
+
+def _check_coded(results: dict[int, Any], folder: Path, name: str, ranks: int) -> None:
+    spec = ModelSpec.from_config(AutoConfig.from_pretrained(folder / name))
+    for models in results.values():
+        found = models[name]["coded"]
+        assert found["actual"] == found["expected"]
+        assert sum(found["expected"][1]) > 0
+        assert found["same"]
+    assert results[0][name]["coded"]["bytes"] == HeadsSpec(3, head_bits=4).nbytes(spec, 3, ranks)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_are_those_of_the_plan_and_saved_whole(two: tuple[dict[int, Any], Path], name: str) -> None:
+    """Also where a rank was given a whole head; the model's own beam search runs beside; unpatched all is as before."""
+    _check_weights(*two, name, 2)
+
+
+def _check_weights(results: dict[int, Any], folder: Path, name: str, ranks: int) -> None:
+    spec = ModelSpec.from_config(AutoConfig.from_pretrained(folder / name))
+    for models in results.values():
+        found = models[name]["weights"]
+        assert found["beams"][0] == found["beams"][1]
+        assert found["saved"]
+        assert found["after"]
+        assert found["held after"]
+    # Vectors count as whole; those of divided projections' biases and of each head's norms are the difference.
+    assert results[0][name]["weights"]["bytes"] == pytest.approx(weight_bytes(spec, ranks), rel=0.02)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_guesses_of_a_drafter_of_ones_own_are_rank_0s(two: tuple[dict[int, Any], Path], name: str) -> None:
+    for models in two[0].values():
+        assert models[name]["wild"]["actual"] == models[name]["wild"]["expected"]
+    accepted = {models[name]["wild"]["accepted"] for models in two[0].values()}
+    assert len(accepted) == 1
+    assert accepted.pop() > 0
 
 
 @pytest.mark.parametrize("heads", ["own", "shared"])
@@ -155,31 +204,42 @@ def test_no_message_grows_with_the_vocabulary(own: bool) -> None:
 @pytest.mark.four_ranks
 def test_four_ranks_write_what_one_process_writes(tmp_path: Path) -> None:
     """All of that, on four ranks: ``pytest -m four_ranks``."""
-    results, codes = session("compare", write_models(tmp_path, list(MODELS)), 4, 400)
+    results, codes = session("compare", write_models(tmp_path, list(MODELS | TWO_HEADS)), 4, 1500)
     assert codes == [0] * 4
-    for name in MODELS:
+    for name in MODELS | TWO_HEADS:
         for heads in ("own", "shared"):
             _check_tokens(results, name, heads)
             assert all(results[rank][name][heads]["local_kv_heads"] == [1, 1] for rank in range(4))
             _check_messages(results, tmp_path, name, heads)
+        _check_coded(results, tmp_path, name, 4)
+        _check_weights(results, tmp_path, name, 4)
 
 
 def test_ranks_that_differ_fail_or_stall_end_all_with_an_error(tmp_path: Path) -> None:
     """An error that says so, in seconds, and no tokens from anybody; what all refuse alike breaks nothing."""
     write_models(tmp_path, ["model-llama-gqa"])
     write_other_models(tmp_path)
-    results, _ = session("stalled", tmp_path, 2, 120)
+    results, _ = session("stalled", tmp_path, 2, 300)
     found, other = results[0], results[1]
     for rank in (0, 1):
         assert results[rank]["other-weights"]["error"] == results[rank]["version"]["error"] == "RankError"
         assert "the checkpoint's model.safetensors is" in results[rank]["other-weights"]["text"]
         assert "config.rms_norm_eps is 1e-06 and 0.001" in results[rank]["other-config"]["text"]
         assert "version of transformers is" in results[rank]["version"]["text"]
-        assert results[rank]["one-head"]["error"] == "UnsupportedModel"
+        assert results[rank]["three-heads"]["error"] == "UnsupportedModel"
         assert (
-            "has 1 key/value heads, its tensor parallel plan divides them over 2 ranks"
-            in (results[rank]["one-head"]["text"])
+            "has 6 query and 3 key/value heads, which 2 ranks can't share; start 1 or 3 or 6 instead"
+            in results[rank]["three-heads"]["text"]
         )
+        assert results[rank]["alike"]["error"] == "KeyError"
+        assert results[rank]["after alike"]["error"] == ""
+        assert results[rank]["apart"]["error"] == "KeyError"
+        assert results[rank]["interrupted"]["error"] == "KeyboardInterrupt"
+        for name in ("apart", "interrupted"):
+            assert results[rank][f"{name}, once more"]["error"] == "RankError"
+        assert results[rank]["unpatched"]["text"].startswith("the model was unpatched")
+        assert results[rank]["groups"][0] == results[rank]["groups"][1], "unpatched, also after errors"
+        assert results[rank]["left"]["error"] == "", results[rank]["left"]
     assert found["heads"]["error"] == found["arguments"]["error"] == found["file"]["error"] == "RankError"
     assert "don't run the same: heads' 0.0.linear.weight" in found["heads"]["text"]
     assert "page_size is 16 and 17" in found["arguments"]["text"]
@@ -189,6 +249,11 @@ def test_ranks_that_differ_fail_or_stall_end_all_with_an_error(tmp_path: Path) -
     assert found["after it"]["error"] == ""
     assert other["failed"]["error"] == "KeyError"
     _check_error(found, "failed", "rank 1 failed (its own error says why)")
+    assert (found["asked"]["error"], other["asked"]["error"]) == ("KeyError", "RankError")
+    assert other["asked"]["seconds"] < 30
+    assert other["consumer"]["error"] == "KeyError"
+    _check_error(found, "consumer", "rank 1 failed (its own error says why)")
+    _check_pieces(found)
     _check_error(found, "stalled", "was silent for more than 2 s")
     assert other["stalled"]["error"] == "RankError"
 
@@ -198,7 +263,12 @@ def test_a_killed_rank_ends_the_other_with_an_error(tmp_path: Path) -> None:
     assert 1 not in results
     assert codes[1] == -9
     _check_error(results[0], "killed", "lost touch with another rank")
-    assert all(reason == "aborted" and tokens < 12 for reason, tokens in results[0]["pieces"])
+    _check_pieces(results[0])
+
+
+def _check_pieces(found: dict[str, Any]) -> None:
+    assert len(found["pieces"]) == 8
+    assert all(reason == "aborted" and tokens < 12 for reason, tokens in found["pieces"])
 
 
 def test_chat_under_torchrun(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specmemo_kernels.footprint import HeadsSpec, pass_row_bytes
+from specmemo_kernels.footprint import HeadsSpec, page_token_bytes, pass_row_bytes
 from specmemo_kernels.model_spec import ModelSpec
 
 
@@ -59,10 +59,11 @@ def plain_parts(spec: ModelSpec, workload: Workload, tp: int = 1) -> dict[str, i
 
     The worst moment is a layer of the prefill (the cache holds the prompt); or of the last step, where a layer's old
     and new keys, then values, exist side by side while they are concatenated; or the logits of a step, in the model's
-    dtype and copied to float32. ``tp`` divides the cache and, as in :func:`pass_row_bytes`, a layer.
+    dtype and copied to float32. ``tp`` divides the cache and a layer as in :func:`page_token_bytes` and
+    :func:`pass_row_bytes`.
     """
     batch, row = workload.batch, pass_row_bytes(spec, tp)
-    kv = spec.kv_bytes_per_token // tp
+    kv = page_token_bytes(spec, None, tp)
     full = batch * workload.context * kv
     logits = batch * spec.vocab_size * (spec.dtype_bytes + 4)
     moments = (
@@ -98,7 +99,7 @@ def medusa_parts(spec: ModelSpec, workload: Workload, run: MedusaRun | None = No
         {"activations": batch * length * pass_row_bytes(spec, tp)},
     )
     held = {
-        "kv_cache": batch * max(spec.max_context, workload.context) * spec.kv_bytes_per_token // tp,
+        "kv_cache": batch * max(spec.max_context, workload.context) * page_token_bytes(spec, None, tp),
         "heads": run.heads.nbytes(spec, heads, tp),
     }
     return held | max(moments, key=lambda parts: sum(parts.values()))

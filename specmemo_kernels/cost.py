@@ -94,7 +94,8 @@ def pass_seconds(
     size = spec.dtype_bytes
     read = spec.read_weights(run.rows)
     rows_each = max(1, round(run.rows * spec.active_weights / read))
-    seconds = device.linear_seconds(read / tp, read * spec.bytes_per_weight / tp, rows_each, dtype, spec.layer_matrices)
+    share = spec.layer_weights_of_rank(tp, read)
+    seconds = device.linear_seconds(share, share * spec.bytes_per_weight, rows_each, dtype, spec.layer_matrices)
     vocabulary = spec.vocab_weights / tp
     if run.lm_rows:
         seconds += device.linear_seconds(vocabulary, vocabulary * size, run.lm_rows, dtype, 1)
@@ -162,7 +163,7 @@ def plain_speed(spec: ModelSpec, device: DeviceProfile, workload: Workload, tp: 
     """
     chunk, none = workload.batch * workload.prompt, HeadsSpec(0)
     step = pass_seconds(spec, device, decode_pass(workload, workload.batch, 1, 0), none, tp)
-    cache = 2 * workload.batch * (workload.prompt + workload.new_tokens / 2) * spec.kv_bytes_per_token / tp
+    cache = 2 * workload.batch * (workload.prompt + workload.new_tokens / 2) * page_token_bytes(spec, None, tp)
     step += cache / device.read_rate
     if tp > 1:
         step += Message(1, workload.batch * spec.vocab_size * spec.dtype_bytes // tp, True).seconds(device, tp)

@@ -7,7 +7,7 @@ way, an allocation above all, leaves every sequence as it was, and the step can 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,7 @@ class SpecDecoder:
         stats: counters to add to.
         chooser: takes the part of the tree that pays for the sequences at hand; ``None``: always all of it.
         late: runs steps one ahead of the host, wherever it can; ``None``: each step is read before the next one.
+        agree: as of :func:`propose`.
 
     Attributes:
         sequences: those that take steps. prefilling: those whose context is being computed, in the order of admission.
@@ -73,8 +74,9 @@ class SpecDecoder:
         stats: DecodeStats | None = None,
         chooser: TreeChooser | None = None,
         late: LateSteps | None = None,
+        agree: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.chooser, self.late = chooser, late
+        self.chooser, self.late, self.agree = chooser, late, agree
         self.target, self.drafter, self.tree, self.pool, self.verifier = target, drafter, tree, pool, verifier
         self.prefill_chunk, self.backend = prefill_chunk, backend
         self.stats = stats if stats is not None else DecodeStats()
@@ -172,7 +174,7 @@ class SpecDecoder:
                 self.reserve(sequence)
             tree = self._step_tree()
             behind = self._behind() if self.chooser is not None and tree.size > 1 else 0
-            trees, drafting = propose(self.drafter, tree, self.sequences, self.pool, self.target)
+            trees, drafting = propose(self.drafter, tree, self.sequences, self.pool, self.target, self.agree)
             self._ended += self._forward(trees, _Timed(started, drafting, behind))
             if self.late is not None and reason is not None:
                 self.stats.eager_reasons[reason] = self.stats.eager_reasons.get(reason, 0) + 1

@@ -6,6 +6,7 @@ Where a model is loaded, :class:`PassBytes` is measured on it; where there is on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -13,7 +14,7 @@ from typing import Self
 import torch
 
 from specmemo_kernels.kv_storage import LayerKV
-from specmemo_kernels.model_spec import ModelSpec
+from specmemo_kernels.model_spec import ModelSpec, ranks_share
 from specmemo_kernels.weight_codes import check_bits, packed_bytes
 
 #: A prefill row or tree node outside of the model: int64 tokens (as drafted, packed, clamped), positions, and a spare.
@@ -224,13 +225,17 @@ class HeadsSpec:
 
 
 def weight_bytes(spec: ModelSpec, tp: int = 1) -> int:
-    """The model's own weights on one of ``tp`` ranks: layers and lm_head divided, embedding and vectors on each.
+    """The model's own weights on one of ``tp`` ranks, by transformers' tensor parallel plan for Llama.
 
-    That is transformers' tensor parallel plan for Llama; a tied lm_head is the embedding and stays whole.
+    Layers are divided (key/value heads are held whole, by several ranks where there are more of these), so are the rows
+    of the embedding and the lm_head; vectors are on each. (Older versions leave the embedding whole, 5.17 does.)
     """
-    whole = spec.parameters - spec.layer_weights - (0 if spec.tied else spec.vocab_weights)
-    divided = spec.weight_bytes - whole * spec.dtype_bytes
-    return whole * spec.dtype_bytes + -(-divided // tp)
+    vocabularies = 1 if spec.tied else 2
+    vectors = spec.parameters - spec.layer_weights - vocabularies * spec.vocab_weights
+    layers = spec.weight_bytes - (vectors + vocabularies * spec.vocab_weights) * spec.dtype_bytes
+    rows = -(-spec.vocab_size // tp) * spec.hidden_size
+    share = math.ceil(layers * (spec.layer_weights_of_rank(tp) / spec.layer_weights))
+    return (vectors + vocabularies * rows) * spec.dtype_bytes + share
 
 
 def page_token_bytes(spec: ModelSpec, kv_dtype: str | None = None, tp: int = 1) -> int:
@@ -239,7 +244,7 @@ def page_token_bytes(spec: ModelSpec, kv_dtype: str | None = None, tp: int = 1) 
     Raises:
         ValueError: ``kv_dtype`` is none of ``None``, ``"int8"`` and ``"fp8"``.
     """
-    heads, dtype = spec.num_kv_heads // tp, getattr(torch, spec.dtype)
+    heads, dtype = spec.kv_heads_of_rank(tp), getattr(torch, spec.dtype)
     layer = LayerKV(heads, spec.head_dim, spec.v_head_dim, dtype, torch.device("meta"))
     return spec.num_layers * layer.page_bytes_per_token(kv_dtype)
 
@@ -262,7 +267,7 @@ def pass_row_bytes(spec: ModelSpec, tp: int = 1) -> int:
     """
     size, hidden = spec.dtype_bytes, spec.hidden_size
     q = -(-spec.num_qo_heads * spec.head_dim // tp)
-    k, v = (-(-spec.num_kv_heads * dim // tp) for dim in (spec.head_dim, spec.v_head_dim))
+    k, v = (spec.kv_heads_of_rank(tp) * dim for dim in (spec.head_dim, spec.v_head_dim))
     moments = [3 * hidden * size + 8 * hidden, (3 * hidden + q + k + v + max(3 * q, q + 3 * k)) * size]
     if spec.dense_layers:
         moments.append((4 * hidden + spec.ffn_tensors * -(-spec.intermediate_size // tp)) * size)
@@ -291,12 +296,12 @@ def predicted_shape(
         kv_dtype: ``"int8"`` or ``"fp8"`` for pages of codes, ``None`` for the model's dtype.
 
     Raises:
-        ValueError: heads that ``tp`` doesn't divide.
+        ValueError: ``tp`` ranks can't share the heads.
     """
-    if tp < 1 or spec.num_kv_heads % tp or spec.num_qo_heads % tp:
+    if not ranks_share(spec.num_qo_heads, spec.num_kv_heads, tp):
         raise ValueError(
-            f"{spec.name} has {spec.num_qo_heads} query and {spec.num_kv_heads} key/value heads; "
-            f"tp is {tp}, it must divide both"
+            f"{spec.name} has {spec.num_qo_heads} query and {spec.num_kv_heads} key/value heads; tp is {tp}, it must "
+            "divide the former, and divide the latter or be a multiple of them"
         )
     return GenerationShape(
         kv_bytes_per_token=page_token_bytes(spec, kv_dtype, tp),

@@ -11,6 +11,13 @@ from typing import Any, Self
 from specmemo_kernels.model_config import DTYPE_BYTES, quantised_bits, read_sizes
 
 
+def ranks_share(queries: int, keys: int, ranks: int) -> bool:
+    """Whether ``ranks`` ranks can each have as many whole query heads and as many key/value heads as the next one: a
+    share of the latter, or, where there are fewer of them than ranks, one that several ranks hold.
+    """
+    return ranks >= 1 and queries % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0)
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """The sizes of a decoder of transformers.
@@ -65,6 +72,17 @@ class ModelSpec:
     def kv_bytes_per_token(self) -> int:
         """All layers' keys and values: ``layers * kv heads * (head_dim + v_head_dim) * bytes``."""
         return self.num_layers * self.num_kv_heads * (self.head_dim + self.v_head_dim) * self.dtype_bytes
+
+    def kv_heads_of_rank(self, tp: int) -> int:
+        """Of one of ``tp`` ranks; a head is whole, so at least one."""
+        return max(1, self.num_kv_heads // tp)
+
+    def layer_weights_of_rank(self, tp: int, whole: float | None = None) -> float:
+        """Matrix elements of all layers (``whole``; ``None``: :attr:`layer_weights`) on one of ``tp`` ranks: its share,
+        and where ranks outnumber the key/value heads the rest of those that it holds whole.
+        """
+        rows = (self.kv_heads_of_rank(tp) - self.num_kv_heads / tp) * (self.head_dim + self.v_head_dim)
+        return (self.layer_weights if whole is None else whole) / tp + self.num_layers * self.hidden_size * rows
 
     @property
     def _ffn_matrices(self) -> int:

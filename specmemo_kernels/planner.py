@@ -12,10 +12,10 @@ import torch
 from specmemo_kernels.acceptance import DEFAULT_ACCURACY, Accuracy
 from specmemo_kernels.baselines import Workload
 from specmemo_kernels.device import DeviceProfile, known_device
-from specmemo_kernels.footprint import HeadsSpec, page_token_bytes
+from specmemo_kernels.footprint import HeadsSpec, page_token_bytes, weight_bytes
 from specmemo_kernels.kernel_config import KernelConfig, attention_configs
 from specmemo_kernels.memory_plan import BudgetError, MemoryPlan, counted, format_at_least, format_bytes, parse_bytes
-from specmemo_kernels.model_spec import ModelSpec
+from specmemo_kernels.model_spec import ModelSpec, ranks_share
 from specmemo_kernels.search import (
     PAGE_SIZES,
     Choice,
@@ -79,7 +79,8 @@ def _kernels(problem: Problem, page_size: int) -> tuple[KernelConfig, ...] | Non
     spec, device = problem.spec, problem.device
     if device.kernel_target is None:
         return None
-    sizes = (spec.head_dim, spec.v_head_dim, spec.num_qo_heads // spec.num_kv_heads, getattr(torch, spec.dtype))
+    group = spec.num_qo_heads // problem.tp // spec.kv_heads_of_rank(problem.tp)
+    sizes = (spec.head_dim, spec.v_head_dim, group, getattr(torch, spec.dtype))
     try:
         return attention_configs(device.kernel_target, *sizes, page_size, quantised=problem.kv_dtype is not None)
     except ValueError as error:
@@ -181,7 +182,7 @@ def _nothing_fits(problem: Problem, choices: list[Choice], limit: int) -> str:
     others = least.total_bytes - parts["weights"]
     for bits in (8.0, 4.5):
         smaller = spec.with_weights(bits)
-        if spec.weight_bits is None and smaller.weight_bytes // problem.tp + others <= limit:
+        if spec.weight_bits is None and weight_bytes(smaller, problem.tp) + others <= limit:
             advice.append(f"weights in {bits:g} bits ({format_bytes(smaller.weight_bytes)})")
             break
     if others and limit > least.total_bytes - parts["kv_pages"]:
@@ -191,7 +192,8 @@ def _nothing_fits(problem: Problem, choices: list[Choice], limit: int) -> str:
     if problem.kv_dtype is None and (coded := least_bytes(replace(problem, kv_dtype="int8"))) <= limit:
         advice.append(f"pages in int8, which is not lossless (kv_dtype='int8': {format_at_least(coded)})")
     for ranks in (2, 4, 8):
-        if problem.tp == 1 and not spec.num_kv_heads % ranks and least_bytes(replace(problem, tp=ranks)) <= limit:
+        shared = problem.tp == 1 and ranks_share(spec.num_qo_heads, spec.num_kv_heads, ranks)
+        if shared and least_bytes(replace(problem, tp=ranks)) <= limit:
             advice.append(f"{ranks} such devices (tp={ranks})")
             break
     return (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,11 +18,17 @@ Tensor = torch.Tensor
 
 
 def propose(
-    drafter: Drafter, tree: DraftTree, sequences: Sequence[SequenceState], pool: PagedKVPool, target: TargetModel
+    drafter: Drafter,
+    tree: DraftTree,
+    sequences: Sequence[SequenceState],
+    pool: PagedKVPool,
+    target: TargetModel,
+    agree: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[TreeBatch, float]:
     """Let the drafter fill the tree; what isn't a token becomes -1 for the walk and 0 for the embedding.
 
-    A tree of the root alone needs no drafter.
+    A tree of the root alone needs no drafter. ``agree`` turns this process's guesses ``[B, T]`` into those that all
+    processes of the target verify.
 
     Returns:
         The trees, and the seconds that the drafter took.
@@ -46,7 +52,7 @@ def propose(
             f"{type(drafter).__name__}.propose returned {tuple(draft.shape)} {draft.dtype}, "
             f"expected {expected} torch.int64 (sequences, tree nodes)"
         )
-    draft = only_tokens(draft, target.vocab_size)
+    draft = only_tokens(draft if agree is None else agree(draft), target.vocab_size)
     if draft.device.type == "cpu":  # elsewhere a look at it would make the host wait
         tree, draft = _without_empty_depths(tree, draft)
     draft = draft.to(target.device)

@@ -91,8 +91,6 @@ def run_plan(options: PlanOptions) -> None:
         workload = Workload(options.context, options.batch, options.prompt or 0)
         heads, accuracy = heads_of(options, spec)
         device, tp = devices_of(options)
-        if heads.head_bits is not None and tp > 1:
-            raise UserError(f"heads in 4 bits can't be divided over {tp} ranks yet; leave them as stored")
         problem = problem_of(spec, device, workload, heads=heads, accuracy=accuracy, tp=tp, kv_dtype=options.kv_dtype)
         choices = candidates(problem)
         plan = choose(problem, choices, options.budget)
@@ -174,7 +172,7 @@ def alternatives(problem: Problem, choices: list[Choice], plan: MemoryPlan) -> l
         coded = fastest(candidates(dataclasses.replace(problem, kv_dtype="int8")), plan.budget or 0)
     packed = None
     own = problem.heads.own_lm_head and problem.heads.num_heads > 0
-    if own and problem.heads.head_bits is None and tp == 1:  # ranks can't divide codes
+    if own and problem.heads.head_bits is None:
         few_bits = dataclasses.replace(problem.heads, head_bits=CODE_BITS)
         packed = fastest(candidates(dataclasses.replace(problem, heads=few_bits)), plan.budget or 0)
     return [

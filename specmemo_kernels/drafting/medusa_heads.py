@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any, cast
@@ -141,7 +142,8 @@ class MedusaHeads(nn.ModuleList):
         """What the own matrices would take in 4 bits; ``None`` if there are none, or they are."""
         if not self.own_lm_head or self.head_bits is not None:
             return None
-        return self.num_heads * packed_bytes(self.vocab_size, self.hidden_size)
+        rows = self.own_tensors(0)[0].shape[0]
+        return self.num_heads * packed_bytes(rows, self.hidden_size)
 
     def linear(self, head: int, layer: int) -> nn.Linear:
         """The linear layer ``[hidden_size, hidden_size]`` of a residual block."""
@@ -177,6 +179,32 @@ class MedusaHeads(nn.ModuleList):
         if self.cumulative_topk_accuracy is not None:
             first.cumulative_topk_accuracy = self.cumulative_topk_accuracy[:num_heads]
         return first
+
+    def part(self, first: int, last: int, device: torch.device) -> MedusaHeads:
+        """Copies on ``device``: all of the blocks, and of own vocabulary matrices the rows ``[first, last)``.
+
+        Codes and scales belong to a row: those of a part are the whole matrix's.
+        """
+        part = self.truncated(self.num_heads)
+        for head in range(self.num_heads):
+            blocks = list(self._layers(head).children())[: self.num_layers]
+            layers = [copy.deepcopy(block).to(device) for block in blocks]
+            if self.own_lm_head:
+                layers.append(self._own_rows(head, first, last, device))
+            part[head] = nn.Sequential(*layers)
+        return part
+
+    def _own_rows(self, head: int, first: int, last: int, device: torch.device) -> nn.Module:
+        matrix, scales = self.own_tensors(head)
+        mine = matrix.data[first:last].to(device, copy=True)
+        if scales is None:
+            linear = nn.Linear(self.hidden_size, len(mine), bias=False, device="meta")
+            linear.weight = nn.Parameter(mine, requires_grad=False)
+            return linear
+        with torch.device("meta"):
+            coded = CodedLinear(self.hidden_size, len(mine))
+        coded.codes, coded.scales = mine, scales[first:last].to(device, copy=True)
+        return coded
 
     @staticmethod
     def from_pretrained(

@@ -1,19 +1,22 @@
 """Tensor parallel models: the vocabulary, the heads and the pages divided over ranks.
 
 Each rank runs the same program (``torchrun``) and holds its share of the model's heads, of the vocabulary and of the
-pages. A step's decisions follow from data that every rank has in the same bits:
+pages; of key/value heads at least one (:mod:`key_heads`). A step's decisions follow from data that every rank has in
+the same bits:
 
+- Scheduling: each rank admits, preempts and retires by the same rules, from the same sequences and free pages. Before
+  each step the ranks compare a checksum of both, and at the end of a call of what was written.
 - Tokens: each rank's best candidates over its rows of the vocabulary go to every rank, which picks from all of them by
   value, then by the lower token (:meth:`TensorParallel.topk`): the order in which one process would find them. That is
-  16 bytes per row and candidate, whatever the vocabulary.
+  16 bytes per row and candidate, whatever the vocabulary. Medusa heads' guesses are found in the same way.
 - Sampling: one row of logits at a time, of which every rank gets all parts; rank 0's generator state is everybody's.
-- What only one rank can know (a measured time, what a stopping criterion says, who is aborted) is rank 0's.
-- Before each step the ranks compare a checksum of all sequences and pages, and at the end of a call that all got there.
+- What only one rank can know (a measured time, what a stopping criterion says, who is aborted, what a draft model
+  guesses) is rank 0's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from specmemo_kernels import ops
 from specmemo_kernels.drafting.medusa_heads import MedusaHeads
 from specmemo_kernels.integrations.hf_attention import UnsupportedModel
 from specmemo_kernels.integrations.hf_target import HFTarget, ModelFacts, lm_head
+from specmemo_kernels.integrations.key_heads import WholeHeads
 from specmemo_kernels.integrations.ranks import Ranks
 from specmemo_kernels.integrations.team import Team
 from specmemo_kernels.tree import DraftTree
@@ -31,9 +35,6 @@ from specmemo_kernels.tree_choice import TreeChooser
 from specmemo_kernels.verify import TargetOutput
 
 Tensor = torch.Tensor
-
-#: Modules whose rows are whole key heads.
-_KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 
 
 class TensorParallel(Team):
@@ -48,7 +49,7 @@ class TensorParallel(Team):
         rows: this rank's part ``[first, last)`` of the vocabulary.
 
     Raises:
-        UnsupportedModel: the ranks don't divide the model, or it is divided in another way as well.
+        UnsupportedModel: the model is divided in another way as well.
     """
 
     def __init__(self, model: Any, mesh: Any, timeout: float) -> None:
@@ -59,20 +60,24 @@ class TensorParallel(Team):
                 f"the model is on {ranks} of {dist.get_world_size()} ranks; only tensor parallel over all of them can "
                 "be patched"
             )
-        _check_key_heads(model, ranks)
+        rows = lm_head(model)[0].shape[0]
+        self._sharded = rows != model.get_output_embeddings().weight.shape[0]
         super().__init__(group, timeout)
-        weight, _ = lm_head(model)
-        self._sharded = weight.shape[0] != model.get_output_embeddings().weight.shape[0]
         try:
-            counts = self.exchange(weight.shape[0])
+            counts = self.exchange(rows)
         except BaseException:
             self.close()
             raise
         if not self._sharded:
-            share = -(-weight.shape[0] // self.size)
-            counts = [max(0, min(share, weight.shape[0] - i * share)) for i in range(self.size)]
+            share = -(-rows // self.size)
+            counts = [max(0, min(share, rows - i * share)) for i in range(self.size)]
         self._counts = counts
         self.rows = sum(counts[: self.rank]), sum(counts[: self.rank + 1])
+
+    def whole_heads(self, model: Any) -> Callable[[], None]:
+        heads = WholeHeads()
+        heads.install(model, self.rank, self.size)
+        return heads.undo
 
     def lm_head(self, model: Any) -> tuple[Tensor, Tensor | None]:
         weight, bias = lm_head(model)
@@ -115,15 +120,7 @@ class TensorParallel(Team):
         return everybody
 
     def shard(self, heads: MedusaHeads, device: torch.device) -> MedusaHeads:
-        part = heads.truncated(heads.num_heads)
-        if heads.own_lm_head:
-            for head in range(heads.num_heads):
-                mine = heads.own_tensors(head)[0].data[slice(*self.rows)].clone()
-                layers = list(heads[head].children())[: heads.num_layers]
-                last = nn.Linear(mine.shape[1], mine.shape[0], bias=False, device="meta")
-                last.weight = nn.Parameter(mine, requires_grad=False)
-                part[head] = nn.Sequential(*layers, last)
-        return part.to(device)
+        return heads.part(*self.rows, device)
 
     def target(self, model: nn.Module, facts: ModelFacts, backend: str) -> HFTarget:
         return _ShardedTarget(model, facts, backend, self)
@@ -186,17 +183,3 @@ def ranks_of(model: Any, timeout: float) -> Ranks:
 
     mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
     return Ranks() if mesh is None or mesh.size() == 1 else TensorParallel(model, mesh, timeout)
-
-
-def _check_key_heads(model: Any, ranks: int) -> None:
-    """transformers divides the rows of a key projection evenly, whether or not that cuts a head in two."""
-    heads = getattr(model.config.get_text_config(), "num_key_value_heads", None)
-    cut = any(
-        name.rpartition(".")[2] in _KEY_PROJECTIONS and hasattr(getattr(module, "weight", None), "placements")
-        for name, module in model.named_modules()
-    )
-    if cut and heads and heads % ranks:
-        raise UnsupportedModel(
-            f"{type(model).__name__} has {heads} key/value heads, its tensor parallel plan divides them over {ranks} "
-            f"ranks; start a number of ranks that divides {heads}"
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -141,9 +141,10 @@ def patch(
     check_bits(head_bits)
     name = ops.backend_name(backend, model.get_input_embeddings().weight.device)
     ranks = ranks_of(model, rank_timeout)
-    undo = [ranks.close, attach(model)]
+    undo: list[Callable[[], None]] = []
     try:
         with ranks.guarded():
+            undo.append(attach(model))
             limits: dict[str, Any] = {"budget": budget, "page_size": page_size, "prefill_chunk": prefill_chunk}
             limits |= {"max_sequences": max_batch_size, "kv_dtype": kv_dtype}
             if ranks.size > 1:
@@ -151,6 +152,7 @@ def patch(
                     raise ValueError(f"keep_free is {keep_free}; one of {ranks.size} ranks can't give up memory alone")
                 own = {"tree": tree, "backend": name, "reuse_prefix": reuse_prefix, "graph": graph}
                 ranks.same(digest(model) | limits | own | {"head_bits": head_bits})
+            undo.append(ranks.whole_heads(model))
             facts = probe(model)
             drafter, accuracy = make_drafter(heads, model, facts, name, head_bits, ranks)
             if isinstance(drafter, HFDraftModel):
@@ -165,7 +167,7 @@ def patch(
             if tree is None:
                 handle.chooser = make_chooser(model, facts, drafter, accuracy, plan, graphs, ranks)
     except BaseException:
-        for step in undo:
+        for step in (*undo, ranks.close):
             step()
         raise
     cls = type(model)
@@ -175,6 +177,7 @@ def patch(
     handle.undo_steps = [*undo, partial(_make_plain, model)]
     if isinstance(drafter, OffloadingDrafter):
         handle.undo_steps.append(drafter.restore)
+    handle.undo_steps.append(ranks.close)
     return handle
 
 

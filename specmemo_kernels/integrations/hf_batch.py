@@ -78,17 +78,19 @@ class BatchRun:
     """
 
     def __init__(self, handle: SpecMemo, requests: Sequence[Request]) -> None:
-        self._sequences = [_sequence(handle, i, request) for i, request in enumerate(requests)]
-        self._sent = [0] * len(self._sequences)
-        self._ready: list[Piece] = []
-        self._aborted: deque[int] = deque()
         self._handle = handle
         self._scheduler: Scheduler | None = None
+        self._ready: list[Piece] = []
+        self._aborted: deque[int] = deque()
+        with handle.ranks.guarded():
+            self._sequences = [_sequence(handle, i, request) for i, request in enumerate(requests)]
+        self._sent = [0] * len(self._sequences)
         if not self._sequences:
             return
         handle.acquire()
         try:
-            self._scheduler = self._start(handle)
+            with handle.ranks.guarded():
+                self._scheduler = self._start(handle)
         except BaseException:
             handle.free()
             raise
@@ -115,7 +117,7 @@ class BatchRun:
                     self._agree(self._scheduler)
                     self._scheduler.step()
                     if self._scheduler.idle:
-                        self._handle.ranks.finish()
+                        self._handle.ranks.finish(self._sequences)
             except BaseException:
                 self.close()
                 raise
@@ -167,8 +169,12 @@ class BatchRun:
     def __enter__(self) -> BatchRun:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        try:
+            if error is not None and self._scheduler is not None:
+                self._handle.ranks.fail(error)
+        finally:
+            self.close()
 
     def __del__(self) -> None:
         if getattr(self, "_scheduler", None) is not None:

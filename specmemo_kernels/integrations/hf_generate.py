@@ -90,8 +90,9 @@ class Generator:
         self.handle.acquire()
         try:
             with self.handle.ranks.guarded():
-                output = self._generate(call)
-                self.handle.ranks.finish()
+                sequences = self._sequences(call)
+                output = self._generate(call, sequences)
+                self.handle.ranks.finish(sequences)
                 return output
         finally:
             self.handle.free()
@@ -133,8 +134,7 @@ class Generator:
         )
         return next((reason for failed, reason in checks if failed), None)
 
-    def _generate(self, call: _Call) -> Any:
-        sequences = self._sequences(call)
+    def _generate(self, call: _Call, sequences: list[SequenceState]) -> Any:
         device = call.input_ids.device
         if call.config.do_sample:
             self.handle.ranks.agree_on_random_state(device)

@@ -88,6 +88,7 @@ class SpecMemo:
             self.target, self.drafter, plan.tree, pool, verifier,
             prefill_chunk=plan.prefill_chunk, backend=self.backend, stats=self.stats, chooser=self.chooser,
             late=self.graphs.late_steps(self.target, self.drafter, pool, self.backend),
+            agree=self.ranks.agree_on_guesses(self.drafter),
         )  # fmt: skip
         return Scheduler(
             decoder, min(len(sequences), plan.max_sequences), governor=self.governor, max_pages=self.pages_for(lengths)

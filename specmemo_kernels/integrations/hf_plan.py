@@ -65,8 +65,6 @@ def make_drafter(
         "loading heads", lambda: load_heads(heads, *sizes, dtype=facts.dtype, device=device, head_bits=head_bits)
     )
     if ranks.size > 1:
-        if loaded.head_bits is not None:
-            raise ValueError(f"head_bits is {loaded.head_bits}; heads in 4 bits can't be divided over ranks yet")
         ranks.same(heads_digest(loaded))
     accuracy = getattr(loaded, "cumulative_topk_accuracy", None) or DEFAULT_ACCURACY
     shared = ranks.lm_head(model)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from specmemo_kernels import __version__, ops
+from specmemo_kernels.drafting.base import Drafter
 from specmemo_kernels.drafting.medusa_heads import MedusaHeads
 from specmemo_kernels.footprint import GenerationShape
 from specmemo_kernels.integrations.checkpoint_digest import checkpoint_digest
@@ -66,12 +67,16 @@ class Ranks:
         """:func:`ops.lm_head_topk` over the whole vocabulary, ``weight`` and ``bias`` being this rank's rows of it."""
         return ops.lm_head_topk(hidden, weight, bias, k=k, scales=scales, backend=backend)
 
+    def whole_heads(self, model: Any) -> Callable[[], None]:
+        """Give this rank all rows of its key/value heads, where it has some of them; returns what undoes it."""
+        return lambda: None
+
     def lm_head(self, model: Any) -> tuple[Tensor, Tensor | None]:
         """This rank's rows of the model's lm_head and its bias."""
         return lm_head(model)
 
     def shard(self, heads: MedusaHeads, device: torch.device) -> MedusaHeads:
-        """Heads with this rank's rows of their own vocabulary matrices, on ``device``."""
+        """Heads with this rank's rows of their own vocabulary matrices, or codes, on ``device``."""
         return heads
 
     def target(self, model: nn.Module, facts: ModelFacts, backend: str) -> HFTarget:
@@ -87,6 +92,9 @@ class Ranks:
         """Around what must end on every rank if it ends on one."""
         yield
 
+    def fail(self, error: BaseException) -> None:
+        """This rank leaves a call with ``error``: the others, which wait for it, are told."""
+
     def step(self, sequences: Sequence[SequenceState], pool: PagedKVPool, aborted: Sequence[int] = ()) -> list[int]:
         """Before a step: raises :class:`RankError` unless all ranks have the same sequences, tokens and pages.
 
@@ -98,8 +106,12 @@ class Ranks:
         """What rank 0's says, asked of all of them."""
         return own
 
-    def finish(self) -> None:
-        """The end of a call: returns when all ranks got there."""
+    def agree_on_guesses(self, drafter: Drafter) -> Callable[[Tensor], Tensor] | None:
+        """What makes rank 0's guesses ``[B, T]`` everybody's; ``None`` where they are the same by construction."""
+        return None
+
+    def finish(self, sequences: Sequence[SequenceState]) -> None:
+        """The end of a call: returns when all ranks got there with the same tokens, else raises :class:`RankError`."""
 
     def close(self) -> None:
         """Undo what was set up."""
@@ -123,12 +135,15 @@ def digest(model: Any) -> dict[str, object]:
 
 def heads_digest(heads: nn.Module) -> dict[str, object]:
     """The same of heads, before they are divided."""
-    return {f"heads' {name}": (tuple(p.shape), _magnitude(p)) for name, p in heads.named_parameters()}
+    tensors = [*heads.named_parameters(), *heads.named_buffers()]
+    return {f"heads' {name}": (tuple(t.shape), _magnitude(t)) for name, t in tensors}
 
 
-def _magnitude(parameter: Tensor) -> str:
-    """Sum of all magnitudes in float64, which the same weights give on the same kind of device."""
-    weights = parameter.detach()
-    if not weights.is_floating_point() or weights.element_size() < 2 or weights.is_meta:
+def _magnitude(tensor: Tensor) -> str:
+    """Sum of all magnitudes in float64, which the same weights give on the same kind of device; of codes, of bytes."""
+    weights = tensor.detach()
+    if weights.is_meta:
         return "not compared"
+    if not weights.is_floating_point() or weights.element_size() < 2:
+        return str(int(weights.contiguous().view(torch.uint8).sum(dtype=torch.int64)))
     return f"{float(torch.linalg.vector_norm(weights, 1, dtype=torch.float64)):.9e}"

@@ -21,13 +21,17 @@ import torch
 import torch.distributed as dist
 
 from specmemo_kernels.cost import CHECKSUM_BYTES
+from specmemo_kernels.drafting.base import Drafter
+from specmemo_kernels.drafting.medusa import MedusaDrafter
+from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
 from specmemo_kernels.footprint import GenerationShape, PassBytes
 from specmemo_kernels.integrations.ranks import RankError, Ranks, Stop
 from specmemo_kernels.paged_kv import PagedKVPool
+from specmemo_kernels.pressure import is_out_of_memory
 from specmemo_kernels.sequence import SequenceState
 
 #: What ranks meet for.
-_STEP, _DONE, _VALUE, _TALK, _FAILED = range(5)
+_STEP, _DONE, _VALUE, _TALK, _GUESS, _FAILED = range(6)
 _WORDS = CHECKSUM_BYTES // 8
 #: Newest tokens of a sequence that are compared in each step; before the first one all of them are.
 _COMPARED = 64
@@ -46,7 +50,8 @@ class Team(Ranks):
         timeout: seconds after which a collective that isn't over is an error, here and in ``group``.
 
     Attributes:
-        bytes_sent: payload that this rank handed to collectives of its own (the model's apart).
+        bytes_sent: payload that this rank handed to collectives of its own (the model's apart), objects that are
+            compared or decided on before and after tokens are made left out.
     """
 
     def __init__(self, group: Any, timeout: float) -> None:
@@ -99,12 +104,13 @@ class Team(Ranks):
                     self.first(0.0)
 
         thread = threading.Thread(target=keep_waiting)
-        thread.start()
-        try:
-            answer = choose()
-        finally:
-            over.set()
-            thread.join()
+        with self.guarded():
+            thread.start()
+            try:
+                answer = choose()
+            finally:
+                over.set()
+                thread.join()
         self.first(1.0)
         return self.decide(lambda: answer)
 
@@ -154,11 +160,17 @@ class Team(Ranks):
             if device.type == "cpu"
             else (lambda: torch.cuda.get_rng_state(device), lambda state: torch.cuda.set_rng_state(state, device))
         )
-        put(self.decide(get))
+        self._meet(_TALK)
+        state = get()
+        self._broadcast(state)
+        put(state)
 
     def close(self) -> None:
-        _set_timeout(self._group, self._old_timeout)
         host, self._host = self._host, None
+        self._broken = "the model was unpatched"
+        if not dist.is_initialized():  # the program has left all its groups before
+            return
+        _set_timeout(self._group, self._old_timeout)
         if host is not None:
             with suppress(RuntimeError):  # a broken one may refuse
                 dist.destroy_process_group(host)
@@ -166,23 +178,27 @@ class Team(Ranks):
     # -- while tokens are made ---------------------------------------------------------------------------------------
 
     def step(self, sequences: Sequence[SequenceState], pool: PagedKVPool, aborted: Sequence[int] = ()) -> list[int]:
-        facts = [
-            (s.finished, len(s.tokens), s.tokens[-_COMPARED:] if s.emitted else s.tokens, s.max_new_tokens, s.computed)
-            for s in sequences
-        ]
-        state = repr((pool.num_pages, pool.free_pages, pool.kept_pages, facts))
-        first = self._meet(_STEP, len(sequences), zlib.crc32(state.encode()), told=len(aborted))
+        pages = pool.num_pages, pool.free_pages, pool.kept_pages
+        first = self._meet(_STEP, len(sequences), _checksum(sequences, pages), told=len(aborted))
         if not first[-1]:
             return []
         chosen = torch.tensor(aborted) if self.rank == 0 else torch.empty(first[-1], dtype=torch.int64)
-        self.bytes_sent += chosen.nbytes if self.rank == 0 else 0
-        with self.guarded():
-            dist.broadcast(chosen, group_src=0, group=self._host)
+        self._broadcast(chosen)
         found: list[int] = chosen.tolist()
         return found
 
-    def finish(self) -> None:
-        self._meet(_DONE)
+    def agree_on_guesses(self, drafter: Drafter) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        # Heads choose from everybody's candidates, prompt lookup from the text; others compute what they like.
+        return None if isinstance(drafter, MedusaDrafter | PromptLookupDrafter) else self._first_guesses
+
+    def _first_guesses(self, draft: torch.Tensor) -> torch.Tensor:
+        self._meet(_GUESS, draft.numel())
+        chosen = draft.cpu().contiguous()
+        self._broadcast(chosen)
+        return chosen.to(draft.device)
+
+    def finish(self, sequences: Sequence[SequenceState]) -> None:
+        self._meet(_DONE, len(sequences), _checksum(sequences))
 
     def first(self, value: float) -> float:
         bits = struct.unpack("q", struct.pack("d", value))[0]
@@ -191,6 +207,12 @@ class Team(Ranks):
 
     def stop(self, own: Stop) -> Stop:
         return lambda tokens: bool(self.first(float(own(tokens))))
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        """Rank 0's content of a tensor in host memory, whose size all know."""
+        self.bytes_sent += tensor.nbytes if self.rank == 0 else 0
+        with self.guarded():
+            dist.broadcast(tensor, group_src=0, group=self._host)
 
     def _meet(self, kind: int, count: int = 0, checksum: int = 0, *, told: int = 0) -> list[int]:
         """All ranks come here for the same ``kind`` with the same numbers; returns rank 0's, of which ``told`` counts.
@@ -230,7 +252,7 @@ class Team(Ranks):
                 self._broken = self._broken or str(error)
                 raise
             if not lost:
-                self._say_goodbye(error)
+                self.fail(error)
                 raise
             self._broken = (
                 f"rank {self.rank} of {self.size} lost touch with another rank, which died, failed, or was silent for "
@@ -238,19 +260,36 @@ class Team(Ranks):
             )
             raise RankError(f"{self._broken}: {str(error).splitlines()[0][:300]}") from error
 
-    def _say_goodbye(self, error: BaseException) -> None:
-        """Tell the others where they next meet; if all failed, as all do with a call that can't be, nobody is lost."""
+    def fail(self, error: BaseException) -> None:
+        """Tell the others, where they next meet, that this rank leaves a call with ``error``.
+
+        If all failed alike, as all do with a call that can't be, nobody is lost: they are at the same place. Not so
+        where something outside of the call decided when (Ctrl-C, memory that ran out): the model's own collectives may
+        be under way on some ranks and not on others.
+        """
         if self._broken:
             return
-        self._broken = f"rank {self.rank} failed before: {type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}"
+        self._broken = f"rank {self.rank} failed before: {text}"
         if self._host is None:
             return
-        mine = torch.tensor([_FAILED, 0, 0, 0])
+        alike = isinstance(error, Exception) and not is_out_of_memory(error)
+        mine = torch.tensor([_FAILED, int(alike), zlib.crc32(text.encode()), 0])
         said = torch.empty(self.size, _WORDS, dtype=torch.int64)
+        self.bytes_sent += mine.nbytes
         with suppress(RuntimeError):  # else they find out by themselves
             dist.all_gather(list(said.unbind(0)), mine, group=self._host)
-            if bool((said[:, 0] == _FAILED).all()):
+            if alike and bool((said == mine).all()):
                 self._broken = ""
+
+
+def _checksum(sequences: Sequence[SequenceState], *more: object) -> int:
+    """Of what a call has come to: all prompts before the first token, then the newest tokens."""
+    facts = [
+        (s.finished, len(s.tokens), s.tokens[-_COMPARED:] if s.emitted else s.tokens, s.max_new_tokens, s.computed)
+        for s in sequences
+    ]
+    return zlib.crc32(repr((more, facts)).encode())
 
 
 def _set_timeout(group: Any, timeout: timedelta) -> timedelta:
