@@ -132,13 +132,16 @@ def compare(folder: Path) -> dict[str, Any]:
 
 
 def coded(alone: Any, shared: Any) -> dict[str, Any]:
-    """Heads in 4 bits: what was guessed right at which depth, the bytes, and whether a rank's codes are its rows'."""
+    """Heads in 4 bits: what is written, guessed right at each depth and guessed, the bytes, and whether a rank's codes
+    are its rows'."""
     found: dict[str, Any] = {}
     whole = medusa(True, alone.config.hidden_size)
+    hidden = torch.randn(4, alone.config.hidden_size, generator=torch.Generator().manual_seed(1))
     for name, model in (("expected", alone), ("actual", shared)):
         with patched(model, medusa(True, alone.config.hidden_size), tree=TREE, head_bits=4) as handle:
             tokens = model.generate(**padded(prompts()), max_new_tokens=NEW, do_sample=False).tolist()
-            found[name] = [tokens, list(handle.stats.accepted_at_depth)]
+            guesses = handle.drafter.candidates(hidden, depth=3, width=5).tolist()
+            found[name] = [tokens, list(handle.stats.accepted_at_depth), guesses]
             found["bytes"] = handle.bytes_by_part["heads"]
             held = [handle.drafter.heads.own_tensors(head) for head in range(3)]
             rows = slice(*handle.ranks.rows) if name == "actual" else slice(None)
