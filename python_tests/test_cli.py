@@ -18,6 +18,7 @@ from specmemo_kernels import MedusaHeads
 from specmemo_kernels.cli import app
 from specmemo_kernels.cli.demo_runs import Pair
 from specmemo_kernels.cli.demo_view import Feed
+from specmemo_kernels.tree_choice import TreeChooser
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
 
@@ -227,9 +228,10 @@ def test_demo_fails_when_tokens_differ(plain_model: Path, tmp_path: Path, monkey
     assert "0 of 1 prompts" in result.output
 
 
-def test_demo_completes_held_out_files_with_the_bundled_model(tmp_path: Path) -> None:
+def test_demo_completes_held_out_files_with_the_bundled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TreeChooser, "tree_for", lambda self, *_: self.tree)  # whatever the machine's times say
     out = tmp_path / "out.json"
-    result = run("demo", "--turns", 2, "--max-new-tokens", 48, "--rounds", 1, "--json", out)
+    result = run("demo", "--turns", 2, "--max-new-tokens", 48, "--rounds", 1, "--tree", 8, "--json", out)
     assert result.exit_code == 0, result.output
     figures = json.loads(out.read_text())
     assert figures["equal_prompts"] == 2
