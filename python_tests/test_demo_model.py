@@ -10,6 +10,7 @@ import torch
 import specmemo_kernels
 from specmemo_kernels.cli.common import load_model, load_tokenizer
 from specmemo_kernels.demo_data import is_held_out, library_files
+from specmemo_kernels.tree_choice import TreeChooser
 
 FOLDER = Path(specmemo_kernels.__file__).parent / "demo_model"
 PROMPTS = 50
@@ -30,10 +31,13 @@ def prompts() -> list[torch.Tensor]:
     return cut
 
 
-def test_it_writes_the_same_tokens_as_without_patching(prompts: list[torch.Tensor]) -> None:
+def test_it_writes_the_same_tokens_as_without_patching(
+    prompts: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TreeChooser, "tree_for", lambda self, *_: self.tree)  # whatever the machine's times say
     plain = load_model(FOLDER, torch.float32, torch.device("cpu"))
     patched = load_model(FOLDER, torch.float32, torch.device("cpu"))
-    with specmemo_kernels.patch(patched, heads=FOLDER / "heads") as handle:
+    with specmemo_kernels.patch(patched, heads=FOLDER / "heads", tree=8) as handle:
         for ids in prompts:
             arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40, "do_sample": False}
             expected = plain.generate(ids, **arguments)
