@@ -100,7 +100,7 @@ def _compile_attention(
     dim = config.block_dim(shape.head_dim)
     constants: dict[str, Any] = {
         "GROUP": shape.group, "DK": shape.head_dim, "DV": shape.head_dim, "BLOCK_DK": dim, "BLOCK_DV": dim,
-        "PAGE_SIZE": shape.page_size, "BLOCK_M": chosen.block_m, "BLOCK_N": chosen.block_n,
+        "PAGE_SIZE": shape.page_size, "BY_HEAD": True, "BLOCK_M": chosen.block_m, "BLOCK_N": chosen.block_n,
         "SPLIT_SIZE": chosen.split_size, "UPCAST": False, "KV": KV_TYPES[shape.kv_dtype], **switches,
     }  # fmt: skip
     constants |= {} if switches["HAS_SINKS"] else {"sinks_ptr": None}
@@ -144,7 +144,7 @@ def merge_job(shape: Shape) -> Job:
 
 def paged_jobs(shape: Shape) -> Iterator[Job]:
     """Append and commit."""
-    constants: dict[str, Any] = {"PAGE_SIZE": shape.page_size, "KV": KV_TYPES[shape.kv_dtype]}
+    constants: dict[str, Any] = {"PAGE_SIZE": shape.page_size, "BY_HEAD": True, "KV": KV_TYPES[shape.kv_dtype]}
     constants |= paged.copy_blocks(8, shape.head_dim, shape.head_dim)
     constants |= NO_SCALES if shape.kv_dtype is None else {}
     for name, kernel in (("append", paged.append_paged_kv_kernel), ("commit", paged.commit_paged_kv_kernel)):

@@ -13,6 +13,7 @@ from cases import AttentionCase, mask_words, random_parents
 from gpu_timing import copy_bandwidth, graph_seconds, matmul_rate
 
 from specmemo_kernels import ops
+from specmemo_kernels.page_order import swap_order
 
 Row = dict[str, Any]
 Check = Callable[[dict[str, Any], dict[str, torch.Tensor], torch.dtype], None]
@@ -20,7 +21,10 @@ PAGE_SIZE = 16
 
 
 def device_inputs(case: AttentionCase, dtype: torch.dtype, device: str = "cuda") -> dict[str, Any]:
-    """Keyword arguments of ``tree_attention`` made on the device: shuffled pages with room for the nodes, one tree."""
+    """Keyword arguments of ``tree_attention`` made on the device: shuffled pages with room for the nodes, one tree.
+
+    In memory pages are in the order that this package makes.
+    """
     batch, nodes, context = len(case.nodes), case.nodes[0], case.seq_lens[0]
     pages = -(-(context + nodes) // PAGE_SIZE)
     words = mask_words(random_parents(nodes, torch.Generator().manual_seed(0)), -(-nodes // 64))
@@ -34,8 +38,8 @@ def device_inputs(case: AttentionCase, dtype: torch.dtype, device: str = "cuda")
         "q": random(rows, case.num_qo_heads) * 2,
         "k_new": random(rows, kv),
         "v_new": random(rows, kv),
-        "k_pages": random(batch * pages, PAGE_SIZE, kv),
-        "v_pages": random(batch * pages, PAGE_SIZE, kv),
+        "k_pages": swap_order(random(batch * pages, kv, PAGE_SIZE)),
+        "v_pages": swap_order(random(batch * pages, kv, PAGE_SIZE)),
         "block_table": torch.randperm(batch * pages, device=device).int().view(batch, pages),
         "seq_lens": torch.full((batch,), context, dtype=torch.int32, device=device),
         "qo_indptr": torch.arange(batch + 1, dtype=torch.int32, device=device) * nodes,

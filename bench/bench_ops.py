@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python_tests"))
 from cases import AttentionCase, attention_budget, attention_inputs
 
 from specmemo_kernels import ops
+from specmemo_kernels.page_order import empty_pages
 
 MODELS = {"llama2-7b": (32, 32, 128), "llama3-8b": (32, 8, 128), "llama-70b-tp8": (8, 1, 128)}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -124,7 +125,7 @@ def commit_row(
     # Other slots in each call, as in each step: the memory that is written to isn't in a cache either.
     tables = [torch.randperm(batch * pages).int().view(batch, pages) for _ in range(64)]
     turns = itertools.cycle(tables)
-    k_pages, v_pages = (torch.zeros(layers, batch * pages, 16, heads, dim, dtype=dtype) for _ in range(2))
+    k_pages, v_pages = (empty_pages((layers, batch * pages, 16, heads), dim, dtype, k.device).zero_() for _ in range(2))
     lengths = torch.full((batch,), length, dtype=torch.int32)
     bounds = torch.arange(batch + 1, dtype=torch.int32) * nodes
     kept = min(accepted, nodes)

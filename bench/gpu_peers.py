@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from specmemo_kernels.page_order import swap_order
+
 Tensor = torch.Tensor
 
 
 def flashinfer(inputs: dict[str, Any]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Attention of keys and values in pages that hold the tree's own nodes already; planned beforehand.
+    """Attention of pages, head by head in memory, that hold the tree's own nodes already; planned beforehand.
 
     Args:
         inputs: keyword arguments of ``ops.tree_attention``, all sequences of one length and tree.
@@ -30,7 +32,7 @@ def flashinfer(inputs: dict[str, Any]) -> Callable[[Tensor, Tensor], Tensor]:
     device = inputs["q"].device
     seen, _ = ancestors(inputs["tree_mask"][:nodes], nodes, device)
     mask = torch.cat([seen.new_ones(nodes, length), seen], dim=1).flatten().repeat(batch)
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(512 << 20, dtype=torch.uint8, device=device), "NHD")
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(512 << 20, dtype=torch.uint8, device=device), "HND")
     wrapper.plan(
         inputs["qo_indptr"],
         torch.arange(batch + 1, dtype=torch.int32, device=device) * used,
@@ -45,7 +47,7 @@ def flashinfer(inputs: dict[str, Any]) -> Callable[[Tensor, Tensor], Tensor]:
         q_data_type=inputs["q"].dtype,
         kv_data_type=inputs["k_pages"].dtype,
     )
-    return lambda k, v: wrapper.run(inputs["q"], (k, v))  # type: ignore[no-any-return]
+    return lambda k, v: wrapper.run(inputs["q"], (swap_order(k), swap_order(v)))  # type: ignore[no-any-return]
 
 
 def _own_rows(inputs: dict[str, Any], length: int, nodes: int) -> None:

@@ -152,7 +152,7 @@ class Attention {
   void stage(const Block& block, int64_t head, HeadRows& now, const HeadRows& ahead, const Workspace& w) const {
     const int64_t k_dim = args_.k_dim, v_dim = args_.v_dim;
     for (int i = 0; i < kBlockKeys; ++i) {
-      const int64_t scale = block.scales[i] + head;
+      const int64_t scale = block.scales[i] + head * block.scale_steps[i];
       Raw *k = w.staged_keys + i * k_dim, *v = w.staged_values + i * columns_;
       if (quantised()) {
         for (int64_t c = 0; c < k_dim; c += 64) prefetch(ahead.keys[i] + c);
@@ -167,6 +167,14 @@ class Attention {
       }
       now.values[i] = reinterpret_cast<const char*>(v);
     }
+  }
+
+  // What is ahead of `rows` rows, in an even pace over the work on the block at hand; codes were fetched before.
+  Fetch fetch_ahead(const HeadRows& next, int64_t rows) const {
+    const int64_t wider = args_.k_dim > args_.v_dim ? args_.k_dim : args_.v_dim;
+    const int64_t vectors = k_words_ / kLanes * kBlockKeys, tiles = (rows + kTileRows - 1) / kTileRows;
+    const int64_t steps = tiles * (k_words_ * strips(kBlockKeys) + kBlockKeys / Dot::kPerWord * strips(columns_));
+    return Fetch(next, quantised() ? 0 : wider * kRawBytes, vectors, steps);
   }
 
   void run_split(const AttentionTask& task, int split, const Visibility& visibility, const Workspace& w,
@@ -193,9 +201,8 @@ class Attention {
         HeadRows read = now->head(h);
         const HeadRows next = ahead->head(h);
         if (values_staged()) stage(*now, h, read, next, w);
-        // Where codes were fetched already, the keys at hand stand in for those ahead and there are no values to fetch.
-        Fetch fetch(next.values, quantised() ? 0 : kBlockKeys, args_.v_dim * kRawBytes);
-        pack_keys<T, Dot>(read.keys, quantised() ? read.keys : next.keys, args_.k_dim, w.packed_keys);
+        Fetch fetch = fetch_ahead(next, rows);
+        pack_keys<T, Dot>(read.keys, args_.k_dim, w.packed_keys, fetch);
         run_block(rows, read, w, w.query + h * rows * k_words_, w.lane_sums + h * rows * kLanes, state_of(states, h),
                   fetch);
       }

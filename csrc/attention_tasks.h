@@ -6,8 +6,8 @@
 
 namespace specmemo {
 
-// Some nodes of a sequence and some of its KV heads. The heads take turns on each block of keys, so that memory is read
-// nearly in order: a token's heads lie side by side in its page.
+// Some nodes of a sequence and some of its KV heads. The heads take turns on each block of keys, so that a page is read
+// to its end before the next one.
 struct AttentionTask {
   int32_t sequence;
   int32_t first_head, heads;  // KV heads

@@ -18,7 +18,7 @@ struct HeadRows {
 struct Block {
   HeadRows first;
   int64_t key_steps[kBlockKeys], value_steps[kBlockKeys];  // bytes
-  int64_t scales[kBlockKeys];                              // where the scales of a row of codes are
+  int64_t scales[kBlockKeys], scale_steps[kBlockKeys];     // where the scales of a row of codes are
   int paged;                                               // from here on rows are no codes
 
   // Those of the task's head `head`.
@@ -44,7 +44,7 @@ class Blocks {
     rows.paged = 0;
     for (int i = 0; i < kBlockKeys;) {
       if (position < length) {  // the rest of one page, or of the block, or of the sequence
-        int64_t run = a_.page_size - position % a_.page_size;
+        int64_t run = a_.order.page_size - position % a_.order.page_size;
         if (run > kBlockKeys - i) run = kBlockKeys - i;
         if (run > length - position) run = length - position;
         paged(position, i, static_cast<int>(run), rows);
@@ -60,16 +60,16 @@ class Blocks {
  private:
   void paged(int64_t position, int at, int count, Block& rows) const {
     const int64_t size = a_.kv == KVType::kSame ? bytes_ : 1;
-    const int64_t k_head = a_.k_dim * size, v_head = a_.v_dim * size, heads = a_.num_kv_heads;
+    const int64_t k_row = a_.k_dim * size, v_row = a_.v_dim * size;
+    const PageOrder& order = a_.order;
     const int32_t* table = a_.block_table + task_.sequence * a_.max_pages;
-    const int64_t row = table[position / a_.page_size] * a_.page_size + position % a_.page_size;
-    const char* k = static_cast<const char*>(a_.k_pages) + (row * heads + task_.first_head) * k_head;
-    const char* v = static_cast<const char*>(a_.v_pages) + (row * heads + task_.first_head) * v_head;
-    for (int j = 0; j < count; ++j) {
-      rows.first.keys[at + j] = k + j * heads * k_head;
-      rows.first.values[at + j] = v + j * heads * v_head;
-      rows.key_steps[at + j] = k_head, rows.value_steps[at + j] = v_head;
-      rows.scales[at + j] = (row + j) * heads + task_.first_head;
+    int64_t row = order.row(table[position / order.page_size], position % order.page_size);
+    row += task_.first_head * order.next_head();
+    for (int i = at; i < at + count; ++i, row += order.next_token()) {
+      rows.first.keys[i] = static_cast<const char*>(a_.k_pages) + row * k_row;
+      rows.first.values[i] = static_cast<const char*>(a_.v_pages) + row * v_row;
+      rows.key_steps[i] = order.next_head() * k_row, rows.value_steps[i] = order.next_head() * v_row;
+      rows.scales[i] = row, rows.scale_steps[i] = order.next_head();
     }
   }
 

@@ -11,6 +11,17 @@ enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 // What pages hold: the same elements as q, or 8-bit codes with one float scale per token and head.
 enum class KVType : int { kSame = 0, kInt8 = 1, kFp8 = 2 };
 
+// How the rows, each of one token and head, of [num_pages, page_size, num_kv_heads, dim] follow each other in memory:
+// as the shape says, or within each page one head after the other (FlashInfer's NHD and HND).
+struct PageOrder {
+  int64_t page_size, heads;
+  bool by_head;
+
+  int64_t next_token() const { return by_head ? 1 : heads; }
+  int64_t next_head() const { return by_head ? page_size : 1; }
+  int64_t row(int64_t page, int64_t slot) const { return page * page_size * heads + slot * next_token(); }  // of head 0
+};
+
 // Strides are in elements; the last dimension of every tensor is contiguous.
 struct AttentionArgs {
   DType dtype;
@@ -19,10 +30,11 @@ struct AttentionArgs {
   const void* k_new;  // [N, num_kv_heads, k_dim]
   const void* v_new;  // [N, num_kv_heads, v_dim]
   int64_t q_strides[2], k_new_strides[2], v_new_strides[2];
-  const void* k_pages;    // [num_pages, page_size, num_kv_heads, k_dim], contiguous
-  const void* v_pages;    // [num_pages, page_size, num_kv_heads, v_dim], contiguous
-  const float* k_scales;  // [num_pages, page_size, num_kv_heads], or null where kv is kSame
+  const void* k_pages;    // [num_pages, page_size, num_kv_heads, k_dim] in `order`
+  const void* v_pages;    // [num_pages, page_size, num_kv_heads, v_dim] likewise
+  const float* k_scales;  // [num_pages, page_size, num_kv_heads] likewise, or null where kv is kSame
   const float* v_scales;
+  PageOrder order;
   const int32_t* block_table;  // [batch, max_pages]
   const int32_t* seq_lens;     // [batch]
   const int32_t* qo_indptr;    // [batch + 1]
@@ -30,7 +42,7 @@ struct AttentionArgs {
   const void* sinks;           // [num_qo_heads] in q's dtype, or null
   void* out;                   // [N, num_qo_heads, v_dim], contiguous
   float* lse;                  // [N, num_qo_heads]
-  int64_t batch, max_pages, page_size, mask_words;
+  int64_t batch, max_pages, mask_words;
   int64_t num_qo_heads, num_kv_heads, k_dim, v_dim;
   float scale;
   float softcap;   // 0: none

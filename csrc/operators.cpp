@@ -50,6 +50,12 @@ DType copied_dtype(const char* name, py::handle rows, KVType kv) {
   return kv == KVType::kSame ? DType::kFloat32 : computed_dtype(name, rows);
 }
 
+// Of [..., page_size, num_kv_heads, dim]. Where a page has one token or head, both orders are the same.
+PageOrder page_order(const TensorView& pages) {
+  const int heads = pages.ndim - 2;
+  return PageOrder{pages.shape[heads - 1], pages.shape[heads], pages.strides[heads - 1] < pages.strides[heads]};
+}
+
 py::object tree_attention(Arguments a) {
   const DType dtype = computed_dtype("q", a[0]);
   const TensorView rows = view(a[0]), keys = view(a[1]), values = view(a[2]), k = view(a[3]), table = view(a[5]);
@@ -72,7 +78,7 @@ py::object tree_attention(Arguments a) {
   args.k_scales = view(a[16]).at<float>(), args.v_scales = view(a[17]).at<float>();
   args.block_table = table.at<int32_t>(), args.seq_lens = lengths.at<int32_t>();
   args.qo_indptr = view(a[7]).at<int32_t>(), args.tree_mask = mask.at<int64_t>(), args.sinks = sink.at<void>();
-  args.batch = lengths.shape[0], args.max_pages = table.shape[1], args.page_size = k.shape[1];
+  args.batch = lengths.shape[0], args.max_pages = table.shape[1], args.order = page_order(k);
   args.mask_words = mask.data == nullptr ? 0 : mask.shape[1];
   args.num_qo_heads = rows.shape[1], args.num_kv_heads = values.shape[1];
   args.k_dim = rows.shape[2], args.v_dim = values.shape[2];
@@ -90,10 +96,10 @@ py::object tree_attention(Arguments a) {
   return py::reinterpret_steal<py::object>(PyTuple_Pack(2, out.tensor.ptr(), lse.tensor.ptr()));
 }
 
-PagedRows paged_rows(Arguments a, int64_t page_size) {  // block_table, seq_lens, qo_indptr
+PagedRows paged_rows(Arguments a, const TensorView& pages) {  // block_table, seq_lens, qo_indptr
   const TensorView table = view(a[0]), lengths = view(a[1]);
   return PagedRows{table.at<int32_t>(), lengths.at<int32_t>(), view(a[2]).at<int32_t>(),
-                   lengths.shape[0],    table.shape[1],        page_size};
+                   lengths.shape[0],    table.shape[1],        page_order(pages)};
 }
 
 // One side of a copy: rows [..., N, heads, dim] to pages [..., num_pages, page_size, heads, dim].
@@ -104,7 +110,8 @@ CopySide copy_side(DType dtype, KVType kv, const TensorView& from, const TensorV
   side.from = from.at<char>(), side.to = to.at<char>(), side.scales = view(scales).at<float>();
   side.from_layer = last > 2 ? from.strides[0] * side.element : 0;
   side.from_row = from.strides[last - 2] * side.element, side.from_head = from.strides[last - 1] * side.element;
-  side.slots = to.shape[slot - 1] * to.shape[slot], side.heads = from.shape[last - 1], side.dim = from.shape[last];
+  side.rows = to.shape[slot - 1] * to.shape[slot] * to.shape[slot + 1], side.heads = from.shape[last - 1],
+  side.dim = from.shape[last];
   side.dtype = dtype, side.type = kv;
   return side;
 }
@@ -113,7 +120,7 @@ py::object append_paged_kv(Arguments a) {
   const TensorView pages = view(a[2]);
   const KVType kv = kv_type(a[7], pages);
   const DType dtype = copied_dtype("k_new", a[0], kv);
-  const PagedRows rows = paged_rows(a + 4, pages.shape[1]);
+  const PagedRows rows = paged_rows(a + 4, pages);
   const CopySide keys = copy_side(dtype, kv, view(a[0]), pages, a[7]);
   const CopySide values = copy_side(dtype, kv, view(a[1]), view(a[3]), a[8]);
   const Unlocked unlocked;
@@ -126,7 +133,7 @@ py::object commit_paged_kv(Arguments a) {
   const TensorView pages = view(a[2]), index = view(a[7]);
   const KVType kv = kv_type(a[9], pages);
   const DType dtype = copied_dtype("k_scratch", a[0], kv);
-  const PagedRows rows = paged_rows(a + 4, pages.shape[2]);
+  const PagedRows rows = paged_rows(a + 4, pages);
   const CopySide keys = copy_side(dtype, kv, view(a[0]), pages, a[9]);
   const CopySide values = copy_side(dtype, kv, view(a[1]), view(a[3]), a[10]);
   const int32_t* length = view(a[8]).at<int32_t>();

@@ -93,19 +93,20 @@ struct KeyWords<BFloat16, BFloat16Dot> {
 };
 #endif
 
-// keys[i]: the row of key i; ahead[i]: the row of the next block that is fetched meanwhile.
+// keys[i]: the row of key i.
 template <class T, class Dot>
-inline void pack_keys(const char* const* keys, const char* const* ahead, int64_t dim, float* packed) {
+inline void pack_keys(const char* const* keys, int64_t dim, float* packed, Fetch& fetch) {
   typedef KeyWords<T, Dot> Words;
   typedef const typename T::Raw* Row;
   const int64_t words = round_up(dim, Dot::kPerWord) / Dot::kPerWord;
   const int64_t whole = dim / (Dot::kPerWord * kLanes) * kLanes;
+  Fetch walk = fetch;  // a copy stays in registers
   for (int first = 0; first < kBlockKeys; first += kLanes) {
     for (int64_t w = 0; w < whole; w += kLanes) {
       VecF block[kLanes];
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) {
-        prefetch(reinterpret_cast<Row>(ahead[first + i]) + w * Dot::kPerWord);
+        walk.vector();
         block[i] = Words::load_words(reinterpret_cast<Row>(keys[first + i]), w);
       }
       transpose(block);
@@ -116,6 +117,7 @@ inline void pack_keys(const char* const* keys, const char* const* ahead, int64_t
       for (int i = 0; i < kLanes; ++i)
         packed[w * kBlockKeys + first + i] = Words::word(reinterpret_cast<Row>(keys[first + i]), w, dim);
   }
+  fetch = walk;
 }
 
 // B read where it lies: rows of values anywhere, of which a step is one key's, or a pair of keys' in turn.

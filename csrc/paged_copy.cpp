@@ -8,35 +8,42 @@
 namespace specmemo {
 namespace {
 
-int64_t place(const PagedRows& rows, int64_t sequence, int64_t position) {  // token slot among all pages
-  const int32_t page = rows.block_table[sequence * rows.max_pages + position / rows.page_size];
-  return page * rows.page_size + position % rows.page_size;
+// Where a token goes: the row of its first head within a layer's pages, and how far it is to the next head's.
+struct Place {
+  int64_t row, next_head;
+};
+
+Place place(const PagedRows& rows, int64_t sequence, int64_t position) {
+  const PageOrder& order = rows.order;
+  const int32_t page = rows.block_table[sequence * rows.max_pages + position / order.page_size];
+  return {order.row(page, position % order.page_size), order.next_head()};
 }
 
-void copy_row(const CopySide& side, int64_t layer, int64_t row, int64_t slot) {
+void copy_token(const CopySide& side, int64_t layer, int64_t row, Place place) {
   const char* from = side.row_from(layer, row);
-  char* to = side.row_to(layer, slot);
-  const int64_t row_bytes = side.row_bytes();
-  if (side.type != KVType::kSame) {
-    for (int64_t h = 0; h < side.heads; ++h)
-      side.scales[(layer * side.slots + slot) * side.heads + h] = quantise_row(
-          side.dtype, side.type, from + h * side.from_head, side.dim, reinterpret_cast<uint8_t*>(to) + h * side.dim);
+  const auto bytes = static_cast<size_t>(side.head_bytes());
+  place.row += layer * side.rows;
+  if (side.type == KVType::kSame && place.next_head == 1 && side.from_head == side.head_bytes()) {
+    std::memcpy(side.to + place.row * side.head_bytes(), from, static_cast<size_t>(side.token_bytes()));
     return;
   }
-  const int64_t head_bytes = side.dim * side.element;
-  if (side.from_head == head_bytes) {
-    std::memcpy(to, from, static_cast<size_t>(row_bytes));
-    return;
+  for (int64_t h = 0; h < side.heads; ++h, from += side.from_head, place.row += place.next_head) {
+    char* to = side.to + place.row * side.head_bytes();
+    if (side.type == KVType::kSame) {
+      std::memcpy(to, from, bytes);
+    } else {
+      side.scales[place.row] = quantise_row(side.dtype, side.type, from, side.dim, reinterpret_cast<uint8_t*>(to));
+    }
   }
-  for (int64_t h = 0; h < side.heads; ++h)
-    std::memcpy(to + h * head_bytes, from + h * side.from_head, static_cast<size_t>(head_bytes));
 }
 
-// Rows lie far apart, where no hardware sees a pattern. What is written has to be fetched as well.
-void fetch_row(const CopySide& side, int64_t layer, int64_t row, int64_t slot) {
-  const char *from = side.row_from(layer, row), *to = side.row_to(layer, slot);
+// Tokens lie far apart, where no hardware sees a pattern. What is written has to be fetched as well.
+void fetch_token(const CopySide& side, int64_t layer, int64_t row, Place place) {
+  const char* from = side.row_from(layer, row);
+  const char* to = side.to + (layer * side.rows + place.row) * side.head_bytes();
   for (int64_t i = 0; i < side.heads * side.dim * side.element; i += 64) __builtin_prefetch(from + i, 0);
-  for (int64_t i = 0; i < side.row_bytes(); i += 64) __builtin_prefetch(to + i, 1);
+  for (int64_t h = 0; h < side.heads; ++h, to += place.next_head * side.head_bytes())
+    for (int64_t i = 0; i < side.head_bytes(); i += 64) __builtin_prefetch(to + i, 1);
 }
 
 }  // namespace
@@ -44,7 +51,7 @@ void fetch_row(const CopySide& side, int64_t layer, int64_t row, int64_t slot) {
 void append_rows(const PagedRows& rows, const CopySide& side) {
   for (int64_t s = 0; s < rows.batch; ++s)
     for (int64_t i = rows.qo_indptr[s]; i < rows.qo_indptr[s + 1]; ++i)
-      copy_row(side, 0, i, place(rows, s, rows.seq_lens[s] + i - rows.qo_indptr[s]));
+      copy_token(side, 0, i, place(rows, s, rows.seq_lens[s] + i - rows.qo_indptr[s]));
 }
 
 void commit_rows(const PagedRows& rows, const CopySide& keys, const CopySide& values, int64_t layers,
@@ -52,7 +59,7 @@ void commit_rows(const PagedRows& rows, const CopySide& keys, const CopySide& va
   int64_t accepted = 0;
   for (int64_t s = 0; s < rows.batch; ++s) accepted += accept_length[s] + 1;
   // Starting a second thread costs about as much as copying this many bytes.
-  const bool small = layers * accepted * (keys.row_bytes() + values.row_bytes()) < 128 * 1024;
+  const bool small = layers * accepted * (keys.token_bytes() + values.token_bytes()) < 128 * 1024;
   struct Context {
     const PagedRows& rows;
     const CopySide* sides[2];
@@ -67,10 +74,10 @@ void commit_rows(const PagedRows& rows, const CopySide& keys, const CopySide& va
       for (int64_t s = 0; s < c.rows.batch; ++s)
         for (int64_t i = 0; i <= c.length[s] && i < c.width; ++i) {
           const int64_t row = c.rows.qo_indptr[s] + c.index[s * c.width + i];
-          const int64_t slot = place(c.rows, s, c.rows.seq_lens[s] + i);
+          const Place to = place(c.rows, s, c.rows.seq_lens[s] + i);
           for (const CopySide* side : c.sides) {
-            if (layer + 1 < end) fetch_row(*side, layer + 1, row, slot);
-            copy_row(*side, layer, row, slot);
+            if (layer + 1 < end) fetch_token(*side, layer + 1, row, to);
+            copy_token(*side, layer, row, to);
           }
         }
   };

@@ -9,23 +9,24 @@ struct PagedRows {
   const int32_t* block_table;  // [batch, max_pages]
   const int32_t* seq_lens;     // [batch]
   const int32_t* qo_indptr;    // [batch + 1]
-  int64_t batch, max_pages, page_size;
+  int64_t batch, max_pages;
+  PageOrder order;  // of keys, values and scales alike
 };
 
 // One of the two sides (keys or values); strides in bytes.
 struct CopySide {
   const char* from;  // rows of heads; strides say where layer, row and head are
   int64_t from_layer, from_row, from_head;
-  char* to;                     // [layers, slots, heads, dim], elements of `type`
-  float* scales;                // [layers, slots, heads] where the elements are codes
-  int64_t slots;                // tokens of one layer's pages
+  char* to;                     // [layers, rows, dim], elements of `type`; PageOrder says which row is where
+  float* scales;                // [layers, rows] where the elements are codes
+  int64_t rows;                 // of one layer's pages
   int64_t heads, dim, element;  // element: bytes of one number in `from`
   DType dtype;                  // of `from`; not looked at when rows are copied as they are
   KVType type;
 
   const char* row_from(int64_t layer, int64_t row) const { return from + layer * from_layer + row * from_row; }
-  char* row_to(int64_t layer, int64_t slot) const { return to + (layer * slots + slot) * row_bytes(); }
-  int64_t row_bytes() const { return heads * dim * (type == KVType::kSame ? element : 1); }  // of a token in `to`
+  int64_t head_bytes() const { return dim * (type == KVType::kSame ? element : 1); }  // in `to`
+  int64_t token_bytes() const { return heads * head_bytes(); }
 };
 
 // Row i of each sequence goes to position seq_lens + i.

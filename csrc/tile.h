@@ -50,8 +50,9 @@ __attribute__((noinline)) void tile(const typename Dot::Word* a, int64_t lda, B 
 #pragma GCC unroll 8
     for (int v = 0; v < VECS; ++v)
       sum[r][v] = scale == nullptr ? VecF{} : load<VecF>(c + r * ldc + column + v * kLanes) * splat(scale[r]);
+  Fetch walk = fetch;  // a copy stays in registers
   for (int64_t s = 0; s < steps; ++s) {
-    if (FETCH) fetch.step();
+    if (FETCH) walk.step();
     VecF columns[VECS];
     b.template load<VECS>(s, column, columns);
 #pragma GCC unroll 8
@@ -59,11 +60,15 @@ __attribute__((noinline)) void tile(const typename Dot::Word* a, int64_t lda, B 
 #pragma GCC unroll 8
       for (int v = 0; v < VECS; ++v) sum[r][v] = Dot::multiply_add(sum[r][v], columns[v], a[r * lda + s]);
   }
+  if (FETCH) fetch = walk;
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
     for (int v = 0; v < VECS; ++v) store(c + r * ldc + column + v * kLanes, sum[r][v]);
 }
+
+// How many times `tile` walks over its steps for this many columns.
+inline int64_t strips(int64_t columns) { return columns / kLanes / kTileVecs + columns / kLanes % kTileVecs; }
 
 // The same for all `vecs` vectors of columns.
 template <class Dot, int ROWS, bool FETCH, class B>

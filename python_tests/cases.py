@@ -29,31 +29,32 @@ class AttentionCase:
     softcap: float | None = None
     sinks: bool = False
     kv_dtype: str | None = None
+    by_head: bool = True  # how pages lie in memory
 
 
 ATTENTION_CASES = (
     AttentionCase("one_token", (37,), (1,)),
     AttentionCase("empty_context", (0,), (5,)),
     AttentionCase("page_edges", (15, 16, 17, 32), (3, 1, 8, 5)),
-    AttentionCase("ragged", (1, 100, 0, 63), (7, 0, 12, 1)),
+    AttentionCase("ragged", (1, 100, 0, 63), (7, 0, 12, 1), by_head=False),
     AttentionCase("mha", (50, 19), (9, 4), num_qo_heads=3, num_kv_heads=3),
     AttentionCase("gqa8", (70,), (25,), num_qo_heads=8, num_kv_heads=1, head_dim=128),
     AttentionCase("tree64", (130,), (64,), num_kv_heads=4),
     AttentionCase("wide_mask", (40, 3), (100, 65), num_qo_heads=2, num_kv_heads=1),
     AttentionCase("head_dim_8", (21,), (6,), head_dim=8, page_size=4),
-    AttentionCase("head_dim_80", (45,), (11,), head_dim=80, page_size=32),
+    AttentionCase("head_dim_80", (45,), (11,), head_dim=80, page_size=32, by_head=False),
     AttentionCase("head_dim_96", (45,), (11,), head_dim=96),
     AttentionCase("head_dim_256", (33,), (5,), head_dim=256, num_qo_heads=2, num_kv_heads=1),
     AttentionCase("v_narrower", (29, 44), (6, 10), head_dim=48, v_head_dim=32, num_kv_heads=4),
     AttentionCase("page_1", (9,), (4,), page_size=1),
-    AttentionCase("page_7", (20, 14), (4, 9), page_size=7),
+    AttentionCase("page_7", (20, 14), (4, 9), page_size=7, by_head=False),
     AttentionCase("causal_chunk", (0, 23), (40, 17), tree=False),
     AttentionCase("window", (90, 5), (12, 12), window=20),
     AttentionCase("window_in_tree", (30,), (24,), window=3),
     AttentionCase("window_chunk", (30, 0), (24, 50), window=9, tree=False),
     AttentionCase("softcap", (60,), (10,), softcap=5.0),
     AttentionCase("sinks", (60, 1), (10, 3), sinks=True),
-    AttentionCase("all_extras", (75, 8), (14, 20), window=16, softcap=8.0, sinks=True),
+    AttentionCase("all_extras", (75, 8), (14, 20), window=16, softcap=8.0, sinks=True, by_head=False),
     AttentionCase("long", (1500,), (17,), num_qo_heads=8, num_kv_heads=2),
 )
 
@@ -141,10 +142,17 @@ def _empty_pages(
     case: AttentionCase, shape: tuple[int, ...], dim: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Pages nobody wrote: NaN, or codes with scales of NaN."""
+    scales = torch.full(shape, float("nan"))
     if case.kv_dtype is None:
-        return torch.full((*shape, dim), float("nan"), dtype=dtype), None
+        pages = torch.full((*shape, dim), float("nan"), dtype=dtype)
+        return in_order(pages, case.by_head), None
     codes = torch.full((*shape, dim), 127, dtype=torch.uint8).view(KV_DTYPES[case.kv_dtype])  # NaN as fp8
-    return codes, torch.full(shape, float("nan"))
+    return in_order(codes, case.by_head), in_order(scales, case.by_head, heads=-1)
+
+
+def in_order(pages: torch.Tensor, by_head: bool, *, heads: int = -2) -> torch.Tensor:
+    """The same pages, or scales (``heads`` -1), whose memory holds one head after the other, or is as their shape."""
+    return pages.transpose(heads - 1, heads).contiguous().transpose(heads - 1, heads) if by_head else pages.contiguous()
 
 
 def _codes(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

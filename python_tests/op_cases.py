@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from cases import random_parents
+from cases import in_order, random_parents
 
 from specmemo_kernels.kv_storage import KV_DTYPES
 
@@ -24,16 +24,20 @@ class PagedCase:
     v_head_dim: int | None = None
     page_size: int = 16
     kv_dtype: str | None = None
+    by_head: bool = True  # how pages lie in memory
 
 
 PAGED_CASES = (
     PagedCase("one_token", (37,), (1,), (0,)),
     PagedCase("first_token", (0,), (4,), (3,), layers=1),
-    PagedCase("page_edges", (15, 16, 17, 31), (3, 1, 8, 5), (2, 0, 4, 1)),
+    PagedCase("page_edges", (15, 16, 17, 31), (3, 1, 8, 5), (2, 0, 4, 1), by_head=False),
     PagedCase("nobody", (5, 0), (4, 3), (-1, -1)),
     PagedCase("sits_out", (6, 0, 13, 20), (5, 0, 1, 6), (2, -1, 0, 3), layers=3, page_size=7),
     PagedCase("page_1", (9, 2), (4, 7), (3, 5), page_size=1),
     PagedCase("odd_sizes", (1, 33), (9, 11), (4, 6), num_kv_heads=3, head_dim=5, v_head_dim=3, page_size=5),
+    PagedCase(
+        "by_token", (4, 30), (9, 5), (4, 2), num_kv_heads=3, head_dim=5, v_head_dim=3, page_size=5, by_head=False
+    ),
     PagedCase("v_wider", (8,), (6,), (2,), head_dim=24, v_head_dim=40, page_size=4),
     PagedCase("many_pages", (3, 40), (50, 64), (49, 20), num_kv_heads=1, head_dim=8, page_size=4),
     PagedCase("head_dim_128", (20,), (10,), (4,), num_kv_heads=4, head_dim=128, page_size=32),
@@ -56,8 +60,8 @@ def _paged(case: PagedCase, dtype: torch.dtype, g: torch.Generator, layers: tupl
     pages = (*layers, sum(counts) + 3, case.page_size, case.num_kv_heads)
     stored = dtype if case.kv_dtype is None else KV_DTYPES[case.kv_dtype]
     return {
-        "k_pages": random_bits((*pages, case.head_dim), stored, g),
-        "v_pages": random_bits((*pages, case.v_head_dim or case.head_dim), stored, g),
+        "k_pages": in_order(random_bits((*pages, case.head_dim), stored, g), case.by_head),
+        "v_pages": in_order(random_bits((*pages, case.v_head_dim or case.head_dim), stored, g), case.by_head),
         "block_table": table,
         "seq_lens": torch.tensor(case.seq_lens, dtype=torch.int32),
         "qo_indptr": _indptr(case.nodes),
@@ -70,7 +74,8 @@ def _scales(case: PagedCase, pools: dict[str, torch.Tensor]) -> dict[str, torch.
         return {"k_scales": None, "v_scales": None}
     g = torch.Generator().manual_seed(9)
     shape = tuple(pools["k_pages"].shape[:-1])
-    return {name: random_bits(shape, torch.float32, g) for name in ("k_scales", "v_scales")}
+    names = ("k_scales", "v_scales")
+    return {name: in_order(random_bits(shape, torch.float32, g), case.by_head, heads=-1) for name in names}
 
 
 def _indptr(nodes: tuple[int, ...]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -33,7 +34,8 @@ each_paged = pytest.mark.parametrize("case", PAGED_CASES, ids=lambda case: case.
 
 def same_bits(got: torch.Tensor, wanted: torch.Tensor) -> bool:
     """Equal to the last bit of the last NaN."""
-    return got.shape == wanted.shape and torch.equal(got.contiguous().view(torch.uint8), wanted.view(torch.uint8))
+    same = (x.contiguous().view(torch.uint8) for x in (got, wanted))
+    return got.shape == wanted.shape and torch.equal(*same)
 
 
 def slot_of(inputs: Inputs, sequence: int, position: int) -> tuple[int, int]:
@@ -244,6 +246,25 @@ def test_a_sequence_ignores_its_batch(dtype: torch.dtype) -> None:
         alone = ops.tree_attention(**one_sequence(inputs, index), backend="cpu")
         for got, wanted in zip(together, alone, strict=True):
             assert torch.equal(got[bounds[index] : bounds[index + 1]], wanted), index
+
+
+@each_dtype
+@pytest.mark.parametrize("kv_dtype", [None, "int8", "fp8"])
+def test_the_order_of_pages_changes_no_bit(dtype: torch.dtype, kv_dtype: str | None) -> None:
+    """Of what is read, and, appended to both orders, of what is written."""
+    case = replace(BATCH, kv_dtype=kv_dtype)
+    results = []
+    for by_head in (False, True):
+        inputs = attention_inputs(replace(case, by_head=by_head), dtype)
+        assert inputs["k_pages"].is_contiguous() is not by_head
+        outputs = ops.tree_attention(**inputs, backend="cpu")
+        table = torch.arange(inputs["k_pages"].shape[0], dtype=torch.int32)[None]
+        places = (inputs["k_pages"], inputs["v_pages"], table, torch.tensor([3]).int(), torch.tensor([0, 33]).int())
+        scales = {name: inputs[name] for name in ("k_scales", "v_scales")}
+        ops.append_paged_kv(inputs["k_new"], inputs["v_new"], *places, **scales, backend="cpu")
+        written = [inputs[name] for name in ("k_pages", "v_pages", *scales) if inputs[name] is not None]
+        results.append([*outputs, *(tensor.contiguous().view(torch.uint8) for tensor in written)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @each_backend

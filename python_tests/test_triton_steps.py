@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import random_parents
+from cases import in_order, random_parents
 from interpreter import INTERPRETING, run_in_interpreter
 from op_cases import CODE_CASES, LmHeadCase, hard_rows, lm_head_code_inputs
 from test_families import answers, batch, greedy
@@ -27,6 +27,9 @@ def test_in_the_interpreter() -> None:
 
 
 test_in_the_interpreter.__test__ = not INTERPRETING  # type: ignore[attr-defined]
+
+
+by_head = pytest.mark.parametrize("by_head", [False, True], ids=["by_token", "by_head"])
 
 
 def paged_problem(generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -61,32 +64,36 @@ def same_pages(run: Callable[..., None], oracle: Callable[..., None], arguments:
 class TestInterpreter:
     __test__ = INTERPRETING
 
-    def test_append(self) -> None:
+    @by_head
+    def test_append(self, by_head: bool) -> None:
         from specmemo_kernels.backends import triton
 
         pages_problem = paged_problem(torch.Generator().manual_seed(0))
         rows = torch.randn(12, 5, 40, generator=torch.Generator().manual_seed(1)).half()
         new = [rows[:, 1:4, :24], rows[:, 2:, 24:]]  # views: strides that no dense tensor has
-        pages = [pages_problem["k_pages"][1].contiguous(), pages_problem["v_pages"][1].contiguous()]
+        pages = [in_order(pages_problem[name][1], by_head) for name in ("k_pages", "v_pages")]
         rest = [pages_problem[name] for name in ("block_table", "seq_lens", "qo_indptr")]
         same_pages(triton.append_paged_kv, reference.append_paged_kv, [*new, *pages, *rest])
 
-    def test_commit(self) -> None:
+    @by_head
+    def test_commit(self, by_head: bool) -> None:
         from specmemo_kernels.backends import triton
 
-        arguments = list(paged_problem(torch.Generator().manual_seed(0)).values())
+        problem = paged_problem(torch.Generator().manual_seed(0))
+        arguments = [in_order(x, by_head) if name.endswith("pages") else x for name, x in problem.items()]
         same_pages(triton.commit_paged_kv, reference.commit_paged_kv, arguments)
 
+    @by_head
     @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-    def test_append_of_codes(self, kv_dtype: torch.dtype) -> None:
+    def test_append_of_codes(self, kv_dtype: torch.dtype, by_head: bool) -> None:
         """The reference's bits for rows of any size, ties, outliers, nothing, NaN and infinity."""
         from specmemo_kernels.backends import triton
 
         rows = hard_rows(torch.float32, 36)
         rows = torch.cat([rows, torch.tensor([float("nan"), float("inf")])[:, None] * torch.ones(2, 36)])
         new = rows[: len(rows) // 3 * 3].unflatten(0, (-1, 3))  # three heads
-        pages = torch.zeros(8, 7, 3, 36, dtype=torch.uint8).view(kv_dtype)
-        scales = torch.zeros(8, 7, 3)
+        pages = in_order(torch.zeros(8, 7, 3, 36, dtype=torch.uint8).view(kv_dtype), by_head)
+        scales = in_order(torch.zeros(8, 7, 3), by_head, heads=-1)
         table = torch.arange(8, dtype=torch.int32).flip(0).reshape(1, 8)
         length, bounds = torch.tensor([3], dtype=torch.int32), torch.tensor([0, len(new)], dtype=torch.int32)
         results = []
@@ -98,15 +105,18 @@ class TestInterpreter:
             torch.testing.assert_close(mine, wanted, rtol=0, atol=0, equal_nan=True)
         assert bool((results[0][0] != 0).any())
 
+    @by_head
     @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-    def test_commit_of_codes(self, kv_dtype: torch.dtype) -> None:
+    def test_commit_of_codes(self, kv_dtype: torch.dtype, by_head: bool) -> None:
         from specmemo_kernels.backends import triton
 
         inputs = paged_problem(torch.Generator().manual_seed(0))
         results = []
         for backend in (triton, reference):
-            pools = [torch.full_like(inputs[n], 0x33, dtype=torch.uint8).view(kv_dtype) for n in ("k_pages", "v_pages")]
-            scales = [torch.full(inputs["k_pages"].shape[:-1], float("nan")) for _ in range(2)]
+            codes = [torch.full_like(inputs[n], 0x33, dtype=torch.uint8).view(kv_dtype) for n in ("k_pages", "v_pages")]
+            pools = [in_order(pages, by_head) for pages in codes]
+            empty = torch.full(inputs["k_pages"].shape[:-1], float("nan"))
+            scales = [in_order(empty.clone(), by_head, heads=-1) for _ in range(2)]
             rest = [x for name, x in inputs.items() if name not in ("k_scratch", "v_scratch", "k_pages", "v_pages")]
             backend.commit_paged_kv(inputs["k_scratch"], inputs["v_scratch"], *pools, *rest, *scales)
             results.append([pools[0].view(torch.uint8), pools[1].view(torch.uint8), *scales])

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from specmemo_kernels.page_order import empty_pages, swap_order
+
 Tensor = torch.Tensor
 
 #: What quantised pages hold, by the name that plans and users give it.
@@ -63,7 +65,8 @@ class LayerGroup:
 
     ``k_pages`` is ``[num_layers, num_pages, page_size, num_kv_heads, head_dim]``, ``k_scratch``
     ``[num_layers, max_nodes, num_kv_heads, head_dim]``; values likewise. Quantised pages have ``k_scales``
-    ``[num_layers, num_pages, page_size, num_kv_heads]`` float32; scratch is never quantised.
+    ``[num_layers, num_pages, page_size, num_kv_heads]`` float32; scratch is never quantised. In memory a page holds one
+    head after the other (:mod:`specmemo_kernels.page_order`).
     """
 
     layers: tuple[int, ...]
@@ -79,7 +82,7 @@ class LayerGroup:
 class HostPages:
     """The first ``tokens`` tokens of a sequence in host memory: per group its pages' keys, values and scales as stored.
 
-    Each part is ``[pages, num_layers, page_size, ...]``.
+    Each part is ``[pages, num_layers, num_kv_heads, page_size, ...]``.
     """
 
     tokens: int
@@ -115,13 +118,10 @@ class KVStorage:
         """Keys, values and their scales."""
         shape = (len(self._kinds[kind]), num_pages, self.page_size, kind.num_kv_heads)
         codes = page_dtype(self.kv_dtype)
-        k, v = (
-            torch.empty(*shape, dim, dtype=codes or kind.dtype, device=kind.device)
-            for dim in (kind.head_dim, kind.v_head_dim)
-        )
+        k, v = (empty_pages(shape, dim, codes or kind.dtype, kind.device) for dim in (kind.head_dim, kind.v_head_dim))
         if codes is None:
             return k, v, None, None
-        scales = [torch.empty(shape, dtype=torch.float32, device=kind.device) for _ in range(2)]
+        scales = [empty_pages(shape, None, torch.float32, kind.device) for _ in range(2)]
         return k, v, scales[0], scales[1]
 
     def _new_scratch(self, kind: LayerKV, max_nodes: int) -> tuple[Tensor, Tensor]:
@@ -188,9 +188,10 @@ class KVStorage:
                 mine[:, new].copy_(theirs[:, old])  # page by page, so that nothing else is held meanwhile
 
     def _stored(self) -> list[Tensor]:
-        """Everything in which a page has its place, as ``[num_layers, num_pages, ...]``."""
-        tensors = [t for g in self.groups for t in (g.k_pages, g.v_pages, g.k_scales, g.v_scales)]
-        return [tensor for tensor in tensors if tensor is not None]
+        """All in which a page has its place, ``[num_layers, num_pages, num_kv_heads, page_size, ...]`` as in memory."""
+        pages = [swap_order(t) for g in self.groups for t in (g.k_pages, g.v_pages)]
+        scales = [t for g in self.groups for t in (g.k_scales, g.v_scales)]
+        return [*pages, *(swap_order(t, scales=True) for t in scales if t is not None)]
 
     @property
     def page_bytes(self) -> int:

@@ -22,6 +22,10 @@ Shapes (B sequences, N nodes of all sequences packed in one row, T nodes of one 
 ``parents``     ``[N]`` int32                               parent inside the sequence, -1 for the root
 ==============  ==========================================  =====================================================
 
+In memory pages are contiguous, or hold one head after the other (FlashInfer's NHD and HND): then they are contiguous
+``[num_pages, num_kv_heads, page_size, head_dim]`` seen through ``transpose(-2, -3)``. Keys, values and scales of a call
+are in the same order.
+
 Pages hold the dtype of ``q``, or are quantised: codes in int8 or float8_e4m3fn with one float32 scale per token and
 head, ``element = code * scale``. Appending and committing quantise (``scale`` is the largest magnitude over 127 or
 448, codes are rounded to nearest even: an element is off by half a scale at most in int8, by 1/16 of itself or 2**-10

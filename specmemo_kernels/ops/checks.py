@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from specmemo_kernels.page_order import is_dense_by_head
 from specmemo_kernels.weight_codes import GROUP, groups_of
 
 Tensor = torch.Tensor
@@ -84,7 +85,20 @@ def page_dtype(k_pages: Tensor, v_pages: Tensor, scales: Scales, rows: Tensor, n
         _shape(label, tensor, tuple(k_pages.shape[:-1]), "as k_pages without head_dim")
         _dtype(label, tensor, torch.float32)
         _device(label, tensor, k_pages.device)
-        _contiguous(label, tensor)
+
+
+def page_order(k_pages: Tensor, v_pages: Tensor, scales: Scales) -> None:
+    """All in the order of their shapes, or all head by head within each page."""
+    names = ("k_pages", "v_pages", "k_scales", "v_scales")
+    given = [(name, t) for name, t in zip(names, (k_pages, v_pages, *scales), strict=True) if t is not None]
+    if all(tensor.is_contiguous() for _, tensor in given):
+        return
+    for name, tensor in given:
+        if not is_dense_by_head(tensor, scales=name.endswith("scales")):
+            raise ValueError(
+                f"{name} must be contiguous, or, like all pages and scales of the call, once tokens and heads are "
+                f"exchanged; its shape is {tuple(tensor.shape)}, its strides are {tensor.stride()}"
+            )
 
 
 def new_rows(k_new: Tensor, v_new: Tensor, k_pages: Tensor, v_pages: Tensor, scales: Scales) -> None:
@@ -100,8 +114,7 @@ def new_rows(k_new: Tensor, v_new: Tensor, k_pages: Tensor, v_pages: Tensor, sca
         _device(name, tensor, k_pages.device)
     for name, tensor in (("k_new", k_new), ("v_new", v_new)):
         _rows(name, tensor)
-    for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages)):
-        _contiguous(name, tensor)
+    page_order(k_pages, v_pages, scales)
 
 
 def append_paged_kv(
@@ -184,13 +197,9 @@ def commit_paged_kv(
     _dtype("v_scratch", v_scratch, k_scratch.dtype)
     for name, tensor in (("v_pages", v_pages), ("k_scratch", k_scratch), ("v_scratch", v_scratch)):
         _device(name, tensor, k_pages.device)
-    for name, tensor in (
-        ("k_pages", k_pages),
-        ("v_pages", v_pages),
-        ("k_scratch", k_scratch),
-        ("v_scratch", v_scratch),
-    ):
+    for name, tensor in (("k_scratch", k_scratch), ("v_scratch", v_scratch)):
         _contiguous(name, tensor)
+    page_order(k_pages, v_pages, (k_scales, v_scales))
     _shape("accept_length", length, (batch,), "[B]")
     _shape("accept_index", index, (batch, None), "[B, max_depth + 1]")
     for name, tensor in (("accept_index", index), ("accept_length", length)):

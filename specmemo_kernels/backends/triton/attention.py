@@ -35,6 +35,7 @@ from specmemo_kernels.kernel_config import (
     launched_classes,
     split_state_bytes,
 )
+from specmemo_kernels.page_order import by_head
 
 Tensor = torch.Tensor
 
@@ -49,9 +50,9 @@ def tree_attention_kernel(
     stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
     num_kv_heads, max_pages, mask_words, num_splits, min_nodes, max_nodes, scale, softcap, window,
     GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_SIZE: tl.constexpr,
-    HAS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    DIRECT: tl.constexpr, UPCAST: tl.constexpr, KV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BY_HEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT_SIZE: tl.constexpr, HAS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, DIRECT: tl.constexpr, UPCAST: tl.constexpr, KV: tl.constexpr,
 ):  # fmt: skip
     """Grid: (row blocks x KV heads, splits, sequences). ``DIRECT`` writes the result, else one split's state."""
     head = tl.program_id(0) % num_kv_heads
@@ -88,24 +89,19 @@ def tree_attention_kernel(
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     peak = tl.full((BLOCK_M,), NO_SCORE, tl.float32)
     unit = LOG2_E if HAS_SOFTCAP else scale * LOG2_E
-    k_head_ptr = k_pages_ptr + head.to(tl.int64) * DK
-    v_head_ptr = v_pages_ptr + head.to(tl.int64) * DV
-    k_scale_ptr, v_scale_ptr = k_scales_ptr, v_scales_ptr
-    if KV:
-        k_scale_ptr += head
-        v_scale_ptr += head
     table_ptr = block_table_ptr + sequence.to(tl.int64) * max_pages
     mixed = tl.minimum(length // BLOCK_N * BLOCK_N, end)
     acc, total, peak = attend_committed(
-        q, acc, total, peak, unit, scale, softcap, k_head_ptr, v_head_ptr, k_scale_ptr, v_scale_ptr, num_kv_heads,
-        table_ptr, begin, mixed, length + depth, window,
-        DK, DV, BLOCK_DK, BLOCK_DV, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, UPCAST, KV,
+        q, acc, total, peak, unit, scale, softcap, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr, head,
+        num_kv_heads, table_ptr, begin, mixed, length + depth, window,
+        DK, DV, BLOCK_DK, BLOCK_DV, PAGE_SIZE, BY_HEAD, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, UPCAST, KV,
     )  # fmt: skip
     acc, total, peak = attend_own(
-        q, acc, total, peak, unit, scale, softcap, k_head_ptr, v_head_ptr, k_scale_ptr, v_scale_ptr, num_kv_heads,
-        table_ptr, tl.maximum(begin, mixed), end, length, k_new_ptr + head * stride_kh, v_new_ptr + head * stride_vh,
+        q, acc, total, peak, unit, scale, softcap, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr, head,
+        num_kv_heads, table_ptr, tl.maximum(begin, mixed), end, length,
+        k_new_ptr + head * stride_kh, v_new_ptr + head * stride_vh,
         stride_kn, stride_vn, first_row, nodes, node, depth, valid, tree_mask_ptr, mask_words, window,
-        DK, DV, BLOCK_DK, BLOCK_DV, PAGE_SIZE, BLOCK_N, HAS_TREE, HAS_WINDOW, HAS_SOFTCAP, UPCAST, KV,
+        DK, DV, BLOCK_DK, BLOCK_DV, PAGE_SIZE, BY_HEAD, BLOCK_N, HAS_TREE, HAS_WINDOW, HAS_SOFTCAP, UPCAST, KV,
     )  # fmt: skip
 
     peak = peak * unit
@@ -204,7 +200,7 @@ def tree_attention(
     """Attention of every node over its sequence's pages and its own ancestors.
 
     Shapes and meaning as in the package's operator of the same name; q, k_new and v_new may have any strides but the
-    last, everything else is contiguous. Nothing is read back to the host.
+    last, pages either order in memory, everything else is contiguous. Nothing is read back to the host.
 
     Args:
         invariant: one class of block sizes for all sequences, so that a chain's nodes get the bits that decoding them
@@ -252,8 +248,8 @@ def tree_attention(
             kv_heads, block_table.shape[1], words, splits, config.min_nodes, config.max_nodes,
             scale, softcap or 1.0, window or 0,
             GROUP=group, DK=head_dim, DV=v_dim, BLOCK_DK=block_dim(head_dim), BLOCK_DV=block_dim(v_dim),
-            PAGE_SIZE=page_size, BLOCK_M=config.block_m, BLOCK_N=config.block_n, SPLIT_SIZE=config.split_size,
-            HAS_SOFTCAP=softcap is not None, DIRECT=direct, UPCAST=INTERPRETED,
+            PAGE_SIZE=page_size, BY_HEAD=by_head(k_pages), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+            SPLIT_SIZE=config.split_size, HAS_SOFTCAP=softcap is not None, DIRECT=direct, UPCAST=INTERPRETED,
             KV=kv_type(k_scales, k_pages), **flags,
             **launch_options(q.device, config),
         )  # fmt: skip

@@ -95,10 +95,11 @@ def quantise(x, KV: tl.constexpr):
 
 @triton.jit
 def quantise_token(
-    source_ptr, stride_h, target_ptr, scale_ptr, num_heads, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    source_ptr, stride_h, target_ptr, scale_ptr, next_head, num_heads, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     HEADS: tl.constexpr, KV: tl.constexpr,
 ):  # fmt: skip
-    """One token's heads as codes and scales, ``HEADS`` at a time; ``stride_h`` apart in the source."""
+    """One token's heads as codes and scales, ``HEADS`` at a time; ``stride_h`` apart in the source, ``next_head`` rows
+    in the target."""
     column = tl.arange(0, BLOCK_DIM)
     for first in range(0, num_heads, HEADS):
         head = first + tl.arange(0, HEADS)
@@ -107,5 +108,6 @@ def quantise_token(
         start = head.to(tl.int64) * stride_h
         x = tl.load(source_ptr + start[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
         codes, scale = quantise(x, KV)
-        tl.store(target_ptr + head[:, None] * DIM + column[None, :], codes, mask=inside)
-        tl.store(scale_ptr + head, scale, mask=known)
+        row = head * next_head
+        tl.store(target_ptr + row[:, None] * DIM + column[None, :], codes, mask=inside)
+        tl.store(scale_ptr + row, scale, mask=known)

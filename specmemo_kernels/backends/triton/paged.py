@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 
 from specmemo_kernels.backends.triton.codes import as_codes, kv_type, quantise_token
-from specmemo_kernels.backends.triton.primitives import sequence_of_row
+from specmemo_kernels.backends.triton.primitives import page_row, sequence_of_row
 from specmemo_kernels.backends.triton.runtime import check_device, launch_options
 from specmemo_kernels.kernel_config import COPY_CONFIG, block_dim
+from specmemo_kernels.page_order import by_head
 
 Tensor = torch.Tensor
 
@@ -23,42 +24,48 @@ MAX_BLOCK = 1024
 
 @triton.jit
 def copy_token(
-    source_ptr, stride_h, target_ptr, num_heads, DIM: tl.constexpr, BLOCK: tl.constexpr
+    source_ptr, stride_h, target_ptr, next_head, num_heads, DIM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Copy one token's heads: ``num_heads`` rows of ``DIM``, ``stride_h`` apart in the source, dense in the target."""
+    """Copy one token's heads: ``num_heads`` rows of ``DIM``, ``stride_h`` apart in the source, ``next_head`` rows in
+    the target."""
     for start in range(0, num_heads * DIM, BLOCK):
         index = start + tl.arange(0, BLOCK)
         inside = index < num_heads * DIM
-        value = tl.load(source_ptr + (index // DIM).to(tl.int64) * stride_h + index % DIM, mask=inside)
-        tl.store(target_ptr + index, value, mask=inside)
+        head, column = (index // DIM).to(tl.int64), index % DIM
+        value = tl.load(source_ptr + head * stride_h + column, mask=inside)
+        tl.store(target_ptr + head * next_head * DIM + column, value, mask=inside)
 
 
 @triton.jit
 def write_token(
-    source_ptr, stride_h, pages_ptr, scales_ptr, token, num_heads, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr,
+    source_ptr, stride_h, pages_ptr, scales_ptr, row, num_heads, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, PAGE_SIZE: tl.constexpr, BY_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """One token's heads into pages; ``token`` counts heads of the pool."""
+    """One token's heads into pages; ``row``: the first head's among all rows of the pool."""
+    next_head = PAGE_SIZE if BY_HEAD else 1
     if KV:
         quantise_token(
-            source_ptr, stride_h, pages_ptr + token * DIM, scales_ptr + token, num_heads, DIM, BLOCK_DIM, HEADS, KV
+            source_ptr, stride_h, pages_ptr + row * DIM, scales_ptr + row, next_head, num_heads,
+            DIM, BLOCK_DIM, HEADS, KV,
         )  # fmt: skip
     else:
-        copy_token(source_ptr, stride_h, pages_ptr + token * DIM, num_heads, DIM, BLOCK)
+        copy_token(source_ptr, stride_h, pages_ptr + row * DIM, next_head, num_heads, DIM, BLOCK)
 
 
 @triton.jit
-def page_slot(block_table_ptr, sequence, position, max_pages, PAGE_SIZE: tl.constexpr):
-    """Where ``position`` of a sequence lies in the pool, counted in tokens (int64)."""
+def first_row(
+    block_table_ptr, sequence, position, max_pages, num_heads, PAGE_SIZE: tl.constexpr, BY_HEAD: tl.constexpr
+):  # fmt: skip
+    """Where the first head's row of ``position`` of a sequence lies among all rows of the pool (int64)."""
     page = tl.load(block_table_ptr + sequence.to(tl.int64) * max_pages + position // PAGE_SIZE)
-    return page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
+    return page_row(page, position % PAGE_SIZE, 0, num_heads, PAGE_SIZE, BY_HEAD)
 
 
 @triton.jit(do_not_specialize=["batch", "max_pages"])
 def append_paged_kv_kernel(
     k_new_ptr, v_new_ptr, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr, block_table_ptr, seq_lens_ptr,
     qo_indptr_ptr, stride_kn, stride_kh, stride_vn, stride_vh, num_heads, batch, max_pages,
-    DK: tl.constexpr, DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, PAGE_SIZE: tl.constexpr, BY_HEAD: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     HEADS_K: tl.constexpr, HEADS_V: tl.constexpr, KV: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
@@ -68,15 +75,15 @@ def append_paged_kv_kernel(
     if sequence >= batch:
         return
     position = tl.load(seq_lens_ptr + sequence) + row - tl.load(qo_indptr_ptr + sequence)
-    token = page_slot(block_table_ptr, sequence, position, max_pages, PAGE_SIZE) * num_heads
+    target = first_row(block_table_ptr, sequence, position, max_pages, num_heads, PAGE_SIZE, BY_HEAD)
     source = row.to(tl.int64)
     write_token(
-        k_new_ptr + source * stride_kn, stride_kh, k_pages_ptr, k_scales_ptr, token, num_heads,
-        DK, BLOCK_K, BLOCK_DK, HEADS_K, KV,
+        k_new_ptr + source * stride_kn, stride_kh, k_pages_ptr, k_scales_ptr, target, num_heads,
+        DK, BLOCK_K, BLOCK_DK, HEADS_K, KV, PAGE_SIZE, BY_HEAD,
     )  # fmt: skip
     write_token(
-        v_new_ptr + source * stride_vn, stride_vh, v_pages_ptr, v_scales_ptr, token, num_heads,
-        DV, BLOCK_V, BLOCK_DV, HEADS_V, KV,
+        v_new_ptr + source * stride_vn, stride_vh, v_pages_ptr, v_scales_ptr, target, num_heads,
+        DV, BLOCK_V, BLOCK_DV, HEADS_V, KV, PAGE_SIZE, BY_HEAD,
     )  # fmt: skip
 
 
@@ -84,10 +91,11 @@ def append_paged_kv_kernel(
 def commit_paged_kv_kernel(
     k_scratch_ptr, v_scratch_ptr, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr, block_table_ptr, seq_lens_ptr,
     qo_indptr_ptr, accept_index_ptr, accept_length_ptr, layer_scratch, layer_pages, num_heads, places, max_pages,
-    DK: tl.constexpr, DV: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, HEADS_K: tl.constexpr, HEADS_V: tl.constexpr, KV: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, PAGE_SIZE: tl.constexpr, BY_HEAD: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, HEADS_K: tl.constexpr, HEADS_V: tl.constexpr,
+    KV: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (places of the path, sequences, layers). ``layer_*``: tokens of a layer, in scratch and in pages."""
+    """Grid: (places of the path, sequences, layers). ``layer_*``: a layer's tokens in scratch, its rows in pages."""
     place = tl.program_id(0)
     sequence = tl.program_id(1)
     layer = tl.program_id(2).to(tl.int64)
@@ -96,15 +104,15 @@ def commit_paged_kv_kernel(
     node = tl.load(qo_indptr_ptr + sequence) + tl.load(accept_index_ptr + sequence * places + place)
     position = tl.load(seq_lens_ptr + sequence) + place
     source = (layer * layer_scratch + node) * num_heads
-    token = layer * layer_pages + page_slot(block_table_ptr, sequence, position, max_pages, PAGE_SIZE)
-    target = token * num_heads
+    target = first_row(block_table_ptr, sequence, position, max_pages, num_heads, PAGE_SIZE, BY_HEAD)
+    target += layer * layer_pages
     write_token(
         k_scratch_ptr + source * DK, DK, k_pages_ptr, k_scales_ptr, target, num_heads,
-        DK, BLOCK_K, BLOCK_DK, HEADS_K, KV,
+        DK, BLOCK_K, BLOCK_DK, HEADS_K, KV, PAGE_SIZE, BY_HEAD,
     )  # fmt: skip
     write_token(
         v_scratch_ptr + source * DV, DV, v_pages_ptr, v_scales_ptr, target, num_heads,
-        DV, BLOCK_V, BLOCK_DV, HEADS_V, KV,
+        DV, BLOCK_V, BLOCK_DV, HEADS_V, KV, PAGE_SIZE, BY_HEAD,
     )  # fmt: skip
 
 
@@ -132,8 +140,8 @@ def append_paged_kv(
     append_paged_kv_kernel[(rows,)](
         k_new, v_new, as_codes(k_pages), as_codes(v_pages), k_scales, v_scales, block_table, seq_lens, qo_indptr,
         k_new.stride(0), k_new.stride(1), v_new.stride(0), v_new.stride(1), heads, batch, block_table.shape[1],
-        PAGE_SIZE=k_pages.shape[1], KV=kv_type(k_scales, k_pages), BLOCK_B=64, **copy_blocks(heads, head_dim, v_dim),
-        **launch_options(k_pages.device, COPY_CONFIG),
+        PAGE_SIZE=k_pages.shape[1], BY_HEAD=by_head(k_pages), KV=kv_type(k_scales, k_pages), BLOCK_B=64,
+        **copy_blocks(heads, head_dim, v_dim), **launch_options(k_pages.device, COPY_CONFIG),
     )  # fmt: skip
 
 
@@ -164,9 +172,10 @@ def commit_paged_kv(
         return
     commit_paged_kv_kernel[(places, batch, layers)](
         k_scratch, v_scratch, as_codes(k_pages), as_codes(v_pages), k_scales, v_scales, block_table, seq_lens,
-        qo_indptr, accept_index, accept_length, k_scratch.shape[1], num_pages * page_size, heads, places,
+        qo_indptr, accept_index, accept_length, k_scratch.shape[1], num_pages * page_size * heads, heads, places,
         block_table.shape[1],
-        PAGE_SIZE=page_size, KV=kv_type(k_scales, k_pages), **copy_blocks(heads, head_dim, v_dim),
+        PAGE_SIZE=page_size, BY_HEAD=by_head(k_pages), KV=kv_type(k_scales, k_pages),
+        **copy_blocks(heads, head_dim, v_dim),
         **launch_options(k_pages.device, COPY_CONFIG),
     )  # fmt: skip
 

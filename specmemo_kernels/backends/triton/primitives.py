@@ -60,10 +60,14 @@ def load_page_ids(table_ptr, start, limit, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.
 
 
 @triton.jit
-def page_tokens(ids, start, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the positions ``start .. start + BLOCK_N`` lie in the pool, counted in tokens: [BLOCK_N] int64."""
-    position = start + tl.arange(0, BLOCK_N)
-    return ids.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
+def page_row(page, slot, head, num_heads, PAGE_SIZE: tl.constexpr, BY_HEAD: tl.constexpr):
+    """Where a head's row of a token lies among all rows of the pool (int64); ``page``, ``slot``: scalars or [N]."""
+    page = page.to(tl.int64)
+    if BY_HEAD:  # noqa: SIM108 - compiled for one branch
+        row = (page * num_heads + head) * PAGE_SIZE + slot
+    else:
+        row = (page * PAGE_SIZE + slot) * num_heads + head
+    return row
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from specmemo_kernels.backends.triton.primitives import (
     mask_row,
     matmul,
     node_depth,
-    page_tokens,
+    page_row,
     spread_bits,
     tanh,
     tree_word,
@@ -49,10 +49,11 @@ def attend(
 
 @triton.jit
 def attend_committed(
-    q, acc, total, peak, unit, scale, softcap, k_head_ptr, v_head_ptr, k_scale_ptr, v_scale_ptr, num_kv_heads,
-    table_ptr, begin, end, position, window,
+    q, acc, total, peak, unit, scale, softcap, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr, head,
+    num_kv_heads, table_ptr, begin, end, position, window,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, KV: tl.constexpr,
+    BY_HEAD: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr, KV: tl.constexpr,
 ):  # fmt: skip
     """The slots ``begin .. end`` (whole tiles), all of committed tokens: every row sees them, but for a window.
 
@@ -62,13 +63,14 @@ def attend_committed(
     ids = load_page_ids(table_ptr, begin, end, PAGE_SIZE, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
         next_ids = load_page_ids(table_ptr, start + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
-        token = page_tokens(ids, start, PAGE_SIZE, BLOCK_N) * num_kv_heads
+        slot = (start + tl.arange(0, BLOCK_N)) % PAGE_SIZE
+        place = page_row(ids, slot, head, num_kv_heads, PAGE_SIZE, BY_HEAD)
         if KV:
-            k = load_codes(k_head_ptr + token * DK, k_scale_ptr + token, None, q, DK, BLOCK_DK, False, KV)
-            v = load_codes(v_head_ptr + token * DV, v_scale_ptr + token, None, q, DV, BLOCK_DV, False, KV)
+            k = load_codes(k_pages_ptr + place * DK, k_scales_ptr + place, None, q, DK, BLOCK_DK, False, KV)
+            v = load_codes(v_pages_ptr + place * DV, v_scales_ptr + place, None, q, DV, BLOCK_DV, False, KV)
         else:
-            k = load_rows(k_head_ptr + token * DK, None, DK, BLOCK_DK, False)
-            v = load_rows(v_head_ptr + token * DV, None, DV, BLOCK_DV, False)
+            k = load_rows(k_pages_ptr + place * DK, None, DK, BLOCK_DK, False)
+            v = load_rows(v_pages_ptr + place * DV, None, DV, BLOCK_DV, False)
         seen = None
         if HAS_WINDOW:
             seen = position[:, None] - (start + tl.arange(0, BLOCK_N))[None, :] < window
@@ -81,12 +83,12 @@ def attend_committed(
 
 @triton.jit
 def attend_own(
-    q, acc, total, peak, unit, scale, softcap, k_head_ptr, v_head_ptr, k_scale_ptr, v_scale_ptr, num_kv_heads,
-    table_ptr, begin, end, length, k_new_ptr, v_new_ptr, stride_kn, stride_vn, first_row, nodes, node, depth, valid,
-    mask_ptr, mask_words, window,
+    q, acc, total, peak, unit, scale, softcap, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr, head,
+    num_kv_heads, table_ptr, begin, end, length, k_new_ptr, v_new_ptr, stride_kn, stride_vn, first_row, nodes, node,
+    depth, valid, mask_ptr, mask_words, window,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, HAS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr, KV: tl.constexpr,
+    BY_HEAD: tl.constexpr, BLOCK_N: tl.constexpr, HAS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, KV: tl.constexpr,
 ):  # fmt: skip
     """The slots ``begin .. end``: the last committed tokens, where they share a tile, and the step's own nodes.
 
@@ -111,15 +113,16 @@ def attend_own(
             key_depth = node_depth(mask_ptr, key_row, key, new, mask_words, HAS_TREE)
             seen = seen & (depth[:, None] - tl.where(old, key, key_depth)[None, :] < window)
         ids = load_page_ids(table_ptr, start, length, PAGE_SIZE, BLOCK_N)
-        token = page_tokens(ids, start, PAGE_SIZE, BLOCK_N) * num_kv_heads
+        slot = (start + tl.arange(0, BLOCK_N)) % PAGE_SIZE
+        place = page_row(ids, slot, head, num_kv_heads, PAGE_SIZE, BY_HEAD)
         if KV:
-            old_k = load_codes(k_head_ptr + token * DK, k_scale_ptr + token, old, q, DK, BLOCK_DK, True, KV)
+            old_k = load_codes(k_pages_ptr + place * DK, k_scales_ptr + place, old, q, DK, BLOCK_DK, True, KV)
             k = tl.where(old[:, None], old_k, load_rows(k_new_ptr + key_row * stride_kn, new, DK, BLOCK_DK, True))
-            old_v = load_codes(v_head_ptr + token * DV, v_scale_ptr + token, old, q, DV, BLOCK_DV, True, KV)
+            old_v = load_codes(v_pages_ptr + place * DV, v_scales_ptr + place, old, q, DV, BLOCK_DV, True, KV)
             v = tl.where(old[:, None], old_v, load_rows(v_new_ptr + key_row * stride_vn, new, DV, BLOCK_DV, True))
         else:
-            k_row_ptr = tl.where(old, k_head_ptr + token * DK, k_new_ptr + key_row * stride_kn)
-            v_row_ptr = tl.where(old, v_head_ptr + token * DV, v_new_ptr + key_row * stride_vn)
+            k_row_ptr = tl.where(old, k_pages_ptr + place * DK, k_new_ptr + key_row * stride_kn)
+            v_row_ptr = tl.where(old, v_pages_ptr + place * DV, v_new_ptr + key_row * stride_vn)
             k = load_rows(k_row_ptr, old | new, DK, BLOCK_DK, True)
             v = load_rows(v_row_ptr, old | new, DV, BLOCK_DV, True)
         acc, total, peak = attend(q, k, v, seen, acc, total, peak, unit, scale, softcap, True, HAS_SOFTCAP, UPCAST)
