@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import specmemo_kernels as sk
+from specmemo_kernels.batch import TreeBatch
 from specmemo_kernels.cli.common import load_model, load_tokenizer
 from specmemo_kernels.memory_tracker import MemoryTracker
+from specmemo_kernels.step_attention import StepAttention
 
+#: A forward pass: its rows, and how many of them the lm_head sees.
+Pass = tuple[int, int]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DRAFTERS = ("medusa", "draft", "lookup")
 
@@ -34,11 +39,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Outcome:
-    """New tokens per prompt, the seconds they took, and what the speculating side counted."""
+    """New tokens per prompt, the seconds they took, what the side counted, and, of ours, its forward passes."""
 
     answers: list[list[int]]
     seconds: float
     counts: dict[str, Any]
+    passes: Counter[Pass] | None
 
     @property
     def tokens_per_s(self) -> float:
@@ -96,6 +102,11 @@ class Plain:
         """What generation holds beside the model: nothing here."""
         return 0
 
+    passes = None
+
+    def reset(self) -> None:
+        """Nothing was counted."""
+
     def counts(self) -> dict[str, Any]:
         return {"tokens_per_step": None if self.options else 1.0}
 
@@ -112,12 +123,26 @@ class Ours:
     def __init__(self, model: Any, heads: Any, batch: int, budget: str | None, disturb: bool, tree: int | None) -> None:
         self.model, self.disturb = model, disturb
         self.handle = sk.patch(model, heads, max_batch_size=batch, memory_budget=budget, tree=tree, reuse_prefix=False)
+        self.passes: Counter[Pass] = Counter()
+        forward = self.handle.target.forward
+
+        def counting(batch: TreeBatch, attention: StepAttention, keep: torch.Tensor | None, logits: bool) -> Any:
+            rows = len(batch.tokens)
+            self.passes[rows, rows if keep is None else len(keep)] += 1
+            return forward(batch, attention, keep, logits)
+
+        vars(self.handle.target)["forward"] = counting
 
     def answer(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
         if self.disturb:
             return _disturbed(self.model, prompts, new_tokens)
         done = sk.generate_batch(self.model, prompts, max_new_tokens=new_tokens, eos_token_ids=[])
         return [completion.tokens for completion in done]
+
+    def reset(self) -> None:
+        """Count from here on."""
+        self.handle.stats.reset()
+        self.passes.clear()
 
     def held_bytes(self) -> int:
         self.handle.release()
@@ -134,8 +159,6 @@ class Ours:
             "kv_bytes_written": stats.slots_written * slot,
             "kv_bytes_committed": (committed + stats.recomputed_tokens) * slot,
             "steps": stats.steps,
-            "rows_per_step": (stats.drafted + stats.sequence_steps) / max(1, stats.steps),
-            "tokens_per_pass": stats.tokens / max(1, stats.steps),
         }
 
     def close(self) -> None:
@@ -154,14 +177,16 @@ def take_turns(work: Work, sides: dict[str, Side], group: int) -> dict[str, Outc
     seconds = dict.fromkeys(sides, 0.0)
     for side in sides.values():
         side.answer(work.prompts[:group], 2)
-        if isinstance(side, Ours):
-            side.handle.stats.reset()
+        side.reset()
     for first in range(0, len(work.prompts), group):
         for name, side in sides.items():
             started = time.perf_counter()
             answers[name] += side.answer(work.prompts[first : first + group], work.new_tokens)
             seconds[name] += time.perf_counter() - started
-    return {name: Outcome(answers[name], seconds[name], side.counts()) for name, side in sides.items()}
+    return {
+        name: Outcome(answers[name], seconds[name], side.counts(), side.passes and side.passes.copy())
+        for name, side in sides.items()
+    }
 
 
 def peak_bytes(side: Side, work: Work, batch: int) -> int:

@@ -7,14 +7,16 @@
 FILE is Spec-Bench's question.jsonl; first turns are used, cut to the model's context. All sides of a batch size take
 turns, four batches of prompts each. The draft model is the first layers of the model itself. ``exact_match`` and
 ``partial_match`` compare with batch-1 greedy decoding of the unpatched model. ``scaling`` is tokens/s over those of the
-same drafter at batch 1, ``allowed`` what the step's own roofline lets it be: tokens per pass over the pass's floor,
-relative to batch 1, a floor being the longer of reading the weights once and the products of all rows, at rates
-measured in the same run. ``kv_bytes_written`` equals ``kv_bytes_committed``: nothing is realigned.
+same drafter at batch 1, ``allowed`` what the roofline of its own steps lets it be: tokens per second of floor, relative
+to batch 1. The floor of each forward pass is the longer of reading the weights once and the products of all its rows,
+those of prompts among them, at rates measured in the same run; ``floor_s`` is their sum. ``kv_bytes_written`` equals
+``kv_bytes_committed``: nothing is realigned.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,17 +37,23 @@ PLAIN = "none (plain HF)"
 
 
 class Roofline:
-    """How long a step must take for its rows alone."""
+    """How long forward passes must take for their rows alone; attention and drafting are left out."""
 
     def __init__(self, model: Any) -> None:
         yard = Yardstick(model.dtype)
         self._yard, self._times = yard, take_turns(yard.functions, seconds=2)
         parameters = {p.data_ptr(): p for p in model.parameters()}.values()
         self._bytes = sum(p.nbytes for p in parameters)
-        self._flops = 2 * sum(p.numel() for p in parameters)
+        self._lm_head_flops = 2 * model.get_output_embeddings().weight.numel()
+        self._row_flops = 2 * sum(p.numel() for p in model.model.layers.parameters())
 
-    def floor(self, rows: int) -> float:
-        return self._yard.floor(dict(self._times), self._bytes, rows * self._flops)
+    def floor(self, passes: Counter[runs.Pass]) -> float:
+        """Seconds of all ``passes``."""
+        return sum(
+            count
+            * self._yard.floor(dict(self._times), self._bytes, rows * self._row_flops + kept * self._lm_head_flops)
+            for (rows, kept), count in passes.items()
+        )
 
 
 def sides_for(
@@ -81,24 +89,24 @@ def rows_of(
         row: Row = {"drafter": name, "batch": batch, "dtype": dtype, "tokens_per_s": outcome.tokens_per_s}
         row |= outcome.counts | {"exact_match": exact, "partial_match": partial}
         row["peak_generation_bytes"] = runs.peak_bytes(sides[name], work, batch)
-        if "rows_per_step" in row:
-            row["step_floor"] = roofline.floor(int(row["rows_per_step"]))
+        if (passes := outcome.passes) is not None:
+            row |= {"rows_per_pass": sum(rows * n for (rows, _), n in passes.items()) / passes.total()}
+            row |= {"passes": passes.total(), "floor_s": roofline.floor(passes)}
             if row["kv_bytes_written"] != row["kv_bytes_committed"]:
                 raise AssertionError(f"keys and values were copied: {row}")
         if full is not None:
             row |= runs.near_ties(work, full, outcome.answers, reference)
-        elif exact < 1 and "rows_per_step" in row:
+        elif exact < 1 and passes is not None:
             raise AssertionError(f"{name}, batch {batch}: {1 - exact:.1%} of the rows differ in float32")
         yield row
 
 
 def add_scaling(rows: list[Row]) -> None:
     """Throughput over that of batch 1, and over plain generate at the same batch size."""
-    ours = {(row["drafter"], row["dtype"], row["batch"]): row for row in rows if "step_floor" in row}
+    ours = {(row["drafter"], row["dtype"], row["batch"]): row for row in rows if "floor_s" in row}
     for (drafter, dtype, _), row in ours.items():
-        if (one := ours.get((drafter, dtype, 1))) is not None:
-            tokens = row["tokens_per_pass"] / one["tokens_per_pass"]
-            row["allowed"] = tokens * one["step_floor"] / row["step_floor"]
+        if (one := ours.get((drafter, dtype, 1))) is not None:  # all write as many tokens
+            row["allowed"] = one["floor_s"] / row["floor_s"]
     speed = {(row["drafter"], row["dtype"], row["batch"]): row["tokens_per_s"] for row in rows}
     for row in rows:
         one = speed.get((row["drafter"], row["dtype"], 1))
