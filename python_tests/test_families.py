@@ -201,3 +201,21 @@ def test_model_outside_the_interface_is_refused() -> None:
     assert type(model) is before
     assert "specmemo" not in vars(model)
     model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=3, do_sample=False)
+
+
+def test_a_model_without_lm_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the model and as the draft model; both work as before."""
+    prompt = torch.tensor([[1, 2, 3]])
+    model, headless = tiny_model("llama"), tiny_model("llama")
+    monkeypatch.setattr(headless, "get_output_embeddings", lambda: None)
+    before = headless.generate(prompt, max_new_tokens=3, do_sample=False)
+    with pytest.raises(
+        sk.UnsupportedModel, match=r"LlamaForCausalLM has no lm_head, get_output_embeddings\(\) is None"
+    ):
+        sk.patch(headless, heads="prompt-lookup")
+    with pytest.raises(sk.UnsupportedModel, match="has no lm_head"):
+        sk.patch(model, heads=sk.DraftModel(headless))
+    assert "specmemo" not in vars(model) | vars(headless)
+    assert torch.equal(headless.generate(prompt, max_new_tokens=3, do_sample=False), before)
+    with sk.patch(model, heads="prompt-lookup"):
+        assert torch.equal(model.generate(prompt, max_new_tokens=3, do_sample=False), before)

@@ -11,7 +11,7 @@ import torch
 
 from specmemo_kernels.drafting.draft_model import DraftModelDrafter
 from specmemo_kernels.integrations.hf_attention import install_views, remove_views
-from specmemo_kernels.integrations.hf_probe import check_config, probe
+from specmemo_kernels.integrations.hf_probe import check_config, lm_head_of, probe
 from specmemo_kernels.integrations.hf_target import HFTarget, ModelFacts, lm_head_hook
 
 
@@ -35,7 +35,7 @@ def is_language_model(heads: Any) -> bool:
 
 def attach(model: Any) -> Callable[[], None]:
     """Give a model what our forward passes need; the function that comes back takes it away again."""
-    hook = model.get_output_embeddings().register_forward_pre_hook(lm_head_hook)
+    hook = lm_head_of(model).register_forward_pre_hook(lm_head_hook)
     install_views(model)
 
     def detach() -> None:

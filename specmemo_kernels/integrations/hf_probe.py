@@ -92,19 +92,29 @@ def _rows_are_plain(weight: Tensor) -> bool:
     return type(weight) in (nn.Parameter, Tensor) and not weight.is_meta
 
 
+def lm_head_of(model: Any) -> nn.Module:
+    """The module that logits come out of.
+
+    Raises:
+        UnsupportedModel: there is none.
+    """
+    head: nn.Module | None = model.get_output_embeddings()
+    if head is None:
+        name = type(model).__name__
+        raise UnsupportedModel(f"{name} has no lm_head, get_output_embeddings() is None; load a causal language model")
+    return head
+
+
 def _lm_head_module(model: Any) -> tuple[torch.device, nn.Module]:
     """Where tokens go in, and the module that they come out of; refuses models in which one of them is missing."""
     name = type(model).__name__
     missing = {"position_ids", "logits_to_keep"} - set(inspect.signature(model.forward).parameters)
     if missing:
         raise UnsupportedModel(f"{name}.forward doesn't take {sorted(missing)}, which packed nodes need")
-    head = model.get_output_embeddings()
-    if head is None:
-        raise UnsupportedModel(f"{name} has no lm_head")
     device = model.get_input_embeddings().weight.device
     if device.type == "meta":
         raise UnsupportedModel(f"{name} has its weights on the meta device; load them first")
-    return device, head
+    return device, lm_head_of(model)
 
 
 class _Layers:
