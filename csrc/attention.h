@@ -152,7 +152,7 @@ class Attention {
   void stage(const Block& block, int64_t head, HeadRows& now, const HeadRows& ahead, const Workspace& w) const {
     const int64_t k_dim = args_.k_dim, v_dim = args_.v_dim;
     for (int i = 0; i < kBlockKeys; ++i) {
-      const int64_t scale = block.scales[i] + head * block.scale_steps[i];
+      const int64_t scale = block.scales[i] + head * args_.order.next_head();
       Raw *k = w.staged_keys + i * k_dim, *v = w.staged_values + i * columns_;
       if (quantised()) {
         for (int64_t c = 0; c < k_dim; c += 64) prefetch(ahead.keys[i] + c);
@@ -169,11 +169,14 @@ class Attention {
     }
   }
 
+  static int64_t tile_count(int64_t rows) { return (rows + kTileRows - 1) / kTileRows; }
+
   // What is ahead of `rows` rows, in an even pace over the work on the block at hand; codes were fetched before.
   Fetch fetch_ahead(const HeadRows& next, int64_t rows) const {
     const int64_t wider = args_.k_dim > args_.v_dim ? args_.k_dim : args_.v_dim;
-    const int64_t vectors = k_words_ / kLanes * kBlockKeys, tiles = (rows + kTileRows - 1) / kTileRows;
-    const int64_t steps = tiles * (k_words_ * strips(kBlockKeys) + kBlockKeys / Dot::kPerWord * strips(columns_));
+    const int64_t vectors = k_words_ / kLanes * kBlockKeys;
+    const int64_t steps =
+        tile_count(rows) * (k_words_ * strips(kBlockKeys) + kBlockKeys / Dot::kPerWord * strips(columns_));
     return Fetch(next, quantised() ? 0 : wider * kRawBytes, vectors, steps);
   }
 
@@ -218,7 +221,7 @@ class Attention {
   void run_block(int64_t rows, const HeadRows& block, const Workspace& w, const Word* query, float* lane_sums,
                  const State& state, Fetch& fetch) const {
     // Tiles of nearly equal height: a last tile of one row would leave most of the registers idle.
-    const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+    const int64_t tiles = tile_count(rows);
     if (tiles > 1) pack_values<T, Dot>(block.values, columns_, w.packed_values);
     for (int64_t t = 0; t < tiles; ++t) {
       const int64_t first = rows * t / tiles;

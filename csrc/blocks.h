@@ -18,7 +18,7 @@ struct HeadRows {
 struct Block {
   HeadRows first;
   int64_t key_steps[kBlockKeys], value_steps[kBlockKeys];  // bytes
-  int64_t scales[kBlockKeys], scale_steps[kBlockKeys];     // where the scales of a row of codes are
+  int64_t scales[kBlockKeys];                              // where the scales of a row of codes are
   int paged;                                               // from here on rows are no codes
 
   // Those of the task's head `head`.
@@ -69,7 +69,7 @@ class Blocks {
       rows.first.keys[i] = static_cast<const char*>(a_.k_pages) + row * k_row;
       rows.first.values[i] = static_cast<const char*>(a_.v_pages) + row * v_row;
       rows.key_steps[i] = order.next_head() * k_row, rows.value_steps[i] = order.next_head() * v_row;
-      rows.scales[i] = row, rows.scale_steps[i] = order.next_head();
+      rows.scales[i] = row;
     }
   }
 
