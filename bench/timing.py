@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import random
 import statistics
 import subprocess
 import time
@@ -22,24 +23,30 @@ def take_turns(
     rounds: tuple[int, int] = (5, 200),
     between: Callable[[], object] | None = None,
 ) -> dict[str, float]:
-    """Median seconds of each function: one call each, in turn, until ``seconds`` are spent or ``rounds[1]`` are done.
+    """Median seconds of each function: one call each, in turn, until its share of ``seconds`` is spent.
 
-    Taking turns exposes all of them to the same noise of the machine, so that their ratios mean something. ``between``
-    is called before each, untimed, so that all find the caches alike.
+    Each is called ``rounds[0]`` to ``rounds[1]`` times. Taking turns exposes all of them to the same noise of the
+    machine, so that their ratios mean something. ``between`` is called before each, untimed, so that all find the
+    caches alike; each round has another order, or whoever always came after the one that sweeps most would find less
+    of its code there.
     """
     for function in functions.values():
         function()
+    share, shuffle = seconds / len(functions), random.Random(0).shuffle
     times: dict[str, list[float]] = {name: [] for name in functions}
-    started = time.perf_counter()
+    spent = dict.fromkeys(functions, 0.0)
     for done in range(rounds[1]):
-        if done >= rounds[0] and time.perf_counter() - started > seconds:
-            break
-        for name, function in functions.items():
+        order = [name for name in functions if done < rounds[0] or spent[name] < share]
+        shuffle(order)
+        for name in order:
+            started = time.perf_counter()
             if between is not None:
                 between()
             begin = time.perf_counter()
-            function()
-            times[name].append(time.perf_counter() - begin)
+            functions[name]()
+            end = time.perf_counter()
+            times[name].append(end - begin)
+            spent[name] += end - started
     return {name: statistics.median(values) for name, values in times.items()}
 
 

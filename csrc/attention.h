@@ -1,8 +1,8 @@
 // Tree attention over pages: per task and split, an online softmax over blocks of 64 keys.
 //
-// For each block: pack keys, and values that more than one tile reads, then for each tile of rows: scores = q k
-// (registers), mask, running maximum, weights, output = output * factor + weights * v (registers). Keys and values are
-// read once per KV head.
+// For each block: pack keys, then for each group of tiles of rows: scores = q k (registers), mask, running maximum,
+// weights, output = output * factor + weights * v (registers), with values packed where more than one tile reads them.
+// Keys and values are read once per KV head.
 #pragma once
 
 #include "blocks.h"
@@ -75,14 +75,14 @@ class Attention {
 
     Workspace(const Attention& a, char* memory) {
       const int64_t rows = a.heads_ * a.rows_;
-      take(memory, packed_keys, a.k_words_ * kBlockKeys);
-      take(memory, packed_values, kBlockKeys / Dot::kPerWord * a.columns_);
+      const int64_t value_words = a.columns_ / Dot::kPerWord;
+      take(memory, packed_keys, (a.k_words_ > value_words ? a.k_words_ : value_words) * kBlockKeys);
+      take(memory, packed_values, value_words * kBlockKeys);
       take(memory, query, rows * a.k_words_);
       take(memory, zero_row, a.widest_row());
       take(memory, staged_keys, a.quantised() ? kBlockKeys * a.args_.k_dim : 0);
       take(memory, staged_values, a.values_staged() ? kBlockKeys * a.columns_ : 0);
-      take(memory, scores, kTileRows * kBlockKeys);
-      take(memory, weights, kTileRows * kBlockKeys);
+      take(memory, scores, kGroupRows * kBlockKeys);
       take(memory, depths, a.max_nodes_);
       take(memory, lane_sums, rows * kLanes);
       take(memory, visible, a.rows_);
@@ -98,7 +98,7 @@ class Attention {
 
     int64_t bytes = 0;
     float *packed_keys, *packed_values;
-    Word *query, *weights;
+    Word* query;
     Raw* zero_row;
     Raw *staged_keys, *staged_values;  // [kBlockKeys][k_dim], [kBlockKeys][columns]
     float *scores, *lane_sums;
@@ -141,10 +141,13 @@ class Attention {
         for (int64_t g = 0; g < group_; ++g) {
           const Raw* q = static_cast<const Raw*>(args_.q) + (first + node) * args_.q_strides[0] +
                          ((task.first_head + h) * group_ + g) * args_.q_strides[1];
-          for (int64_t i = 0; i < k_words_; ++i) {
+          const int64_t whole = args_.k_dim / (Dot::kPerWord * kLanes) * kLanes;
+          for (int64_t i = 0; i < whole; i += kLanes) store(out + i, KeyWords<T, Dot>::load_words(q, i));
+          for (int64_t i = whole; i < k_words_; ++i) {
             const float word = KeyWords<T, Dot>::word(q, i, args_.k_dim);
-            std::memcpy(out++, &word, 4);
+            std::memcpy(out + i, &word, 4);
           }
+          out += k_words_;
         }
   }
 
@@ -171,12 +174,16 @@ class Attention {
 
   static int64_t tile_count(int64_t rows) { return (rows + kTileRows - 1) / kTileRows; }
 
+  // Of a block with `left` keys, how many are multiplied: whole vectors, and whole words, but not all that is empty.
+  static int64_t used_keys(int64_t left) {
+    return left < kBlockKeys ? round_up(left, kLanes * Dot::kPerWord) : kBlockKeys;
+  }
+
   // What is ahead of `rows` rows, in an even pace over the work on the block at hand; codes were fetched before.
-  Fetch fetch_ahead(const HeadRows& next, int64_t rows) const {
+  Fetch fetch_ahead(const Upcoming& next, int64_t rows, int64_t keys) const {
     const int64_t wider = args_.k_dim > args_.v_dim ? args_.k_dim : args_.v_dim;
-    const int64_t vectors = k_words_ / kLanes * kBlockKeys;
-    const int64_t steps =
-        tile_count(rows) * (k_words_ * strips(kBlockKeys) + kBlockKeys / Dot::kPerWord * strips(columns_));
+    const int64_t vectors = k_words_ / kLanes * keys;
+    const int64_t steps = tile_count(rows) * (k_words_ * strips(keys) + keys / Dot::kPerWord * strips(columns_));
     return Fetch(next, quantised() ? 0 : wider * kRawBytes, vectors, steps);
   }
 
@@ -197,17 +204,20 @@ class Attention {
     const Blocks blocks(args_, task, kRawBytes, w.zero_row);
     Block one, other, *now = &one, *ahead = &other;
     blocks.locate(begin, *now);
+    HeadRows read = now->head(0);
     for (int64_t b = begin; b < end; ++b) {
       blocks.locate(b + 1, *ahead);  // past the split's end too: the next one reads it
       for (int64_t i = 0; i < task.nodes; ++i) w.visible[i] = visibility.word(task.first_node + i, b);
+      const int64_t used = used_keys(keys - b * kBlockKeys);
       for (int64_t h = 0; h < task.heads; ++h) {
-        HeadRows read = now->head(h);
-        const HeadRows next = ahead->head(h);
+        const HeadRows next = h + 1 < task.heads ? now->head(h + 1) : ahead->head(0);
+        const Upcoming upcoming(values_staged() ? next : read, next);
         if (values_staged()) stage(*now, h, read, next, w);
-        Fetch fetch = fetch_ahead(next, rows);
-        pack_keys<T, Dot>(read.keys, args_.k_dim, w.packed_keys, fetch);
-        run_block(rows, read, w, w.query + h * rows * k_words_, w.lane_sums + h * rows * kLanes, state_of(states, h),
-                  fetch);
+        Fetch fetch = fetch_ahead(upcoming, rows, used);
+        pack_keys<T, Dot>(read.keys, used, args_.k_dim, w.packed_keys, fetch);
+        run_block(rows, read, used, w, w.query + h * rows * k_words_, w.lane_sums + h * rows * kLanes,
+                  state_of(states, h), fetch);
+        read = next;
       }
       Block* done = now;
       now = ahead, ahead = done;
@@ -217,35 +227,44 @@ class Attention {
         state_of(states, h).sum[r] = sum(load<VecF>(w.lane_sums + (h * rows + r) * kLanes));
   }
 
-  // One head's rows over the block.
-  void run_block(int64_t rows, const HeadRows& block, const Workspace& w, const Word* query, float* lane_sums,
-                 const State& state, Fetch& fetch) const {
+  // One head's rows over the first `keys` of the block; those behind are hidden.
+  void run_block(int64_t rows, const HeadRows& block, int64_t keys, const Workspace& w, const Word* query,
+                 float* lane_sums, const State& state, Fetch& fetch) const {
     // Tiles of nearly equal height: a last tile of one row would leave most of the registers idle.
     const int64_t tiles = tile_count(rows);
-    if (tiles > 1) pack_values<T, Dot>(block.values, columns_, w.packed_values);
-    for (int64_t t = 0; t < tiles; ++t) {
-      const int64_t first = rows * t / tiles;
-      const int count = static_cast<int>(rows * (t + 1) / tiles - first);
+    const auto row_of = [&](int64_t tile) { return rows * tile / tiles; };
+    bool packed = false;
+    for (int64_t begin = 0; begin < tiles; begin += kGroupTiles) {
+      const int64_t end = begin + kGroupTiles < tiles ? begin + kGroupTiles : tiles, first = row_of(begin);
       uint64_t any = 0, all = ~uint64_t{0};
-      for (int64_t node = first / group_; node <= (first + count - 1) / group_; ++node) {
+      for (int64_t node = first / group_; node <= (row_of(end) - 1) / group_; ++node) {
         any |= w.visible[node];
         all &= w.visible[node];
       }
       if (any == 0) continue;
-      multiply<Dot>(count, query + first * k_words_, k_words_, PackedColumns{w.packed_keys, kBlockKeys}, k_words_,
-                    w.scores, kBlockKeys, nullptr, kBlockKeys / kLanes, fetch);
-      alignas(64) float factors[kTileRoom];
-      const Scores scores{w.scores, first, count, w.visible, group_, all == ~uint64_t{0}};
-      Weights<T, Dot>(args_).weigh(scores, state, lane_sums, w.weights, factors);
-      constexpr int64_t kSteps = kBlockKeys / Dot::kPerWord;
-      auto add = [&](const auto& values) {
-        multiply<Dot>(count, w.weights, kSteps, values, kSteps, state.output + first * columns_, columns_, factors,
-                      columns_ / kLanes, fetch);
-      };
-      if (tiles > 1) {
-        add(PackedColumns{w.packed_values, columns_});
-      } else {
-        add(ValueRows<T, Dot>{block.values});
+      for (int64_t t = begin, row = first; t < end; row = row_of(++t))
+        multiply<Dot>(static_cast<int>(row_of(t + 1) - row), query + row * k_words_, k_words_,
+                      PackedColumns{w.packed_keys, kBlockKeys}, k_words_, w.scores + (row - first) * kBlockKeys,
+                      kBlockKeys, nullptr, keys / kLanes, fetch);
+      alignas(64) float factors[kGroupRoom];
+      const Scores scores{w.scores,  first,  static_cast<int>(row_of(end) - first),
+                          w.visible, group_, all == ~uint64_t{0}};
+      const Word* weights = Weights<T, Dot>(args_).weigh(scores, state, lane_sums, factors);
+      // After the only group keys are done with: values in their place leave more of the nearest cache to others.
+      float* values = tiles <= kGroupTiles ? w.packed_keys : w.packed_values;
+      if (tiles > 1 && !packed) pack_values<T, Dot>(block.values, keys, columns_, values);
+      packed = true;
+      for (int64_t t = begin, row = first; t < end; row = row_of(++t)) {
+        const auto add = [&](const auto& columns) {
+          multiply<Dot>(static_cast<int>(row_of(t + 1) - row), weights + (row - first) * kBlockKeys, kBlockKeys,
+                        columns, keys / Dot::kPerWord, state.output + row * columns_, columns_, factors + (row - first),
+                        columns_ / kLanes, fetch);
+        };
+        if (tiles > 1) {
+          add(PackedColumns{values, columns_});
+        } else {
+          add(ValueRows<T, Dot>{block.values});
+        }
       }
     }
   }

@@ -93,15 +93,15 @@ struct KeyWords<BFloat16, BFloat16Dot> {
 };
 #endif
 
-// keys[i]: the row of key i.
+// keys[i]: the row of key i. `count`: the first so many, in whole vectors.
 template <class T, class Dot>
-inline void pack_keys(const char* const* keys, int64_t dim, float* packed, Fetch& fetch) {
+inline void pack_keys(const char* const* keys, int64_t count, int64_t dim, float* packed, Fetch& fetch) {
   typedef KeyWords<T, Dot> Words;
   typedef const typename T::Raw* Row;
   const int64_t words = round_up(dim, Dot::kPerWord) / Dot::kPerWord;
   const int64_t whole = dim / (Dot::kPerWord * kLanes) * kLanes;
   Fetch walk = fetch;  // a copy stays in registers
-  for (int first = 0; first < kBlockKeys; first += kLanes) {
+  for (int64_t first = 0; first < count; first += kLanes) {
     for (int64_t w = 0; w < whole; w += kLanes) {
       VecF block[kLanes];
 #pragma GCC unroll 16
@@ -162,12 +162,12 @@ struct ValueRows<BFloat16, BFloat16Dot> {
 };
 #endif
 
-// All of a block's values [kBlockKeys / kPerWord][columns], for those who read them more than once: rows of a page are
-// a power of two apart, so that the nearest cache holds few of them at a time.
+// The first `count` of a block's values [count / kPerWord][columns], for those who read them more than once: rows of a
+// page are a power of two apart, so that the nearest cache holds few of them at a time.
 template <class T, class Dot>
-inline void pack_values(const char* const* rows, int64_t columns, float* packed) {
+inline void pack_values(const char* const* rows, int64_t count, int64_t columns, float* packed) {
   const ValueRows<T, Dot> values{rows};
-  for (int64_t step = 0; step < kBlockKeys / Dot::kPerWord; ++step, packed += columns) {
+  for (int64_t step = 0; step < count / Dot::kPerWord; ++step, packed += columns) {
     int64_t c = 0;
     VecF pair[2];
     for (; c + 2 * kLanes <= columns; c += 2 * kLanes) {

@@ -1,4 +1,4 @@
-// The softmax of one tile of rows, one block of keys after the other.
+// The softmax of a group of tiles of rows, one block of keys after the other.
 #pragma once
 
 #include "kernels.h"
@@ -9,7 +9,11 @@ namespace {
 
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr float kMinusInf = -__builtin_inff();
-constexpr int kTileRoom = (kTileRows + kLanes - 1) / kLanes * kLanes;  // rows of a tile, in whole vectors
+
+// Tiles whose softmax is computed at once: each row's maximum takes long to know, and many rows take no longer.
+constexpr int kGroupTiles = 8;
+constexpr int kGroupRows = kGroupTiles * kTileRows;
+constexpr int kGroupRoom = (kGroupRows + kLanes - 1) / kLanes * kLanes;  // in whole vectors
 
 // Softmax state of up to kTaskRows rows: output [rows][columns] not yet divided by `sum`, scores in units of log2.
 struct State {
@@ -33,10 +37,10 @@ inline void merge(const State& state, const State& part, int64_t rows, int64_t c
   }
 }
 
-// A tile's products of queries and keys, and which of them count.
+// A group's products of queries and keys, and which of them count.
 struct Scores {
   float* scores;  // [count][kBlockKeys]
-  int64_t first;  // row of the head that the tile begins with
+  int64_t first;  // row of the head that the group begins with
   int count;
   const uint64_t* visible;  // [nodes], bit i: the block's key i is seen
   int64_t group;            // rows per node
@@ -50,43 +54,21 @@ class Weights {
  public:
   explicit Weights(const AttentionArgs& args) : args_(args) {}
 
-  // A tile's scores into weights, and the factor that each row's output so far must be multiplied by. One pass over the
-  // rows for their maxima and one for the weights: rows are independent, so the second has much to do at once.
-  void weigh(const Scores& tile, const State& state, float* lane_sums, Word* out, float* factors) const {
-    const int64_t first = tile.first;
-    const int count = tile.count;
-    const bool all = tile.all_visible;
+  // Scores into weights in their place, [count][kBlockKeys words], and the factor that each row's output so far must be
+  // multiplied by. One pass over the rows for their maxima and one for the weights: rows are independent, so both have
+  // much to do at once.
+  const Word* weigh(const Scores& group, const State& state, float* lane_sums, float* factors) const {
     constexpr int kVecs = kBlockKeys / kLanes;
     // Scores become units of log2 while they are weighed, or before where that takes more than a factor.
     const bool before = args_.softcap != 0.0f || args_.scale <= 0.0f;
     const float unit = before ? 1.0f : args_.scale * kLog2e;
     // What float32 can't hold of the factor: it would cost float32 inputs a digit, others round more themselves.
     const float rest = before ? 0.0f : static_cast<float>(double(args_.scale) * 1.4426950408889634 - unit);
-    alignas(64) float old[kTileRoom] = {}, now[kTileRoom] = {};
-    for (int r = 0; r < count; ++r) {
-      float* scores = tile.scores + r * kBlockKeys;
-      const uint64_t visible = tile.visible[(first + r) / tile.group];
-      VecF top = splat(kMinusInf);
-      for (int v = 0; v < kVecs; ++v) {
-        VecF s = load<VecF>(scores + v * kLanes);
-        if (before) s = log2_units(s);
-        if (!all) s = hide(s, visible >> (v * kLanes));
-        if (before || !all) store(scores + v * kLanes, s);
-        top = vmax(top, s);
-      }
-      old[r] = state.max[first + r];
-      now[r] = max(top) * unit;
-      if (!(now[r] > old[r])) now[r] = old[r];
-      // Only scores of NaN or minus infinity: they must reach the sum.
-      if (now[r] == kMinusInf && visible != 0) now[r] = 0.0f;
-      state.max[first + r] = now[r];
-      if (now[r] == kMinusInf) now[r] = 0.0f;  // nothing seen yet: any reference gives weights of zero
-    }
-    for (int r = 0; r < kTileRoom; r += kLanes)
-      store(factors + r, exp2_nonpositive(load<VecF>(old + r) - load<VecF>(now + r)));
-    for (int r = 0; r < count; ++r) {
-      const float* scores = tile.scores + r * kBlockKeys;
-      float* sums = lane_sums + (first + r) * kLanes;
+    alignas(64) float now[kGroupRoom];
+    maxima(group, before, unit, state.max + group.first, now, factors);
+    for (int r = 0; r < group.count; ++r) {
+      float* scores = group.scores + r * kBlockKeys;
+      float* sums = lane_sums + (group.first + r) * kLanes;
       VecF weights[kVecs], total = load<VecF>(sums) * splat(factors[r]);
       for (int v = 0; v < kVecs; ++v) {
         const VecF score = load<VecF>(scores + v * kLanes);
@@ -96,11 +78,54 @@ class Weights {
         total = total + weights[v];
       }
       store(sums, total);
-      store_weights(out + r * (kBlockKeys / Dot::kPerWord), weights);
+      Dot::store_words(scores, weights, kVecs);
     }
+    return reinterpret_cast<const Word*>(group.scores);
   }
 
  private:
+  // Hides what isn't seen and finds each row's maximum `now`, which becomes the state's, and its factor.
+  void maxima(const Scores& group, bool before, float unit, float* state_max, float* now, float* factors) const {
+    alignas(64) float old[kGroupRoom] = {}, unseen[kGroupRoom] = {};
+    int64_t node = group.first / group.group, in_node = group.first % group.group;
+    std::memcpy(old, state_max, static_cast<size_t>(group.count) * sizeof(float));
+    for (int first = 0; first < group.count; first += kLanes) {
+      VecF top[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        top[i] = splat(kMinusInf);
+        if (first + i >= group.count) continue;
+        const uint64_t visible = group.visible[node];
+        unseen[first + i] = visible != 0 ? 0.0f : kMinusInf;
+        if (++in_node == group.group) ++node, in_node = 0;
+        top[i] = highest(group.scores + (first + i) * kBlockKeys, visible, before, group.all_visible);
+      }
+      transpose(top);
+      for (int i = 1; i < kLanes; ++i) top[0] = vmax(top[0], top[i]);
+      const VecF was = load<VecF>(old + first), highest = top[0] * splat(unit);
+      VecF is = highest > was ? highest : was;
+      // Only scores of NaN or minus infinity: they must reach the sum.
+      is = is == splat(kMinusInf) ? load<VecF>(unseen + first) : is;
+      store(now + first, is);
+      for (int i = 0; i < kLanes && first + i < group.count; ++i) state_max[first + i] = now[first + i];
+      is = is == splat(kMinusInf) ? VecF{} : is;  // nothing seen yet: any reference gives weights of zero
+      store(now + first, is);
+      store(factors + first, exp2_nonpositive(was - is));
+    }
+  }
+
+  // The maximum of a row's scores in each lane; what is hidden, or in other units, is written back.
+  VecF highest(float* scores, uint64_t visible, bool before, bool all_visible) const {
+    VecF top = splat(kMinusInf);
+    for (int v = 0; v < kBlockKeys / kLanes; ++v) {
+      VecF s = load<VecF>(scores + v * kLanes);
+      if (before) s = log2_units(s);
+      if (!all_visible) s = hide(s, visible >> (v * kLanes));
+      if (before || !all_visible) store(scores + v * kLanes, s);
+      top = vmax(top, s);
+    }
+    return top;
+  }
+
   VecF log2_units(VecF s) const {
     if (args_.softcap == 0.0f) return s * splat(args_.scale * kLog2e);
     return tanh(s * splat(args_.scale / args_.softcap)) * splat(args_.softcap * kLog2e);
@@ -111,16 +136,6 @@ class Weights {
     const VecU seen = ((VecU{} + static_cast<uint32_t>(visible)) >> bits_as<VecU>(lane_index())) & 1u;
     return (seen != 0u) ? s : splat(kMinusInf);
   }
-
-  static void store_weights(float* out, const VecF* weights) {
-    for (int v = 0; v < kBlockKeys / kLanes; ++v) store(out + v * kLanes, weights[v]);
-  }
-#if defined(__AVX512BF16__)
-  static void store_weights(uint32_t* out, const VecF* weights) {
-    for (int v = 0; v < kBlockKeys / kLanes; v += 2)
-      store(out + v * kLanes / 2, _mm512_cvtne2ps_pbh((__m512)weights[v + 1], (__m512)weights[v]));
-  }
-#endif
 
   const AttentionArgs& args_;
 };

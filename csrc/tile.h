@@ -16,6 +16,10 @@ struct Float32Dot {
   static constexpr int kPerWord = 1;
   typedef float Word;
   static VecF multiply_add(VecF sum, VecF b, Word a) { return sum + splat(a) * b; }
+  // An even number of vectors of floats as words.
+  static void store_words(void* out, const VecF* floats, int vecs) {
+    std::memcpy(out, floats, sizeof(VecF) * static_cast<size_t>(vecs));
+  }
 };
 
 #if defined(__AVX512BF16__)
@@ -24,6 +28,10 @@ struct BFloat16Dot {
   typedef uint32_t Word;
   static VecF multiply_add(VecF sum, VecF b, Word a) {
     return (VecF)_mm512_dpbf16_ps((__m512)sum, (__m512bh)b, (__m512bh)_mm512_set1_epi32(static_cast<int>(a)));
+  }
+  static void store_words(void* out, const VecF* floats, int vecs) {
+    for (int v = 0; v < vecs; v += 2)
+      store(static_cast<float*>(out) + v * kLanes / 2, _mm512_cvtne2ps_pbh((__m512)floats[v + 1], (__m512)floats[v]));
   }
 };
 #endif
