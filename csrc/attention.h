@@ -75,9 +75,9 @@ class Attention {
 
     Workspace(const Attention& a, char* memory) {
       const int64_t rows = a.heads_ * a.rows_;
-      const int64_t value_words = a.columns_ / Dot::kPerWord;
-      take(memory, packed_keys, (a.k_words_ > value_words ? a.k_words_ : value_words) * kBlockKeys);
-      take(memory, packed_values, value_words * kBlockKeys);
+      const int64_t v_words = a.columns_ / Dot::kPerWord;
+      take(memory, packed_keys, (a.k_words_ > v_words ? a.k_words_ : v_words) * kBlockKeys);  // values too
+      take(memory, packed_values, v_words * kBlockKeys);
       take(memory, query, rows * a.k_words_);
       take(memory, zero_row, a.widest_row());
       take(memory, staged_keys, a.quantised() ? kBlockKeys * a.args_.k_dim : 0);
@@ -172,8 +172,6 @@ class Attention {
     }
   }
 
-  static int64_t tile_count(int64_t rows) { return (rows + kTileRows - 1) / kTileRows; }
-
   // Of a block with `left` keys, how many are multiplied: whole vectors, and whole words, but not all that is empty.
   static int64_t used_keys(int64_t left) {
     return left < kBlockKeys ? round_up(left, kLanes * Dot::kPerWord) : kBlockKeys;
@@ -183,7 +181,7 @@ class Attention {
   Fetch fetch_ahead(const Upcoming& next, int64_t rows, int64_t keys) const {
     const int64_t wider = args_.k_dim > args_.v_dim ? args_.k_dim : args_.v_dim;
     const int64_t vectors = k_words_ / kLanes * keys;
-    const int64_t steps = tile_count(rows) * (k_words_ * strips(keys) + keys / Dot::kPerWord * strips(columns_));
+    const int64_t steps = Tiles(rows).count * (k_words_ * strips(keys) + keys / Dot::kPerWord * strips(columns_));
     return Fetch(next, quantised() ? 0 : wider * kRawBytes, vectors, steps);
   }
 
@@ -230,40 +228,39 @@ class Attention {
   // One head's rows over the first `keys` of the block; those behind are hidden.
   void run_block(int64_t rows, const HeadRows& block, int64_t keys, const Workspace& w, const Word* query,
                  float* lane_sums, const State& state, Fetch& fetch) const {
-    // Tiles of nearly equal height: a last tile of one row would leave most of the registers idle.
-    const int64_t tiles = tile_count(rows);
-    const auto row_of = [&](int64_t tile) { return rows * tile / tiles; };
-    bool packed = false;
-    for (int64_t begin = 0; begin < tiles; begin += kGroupTiles) {
-      const int64_t end = begin + kGroupTiles < tiles ? begin + kGroupTiles : tiles, first = row_of(begin);
+    const Tiles tiles(rows);
+    // One group is done with the keys when it packs values: in their place these leave more of the nearest cache.
+    float* values = tiles.count <= kGroupTiles ? w.packed_keys : w.packed_values;
+    bool packed = tiles.count == 1;  // a single tile reads them where they lie
+    for (int64_t begin = 0; begin < tiles.count; begin += kGroupTiles) {
+      const int64_t end = begin + kGroupTiles < tiles.count ? begin + kGroupTiles : tiles.count;
+      const int64_t first = tiles.first(begin), last = tiles.first(end) - 1;
       uint64_t any = 0, all = ~uint64_t{0};
-      for (int64_t node = first / group_; node <= (row_of(end) - 1) / group_; ++node) {
+      for (int64_t node = first / group_; node <= last / group_; ++node) {
         any |= w.visible[node];
         all &= w.visible[node];
       }
       if (any == 0) continue;
-      for (int64_t t = begin, row = first; t < end; row = row_of(++t))
-        multiply<Dot>(static_cast<int>(row_of(t + 1) - row), query + row * k_words_, k_words_,
-                      PackedColumns{w.packed_keys, kBlockKeys}, k_words_, w.scores + (row - first) * kBlockKeys,
-                      kBlockKeys, nullptr, keys / kLanes, fetch);
+      for (int64_t t = begin; t < end; ++t)
+        multiply<Dot>(tiles.height(t), query + tiles.first(t) * k_words_, k_words_,
+                      PackedColumns{w.packed_keys, kBlockKeys}, k_words_,
+                      w.scores + (tiles.first(t) - first) * kBlockKeys, kBlockKeys, nullptr, keys / kLanes, fetch);
       alignas(64) float factors[kGroupRoom];
-      const Scores scores{w.scores,  first,  static_cast<int>(row_of(end) - first),
-                          w.visible, group_, all == ~uint64_t{0}};
+      const Scores scores{w.scores, first, static_cast<int>(last + 1 - first), w.visible, group_, all == ~uint64_t{0}};
       const Word* weights = Weights<T, Dot>(args_).weigh(scores, state, lane_sums, factors);
-      // After the only group keys are done with: values in their place leave more of the nearest cache to others.
-      float* values = tiles <= kGroupTiles ? w.packed_keys : w.packed_values;
-      if (tiles > 1 && !packed) pack_values<T, Dot>(block.values, keys, columns_, values);
+      if (!packed) pack_values<T, Dot>(block.values, keys, columns_, values);
       packed = true;
-      for (int64_t t = begin, row = first; t < end; row = row_of(++t)) {
+      for (int64_t t = begin; t < end; ++t) {
+        const int64_t row = tiles.first(t);
         const auto add = [&](const auto& columns) {
-          multiply<Dot>(static_cast<int>(row_of(t + 1) - row), weights + (row - first) * kBlockKeys, kBlockKeys,
-                        columns, keys / Dot::kPerWord, state.output + row * columns_, columns_, factors + (row - first),
+          multiply<Dot>(tiles.height(t), weights + (row - first) * kBlockKeys, kBlockKeys, columns,
+                        keys / Dot::kPerWord, state.output + row * columns_, columns_, factors + (row - first),
                         columns_ / kLanes, fetch);
         };
-        if (tiles > 1) {
-          add(PackedColumns{values, columns_});
-        } else {
+        if (tiles.count == 1) {
           add(ValueRows<T, Dot>{block.values});
+        } else {
+          add(PackedColumns{values, columns_});
         }
       }
     }

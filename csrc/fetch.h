@@ -12,6 +12,7 @@ namespace {
 
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
+// The rows of a head's values and of a head's keys, in the order in which they are read.
 struct Upcoming {
   Upcoming(const HeadRows& values_of, const HeadRows& keys_of) {
     std::memcpy(rows, values_of.values, sizeof values_of.values);
@@ -20,8 +21,8 @@ struct Upcoming {
   const char* rows[2 * kBlockKeys];
 };
 
-// Walks over the rows, line by line. The division that finds a line is no loss: without
-// it, prefetches come so fast while keys are packed that many are dropped.
+// Walks over the rows, line by line. The division that finds a line is no loss: without it, prefetches come so fast
+// while keys are packed that many are dropped.
 class Fetch {
  public:
   // The work at hand: keys are packed from so many vectors, and products take so many steps.

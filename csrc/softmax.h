@@ -101,8 +101,8 @@ class Weights {
       }
       transpose(top);
       for (int i = 1; i < kLanes; ++i) top[0] = vmax(top[0], top[i]);
-      const VecF was = load<VecF>(old + first), highest = top[0] * splat(unit);
-      VecF is = highest > was ? highest : was;
+      const VecF was = load<VecF>(old + first), found = top[0] * splat(unit);
+      VecF is = found > was ? found : was;
       // Only scores of NaN or minus infinity: they must reach the sum.
       is = is == splat(kMinusInf) ? load<VecF>(unseen + first) : is;
       store(now + first, is);

@@ -36,6 +36,15 @@ struct BFloat16Dot {
 };
 #endif
 
+// Rows divided into tiles of nearly equal height: a last tile of one row would leave most of the registers idle.
+struct Tiles {
+  explicit Tiles(int64_t rows) : rows(rows), count((rows + kTileRows - 1) / kTileRows) {}
+  int64_t first(int64_t tile) const { return rows * tile / count; }
+  int height(int64_t tile) const { return static_cast<int>(first(tile + 1) - first(tile)); }
+
+  int64_t rows, count;
+};
+
 // B packed: all columns' words of one step lie side by side.
 struct PackedColumns {
   const float* at;
