@@ -61,6 +61,7 @@ PYBIND11_MODULE(_cpu, m) {
         throw py::value_error("instruction set '" + name + "' can't be used here; there are " + known);
       },
       "Use one of isas() from now on.");
+  m.def("fill_new_tensors", &fill_new_tensors, "Fill new tensors with NaN from now on, or no longer (for tests).");
   m.def("arena_bytes", &arena_bytes, "Bytes that the kernels hold in all threads, between calls too.");
   m.def("thread_runtime", [] { return std::string(thread_runtime()); });
 }

@@ -43,8 +43,11 @@ struct NewTensor {
   void* data;
 };
 
-// torch.empty on the CPU.
+// A contiguous tensor on the CPU of up to three dimensions, its elements as memory comes.
 NewTensor empty(uint8_t code, uint8_t bits, std::initializer_list<int64_t> shape);
+
+// Whether new tensors are filled with NaN (integers: -1), for tests; torch.utils.deterministic doesn't reach them.
+void fill_new_tensors(bool fill);
 
 // torch.get_num_threads().
 int num_threads();

@@ -1,7 +1,8 @@
-"""Fresh memory is NaN (floats) or its largest value (integers) in every test: reading what was never written shows."""
+"""Fresh memory is NaN (floats) or an extreme value (integers) in every test: reading what was never written shows."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 import pytest
@@ -12,5 +13,14 @@ import torch
 def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
+    _poison_kernel_outputs()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+def _poison_kernel_outputs() -> None:
+    """What the C++ kernels allocate, which torch doesn't fill; where they aren't built there is nothing to do."""
+    if importlib.util.find_spec("specmemo_kernels._cpu") is not None:
+        from specmemo_kernels import _cpu
+
+        _cpu.fill_new_tensors(True)
