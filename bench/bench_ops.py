@@ -85,7 +85,7 @@ def attention_row(case: AttentionCase, dtype: torch.dtype, yard: Yardstick, peer
     problem = op_peers.dense(inputs)
     pools = {name: inputs[name] for name in ("k_pages", "v_pages")}
     pages = tuple(pools.values())
-    rest = {name: value for name, value in inputs.items() if name not in ("k_pages", "v_pages")}
+    rest = {name: value for name, value in inputs.items() if name not in pools}
     ours = lambda k, v: ops.tree_attention(**rest, k_pages=k, v_pages=v, backend="cpu")  # noqa: E731
     outputs = {"ours": ours(*pages)[0]}
     functions: dict[str, Callable[[], Any]] = {"ours": Rotation(ours, pages)}

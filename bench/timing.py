@@ -37,6 +37,8 @@ def take_turns(
     spent = dict.fromkeys(functions, 0.0)
     for done in range(rounds[1]):
         order = [name for name in functions if done < rounds[0] or spent[name] < share]
+        if not order:
+            break
         shuffle(order)
         for name in order:
             started = time.perf_counter()

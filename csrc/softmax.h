@@ -43,7 +43,7 @@ struct Scores {
   int64_t first;  // row of the head that the group begins with
   int count;
   const uint64_t* visible;  // [nodes], bit i: the block's key i is seen
-  int64_t group;            // rows per node
+  int64_t rows_per_node;
   bool all_visible;
 };
 
@@ -87,7 +87,7 @@ class Weights {
   // Hides what isn't seen and finds each row's maximum `now`, which becomes the state's, and its factor.
   void maxima(const Scores& group, bool before, float unit, float* state_max, float* now, float* factors) const {
     alignas(64) float old[kGroupRoom] = {}, unseen[kGroupRoom] = {};
-    int64_t node = group.first / group.group, in_node = group.first % group.group;
+    int64_t node = group.first / group.rows_per_node, in_node = group.first % group.rows_per_node;
     std::memcpy(old, state_max, static_cast<size_t>(group.count) * sizeof(float));
     for (int first = 0; first < group.count; first += kLanes) {
       VecF top[kLanes];
@@ -96,7 +96,7 @@ class Weights {
         if (first + i >= group.count) continue;
         const uint64_t visible = group.visible[node];
         unseen[first + i] = visible != 0 ? 0.0f : kMinusInf;
-        if (++in_node == group.group) ++node, in_node = 0;
+        if (++in_node == group.rows_per_node) ++node, in_node = 0;
         top[i] = highest(group.scores + (first + i) * kBlockKeys, visible, before, group.all_visible);
       }
       transpose(top);

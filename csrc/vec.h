@@ -63,7 +63,7 @@ inline VecI lane_index() {
   return v;
 }
 
-// Sums and maxima over lanes, always in the same order: halves are folded together.
+// Sums over lanes, always in the same order: halves are folded together.
 template <int N>
 struct Fold {
   typedef float Wide __attribute__((vector_size(N * 4)));
@@ -74,21 +74,13 @@ struct Fold {
     std::memcpy(&b, reinterpret_cast<const char*>(&v) + sizeof a, sizeof b);
     return Fold<N / 2>::sum(a + b);
   }
-  static float max(Wide v) {
-    Half a, b;
-    std::memcpy(&a, &v, sizeof a);
-    std::memcpy(&b, reinterpret_cast<const char*>(&v) + sizeof a, sizeof b);
-    return Fold<N / 2>::max(a > b ? a : b);
-  }
 };
 template <>
 struct Fold<2> {
   typedef float Wide __attribute__((vector_size(8)));
   static float sum(Wide v) { return v[0] + v[1]; }
-  static float max(Wide v) { return v[0] > v[1] ? v[0] : v[1]; }
 };
 inline float sum(VecF v) { return Fold<kLanes>::sum(v); }
-inline float max(VecF v) { return Fold<kLanes>::max(v); }
 
 // --- 16-bit floats -------------------------------------------------------------------------------------------------
 
