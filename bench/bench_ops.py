@@ -147,14 +147,8 @@ def commit_row(
     for b in range(batch):
         assert torch.equal(k_pages[:, table[b, at // 16].long(), at % 16], k[:, b * nodes + index[b].long()])
     moved = 2 * layers * batch * kept * heads * dim
-    # As far from the caches as the other side's.
-    chunks = [torch.zeros(max(1, 2**26 // (moved * dtype.itemsize)), moved, dtype=dtype).unbind() for _ in range(2)]
-    pairs = itertools.cycle(zip(*chunks, strict=True))
-
-    def memcpy() -> None:
-        room, source = next(pairs)
-        room.copy_(source)
-
+    room, source = torch.zeros(2, moved, dtype=dtype)
+    memcpy = Rotation(lambda room, source: room.copy_(source), (room, source))
     functions = {"ours": Rotation(run, (k, v)), "memcpy": memcpy}
     times = take_turns(functions, seconds=seconds, between=yard.layer)
     return {

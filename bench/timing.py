@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from specmemo_kernels.cli.env import collect_env
+from specmemo_kernels.huge_pages import prefer_huge_pages
 
 
 def take_turns(
@@ -52,10 +53,17 @@ def take_turns(
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def _in_huge_pages(data: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty_like(data)
+    prefer_huge_pages(copy)
+    return copy.copy_(data)
+
+
 class Rotation:
     """The same function over copies of its data in turn, so that no call finds its data in a cache.
 
-    Between two steps of a decoder all layers' weights pass through the caches, so a layer's keys have left them.
+    Between two steps of a decoder all layers' weights pass through the caches, so a layer's keys have left them. The
+    copies lie in huge pages, as the pool's pages do; so everybody's data does.
     """
 
     def __init__(
@@ -63,7 +71,7 @@ class Rotation:
     ) -> None:
         copies = 1 + nbytes // max(1, sum(x.nbytes for x in data))
         self._function = function
-        self._data = [data, *(tuple(x.clone() for x in data) for _ in range(min(copies, 64) - 1))]
+        self._data = [tuple(_in_huge_pages(x) for x in data) for _ in range(min(copies, 64))]
         self._next = 0
 
     def __call__(self) -> Any:

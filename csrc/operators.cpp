@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "calls.h"
 #include "kernels.h"
 #include "paged_copy.h"
 #include "tensors.h"
@@ -157,25 +158,6 @@ py::object verify(Arguments a) {
 
 py::object all_layouts(Arguments a, Py_ssize_t count) { return layouts(a, count); }
 
-// listeners, kernels, carefully, then the operator's arguments and its backend: see ops/layouts.py.
-py::object call(Arguments a, Py_ssize_t count) {
-  Arguments arguments = a + 3;
-  py::object kernel, key;
-  bool heard = false;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(a[0]) && !heard; ++i) {
-    const auto answer = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(PyTuple_GET_ITEM(a[0], i)));
-    const int yes = answer ? PyObject_IsTrue(answer.ptr()) : -1;
-    if (yes < 0) throw py::error_already_set();
-    heard = yes != 0;
-  }
-  if (!heard) {
-    key = layouts(arguments, count - 3);
-    kernel = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(a[1], key.ptr()));
-  }
-  return py::reinterpret_steal<py::object>(kernel ? PyObject_Vectorcall(kernel.ptr(), arguments, count - 4, nullptr)
-                                                  : PyObject_Vectorcall(a[2], arguments, count - 3, nullptr));
-}
-
 // Without a result (and without an error) a function returns None.
 template <class Function>
 PyObject* guarded(Function function) {
@@ -213,7 +195,6 @@ PyCFunction fast(PyObject* (*function)(PyObject*, Arguments, Py_ssize_t)) {
 void add_operators(py::module_& module) {
   static PyMethodDef methods[] = {
       {"layouts", fast(any<all_layouts>), METH_FASTCALL, nullptr},
-      {"call", fast(any<call>), METH_FASTCALL, nullptr},
       {"tree_attention", fast(fixed<tree_attention, 19>), METH_FASTCALL, nullptr},
       {"append_paged_kv", fast(fixed<append_paged_kv, 9>), METH_FASTCALL, nullptr},
       {"commit_paged_kv", fast(fixed<commit_paged_kv, 11>), METH_FASTCALL, nullptr},
@@ -221,6 +202,7 @@ void add_operators(py::module_& module) {
       {nullptr, nullptr, 0, nullptr},
   };
   if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();
+  add_operator_type(module);
 }
 
 }  // namespace specmemo

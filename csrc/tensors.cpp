@@ -54,59 +54,18 @@ const Torch& torch() {
   return found;
 }
 
+}  // namespace
+
 bool is_plain(const PyObject* value) {
   const void* type = Py_TYPE(value);
   return type == torch().tensor || type == torch().parameter;
 }
 
-template <class T>
-void add(std::string& out, const T* values, size_t count) {
-  out.append(reinterpret_cast<const char*>(values), count * sizeof(T));
-}
-
-// False: the value has no layout.
-bool add_layout(std::string& out, PyObject* value) {
-  if (value == Py_None) {
-    out.push_back('n');
-  } else if (is_plain(value)) {
-    TensorView tensor;
-    if (torch().exchange->view(value, &tensor) != 0) {
-      PyErr_Clear();
-      return false;
-    }
-    const int32_t head[] = {tensor.ndim, tensor.code, tensor.bits, tensor.device_type, tensor.device_id};
-    out.push_back('t');
-    add(out, head, 5);
-    add(out, tensor.shape, static_cast<size_t>(tensor.ndim));
-    add(out, tensor.strides, static_cast<size_t>(tensor.ndim));
-  } else if (PyFloat_Check(value) || PyLong_Check(value)) {
-    const double number = PyFloat_AsDouble(value);
-    if (number == -1.0 && PyErr_Occurred() != nullptr) {
-      PyErr_Clear();
-      return false;
-    }
-    out.push_back(number > 0 ? '+' : number < 0 ? '-' : number == 0 ? '0' : '?');
-  } else if (PyUnicode_CheckExact(value)) {
-    Py_ssize_t size = 0;
-    const char* text = PyUnicode_AsUTF8AndSize(value, &size);
-    if (text == nullptr) {
-      PyErr_Clear();
-      return false;
-    }
-    out.push_back('s');
-    add(out, &size, 1);
-    add(out, text, static_cast<size_t>(size));
-  } else {
-    return false;
-  }
-  return true;
-}
-
-}  // namespace
+bool try_view(PyObject* tensor, TensorView* out) { return torch().exchange->view(tensor, out) == 0; }
 
 TensorView view(py::handle tensor) {
   TensorView result{};
-  if (!tensor.is_none() && torch().exchange->view(tensor.ptr(), &result) != 0) throw py::error_already_set();
+  if (!tensor.is_none() && !try_view(tensor.ptr(), &result)) throw py::error_already_set();
   return result;
 }
 
@@ -154,14 +113,6 @@ int num_threads() {
   const auto result = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(torch().num_threads));
   if (!result) throw py::error_already_set();
   return static_cast<int>(PyLong_AsLong(result.ptr()));
-}
-
-py::object layouts(PyObject* const* values, Py_ssize_t count) {
-  std::string out;
-  out.reserve(1024);
-  for (Py_ssize_t i = 0; i < count; ++i)
-    if (!add_layout(out, values[i])) return py::none();
-  return py::bytes(out);
 }
 
 }  // namespace specmemo

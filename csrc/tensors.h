@@ -32,6 +32,12 @@ struct TensorView {  // DLTensor
   }
 };
 
+// Whether this is a tensor or parameter of torch's own, not one of a class derived from them.
+bool is_plain(const PyObject* value);
+
+// False, with a Python error, for what can't be seen so.
+bool try_view(PyObject* tensor, TensorView* out);
+
 // The view lives as long as the tensor isn't changed. None gives zeros.
 TensorView view(pybind11::handle tensor);
 
@@ -51,10 +57,5 @@ void fill_new_tensors(bool fill);
 
 // torch.get_num_threads().
 int num_threads();
-
-// Type, device, sizes and strides of all tensors, signs of all numbers and strings as they are, as bytes that are equal
-// when those are. None if there is a tensor that isn't plain (fake, traced, wrapped), or something else than these and
-// None.
-pybind11::object layouts(PyObject* const* values, Py_ssize_t count);
 
 }  // namespace specmemo

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import inspect
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,7 +39,7 @@ class FunctionListener(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.fixture(params=[layouts.call, layouts.call_in_python], ids=["compiled", "python"])
+@pytest.fixture(params=["compiled", "python"])
 def checked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was checked and what went through torch's dispatcher, by a tree_attention that remembers nothing yet."""
     heard: list[str] = []
@@ -55,8 +58,12 @@ def checked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         heard.append("check")
         checks.tree_attention(*args)
 
-    monkeypatch.setattr(schema, "call", request.param)
-    monkeypatch.setattr(ops, "_tree_attention", schema.operator("tree_attention", check))
+    if request.param == "python":
+        monkeypatch.setattr(layouts, "_cpu", None)
+        monkeypatch.setattr(schema, "layouts", layouts.layouts_in_python)
+    operator = schema.Operator("tree_attention", check)
+    monkeypatch.setattr(ops, "_tree_attention", operator)
+    monkeypatch.setattr(ops, "tree_attention", operator.shortens(inspect.unwrap(ops.tree_attention)))
     monkeypatch.setattr(torch.ops.specmemo, "tree_attention", Dispatched())
     return heard
 
@@ -133,15 +140,60 @@ def test_only_so_much_is_remembered(checked: list[str], monkeypatch: pytest.Monk
     assert checked == ["check"] * 4, "the third kind makes the first two forgotten"
 
 
-@torch.inference_mode()
-def test_an_answer_that_fails_is_an_error(inputs: dict[str, Any]) -> None:
+def _two(first: Any, second: Any = 2, *, third: Any, backend: Any = None) -> tuple[str, Any, Any, Any, Any]:
+    return "long", first, second, third, backend
+
+
+def _short(first: Any, second: Any, third: Any) -> tuple[str, Any, Any, Any]:
+    return "short", first, second, third
+
+
+def test_arguments_come_in_the_order_of_the_parameters() -> None:
+    """However they are given; what doesn't fit goes to the function itself, whose error it is."""
+    op = layouts.shortened(_two, (), {layouts.layouts(1, 2, 3, None): _short})
+    assert op(1, third=3) == op(1, 2, third=3) == ("short", 1, 2, 3)
+    assert op(third=4, backend=None, first=5) == ("short", 5, 2, 4)
+    assert op(1, **{"".join("third"): 3}) == ("long", 1, 2, 3, None), "a name made at run time"
+    assert op(1, third=-3) == ("long", 1, 2, -3, None)
+    assert op(1, 2, third=3, backend="cpu") == ("long", 1, 2, 3, "cpu")
+    assert op(1, third=[]) == ("long", 1, 2, [], None)
+    for args, kwargs in [
+        ((1,), {}),
+        ((1, 2, 3), {"third": 3}),
+        ((1,), {"third": 3, "fourth": 4}),
+        ((1,), {"first": 1, "third": 3}),
+    ]:
+        with pytest.raises(TypeError, match=r"_two\(\)"):
+            op(*args, **kwargs)
+
+
+def test_an_answer_that_fails_is_an_error() -> None:
     def fails() -> bool:
         raise RuntimeError("no answer")
 
-    for call in (layouts.call, layouts.call_in_python):
-        with pytest.raises(RuntimeError, match="no answer"):
-            call((fails,), {}, pytest.fail, 1, None)
-        assert call((), {}, lambda *args: args, 1.0, None) == (1.0, None)
+    with pytest.raises(RuntimeError, match="no answer"):
+        layouts.shortened(_two, (fails,), {})(1, third=3)
+
+
+def test_a_short_function_is_still_that_function() -> None:
+    op = ops.commit_paged_kv
+    assert isinstance(op, _cpu.Operator)
+    assert op.__name__ == "commit_paged_kv"
+    assert op.__doc__ == inspect.unwrap(op).__doc__
+    assert [*inspect.signature(op).parameters][-2:] == ["v_scales", "backend"]
+    assert copy.deepcopy(op) is op
+    assert pickle.loads(pickle.dumps(op)) is op
+
+
+def test_parameters_are_those_of_the_schema() -> None:
+    """Kernels get their arguments in this order."""
+    for name in schema.SCHEMAS:
+        expected = [argument.name for argument in getattr(torch.ops.specmemo, name).default._schema.arguments]
+        if (
+            name == "lm_head_topk"
+        ):  # its bound of k depends on more than layouts, and it hands its arguments over itself
+            continue
+        assert [*inspect.signature(getattr(ops, name)).parameters] == expected
 
 
 def test_a_wrong_number_of_arguments_is_an_error() -> None:

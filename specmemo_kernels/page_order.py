@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from specmemo_kernels.huge_pages import prefer_huge_pages
+
 Tensor = torch.Tensor
 
 
@@ -21,6 +23,7 @@ def empty_pages(shape: tuple[int, ...], dim: int | None, dtype: torch.dtype, dev
     """
     *outer, page_size, heads = shape
     memory = torch.empty(*outer, heads, page_size, *(() if dim is None else (dim,)), dtype=dtype, device=device)
+    prefer_huge_pages(memory)
     return swap_order(memory, scales=dim is None)
 
 

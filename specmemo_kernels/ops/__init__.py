@@ -51,7 +51,7 @@ from specmemo_kernels.ops.dispatch import (
 Tensor = torch.Tensor
 
 (_tree_attention, _append_paged_kv, _commit_paged_kv, _verify_tree_greedy, _lm_head_argmax, _lm_head_topk) = (
-    schema.operator(name, getattr(checks, name)) for name in schema.SCHEMAS
+    schema.Operator(name, getattr(checks, name)) for name in schema.SCHEMAS
 )
 
 __all__ = [
@@ -71,6 +71,7 @@ __all__ = [
 ]
 
 
+@_tree_attention.shortens
 def tree_attention(
     q: Tensor,
     k_new: Tensor,
@@ -128,6 +129,7 @@ def tree_attention(
     return result
 
 
+@_append_paged_kv.shortens
 def append_paged_kv(
     k_new: Tensor,
     v_new: Tensor,
@@ -149,6 +151,7 @@ def append_paged_kv(
     _append_paged_kv(k_new, v_new, k_pages, v_pages, block_table, seq_lens, qo_indptr, k_scales, v_scales, backend)
 
 
+@_commit_paged_kv.shortens
 def commit_paged_kv(
     k_scratch: Tensor,
     v_scratch: Tensor,
@@ -180,6 +183,7 @@ def commit_paged_kv(
     )  # fmt: skip
 
 
+@_verify_tree_greedy.shortens
 def verify_tree_greedy(
     draft_tokens: Tensor,
     target_tokens: Tensor,
@@ -209,6 +213,7 @@ def verify_tree_greedy(
     return result
 
 
+@_lm_head_argmax.shortens
 def lm_head_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
     """``argmax(hidden @ weight.T + bias)`` per row, without a ``[N, V]`` tensor.
 

@@ -6,14 +6,17 @@ the C++ module is built, all of this is one function of it.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 from collections.abc import Callable, Hashable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
 Tensor = torch.Tensor
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _layout(value: Any) -> Hashable:
@@ -35,17 +38,6 @@ def layouts_in_python(*values: Any) -> Hashable:
         return None
 
 
-def call_in_python(
-    listeners: Sequence[Callable[[], Any]],
-    kernels: dict[Hashable, Callable[..., Any]],
-    carefully: Callable[..., Any],
-    *args: Any,
-) -> Any:
-    """As :func:`call`, where the C++ module isn't built."""
-    kernel = None if any(listens() for listens in listeners) else kernels.get(layouts_in_python(*args))
-    return carefully(*args) if kernel is None else kernel(*args[:-1])
-
-
 def _compiled() -> ModuleType | None:
     try:
         return importlib.import_module("specmemo_kernels._cpu")
@@ -59,6 +51,26 @@ _cpu = _compiled()
 #: are. ``None`` where something can't be told so: it must be looked at every time.
 layouts: Callable[..., Hashable] = _cpu.layouts if _cpu else layouts_in_python
 
-#: ``call(listeners, kernels, carefully, *args)``: the kernel remembered for arguments like these, called without the
-#: last of them (the backend); ``carefully(*args)`` where there is none or one of ``listeners`` answers yes.
-call: Callable[..., Any] = _cpu.call if _cpu else call_in_python
+
+def shortened(
+    function: _Function, listeners: Sequence[Callable[[], Any]], kernels: dict[Hashable, Callable[..., Any]]
+) -> _Function:
+    """The same function, which calls what ``kernels`` holds for arguments that are laid out alike straight away.
+
+    Everything else goes to ``function``: other arguments, and all calls while one of ``listeners`` answers yes.
+
+    Args:
+        function: its last parameter chooses the backend, which a kernel isn't given any more.
+        kernels: by :func:`layouts` of all arguments in the order of the function's parameters.
+    """
+    if _cpu is None:
+        return function
+    parameters = inspect.signature(function).parameters.values()
+    defaults = tuple(... if p.default is p.empty else p.default for p in parameters)
+    positional = sum(p.kind is not p.KEYWORD_ONLY for p in parameters)
+    result = _cpu.Operator(function, tuple(p.name for p in parameters), defaults, positional, tuple(listeners), kernels)
+    functools.update_wrapper(result, function)
+    # By these two attributes, those of torch.jit.script_if_tracing, torch.compile finds the function that it can trace.
+    setattr(result, "__script_if_tracing_wrapper", True)
+    setattr(result, "__original_fn", function)
+    return cast(_Function, result)

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from specmemo_kernels.ops.dispatch import backend_for
-from specmemo_kernels.ops.layouts import call, layouts
+from specmemo_kernels.ops.layouts import layouts, shortened
 
 Tensor = torch.Tensor
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 SCHEMAS = {
     "tree_attention": (
@@ -72,7 +72,7 @@ LISTENERS: tuple[Callable[[], Any], ...] = (
 _REMEMBERED = 1024
 
 
-def operator(name: str, check: Callable[..., None]) -> Callable[..., Any]:
+class Operator:
     """What a call of an operator runs: a check, then torch's operator or, where nobody listens, the kernel alone.
 
     Between two layers' products a core's caches hold nothing of torch's dispatcher, and the way through it takes longer
@@ -81,28 +81,29 @@ def operator(name: str, check: Callable[..., None]) -> Callable[..., Any]:
     Args:
         check: takes the arguments without the backend; raises for arguments that don't fit.
     """
-    kernels: dict[Hashable, Callable[..., Any]] = {}
 
-    def carefully(*args: Any) -> Any:
+    def __init__(self, name: str, check: Callable[..., None]) -> None:
+        self._name = name
+        self._check = check
+        self._kernels: dict[Hashable, Callable[..., Any]] = {}
+
+    def __call__(self, *args: Any) -> Any:
         key = None if torch.compiler.is_compiling() else layouts(*args)
-        kernel = kernels.get(key)
+        kernel = self._kernels.get(key)
         if kernel is None:
-            check(*args[:-1])
+            self._check(*args[:-1])
         if kernel is None and key is not None:
-            kernel = getattr(backend_for(args[-1], args[0].device), name)
-            if len(kernels) >= _REMEMBERED:
-                kernels.clear()
-            kernels[key] = kernel
+            kernel = getattr(backend_for(args[-1], args[0].device), self._name)
+            if len(self._kernels) >= _REMEMBERED:
+                self._kernels.clear()
+            self._kernels[key] = kernel
         if kernel is None or any(listens() for listens in LISTENERS):
-            return getattr(torch.ops.specmemo, name)(*args)
+            return getattr(torch.ops.specmemo, self._name)(*args)
         return kernel(*args[:-1])
 
-    again = functools.partial(call, LISTENERS, kernels, carefully)
-
-    def run(*args: Any) -> Any:
-        return carefully(*args) if is_dynamo_compiling() else again(*args)
-
-    return run
+    def shortens(self, function: _Function) -> _Function:
+        """A decorator of the function that hands its arguments, all and in their order, to this operator."""
+        return shortened(function, LISTENERS, self._kernels)
 
 
 def _fake_tree_attention(q: Tensor, k_new: Tensor, v_new: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
