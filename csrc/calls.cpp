@@ -80,9 +80,10 @@ class Layout {
   size_t count_ = 0;
 };
 
-// A Python function, and the kernel that its last arguments led to.
-struct Operator {
-  PyObject_HEAD vectorcallfunc vectorcall;
+// A Python function, and the kernel that the last arguments led to.
+struct Shortened {
+  PyObject base;
+  vectorcallfunc vectorcall;
   PyObject *function, *names, *defaults, *listeners, *kernels, *dict;
   Py_ssize_t positional;
   PyObject* kernel;
@@ -91,7 +92,7 @@ struct Operator {
 };
 
 // Arguments in the order of the function's parameters; false where they don't fit them.
-bool bind(const Operator& op, PyObject* const* given, Py_ssize_t count, PyObject* keywords, PyObject** slots) {
+bool bind(const Shortened& op, PyObject* const* given, Py_ssize_t count, PyObject* keywords, PyObject** slots) {
   const Py_ssize_t all = PyTuple_GET_SIZE(op.names);
   if (count > op.positional) return false;
   for (Py_ssize_t i = 0; i < all; ++i) slots[i] = i < count ? given[i] : PyTuple_GET_ITEM(op.defaults, i);
@@ -108,7 +109,7 @@ bool bind(const Operator& op, PyObject* const* given, Py_ssize_t count, PyObject
 }
 
 // 1: somebody wants to hear of this call; -1: an error.
-int heard(const Operator& op) {
+int heard(const Shortened& op) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(op.listeners); ++i) {
     PyObject* answer = PyObject_CallNoArgs(PyTuple_GET_ITEM(op.listeners, i));
     const int yes = answer == nullptr ? -1 : PyObject_IsTrue(answer);
@@ -119,7 +120,7 @@ int heard(const Operator& op) {
 }
 
 // A new reference to the kernel for arguments like these, or null.
-PyObject* find(Operator& op, PyObject* const* slots) {
+PyObject* find(Shortened& op, PyObject* const* slots) {
   Layout layout;
   if (!layout.add_all(slots, PyTuple_GET_SIZE(op.names))) return nullptr;
   if (layout.bytes() == op.bytes && std::memcmp(layout.data(), op.layout, op.bytes) == 0) return Py_NewRef(op.kernel);
@@ -134,20 +135,26 @@ PyObject* find(Operator& op, PyObject* const* slots) {
   return kernel;
 }
 
-PyObject* call(PyObject* self, PyObject* const* given, size_t count, PyObject* keywords) {
-  auto& op = *reinterpret_cast<Operator*>(self);
+// The kernel's result; null without an error where the function itself has to be called.
+PyObject* call_kernel(Shortened& op, PyObject* const* given, Py_ssize_t count, PyObject* keywords) {
   PyObject* slots[kMostArguments];
-  if (bind(op, given, PyVectorcall_NARGS(count), keywords, slots)) {
-    const int listened = heard(op);
-    if (listened < 0) return nullptr;
-    PyObject* kernel = listened ? nullptr : find(op, slots);
-    if (kernel != nullptr) {
-      const auto backend = PyTuple_GET_SIZE(op.names) - 1;  // the last argument, which chose the kernel
-      PyObject* result = PyObject_Vectorcall(kernel, slots, static_cast<size_t>(backend), nullptr);
-      Py_DECREF(kernel);
-      return result;
-    }
-    if (PyErr_Occurred() != nullptr) return nullptr;
+  if (!bind(op, given, count, keywords, slots) || heard(op) != 0) return nullptr;
+  PyObject* kernel = find(op, slots);
+  if (kernel == nullptr) return nullptr;
+  const auto backend = PyTuple_GET_SIZE(op.names) - 1;  // the last argument, which chose the kernel
+  PyObject* result = PyObject_Vectorcall(kernel, slots, static_cast<size_t>(backend), nullptr);
+  Py_DECREF(kernel);
+  return result;
+}
+
+PyObject* call(PyObject* self, PyObject* const* given, size_t count, PyObject* keywords) {
+  auto& op = *reinterpret_cast<Shortened*>(self);
+  try {
+    PyObject* result = call_kernel(op, given, PyVectorcall_NARGS(count), keywords);
+    if (result != nullptr || PyErr_Occurred() != nullptr) return result;
+  } catch (py::error_already_set& error) {  // from looking for torch
+    error.restore();
+    return nullptr;
   }
   return PyObject_Vectorcall(op.function, given, count, keywords);
 }
@@ -165,7 +172,7 @@ PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
     return PyErr_Format(PyExc_ValueError,
                         "%zd names, %zd defaults, %zd positional: 1 to %zd names and as many defaults", count,
                         PyTuple_GET_SIZE(defaults), positional, kMostArguments);
-  auto* op = reinterpret_cast<Operator*>(type->tp_alloc(type, 0));
+  auto* op = reinterpret_cast<Shortened*>(type->tp_alloc(type, 0));
   if (op == nullptr) return nullptr;
   op->vectorcall = call;
   op->function = Py_NewRef(function), op->names = Py_NewRef(parameters), op->defaults = Py_NewRef(defaults);
@@ -174,7 +181,7 @@ PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
 }
 
 void destroy(PyObject* self) {
-  auto* op = reinterpret_cast<Operator*>(self);
+  auto* op = reinterpret_cast<Shortened*>(self);
   PyTypeObject* type = Py_TYPE(self);
   for (PyObject* held : {op->function, op->names, op->defaults, op->listeners, op->kernels, op->dict, op->kernel})
     Py_XDECREF(held);
@@ -193,10 +200,10 @@ py::object layouts(PyObject* const* values, Py_ssize_t count) {
   return py::bytes(static_cast<const char*>(layout.data()), layout.bytes());
 }
 
-void add_operator_type(py::module_& module) {
+void add_shortened_type(py::module_& module) {
   static PyMemberDef members[] = {
-      {"__vectorcalloffset__", T_PYSSIZET, offsetof(Operator, vectorcall), READONLY, nullptr},
-      {"__dictoffset__", T_PYSSIZET, offsetof(Operator, dict), READONLY, nullptr},
+      {"__vectorcalloffset__", T_PYSSIZET, offsetof(Shortened, vectorcall), READONLY, nullptr},
+      {"__dictoffset__", T_PYSSIZET, offsetof(Shortened, dict), READONLY, nullptr},
       {nullptr, 0, 0, 0, nullptr},
   };
   static PyGetSetDef attributes[] = {
@@ -216,11 +223,11 @@ void add_operator_type(py::module_& module) {
       {Py_tp_methods, methods},
       {0, nullptr},
   };
-  static PyType_Spec spec = {"specmemo_kernels._cpu.Operator", sizeof(Operator), 0,
+  static PyType_Spec spec = {"specmemo_kernels._cpu.Shortened", sizeof(Shortened), 0,
                              Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, slots};
   const auto type = py::reinterpret_steal<py::object>(PyType_FromSpec(&spec));
   if (!type) throw py::error_already_set();
-  module.attr("Operator") = type;
+  module.attr("Shortened") = type;
 }
 
 }  // namespace specmemo

@@ -10,7 +10,7 @@ namespace specmemo {
 // None.
 pybind11::object layouts(PyObject* const* values, Py_ssize_t count);
 
-// The type Operator, see ops/layouts.py.
-void add_operator_type(pybind11::module_& module);
+// The type Shortened, see ops/layouts.py.
+void add_shortened_type(pybind11::module_& module);
 
 }  // namespace specmemo

@@ -202,7 +202,7 @@ void add_operators(py::module_& module) {
       {nullptr, nullptr, 0, nullptr},
   };
   if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();
-  add_operator_type(module);
+  add_shortened_type(module);
 }
 
 }  // namespace specmemo

@@ -177,7 +177,7 @@ def test_an_answer_that_fails_is_an_error() -> None:
 
 def test_a_short_function_is_still_that_function() -> None:
     op = ops.commit_paged_kv
-    assert isinstance(op, _cpu.Operator)
+    assert isinstance(op, _cpu.Shortened)
     assert op.__name__ == "commit_paged_kv"
     assert op.__doc__ == inspect.unwrap(op).__doc__
     assert [*inspect.signature(op).parameters][-2:] == ["v_scales", "backend"]

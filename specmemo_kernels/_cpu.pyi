@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-class Operator:
+class Shortened:
     def __init__(
         self,
         function: Callable[..., Any],

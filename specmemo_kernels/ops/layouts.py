@@ -68,7 +68,8 @@ def shortened(
     parameters = inspect.signature(function).parameters.values()
     defaults = tuple(... if p.default is p.empty else p.default for p in parameters)
     positional = sum(p.kind is not p.KEYWORD_ONLY for p in parameters)
-    result = _cpu.Operator(function, tuple(p.name for p in parameters), defaults, positional, tuple(listeners), kernels)
+    names = tuple(p.name for p in parameters)
+    result = _cpu.Shortened(function, names, defaults, positional, tuple(listeners), kernels)
     functools.update_wrapper(result, function)
     # By these two attributes, those of torch.jit.script_if_tracing, torch.compile finds the function that it can trace.
     setattr(result, "__script_if_tracing_wrapper", True)
