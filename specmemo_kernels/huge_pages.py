@@ -28,9 +28,11 @@ def prefer_huge_pages(tensor: torch.Tensor) -> None:
     A wish: where the system has none to give, memory comes as always. None of the memory is touched, and no more can
     be used than the tensor has.
     """
-    madvise = _madvise() if tensor.device.type == "cpu" else None
+    madvise = _madvise()
+    if madvise is None or tensor.device.type != "cpu" or type(tensor) is not torch.Tensor:  # a fake one lies nowhere
+        return
     storage = tensor.untyped_storage()
     start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     start, end = -(-start // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE
-    if madvise is not None and start < end:
+    if start < end:
         madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_HUGEPAGE)
