@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specmemo_kernels.huge_pages import HUGE_PAGE, prefer_huge_pages
 from specmemo_kernels.page_order import empty_pages
@@ -38,6 +39,10 @@ def test_the_pool_asks() -> None:
     assert not _wished(end - 1) or end % HUGE_PAGE == 0, "that huge page isn't the tensor's alone"
 
 
-@pytest.mark.parametrize("tensor", [torch.empty(5), torch.empty(0), torch.empty(2**20, device="meta")])
-def test_small_and_other_tensors_are_left(tensor: torch.Tensor) -> None:
-    prefer_huge_pages(tensor)
+@pytest.mark.filterwarnings("error")
+def test_small_and_other_tensors_are_left() -> None:
+    """Where a fake tensor lies can't be asked without a warning."""
+    with FakeTensorMode():
+        fake = torch.empty(2**20)
+    for tensor in (torch.empty(5), torch.empty(0), torch.empty(2**20, device="meta"), fake):
+        prefer_huge_pages(tensor)

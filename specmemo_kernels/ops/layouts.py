@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 Tensor = torch.Tensor
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _layout(value: Any) -> Hashable:
@@ -53,8 +53,8 @@ layouts: Callable[..., Hashable] = _cpu.layouts if _cpu else layouts_in_python
 
 
 def shortened(
-    function: _Function, listeners: Sequence[Callable[[], Any]], kernels: dict[Hashable, Callable[..., Any]]
-) -> _Function:
+    function: Function, listeners: Sequence[Callable[[], Any]], kernels: dict[Hashable, Callable[..., Any]]
+) -> Function:
     """The same function, which calls what ``kernels`` holds for arguments that are laid out alike straight away.
 
     Everything else goes to ``function``: other arguments, and all calls while one of ``listeners`` answers yes.
@@ -74,4 +74,4 @@ def shortened(
     # By these two attributes, those of torch.jit.script_if_tracing, torch.compile finds the function that it can trace.
     setattr(result, "__script_if_tracing_wrapper", True)
     setattr(result, "__original_fn", function)
-    return cast(_Function, result)
+    return cast(Function, result)

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from specmemo_kernels.ops.dispatch import backend_for
-from specmemo_kernels.ops.layouts import layouts, shortened
+from specmemo_kernels.ops.layouts import Function, layouts, shortened
 
 Tensor = torch.Tensor
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 SCHEMAS = {
     "tree_attention": (
@@ -79,6 +78,7 @@ class Operator:
     than attention over a thousand tokens.
 
     Args:
+        name: of torch's operator and of the backends' functions.
         check: takes the arguments without the backend; raises for arguments that don't fit.
     """
 
@@ -101,7 +101,7 @@ class Operator:
             return getattr(torch.ops.specmemo, self._name)(*args)
         return kernel(*args[:-1])
 
-    def shortens(self, function: _Function) -> _Function:
+    def shortens(self, function: Function) -> Function:
         """A decorator of the function that hands its arguments, all and in their order, to this operator."""
         return shortened(function, LISTENERS, self._kernels)
 
