@@ -2,13 +2,12 @@
 //
 // For each block: pack keys, then for each group of tiles of rows: scores = q k (registers), mask, running maximum,
 // weights, output = output * factor + weights * v (registers), with values packed where more than one tile reads them.
-// Keys and values are read once per KV head.
+// Keys and values are read once per KV head. Few rows are multiplied without packing (few_rows.h).
 #pragma once
 
 #include "blocks.h"
 #include "dequantise.h"
-#include "pack.h"
-#include "softmax.h"
+#include "few_rows.h"
 #include "threads.h"
 #include "visibility.h"
 
@@ -21,21 +20,16 @@ class Attention {
   typedef typename Dot::Word Word;
 
  public:
-  Attention(const AttentionArgs& args, int64_t heads) : args_(args), heads_(heads) {
+  // `nodes`, `heads`: of a task, at most.
+  Attention(const AttentionArgs& args, int64_t nodes, int64_t heads) : args_(args), heads_(heads) {
     group_ = args.num_qo_heads / args.num_kv_heads;
-    rows_ = max_nodes_per_task(args) * group_;
+    rows_ = nodes * group_;
     k_words_ = round_up(args.k_dim, Dot::kPerWord) / Dot::kPerWord;
     columns_ = round_up(args.v_dim, kLanes);
-    int64_t nodes = 0;
-    for (int64_t s = 0; s < args.batch; ++s) {
-      const int64_t own = args.qo_indptr[s + 1] - args.qo_indptr[s];
-      nodes = own > nodes ? own : nodes;
-    }
-    max_nodes_ = args.window == 0 ? 0 : nodes;
+    max_nodes_ = args.window == 0 ? 0 : most_nodes(args);
   }
 
-  // A state of all heads of a task, one after the other.
-  int64_t state_floats() const { return heads_ * head_floats(); }
+  int64_t state_floats() const { return round_up(States{nullptr, heads_, rows_, columns_}.floats(), 16); }
 
   int64_t workspace_bytes() const { return Workspace(*this, nullptr).bytes; }
 
@@ -44,25 +38,26 @@ class Attention {
     Workspace w(*this);
     load_queries(task, w);
     const Visibility visibility(args_, task.sequence, w.depths);
-    run_split(task, 0, visibility, w, w.total);
+    run_split(task, 0, visibility, w, states_of(task, w.total));
     for (int split = 1; split < task.splits; ++split) {
-      run_split(task, split, visibility, w, w.part);
-      merge_heads(task, w.total, w.part);
+      run_split(task, split, visibility, w, states_of(task, w.part));
+      merge_heads(task, states_of(task, w.total), states_of(task, w.part));
     }
-    finish(task, w.total);
+    finish(task, states_of(task, w.total));
   }
 
-  // One split, left in `states` for finish_splits.
-  void run_one_split(const AttentionTask& task, int split, float* states) const {
+  // One split, left in `memory` for finish_splits.
+  void run_one_split(const AttentionTask& task, int split, float* memory) const {
     Workspace w(*this);
     load_queries(task, w);
     const Visibility visibility(args_, task.sequence, w.depths);
-    run_split(task, split, visibility, w, states);
+    run_split(task, split, visibility, w, states_of(task, memory));
   }
 
-  void finish_splits(const AttentionTask& task, float* states) const {
-    for (int split = 1; split < task.splits; ++split) merge_heads(task, states, states + split * state_floats());
-    finish(task, states);
+  void finish_splits(const AttentionTask& task, float* memory) const {
+    for (int split = 1; split < task.splits; ++split)
+      merge_heads(task, states_of(task, memory), states_of(task, memory + split * state_floats()));
+    finish(task, states_of(task, memory));
   }
 
  private:
@@ -116,16 +111,12 @@ class Attention {
 
   static constexpr int64_t kRawBytes = sizeof(Raw);
 
-  int64_t head_floats() const { return round_up(rows_ * (columns_ + 2), 16); }
-
-  State state_of(float* states, int64_t head) const {
-    float* memory = states + head * head_floats();
-    return State{memory, memory + rows_ * columns_, memory + rows_ * (columns_ + 1)};
+  States states_of(const AttentionTask& task, float* memory) const {
+    return States{memory, heads_, task.nodes * group_, columns_};
   }
 
-  void merge_heads(const AttentionTask& task, float* states, float* parts) const {
-    for (int64_t h = 0; h < task.heads; ++h)
-      merge(state_of(states, h), state_of(parts, h), task.nodes * group_, columns_);
+  void merge_heads(const AttentionTask& task, const States& all, const States& part) const {
+    for (int64_t h = 0; h < task.heads; ++h) merge(all.of(h), part.of(h), task.nodes * group_, columns_);
   }
 
   int64_t key_count(const AttentionTask& task) const {
@@ -186,10 +177,11 @@ class Attention {
   }
 
   void run_split(const AttentionTask& task, int split, const Visibility& visibility, const Workspace& w,
-                 float* states) const {
+                 const States& states) const {
     const int64_t rows = task.nodes * group_;
+    const bool in_place = FewRows<T, Dot>::fit(args_) && has_few_rows(args_, task.sequence);
     for (int64_t h = 0; h < task.heads; ++h) {
-      const State state = state_of(states, h);
+      const State state = states.of(h);
       std::memset(state.output, 0, static_cast<size_t>(rows * columns_) * 4);
       for (int64_t r = 0; r < rows; ++r) state.max[r] = kMinusInf;
     }
@@ -207,22 +199,33 @@ class Attention {
       blocks.locate(b + 1, *ahead);  // past the split's end too: the next one reads it
       for (int64_t i = 0; i < task.nodes; ++i) w.visible[i] = visibility.word(task.first_node + i, b);
       const int64_t used = used_keys(keys - b * kBlockKeys);
-      for (int64_t h = 0; h < task.heads; ++h) {
-        const HeadRows next = h + 1 < task.heads ? now->head(h + 1) : ahead->head(0);
-        const Upcoming upcoming(values_staged() ? next : read, next);
-        if (values_staged()) stage(*now, h, read, next, w);
-        Fetch fetch = fetch_ahead(upcoming, rows, used);
-        pack_keys<T, Dot>(read.keys, used, args_.k_dim, w.packed_keys, fetch);
-        run_block(rows, read, used, w, w.query + h * rows * k_words_, w.lane_sums + h * rows * kLanes,
-                  state_of(states, h), fetch);
-        read = next;
+      if (in_place) {
+        FewRows<T, Dot>(args_, k_words_, columns_)
+            .run_block(*now, *ahead, used, {task.heads, rows, w.query, states, w.lane_sums, w.visible, w.scores});
+      } else {
+        run_packed(task, *now, *ahead, used, read, w, states);
       }
       Block* done = now;
       now = ahead, ahead = done;
     }
     for (int64_t h = 0; h < task.heads; ++h)
-      for (int64_t r = 0; r < rows; ++r)
-        state_of(states, h).sum[r] = sum(load<VecF>(w.lane_sums + (h * rows + r) * kLanes));
+      for (int64_t r = 0; r < rows; ++r) states.of(h).sum[r] = sum(load<VecF>(w.lane_sums + (h * rows + r) * kLanes));
+  }
+
+  // All heads of a task, one after the other; `read`: the first one's rows, then those of the next block's.
+  void run_packed(const AttentionTask& task, const Block& block, const Block& ahead, int64_t keys, HeadRows& read,
+                  const Workspace& w, const States& states) const {
+    const int64_t rows = task.nodes * group_;
+    for (int64_t h = 0; h < task.heads; ++h) {
+      const HeadRows next = h + 1 < task.heads ? block.head(h + 1) : ahead.head(0);
+      const Upcoming upcoming(values_staged() ? next : read, next);
+      if (values_staged()) stage(block, h, read, next, w);
+      Fetch fetch = fetch_ahead(upcoming, rows, keys);
+      pack_keys<T, Dot>(read.keys, keys, args_.k_dim, w.packed_keys, fetch);
+      run_block(rows, read, keys, w, w.query + h * rows * k_words_, w.lane_sums + h * rows * kLanes, states.of(h),
+                fetch);
+      read = next;
+    }
   }
 
   // One head's rows over the first `keys` of the block; those behind are hidden.
@@ -266,8 +269,8 @@ class Attention {
     }
   }
 
-  void finish(const AttentionTask& task, float* states) const {
-    for (int64_t h = 0; h < task.heads; ++h) finish_head(task, task.first_head + h, state_of(states, h));
+  void finish(const AttentionTask& task, const States& states) const {
+    for (int64_t h = 0; h < task.heads; ++h) finish_head(task, task.first_head + h, states.of(h));
   }
 
   void finish_head(const AttentionTask& task, int64_t kv_head, const State& state) const {

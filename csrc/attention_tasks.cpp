@@ -19,7 +19,8 @@ void count(const AttentionArgs& args, int threads, AttentionPlan& plan) {
   int64_t groups = divide_up(kTasksPerThread * threads, pieces);
   if (groups > args.num_kv_heads) groups = args.num_kv_heads;
   plan.heads_per_task = divide_up(args.num_kv_heads, groups);
-  if (plan.heads_per_task > max_heads_per_task(args)) plan.heads_per_task = max_heads_per_task(args);
+  const int64_t most = max_heads_per_task(args, step);
+  if (plan.heads_per_task > most) plan.heads_per_task = most;
   groups = divide_up(args.num_kv_heads, plan.heads_per_task);
   plan.tasks = pieces * groups;
   for (int64_t s = 0; s < args.batch; ++s) {
@@ -33,6 +34,9 @@ void count(const AttentionArgs& args, int threads, AttentionPlan& plan) {
 
 AttentionPlan plan_tasks(const AttentionArgs& args, int threads) {
   AttentionPlan plan{max_nodes_per_task(args), args.num_kv_heads, 0, 0};
+  const int64_t most = most_nodes(args);
+  if (most == 0) return plan;
+  if (most < plan.nodes_per_task) plan.nodes_per_task = most;
   count(args, threads, plan);
   if (plan.tasks < threads && plan.splits == plan.tasks) {  // neither heads nor splits keep all threads busy
     const int64_t nodes = args.qo_indptr[args.batch] - args.qo_indptr[0];

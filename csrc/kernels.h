@@ -47,6 +47,7 @@ struct AttentionArgs {
   float scale;
   float softcap;   // 0: none
   int64_t window;  // 0: none
+  bool invariant;  // a node's result doesn't depend on the number of nodes
 };
 
 struct LmHeadArgs {

@@ -31,7 +31,8 @@ void tree_attention(const AttentionArgs& args, int threads) {
 
 template <class T, class Dot>
 int64_t workspace_of(const AttentionArgs& args) {
-  return Attention<T, Dot>(args, max_heads_per_task(args)).workspace_bytes();
+  const int64_t nodes = max_nodes_per_task(args);
+  return Attention<T, Dot>(args, nodes, max_heads_per_task(args, nodes)).workspace_bytes();
 }
 
 int64_t attention_workspace(const AttentionArgs& args) {

@@ -84,7 +84,7 @@ py::object tree_attention(Arguments a) {
   args.num_qo_heads = rows.shape[1], args.num_kv_heads = values.shape[1];
   args.k_dim = rows.shape[2], args.v_dim = values.shape[2];
   args.scale = static_cast<float>(number(a[9])), args.window = integer(a[10]);
-  args.softcap = static_cast<float>(number(a[11]));
+  args.softcap = static_cast<float>(number(a[11])), args.invariant = integer(a[15]) != 0;
   const NewTensor out = empty(rows.code, rows.bits, {rows.shape[0], rows.shape[1], values.shape[2]});
   const NewTensor lse = empty(kFloat, 32, {rows.shape[0], rows.shape[1]});
   args.out = out.data, args.lse = static_cast<float*>(lse.data);

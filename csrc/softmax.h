@@ -15,9 +15,23 @@ constexpr int kGroupTiles = 8;
 constexpr int kGroupRows = kGroupTiles * kTileRows;
 constexpr int kGroupRoom = (kGroupRows + kLanes - 1) / kLanes * kLanes;  // in whole vectors
 
-// Softmax state of up to kTaskRows rows: output [rows][columns] not yet divided by `sum`, scores in units of log2.
+// Softmax state of one head's rows: output [rows][columns] not yet divided by `sum`, scores in units of log2.
 struct State {
   float *output, *max, *sum;
+};
+
+// Those of a task's heads: all outputs, then all maxima, then all sums.
+struct States {
+  float* memory;
+  int64_t heads, rows, columns;
+
+  State of(int64_t head) const {
+    float* max = memory + heads * rows * columns;
+    return State{memory + head * rows * columns, max + head * rows, max + (heads + head) * rows};
+  }
+
+  // With as much behind them as a whole vector may be read past a maximum.
+  int64_t floats() const { return heads * rows * (columns + 2) + kLanes; }
 };
 
 inline float exp2_scalar(float x) { return exp2_nonpositive(splat(x))[0]; }
@@ -86,25 +100,24 @@ class Weights {
  private:
   // Hides what isn't seen and finds each row's maximum `now`, which becomes the state's, and its factor.
   void maxima(const Scores& group, bool before, float unit, float* state_max, float* now, float* factors) const {
-    alignas(64) float old[kGroupRoom] = {}, unseen[kGroupRoom] = {};
     int64_t node = group.first / group.rows_per_node, in_node = group.first % group.rows_per_node;
-    std::memcpy(old, state_max, static_cast<size_t>(group.count) * sizeof(float));
     for (int first = 0; first < group.count; first += kLanes) {
+      uint32_t sees = 0;  // bit i: row first + i sees a key of this block
       VecF top[kLanes];
       for (int i = 0; i < kLanes; ++i) {
         top[i] = splat(kMinusInf);
         if (first + i >= group.count) continue;
         const uint64_t visible = group.visible[node];
-        unseen[first + i] = visible != 0 ? 0.0f : kMinusInf;
+        sees |= static_cast<uint32_t>(visible != 0) << i;
         if (++in_node == group.rows_per_node) ++node, in_node = 0;
         top[i] = highest(group.scores + (first + i) * kBlockKeys, visible, before, group.all_visible);
       }
       transpose(top);
       for (int i = 1; i < kLanes; ++i) top[0] = vmax(top[0], top[i]);
-      const VecF was = load<VecF>(old + first), found = top[0] * splat(unit);
+      const VecF was = load<VecF>(state_max + first), found = top[0] * splat(unit);  // lanes past the rows don't count
       VecF is = found > was ? found : was;
       // Only scores of NaN or minus infinity: they must reach the sum.
-      is = is == splat(kMinusInf) ? load<VecF>(unseen + first) : is;
+      is = is == splat(kMinusInf) ? hide(VecF{}, sees) : is;
       store(now + first, is);
       for (int i = 0; i < kLanes && first + i < group.count; ++i) state_max[first + i] = now[first + i];
       is = is == splat(kMinusInf) ? VecF{} : is;  // nothing seen yet: any reference gives weights of zero

@@ -16,6 +16,7 @@ struct Float32Dot {
   static constexpr int kPerWord = 1;
   typedef float Word;
   static VecF multiply_add(VecF sum, VecF b, Word a) { return sum + splat(a) * b; }
+  static VecF multiply_add(VecF sum, VecF b, VecF a) { return sum + a * b; }
   // An even number of vectors of floats as words.
   static void store_words(void* out, const VecF* floats, int vecs) {
     std::memcpy(out, floats, sizeof(VecF) * static_cast<size_t>(vecs));
@@ -27,7 +28,10 @@ struct BFloat16Dot {
   static constexpr int kPerWord = 2;
   typedef uint32_t Word;
   static VecF multiply_add(VecF sum, VecF b, Word a) {
-    return (VecF)_mm512_dpbf16_ps((__m512)sum, (__m512bh)b, (__m512bh)_mm512_set1_epi32(static_cast<int>(a)));
+    return multiply_add(sum, b, (VecF)_mm512_set1_epi32(static_cast<int>(a)));
+  }
+  static VecF multiply_add(VecF sum, VecF b, VecF a) {
+    return (VecF)_mm512_dpbf16_ps((__m512)sum, (__m512bh)b, (__m512bh)a);
   }
   static void store_words(void* out, const VecF* floats, int vecs) {
     for (int v = 0; v < vecs; v += 2)

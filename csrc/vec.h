@@ -53,7 +53,7 @@ inline To bits_as(From v) {
   return out;
 }
 
-inline VecF splat(float x) { return VecF{} + x; }
+inline VecF splat(float x) { return x - VecF{}; }  // + would be left to do: -0 + 0 is 0
 inline VecF vmax(VecF a, VecF b) { return a > b ? a : b; }
 inline VecF vmin(VecF a, VecF b) { return a < b ? a : b; }
 

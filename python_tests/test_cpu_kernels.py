@@ -18,6 +18,16 @@ from specmemo_kernels import _cpu, ops
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LONG = AttentionCase("several_splits", (1500, 40, 511), (9, 3, 2), num_qo_heads=4, num_kv_heads=1)
 LONGER = AttentionCase("long_context", (4096,), (8,), num_qo_heads=4, num_kv_heads=1, head_dim=128)
+# Sequences of few rows, which are read where they lie: many heads, long and short, beside one that isn't.
+FEW = [
+    AttentionCase("few_mha", (1500, 40, 700, 64), (1, 2, 2, 1), num_qo_heads=60, num_kv_heads=60),
+    AttentionCase("few_wide", (33, 600), (2, 1), num_qo_heads=2, num_kv_heads=2, head_dim=256, v_head_dim=128),
+    AttentionCase("few_128", (90, 511, 513), (3, 1, 2), num_qo_heads=6, num_kv_heads=6, head_dim=128, page_size=7),
+    AttentionCase("few_unequal", (100, 20), (7, 5), num_qo_heads=2, num_kv_heads=2, head_dim=32, v_head_dim=96),
+    AttentionCase("few_short", (300, 0, 17), (1, 4, 9), num_qo_heads=8, num_kv_heads=4, by_head=False),
+    AttentionCase("few_chunk", (3, 500), (8, 5), num_qo_heads=1, num_kv_heads=1, tree=False, page_size=1),
+    AttentionCase("few_extras", (75, 900), (2, 2), num_qo_heads=3, num_kv_heads=3, window=16, softcap=8.0, sinks=True),
+]
 CODES = [c for c in QUANTISED_CASES if c.name.startswith(("ragged-", "head_dim_80-", "v_narrower-", "all_extras-"))]
 
 
@@ -37,13 +47,14 @@ def threads() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", [*ATTENTION_CASES, LONG, LONGER, *CODES], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [*ATTENTION_CASES, LONG, LONGER, *FEW, *CODES], ids=lambda c: c.name)
 def test_attention_of_every_instruction_set(isa: str, case: AttentionCase, dtype: torch.dtype) -> None:
     inputs = attention_inputs(case, dtype)
     budget = attention_budget(inputs, dtype)
-    out, lse = ops.tree_attention(**inputs, backend="cpu")
-    assert float((out.double() - budget.out).abs().max()) <= budget.out_error
-    assert float((lse.double() - budget.lse).abs().max()) <= budget.lse_error
+    for invariant in (False, True):
+        out, lse = ops.tree_attention(**{**inputs, "invariant": invariant}, backend="cpu")
+        assert float((out.double() - budget.out).abs().max()) <= budget.out_error, invariant
+        assert float((lse.double() - budget.lse).abs().max()) <= budget.lse_error, invariant
 
 
 @pytest.mark.parametrize("head_dim", [2, 12, 20, 40, 104, 200])
@@ -57,9 +68,11 @@ def test_head_dims_that_fill_no_register(isa: str, head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["ragged", "page_edges", "window", "all_extras", "several_splits"])
+@pytest.mark.parametrize(
+    "name", ["ragged", "page_edges", "window", "all_extras", "several_splits", *(c.name for c in FEW)]
+)
 def test_a_sequence_is_the_same_bits_alone_and_in_a_batch(isa: str, name: str, dtype: torch.dtype) -> None:
-    case = next(c for c in [*ATTENTION_CASES, LONG] if c.name == name)
+    case = next(c for c in [*ATTENTION_CASES, LONG, *FEW] if c.name == name)
     inputs = attention_inputs(case, dtype)
     out, lse = ops.tree_attention(**inputs, backend="cpu")
     bounds = inputs["qo_indptr"].tolist()
@@ -72,9 +85,13 @@ def test_a_sequence_is_the_same_bits_alone_and_in_a_batch(isa: str, name: str, d
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 @pytest.mark.parametrize("length", [2100, 100])
-def test_the_number_of_threads_changes_no_bit(threads: Any, length: int, kv_heads: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("nodes", [33, 2])
+def test_the_number_of_threads_changes_no_bit(
+    threads: Any, length: int, nodes: int, kv_heads: int, dtype: torch.dtype
+) -> None:
     """Whether the work is divided by heads, by splits or by nodes."""
-    case = AttentionCase("threads", (length,), (33,), num_qo_heads=8, num_kv_heads=kv_heads)
+    heads = 8 if nodes > 2 else kv_heads
+    case = AttentionCase("threads", (length,), (nodes,), num_qo_heads=heads, num_kv_heads=kv_heads)
     inputs = attention_inputs(case, dtype)
     results = []
     for count in (1, 2, 3, 7):
@@ -98,7 +115,7 @@ def test_a_chain_is_the_same_bits_as_one_token_after_another(isa: str, length: i
     used = inputs["block_table"][0, : -(-length // 16)].long()
     k_pages[1 : len(used) + 1], v_pages[1 : len(used) + 1] = inputs["k_pages"][used], inputs["v_pages"][used]
     table = torch.arange(1, pages + 1, dtype=torch.int32)[None]
-    common = {**inputs, "k_pages": k_pages, "v_pages": v_pages, "block_table": table}
+    common = {**inputs, "k_pages": k_pages, "v_pages": v_pages, "block_table": table, "invariant": True}
     chunk, _ = ops.tree_attention(**common, backend="cpu")
     words = torch.tensor([[(2 << i) - 1] for i in range(nodes)], dtype=torch.int64)
     chain, _ = ops.tree_attention(**{**common, "tree_mask": words}, backend="cpu")
@@ -112,12 +129,25 @@ def test_a_chain_is_the_same_bits_as_one_token_after_another(isa: str, length: i
         ops.append_paged_kv(step["k_new"], step["v_new"], k_pages, v_pages, table, at, bounds, backend="cpu")
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("length", "nodes", "few"), [(100, 8, True), (100, 9, False), (504, 8, True), (505, 8, False), (900, 2, True)]
+)
+def test_few_nodes_have_a_kernel_of_their_own(isa: str, length: int, nodes: int, few: bool, dtype: torch.dtype) -> None:
+    """Which sums in another order, so that the other tests can't have tested the same kernel twice."""
+    case = AttentionCase("few", (length,), (nodes,), num_qo_heads=32, num_kv_heads=32, head_dim=128)
+    inputs = attention_inputs(case, dtype)
+    lse, packed = (ops.tree_attention(**{**inputs, "invariant": on}, backend="cpu")[1] for on in (False, True))
+    assert torch.equal(lse, packed) is not few
+
+
+@pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("what", ["q", "k_new"])
-def test_nan_comes_through(isa: str, what: str) -> None:
+def test_nan_comes_through(isa: str, what: str, invariant: bool) -> None:
     """A model that has gone wrong must look wrong, not be given finite numbers."""
     inputs = attention_inputs(AttentionCase("nan", (30,), (4,), tree=False), torch.float32)
     inputs[what][1, 0, 0] = float("nan")
-    out, lse = ops.tree_attention(**inputs, backend="cpu")
+    out, lse = ops.tree_attention(**{**inputs, "invariant": invariant}, backend="cpu")
     assert out[1, 0].isnan().all()
     assert lse[1, 0].isnan()
     assert out[0].isfinite().all()

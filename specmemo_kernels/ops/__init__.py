@@ -105,9 +105,10 @@ def tree_attention(
         sinks: ``[num_qo_heads]``, a logit per head that joins the softmax without a value (gpt-oss).
         max_qo_len, max_seq_len: upper bounds of ``diff(qo_indptr)`` and ``seq_lens`` known to the caller, so that a
             GPU launch is sized without a synchronisation; ``None``: the bounds that the shapes imply.
-        invariant: verifying a chain gives the same bits as decoding its tokens one by one. The cpu backend always does
-            so, triton takes one set of block sizes for all sequences (slower for few nodes), reference refuses. It
-            can't hold with quantised pages: a step reads the chain's own keys as they are, decoding reads their codes.
+        invariant: verifying a chain gives the same bits as decoding its tokens one by one. One kernel then serves all
+            sequences, however few their nodes: on the cpu backend it packs keys, which is slower for a node or two,
+            triton takes one set of block sizes; reference refuses. It can't hold with quantised pages: a step reads
+            the chain's own keys as they are, decoding reads their codes.
         k_scales, v_scales: with quantised pages, one scale per token and head; else ``None``.
         min_qo_len: a lower bound of ``diff(qo_indptr)``, so that a GPU isn't sent kernels that have nothing to do;
             the call has to keep it, and so have all replays of a graph that it is captured in.

@@ -1,0 +1,47 @@
+// Sums over the lanes of several vectors at once.
+#pragma once
+
+#include "pack.h"
+
+namespace specmemo {
+namespace {
+
+// Four vectors to one: lane i of a quarter has the sum of rows[i]'s lanes of that quarter.
+inline VecF fold_quad(const VecF rows[4]) {
+#if defined(__AVX512F__)
+  const auto pair = [](VecF a, VecF b) {
+    return _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));
+  };
+  const __m512d a = (__m512d)pair(rows[0], rows[1]), b = (__m512d)pair(rows[2], rows[3]);
+  return (VecF)_mm512_add_ps((__m512)_mm512_unpacklo_pd(a, b), (__m512)_mm512_unpackhi_pd(a, b));
+#elif defined(__AVX2__)
+  const auto pair = [](VecF a, VecF b) {
+    return _mm256_add_ps(_mm256_unpacklo_ps((__m256)a, (__m256)b), _mm256_unpackhi_ps((__m256)a, (__m256)b));
+  };
+  const __m256d a = (__m256d)pair(rows[0], rows[1]), b = (__m256d)pair(rows[2], rows[3]);
+  return (VecF)_mm256_add_ps((__m256)_mm256_unpacklo_pd(a, b), (__m256)_mm256_unpackhi_pd(a, b));
+#else
+  VecF lanes[4] = {rows[0], rows[1], rows[2], rows[3]};
+  transpose(lanes);
+  return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
+#endif
+}
+
+// Quads to the sums of all their rows, in their order.
+inline VecF join_quads(const VecF quads[kLanes / 4]) {
+#if defined(__AVX512F__)
+  const auto halve = [](VecF a, VecF b) {
+    return (VecF)_mm512_add_ps(_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x88),
+                               _mm512_shuffle_f32x4((__m512)a, (__m512)b, 0xdd));
+  };
+  return halve(halve(quads[0], quads[1]), halve(quads[2], quads[3]));
+#elif defined(__AVX2__)
+  return (VecF)_mm256_add_ps(_mm256_permute2f128_ps((__m256)quads[0], (__m256)quads[1], 0x20),
+                             _mm256_permute2f128_ps((__m256)quads[0], (__m256)quads[1], 0x31));
+#else
+  return quads[0];
+#endif
+}
+
+}  // namespace
+}  // namespace specmemo
