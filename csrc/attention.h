@@ -109,6 +109,9 @@ class Attention {
   // Whether values can't be read where they lie: they are codes, or their rows don't fill whole vectors.
   bool values_staged() const { return quantised() || args_.v_dim % kLanes != 0; }
 
+  // Whether rows of keys fill whole vectors of words.
+  bool whole_key_vectors() const { return args_.k_dim % (kLanes * Dot::kPerWord) == 0; }
+
   static constexpr int64_t kRawBytes = sizeof(Raw);
 
   States states_of(const AttentionTask& task, float* memory) const {
@@ -179,7 +182,7 @@ class Attention {
   void run_split(const AttentionTask& task, int split, const Visibility& visibility, const Workspace& w,
                  const States& states) const {
     const int64_t rows = task.nodes * group_;
-    const bool in_place = FewRows<T, Dot>::fit(args_) && has_few_rows(args_, task.sequence);
+    const bool in_place = !values_staged() && whole_key_vectors() && has_few_rows(args_, task.sequence);
     for (int64_t h = 0; h < task.heads; ++h) {
       const State state = states.of(h);
       std::memset(state.output, 0, static_cast<size_t>(rows * columns_) * 4);

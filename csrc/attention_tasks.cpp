@@ -15,7 +15,6 @@ void count(const AttentionArgs& args, int threads, AttentionPlan& plan) {
   int64_t pieces = 0;
   for (int64_t s = 0; s < args.batch; ++s) pieces += divide_up(args.qo_indptr[s + 1] - args.qo_indptr[s], step);
   plan.tasks = plan.splits = 0;
-  if (pieces == 0) return;
   int64_t groups = divide_up(kTasksPerThread * threads, pieces);
   if (groups > args.num_kv_heads) groups = args.num_kv_heads;
   plan.heads_per_task = divide_up(args.num_kv_heads, groups);

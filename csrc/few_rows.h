@@ -53,11 +53,6 @@ class FewRows {
   FewRows(const AttentionArgs& args, int64_t k_words, int64_t columns)
       : args_(args), k_words_(k_words), columns_(columns), group_(args.num_qo_heads / args.num_kv_heads) {}
 
-  // Whether keys and values can be read where they lie: no codes, and rows that fill whole vectors.
-  static bool fit(const AttentionArgs& args) {
-    return args.kv == KVType::kSame && args.k_dim % (kLanes * Dot::kPerWord) == 0 && args.v_dim % kLanes == 0;
-  }
-
   // The first `keys` of a block; those behind are hidden. `next` is what is read afterwards.
   void run_block(const Block& block, const Block& next, int64_t keys, const HeadsOfRows<Word>& all) const {
     const int64_t turn = kGroupRows / all.rows;
