@@ -41,8 +41,9 @@ class Layout {
   bool room(size_t words) const { return count_ + words <= kMostWords; }
 
   bool put(uint64_t word) {
-    if (room(1)) words_[count_++] = word;
-    return room(0);
+    if (!room(1)) return false;
+    words_[count_++] = word;
+    return true;
   }
 
   bool add_tensor(PyObject* value) {

@@ -53,5 +53,11 @@ def test_what_has_no_layout() -> None:
             assert function(torch.ones(2), value) is None
 
 
+def test_more_than_there_is_room_for_has_no_layout() -> None:
+    assert _cpu.layouts(*[1] * 512) != _cpu.layouts(*[1] * 511, -1)
+    for too_many in ([1] * 513, [1] * 512 + [None], [1] * 512 + [""], [1] * 512 + [torch.zeros(1)], ["a" * 5000]):
+        assert _cpu.layouts(*too_many) is None
+
+
 def test_the_compiled_one_is_used() -> None:
     assert layouts is _cpu.layouts
