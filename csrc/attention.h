@@ -152,17 +152,18 @@ class Attention {
       const int64_t scale = block.scales[i] + head * args_.order.next_head();
       Raw *k = w.staged_keys + i * k_dim, *v = w.staged_values + i * columns_;
       if (quantised()) {
-        for (int64_t c = 0; c < k_dim; c += 64) prefetch(ahead.keys[i] + c);
-        for (int64_t c = 0; c < v_dim; c += 64) prefetch(ahead.values[i] + c);
+        for (int64_t c = 0; c < k_dim; c += 64) prefetch(ahead.keys.at[i] + c);
+        for (int64_t c = 0; c < v_dim; c += 64) prefetch(ahead.values.at[i] + c);
       }
       if (quantised() && i < block.paged) {
-        dequantise_row<T>(args_.kv, reinterpret_cast<const uint8_t*>(now.keys[i]), args_.k_scales[scale], k_dim, k);
-        dequantise_row<T>(args_.kv, reinterpret_cast<const uint8_t*>(now.values[i]), args_.v_scales[scale], v_dim, v);
-        now.keys[i] = reinterpret_cast<const char*>(k);
+        dequantise_row<T>(args_.kv, reinterpret_cast<const uint8_t*>(now.keys.at[i]), args_.k_scales[scale], k_dim, k);
+        dequantise_row<T>(args_.kv, reinterpret_cast<const uint8_t*>(now.values.at[i]), args_.v_scales[scale], v_dim,
+                          v);
+        now.keys.at[i] = reinterpret_cast<const char*>(k);
       } else {
-        std::memcpy(v, now.values[i], static_cast<size_t>(v_dim * kRawBytes));
+        std::memcpy(v, now.values.at[i], static_cast<size_t>(v_dim * kRawBytes));
       }
-      now.values[i] = reinterpret_cast<const char*>(v);
+      now.values.at[i] = reinterpret_cast<const char*>(v);
     }
   }
 
@@ -198,13 +199,15 @@ class Attention {
     Block one, other, *now = &one, *ahead = &other;
     blocks.locate(begin, *now);
     HeadRows read = now->head(0);
+    const HeadsOfRows<Word> few{task.heads, rows, w.query, states, w.lane_sums, w.visible, w.scores};
+    const FewRows<T, Dot> direct(args_, k_words_, columns_);
+    if (in_place) direct.begin(*now, few);
     for (int64_t b = begin; b < end; ++b) {
       blocks.locate(b + 1, *ahead);  // past the split's end too: the next one reads it
       for (int64_t i = 0; i < task.nodes; ++i) w.visible[i] = visibility.word(task.first_node + i, b);
       const int64_t used = used_keys(keys - b * kBlockKeys);
       if (in_place) {
-        FewRows<T, Dot>(args_, k_words_, columns_)
-            .run_block(*now, *ahead, used, {task.heads, rows, w.query, states, w.lane_sums, w.visible, w.scores});
+        direct.run_block(*now, *ahead, used, few);
       } else {
         run_packed(task, *now, *ahead, used, read, w, states);
       }
@@ -224,7 +227,7 @@ class Attention {
       const Upcoming upcoming(values_staged() ? next : read, next);
       if (values_staged()) stage(block, h, read, next, w);
       Fetch fetch = fetch_ahead(upcoming, rows, keys);
-      pack_keys<T, Dot>(read.keys, keys, args_.k_dim, w.packed_keys, fetch);
+      pack_keys<T, Dot>(read.keys.at, keys, args_.k_dim, w.packed_keys, fetch);
       run_block(rows, read, keys, w, w.query + h * rows * k_words_, w.lane_sums + h * rows * kLanes, states.of(h),
                 fetch);
       read = next;
@@ -254,7 +257,7 @@ class Attention {
       alignas(64) float factors[kGroupRoom];
       const Scores scores{w.scores, first, static_cast<int>(last + 1 - first), w.visible, group_, all == ~uint64_t{0}};
       const Word* weights = Weights<T, Dot>(args_).weigh(scores, state, lane_sums, factors);
-      if (!packed) pack_values<T, Dot>(block.values, keys, columns_, values);
+      if (!packed) pack_values<T, Dot>(block.values.at, keys, columns_, values);
       packed = true;
       for (int64_t t = begin; t < end; ++t) {
         const int64_t row = tiles.first(t);
@@ -264,7 +267,7 @@ class Attention {
                         columns_ / kLanes, fetch);
         };
         if (tiles.count == 1) {
-          add(ValueRows<T, Dot>{block.values});
+          add(ValueRows<T, Dot>{block.values.at});
         } else {
           add(PackedColumns{values, columns_});
         }

@@ -22,15 +22,14 @@ constexpr int64_t kTasksPerThread = 1;  // wanted, by dividing heads, so that th
 
 constexpr int64_t kTaskStates = 512;  // rows times heads whose running softmax a thread keeps, at most
 
-// Rows of a sequence for which keys and values are read where they lie (few_rows.h). While the sequence is short,
-// reading takes too little time to hide packing behind it.
-constexpr int64_t kFewRows = 2, kFewRowsShort = 8;
+// Rows of a sequence for which keys and values are read where they lie (few_rows.h): packing takes longer than their
+// products.
+constexpr int64_t kFewRows = 8;
 
 // Asks nothing but the sequence: the two ways differ in their last bits.
 inline bool has_few_rows(const AttentionArgs& args, int64_t sequence) {
   const int64_t nodes = args.qo_indptr[sequence + 1] - args.qo_indptr[sequence];
-  const bool is_short = args.seq_lens[sequence] + nodes <= kSplitTokens;
-  return !args.invariant && nodes * (args.num_qo_heads / args.num_kv_heads) <= (is_short ? kFewRowsShort : kFewRows);
+  return !args.invariant && nodes * (args.num_qo_heads / args.num_kv_heads) <= kFewRows;
 }
 
 inline int64_t most_nodes(const AttentionArgs& args) {  // of any sequence
@@ -53,7 +52,7 @@ inline int64_t max_nodes_per_task(const AttentionArgs& args) {
 inline int64_t max_heads_per_task(const AttentionArgs& args, int64_t nodes) {
   const int64_t group = args.num_qo_heads / args.num_kv_heads, full = max_nodes_per_task(args) * group;
   int64_t heads = full >= kTaskStates ? 1 : kTaskStates / full;
-  if (nodes * group <= kFewRowsShort) heads = heads * max_nodes_per_task(args) / nodes;
+  if (nodes * group <= kFewRows) heads = heads * max_nodes_per_task(args) / nodes;
   return heads < args.num_kv_heads ? heads : args.num_kv_heads;
 }
 

@@ -9,9 +9,13 @@ namespace {
 
 constexpr int kBlockKeys = 64;
 
+struct BlockRows {
+  const char* at[kBlockKeys];
+};
+
 // The rows of one KV head.
 struct HeadRows {
-  const char *keys[kBlockKeys], *values[kBlockKeys];
+  BlockRows keys, values;
 };
 
 // The rows of a task's first head, and how far it is from each to the next head's.
@@ -22,13 +26,15 @@ struct Block {
   int paged;                                               // from here on rows are no codes
 
   // Those of the task's head `head`.
-  HeadRows head(int64_t head) const {
-    HeadRows rows;
-    for (int i = 0; i < kBlockKeys; ++i) {
-      rows.keys[i] = first.keys[i] + head * key_steps[i];
-      rows.values[i] = first.values[i] + head * value_steps[i];
-    }
-    return rows;
+  BlockRows keys(int64_t head) const { return moved(first.keys, key_steps, head); }
+  BlockRows values(int64_t head) const { return moved(first.values, value_steps, head); }
+  HeadRows head(int64_t head) const { return {keys(head), values(head)}; }
+
+ private:
+  static BlockRows moved(const BlockRows& rows, const int64_t* steps, int64_t head) {
+    BlockRows result;
+    for (int i = 0; i < kBlockKeys; ++i) result.at[i] = rows.at[i] + head * steps[i];
+    return result;
   }
 };
 
@@ -66,8 +72,8 @@ class Blocks {
     int64_t row = order.row(table[position / order.page_size], position % order.page_size);
     row += task_.first_head * order.next_head();
     for (int i = at; i < at + count; ++i, row += order.next_token()) {
-      rows.first.keys[i] = static_cast<const char*>(a_.k_pages) + row * k_row;
-      rows.first.values[i] = static_cast<const char*>(a_.v_pages) + row * v_row;
+      rows.first.keys.at[i] = static_cast<const char*>(a_.k_pages) + row * k_row;
+      rows.first.values.at[i] = static_cast<const char*>(a_.v_pages) + row * v_row;
       rows.key_steps[i] = order.next_head() * k_row, rows.value_steps[i] = order.next_head() * v_row;
       rows.scales[i] = row;
     }
@@ -75,14 +81,14 @@ class Blocks {
 
   // Row `node` of the step's new ones, or none.
   void fresh(int64_t node, int at, Block& rows) const {
-    rows.first.keys[at] = rows.first.values[at] = zeros_;
+    rows.first.keys.at[at] = rows.first.values.at[at] = zeros_;
     rows.key_steps[at] = rows.value_steps[at] = 0;
     if (node < 0) return;
     const int64_t row = a_.qo_indptr[task_.sequence] + node;
     const int64_t k_head = a_.k_new_strides[1] * bytes_, v_head = a_.v_new_strides[1] * bytes_;
-    rows.first.keys[at] =
+    rows.first.keys.at[at] =
         static_cast<const char*>(a_.k_new) + row * a_.k_new_strides[0] * bytes_ + task_.first_head * k_head;
-    rows.first.values[at] =
+    rows.first.values.at[at] =
         static_cast<const char*>(a_.v_new) + row * a_.v_new_strides[0] * bytes_ + task_.first_head * v_head;
     rows.key_steps[at] = k_head, rows.value_steps[at] = v_head;
   }

@@ -1,8 +1,6 @@
-// Prefetching what is read next while a head's block is computed: its values, then the next head's keys. Farther ahead
-// they would push each other out of the nearest cache, and a call's first block would come without.
-//
-// A core waits for about two dozen lines at a time and drops prefetches beyond those, so they are spread over the work;
-// and it reads ahead by itself where lines follow each other, so they come in the order of their addresses.
+// Prefetching what is read next while a head's block is computed: its values, then the next head's keys. A call's first
+// block comes without, so no farther ahead; spread over the work, and in the order of addresses, where a core reads
+// ahead by itself.
 #pragma once
 
 #include "blocks.h"
@@ -10,19 +8,20 @@
 namespace specmemo {
 namespace {
 
-inline void prefetch(const void* p) { __builtin_prefetch(p); }
+// Into the second cache. Of the lines that the first one waits for a core keeps two dozen, and shuffled pages need more
+// than that to come as fast as memory can deliver them.
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // The rows of a head's values and of a head's keys, in the order in which they are read.
 struct Upcoming {
   Upcoming(const HeadRows& values_of, const HeadRows& keys_of) {
-    std::memcpy(rows, values_of.values, sizeof values_of.values);
-    std::memcpy(rows + kBlockKeys, keys_of.keys, sizeof keys_of.keys);
+    std::memcpy(rows, values_of.values.at, sizeof values_of.values);
+    std::memcpy(rows + kBlockKeys, keys_of.keys.at, sizeof keys_of.keys);
   }
   const char* rows[2 * kBlockKeys];
 };
 
-// Walks over the rows, line by line. The division that finds a line is no loss: without it, prefetches come so fast
-// while keys are packed that many are dropped.
+// Walks over the rows, line by line.
 class Fetch {
  public:
   // The work at hand: keys are packed from so many vectors, and products take so many steps.

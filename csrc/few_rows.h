@@ -1,10 +1,9 @@
 // Few rows of queries over a block of keys and values, both multiplied where they lie: packing would take longer than
-// the products. What is left is reading, so that memory is read in order: a page's keys of all heads, those of the next
-// page, then the values likewise.
+// the products. What is left is reading, so memory is never without work: while some heads' keys are multiplied their
+// values are fetched, meanwhile the next heads' keys.
 //
-// A core starts to read what lies a few hundred instructions ahead. With one row of float32 that is far enough; else
-// each line is fetched a piece ahead. A store that waits for memory makes loads behind it wait if they look alike
-// (equal low address bits) or read more than it wrote; so sums stay in registers and arguments are passed in them.
+// Sums stay in registers and arguments are passed in them: loads wait for earlier stores that look alike (equal low
+// address bits), and those for memory.
 #pragma once
 
 #include "fold.h"
@@ -13,24 +12,11 @@
 namespace specmemo {
 namespace {
 
-constexpr int kPieceKeys = 16;  // a page's, mostly
+constexpr int kPieceKeys = 16;          // whose scores are computed at a time
+constexpr int kAheadBytes = 64 * 1024;  // at most: a small part of the second cache
 constexpr bool kManyRegisters = kTileRows == 6;
-constexpr int kScoredRows = kManyRegisters ? 4 : 2, kAddedRows = 2;  // at once
-constexpr int kWideVecs = kManyRegisters ? 8 : 4;
-static_assert(kFewRowsShort <= kGroupRows, "the scores of a head's rows have room");
-
-// The rows of one head's piece.
-struct Piece {
-  const char* rows[kPieceKeys];
-
-  void move(int64_t bytes) {
-    for (const char*& row : rows) row += bytes;
-  }
-
-  bool followed_by(const Piece& next, int64_t row_bytes) const {
-    return next.rows[0] == rows[kPieceKeys - 1] + row_bytes;
-  }
-};
+constexpr int kRowsAtOnce = kManyRegisters ? 4 : 2;
+static_assert(kFewRows <= kGroupRows, "the scores of a head's rows have room");
 
 // All heads of a task, each with so many rows; states and lane_sums as attention.h keeps them.
 template <class Word>
@@ -53,88 +39,72 @@ class FewRows {
   FewRows(const AttentionArgs& args, int64_t k_words, int64_t columns)
       : args_(args), k_words_(k_words), columns_(columns), group_(args.num_qo_heads / args.num_kv_heads) {}
 
+  // Fetches what run_block reads first, where nothing was read before it.
+  void begin(const Block& block, const HeadsOfRows<Word>& all) const {
+    const int64_t end = turns(all).first(1), row_bytes = args_.k_dim * static_cast<int64_t>(sizeof(Raw));
+    for (int64_t head = 0; head < end; ++head) {
+      const BlockRows keys = block.keys(head);
+      for (const char* row : keys.at)
+        for (int64_t byte = 0; byte < row_bytes; byte += 64) prefetch(row + byte);
+    }
+  }
+
   // The first `keys` of a block; those behind are hidden. `next` is what is read afterwards.
   void run_block(const Block& block, const Block& next, int64_t keys, const HeadsOfRows<Word>& all) const {
-    const int64_t turn = kGroupRows / all.rows;
-    for (int64_t head = 0; head < all.heads; head += turn) {
-      const int64_t end = head + turn < all.heads ? head + turn : all.heads;
-      Turn part{head, end, keys, &block, end < all.heads ? &block : &next, end < all.heads ? end : 0};
+    const Turns in = turns(all);
+    for (int64_t i = 0; i < in.count; ++i) {
+      const bool last = i + 1 == in.count;
+      const Turn turn{in.first(i), in.first(i + 1), keys, &block, last ? &next : &block, last ? 0 : in.first(i + 1)};
       if (k_words_ == 8 * kLanes) {
-        run_heads<8>(part, all);
+        run_heads<8>(turn, all);
       } else if (k_words_ == 4 * kLanes) {
-        run_heads<4>(part, all);
+        run_heads<4>(turn, all);
       } else {
-        run_heads<0>(part, all);
+        run_heads<0>(turn, all);
       }
     }
   }
 
  private:
-  // Heads of a block whose scores are kept at a time, and what is read after them.
+  // Heads of a block that are done together, and those that are read after them.
   struct Turn {
     int64_t first, end, keys;
     const Block *block, *next;
     int64_t next_head;
   };
 
-  // Walks over the pieces of some heads in the order of memory.
-  class Walk {
-   public:
-    Walk(Rows rows, const int64_t* steps, int64_t first, int64_t end, int64_t keys)
-        : head(first), rows_(rows), steps_(steps), first_(first), end_(end), keys_(keys) {}
-
-    int64_t key = 0, head;
-
-    void begin(Piece& piece) const {
-      for (int i = 0; i < kPieceKeys; ++i) piece.rows[i] = rows_[key + i] + steps_[key + i] * head;
-    }
-
-    // The piece after `now`; false behind the last one.
-    bool next(const Piece& now, Piece& piece) {
-      if (++head < end_) {
-        const int64_t* steps = steps_ + key;
-#pragma GCC ivdep
-        for (int i = 0; i < kPieceKeys; ++i) piece.rows[i] = now.rows[i] + steps[i];
-        return true;
-      }
-      head = first_, key += kPieceKeys;
-      if (key < keys_) begin(piece);
-      return key < keys_;
-    }
-
-   private:
-    Rows rows_;
-    const int64_t* steps_;
-    int64_t first_, end_, keys_;
+  // A task's heads in turns of nearly as many, for which scores have room and which may be fetched ahead.
+  struct Turns {
+    int64_t heads, count;
+    int64_t first(int64_t turn) const { return heads * turn / count; }
   };
+
+  Turns turns(const HeadsOfRows<Word>& all) const {
+    const int64_t wider = args_.k_dim > args_.v_dim ? args_.k_dim : args_.v_dim;
+    const int64_t room = kGroupRows / all.rows;
+    const int64_t ahead = kAheadBytes / (kBlockKeys * wider * static_cast<int64_t>(sizeof(Raw)));
+    const int64_t most = ahead < 1 ? 1 : ahead < room ? ahead : room;
+    return {all.heads, (all.heads + most - 1) / most};
+  }
 
   // VECTORS: those of a row of keys, or 0 if that isn't known beforehand.
   template <int VECTORS>
   void run_heads(const Turn& turn, const HeadsOfRows<Word>& all) const {
     const int64_t rows = all.rows;
-    Piece one, other, *now = &one, *ahead = &other;
-    Walk keys(turn.block->first.keys, turn.block->key_steps, turn.first, turn.end, turn.keys);
-    Walk values(turn.block->first.values, turn.block->value_steps, turn.first, turn.end, turn.keys);
-    const Walk after(turn.next->first.keys, turn.next->key_steps, turn.next_head, turn.next_head + 1, kPieceKeys);
-    keys.begin(*now);
-    for (bool more = true; more;) {
-      const int64_t key = keys.key, head = keys.head;
-      more = keys.next(*now, *ahead);
-      if (!more) values.begin(*ahead);
-      score<VECTORS>(all.query + head * rows * k_words_, rows, *now, *ahead,
-                     all.scores + (head - turn.first) * rows * kBlockKeys + key);
-      swap(now, ahead);
+    for (int64_t head = turn.first; head < turn.end; ++head) {
+      const BlockRows keys = turn.block->keys(head), ahead = turn.block->values(head);
+      for (int64_t key = 0; key < turn.keys; key += kPieceKeys)
+        score<VECTORS>(all.query + head * rows * k_words_, rows, keys.at + key, ahead.at + key,
+                       all.scores + (head - turn.first) * rows * kBlockKeys + key);
     }
     alignas(64) float factors[kGroupRoom];
     const Word* weights = weigh(turn, all, factors);
-    for (bool more = true; more;) {
-      const int64_t key = values.key, row = (values.head - turn.first) * rows;
-      float* output = all.states.of(values.head).output;
-      more = values.next(*now, *ahead);
-      if (!more) after.begin(*ahead);
-      add(weights + row * kBlockKeys + key / Dot::kPerWord, rows, *now, *ahead, output,
-          key == 0 ? factors + row : nullptr);
-      swap(now, ahead);
+    for (int64_t head = turn.first; head < turn.end; ++head) {
+      const int64_t row = (head - turn.first) * rows;
+      const BlockRows values = turn.block->values(head);
+      const BlockRows ahead = turn.next->keys(turn.next_head + head - turn.first);
+      add({weights + row * kBlockKeys, factors + row, values.at, ahead.at, turn.keys}, rows,
+          all.states.of(head).output);
     }
   }
 
@@ -149,55 +119,48 @@ class FewRows {
                                         all.lane_sums + turn.first * all.rows * kLanes, factors);
   }
 
-  static void swap(Piece*& a, Piece*& b) {
-    Piece* was = a;
-    a = b, b = was;
-  }
-
-  // The lines to fetch while `now` is worked on, or null where the core comes to them by itself.
-  static Rows fetched(int64_t rows, const Piece& now, const Piece& ahead, int64_t row_bytes) {
-    return rows == 1 && T::kBits == 32 && now.followed_by(ahead, row_bytes) ? nullptr : ahead.rows;
-  }
-
   template <int VECTORS>
-  void score(const Word* query, int64_t rows, const Piece& keys, const Piece& ahead, float* scores) const {
-    Rows fetch = fetched(rows, keys, ahead, args_.k_dim * static_cast<int64_t>(sizeof(Raw)));
+  void score(const Word* query, int64_t rows, Rows keys, Rows ahead, float* scores) const {
     int64_t r = 0;
-    for (; r + kScoredRows <= rows; r += kScoredRows, fetch = nullptr)
-      score_rows<kScoredRows, VECTORS>(query + r * k_words_, k_words_, keys.rows, fetch, scores + r * kBlockKeys);
-    for (; r + 2 <= rows; r += 2, fetch = nullptr)
-      score_rows<2, VECTORS>(query + r * k_words_, k_words_, keys.rows, fetch, scores + r * kBlockKeys);
-    if (r < rows) score_rows<1, VECTORS>(query + r * k_words_, k_words_, keys.rows, fetch, scores + r * kBlockKeys);
+    for (; r + kRowsAtOnce <= rows; r += kRowsAtOnce, ahead = nullptr)
+      score_rows<kRowsAtOnce, VECTORS>(query + r * k_words_, k_words_, keys, ahead, scores + r * kBlockKeys);
+    for (; r + 2 <= rows; r += 2, ahead = nullptr)
+      score_rows<2, VECTORS>(query + r * k_words_, k_words_, keys, ahead, scores + r * kBlockKeys);
+    if (r < rows) score_rows<1, VECTORS>(query + r * k_words_, k_words_, keys, ahead, scores + r * kBlockKeys);
   }
 
-  void add(const Word* weights, int64_t rows, const Piece& values, const Piece& ahead, float* output,
-           const float* factors) const {
-    Rows fetch = fetched(rows, values, ahead, args_.v_dim * static_cast<int64_t>(sizeof(Raw)));
-    int64_t vecs = columns_ / kLanes;
-    if (vecs == kWideVecs) return add_columns<kWideVecs>(weights, rows, values.rows, fetch, output, factors);
-    Piece from = values, next = ahead;
-    fetch = fetch == nullptr ? nullptr : next.rows;
-    while (vecs > 0) {
-      const int64_t wide = vecs >= kWideVecs ? kWideVecs : vecs >= 2 ? 2 : 1;
-      if (wide == kWideVecs) add_columns<kWideVecs>(weights, rows, from.rows, fetch, output, factors);
-      if (wide == 2) add_columns<2>(weights, rows, from.rows, fetch, output, factors);
-      if (wide == 1) add_columns<1>(weights, rows, from.rows, fetch, output, factors);
-      const int64_t bytes = wide * kLanes * static_cast<int64_t>(sizeof(Raw));
-      from.move(bytes), next.move(bytes);
-      output += wide * kLanes, vecs -= wide;
+  // What a head's outputs gain by a block; the rows ahead are fetched unless they are null.
+  struct Gain {
+    const Word* weights;
+    const float* factors;
+    Rows values, ahead;
+    int64_t keys;
+
+    Gain from(int64_t row) const {
+      return {weights + row * kBlockKeys, factors + row, values, row == 0 ? ahead : nullptr, keys};
     }
+  };
+
+  void add(const Gain& gain, int64_t rows, float* output) const {
+    int64_t r = 0;
+    for (; r + kRowsAtOnce <= rows; r += kRowsAtOnce) add_columns<kRowsAtOnce>(gain.from(r), output + r * columns_);
+    for (; r + 2 <= rows; r += 2) add_columns<2>(gain.from(r), output + r * columns_);
+    if (r < rows) add_columns<1>(gain.from(r), output + r * columns_);
   }
 
-  template <int VECS>
-  void add_columns(const Word* weights, int64_t rows, Rows values, Rows ahead, float* output,
-                   const float* factors) const {
-    int64_t r = 0;
-    for (; r + kAddedRows <= rows; r += kAddedRows, ahead = nullptr)
-      add_rows<kAddedRows, VECS>(weights + r * kBlockKeys, values, ahead, output + r * columns_, columns_,
-                                 factors == nullptr ? nullptr : factors + r);
-    if (r < rows)
-      add_rows<1, VECS>(weights + r * kBlockKeys, values, ahead, output + r * columns_, columns_,
-                        factors == nullptr ? nullptr : factors + r);
+  // Rows are read to their ends where registers allow it: memory likes that best.
+  template <int ROWS>
+  void add_columns(const Gain& gain, float* output) const {
+    constexpr int kWide = kManyRegisters && ROWS <= 2 ? 8 : 4;
+    int64_t vecs = columns_ / kLanes, column = 0;
+    for (; vecs >= kWide; vecs -= kWide, column += kWide * kLanes) add_rows<ROWS, kWide>(gain, column, output + column);
+    for (; vecs >= 4; vecs -= 4, column += 4 * kLanes) add_rows<ROWS, 4>(gain, column, output + column);
+    for (; vecs > 0; --vecs, column += kLanes) add_rows<ROWS, 1>(gain, column, output + column);
+  }
+
+  template <int ROWS, int VECS>
+  void add_rows(const Gain& gain, int64_t column, float* output) const {
+    add_tile<ROWS, VECS>(gain.weights, gain.values, gain.ahead, gain.keys, column, output, columns_, gain.factors);
   }
 
   // scores[row][key] = query . key, and the rows ahead are fetched unless they are null.
@@ -233,38 +196,36 @@ class FewRows {
     }
   }
 
-  // output[row] = output[row] * factors[row] + weights[row] * values, without factors 1; of the rows ahead the same
+  // output[row] = output[row] * factors[row] + weights[row] * values from `column` on; of the rows ahead the same
   // columns are fetched unless they are null.
   template <int ROWS, int VECS>
-  __attribute__((noinline)) static void add_rows(const Word* weights, Rows values, Rows ahead, float* output,
-                                                 int64_t columns, const float* factors) {
+  __attribute__((noinline)) static void add_tile(const Word* weights, Rows values, Rows ahead, int64_t keys,
+                                                 int64_t column, float* output, int64_t columns, const float* factors) {
     constexpr int kBytes = VECS * kLanes * static_cast<int>(sizeof(Raw));
+    const int64_t offset = column * static_cast<int64_t>(sizeof(Raw));
     const ValueRows<T, Dot> rows{values};
     VecF sum[ROWS][VECS];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
-      for (int v = 0; v < VECS; ++v) {
-        sum[r][v] = load<VecF>(output + r * columns + v * kLanes);
-        if (factors != nullptr) sum[r][v] = sum[r][v] * splat(factors[r]);
-      }
-#pragma GCC unroll 4
-    for (int64_t step = 0; step < kPieceKeys / Dot::kPerWord; ++step) {
+      for (int v = 0; v < VECS; ++v) sum[r][v] = load<VecF>(output + r * columns + v * kLanes) * splat(factors[r]);
+#pragma GCC unroll 2
+    for (int64_t step = 0; step < keys / Dot::kPerWord; ++step) {
       if (ahead != nullptr) {
 #pragma GCC unroll 2
         for (int i = 0; i < Dot::kPerWord; ++i)
 #pragma GCC unroll 8
-          for (int byte = 0; byte < kBytes; byte += 64) prefetch(ahead[step * Dot::kPerWord + i] + byte);
+          for (int byte = 0; byte < kBytes; byte += 64) prefetch(ahead[step * Dot::kPerWord + i] + offset + byte);
       }
       VecF value[VECS];
-      rows.template load<VECS>(step, 0, value);
-#pragma GCC unroll 2
+      rows.template load<VECS>(step, column, value);
+#pragma GCC unroll 4
       for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
         for (int v = 0; v < VECS; ++v)
           sum[r][v] = Dot::multiply_add(sum[r][v], value[v], weights[r * kBlockKeys + step]);
     }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
       for (int v = 0; v < VECS; ++v) store(output + r * columns + v * kLanes, sum[r][v]);
