@@ -63,11 +63,20 @@ struct LmHeadArgs {
   float* values;    // [rows, k], already rounded to dtype
 };
 
+struct PagedRows;  // paged_rows.h
+struct CopySide;
+struct AcceptedPaths;
+
 struct Kernels {
   const char* name;
   void (*tree_attention)(const AttentionArgs&, int threads);
   int64_t (*attention_workspace)(const AttentionArgs&);  // bytes of one thread, for any number of nodes
   void (*lm_head_topk)(const LmHeadArgs&, int threads);
+  // Row i of each sequence goes to position seq_lens + i.
+  void (*append_rows)(const PagedRows& rows, const CopySide& side);
+  // Accepted nodes of all layers go to positions seq_lens, seq_lens + 1, ...
+  void (*commit_rows)(const PagedRows& rows, const CopySide& keys, const CopySide& values, int64_t layers,
+                      const AcceptedPaths& paths, int threads);
 };
 
 // The kernels in use: the best set this machine can run, or the one named by SPECMEMO_CPU_ISA.

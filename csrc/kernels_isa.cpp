@@ -3,6 +3,7 @@
 // no function compiled for a newer machine can be linked into the code for an older one.
 #include "attention_run.h"
 #include "lm_head.h"
+#include "paged_copy.h"
 
 #define SPECMEMO_TEXT(x) #x
 #define SPECMEMO_NAME(x) SPECMEMO_TEXT(x)
@@ -60,7 +61,7 @@ void lm_head_topk(const LmHeadArgs& args, int threads) {
 }  // namespace
 
 extern const Kernels SPECMEMO_TABLE(SPECMEMO_ISA);
-const Kernels SPECMEMO_TABLE(SPECMEMO_ISA) = {SPECMEMO_NAME(SPECMEMO_ISA), tree_attention, attention_workspace,
-                                              lm_head_topk};
+const Kernels SPECMEMO_TABLE(SPECMEMO_ISA) = {
+    SPECMEMO_NAME(SPECMEMO_ISA), tree_attention, attention_workspace, lm_head_topk, append_rows, commit_rows};
 
 }  // namespace specmemo

@@ -8,8 +8,9 @@
 
 #include "calls.h"
 #include "kernels.h"
-#include "paged_copy.h"
+#include "paged_rows.h"
 #include "tensors.h"
+#include "verify.h"
 
 namespace py = pybind11;
 
@@ -125,8 +126,8 @@ py::object append_paged_kv(Arguments a) {
   const CopySide keys = copy_side(dtype, kv, view(a[0]), pages, a[7]);
   const CopySide values = copy_side(dtype, kv, view(a[1]), view(a[3]), a[8]);
   const Unlocked unlocked;
-  append_rows(rows, keys);
-  append_rows(rows, values);
+  kernels().append_rows(rows, keys);
+  kernels().append_rows(rows, values);
   return {};
 }
 
@@ -137,10 +138,10 @@ py::object commit_paged_kv(Arguments a) {
   const PagedRows rows = paged_rows(a + 4, pages);
   const CopySide keys = copy_side(dtype, kv, view(a[0]), pages, a[9]);
   const CopySide values = copy_side(dtype, kv, view(a[1]), view(a[3]), a[10]);
-  const int32_t* length = view(a[8]).at<int32_t>();
+  const AcceptedPaths paths{index.at<int32_t>(), view(a[8]).at<int32_t>(), index.shape[1]};
   const int threads = num_threads();
   const Unlocked unlocked;
-  commit_rows(rows, keys, values, pages.shape[0], index.at<int32_t>(), length, index.shape[1], threads);
+  kernels().commit_rows(rows, keys, values, pages.shape[0], paths, threads);
   return {};
 }
 

@@ -1,43 +1,110 @@
-// Rows into pages, copied or quantised on the way, and the walk of a draft tree: one version for every instruction set.
+// Rows into pages, copied or quantised on the way.
 #pragma once
 
-#include "kernels.h"
+#include "fetch.h"
+#include "paged_rows.h"
+#include "quantise.h"
+#include "threads.h"
 
 namespace specmemo {
+namespace {
 
-struct PagedRows {
-  const int32_t* block_table;  // [batch, max_pages]
-  const int32_t* seq_lens;     // [batch]
-  const int32_t* qo_indptr;    // [batch + 1]
-  int64_t batch, max_pages;
-  PageOrder order;  // of keys, values and scales alike
-};
+constexpr int64_t kLine = 64;
 
-// One of the two sides (keys or values); strides in bytes.
-struct CopySide {
-  const char* from;  // rows of heads; strides say where layer, row and head are
-  int64_t from_layer, from_row, from_head;
-  char* to;                     // [layers, rows, dim], elements of `type`; PageOrder says which row is where
-  float* scales;                // [layers, rows] where the elements are codes
-  int64_t rows;                 // of one layer's pages
-  int64_t heads, dim, element;  // element: bytes of one number in `from`
-  DType dtype;                  // of `from`; not looked at when rows are copied as they are
-  KVType type;
+enum class Way { kCaches, kPastCaches };
 
-  const char* row_from(int64_t layer, int64_t row) const { return from + layer * from_layer + row * from_row; }
-  int64_t head_bytes() const { return dim * (type == KVType::kSame ? element : 1); }  // in `to`
-  int64_t token_bytes() const { return heads * head_bytes(); }
-};
+// Past the caches goes what is whole lines.
+inline Way way(const CopySide& side) {
+#if defined(__SSE2__)
+  if (side.type == KVType::kSame && side.head_bytes() % kLine == 0 && reinterpret_cast<uintptr_t>(side.to) % kLine == 0)
+    return Way::kPastCaches;
+#endif
+  return Way::kCaches;
+}
 
-// Row i of each sequence goes to position seq_lens + i.
-void append_rows(const PagedRows& rows, const CopySide& side);
+// A line past the caches, in as few stores as there are: a core remembers few of those that wait for what they store.
+inline void stream_line(char* to, const char* from) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), load<__m512i>(from));
+#elif defined(__AVX2__)
+  for (int i = 0; i < 64; i += 32) _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i), load<__m256i>(from + i));
+#elif defined(__SSE2__)
+  for (int i = 0; i < 64; i += 16) _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), load<__m128i>(from + i));
+#else
+  std::memcpy(to, from, kLine);
+#endif
+}
 
-// Accepted nodes of all layers go to positions seq_lens, seq_lens + 1, ...
+inline void streamed() {  // before anybody else reads it
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+inline void fetch(const char* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += kLine) prefetch(from + i);
+}
+
+// A row in all its heads, to `place` of all layers' pages and so on, `next_head` apart. What the next layer needs (if
+// there is a next one) is fetched meanwhile: rows lie far apart, where no hardware sees a pattern.
+inline void copy_row(const CopySide& side, const char* from, int64_t place, int64_t next_head, Way way,
+                     bool fetch_next) {
+  const int64_t bytes = side.head_bytes();
+  for (int64_t h = 0; h < side.heads; ++h, from += side.from_head, place += next_head) {
+    char* to = side.to + place * bytes;
+    if (fetch_next) fetch(from + side.from_layer, side.dim * side.element);
+    if (way == Way::kPastCaches) {
+      for (int64_t i = 0; i < bytes; i += kLine) stream_line(to + i, from + i);
+      continue;
+    }
+    if (fetch_next) fetch(to + side.rows * bytes, bytes);
+    if (side.type == KVType::kSame) {
+      std::memcpy(to, from, static_cast<size_t>(bytes));
+    } else {
+      side.scales[place] = quantise_row(side.dtype, side.type, from, side.dim, reinterpret_cast<uint8_t*>(to));
+    }
+  }
+}
+
+void append_rows(const PagedRows& rows, const CopySide& side) {
+  for (int64_t s = 0; s < rows.batch; ++s)
+    for (int64_t i = rows.qo_indptr[s]; i < rows.qo_indptr[s + 1]; ++i)
+      copy_row(side, side.row_from(0, i), rows.place(s, rows.seq_lens[s] + i - rows.qo_indptr[s]),
+               rows.order.next_head(), Way::kCaches, false);
+}
+
 void commit_rows(const PagedRows& rows, const CopySide& keys, const CopySide& values, int64_t layers,
-                 const int32_t* accept_index, const int32_t* accept_length, int64_t width, int threads);
+                 const AcceptedPaths& paths, int threads) {
+  int64_t accepted = 0;
+  for (int64_t s = 0; s < rows.batch; ++s) accepted += paths.length[s] + 1;
+  // Starting a second thread costs about as much as copying this many bytes.
+  const bool small = layers * accepted * (keys.token_bytes() + values.token_bytes()) < 128 * 1024;
+  struct Context {
+    const PagedRows& rows;
+    const CopySide* sides[2];
+    const AcceptedPaths& paths;
+    int64_t layers, parts;
+  } context{rows, {&keys, &values}, paths, layers, small ? 1 : threads};
+  // Some layers one after the other, so that a thread fetches what it copies itself. What is written goes past the
+  // caches where it can: it is read a step later, after all weights, and memory that is overwritten isn't read first.
+  auto some_layers = [](void* data, int64_t part) {
+    const auto& c = *static_cast<Context*>(data);
+    const int64_t end = c.layers * (part + 1) / c.parts, next_head = c.rows.order.next_head();
+    const Way ways[] = {way(*c.sides[0]), way(*c.sides[1])};
+    for (int64_t layer = c.layers * part / c.parts; layer < end; ++layer)
+      for (int64_t s = 0; s < c.rows.batch; ++s)
+        for (int64_t i = 0; i <= c.paths.length[s] && i < c.paths.width; ++i) {
+          const int64_t row = c.rows.qo_indptr[s] + c.paths.index[s * c.paths.width + i];
+          const int64_t place = c.rows.place(s, c.rows.seq_lens[s] + i);
+          for (int k = 0; k < 2; ++k) {
+            const CopySide& side = *c.sides[k];
+            copy_row(side, side.row_from(layer, row), layer * side.rows + place, next_head, ways[k], layer + 1 < end);
+          }
+        }
+    streamed();
+  };
+  parallel_for(context.parts, threads, some_layers, &context);
+}
 
-void verify_tree_greedy(const int64_t* draft, const int64_t* target, const int32_t* parents, const int32_t* qo_indptr,
-                        int64_t batch, int64_t max_depth, int32_t* accept_index, int32_t* accept_length,
-                        int64_t* bonus_token);
-
+}  // namespace
 }  // namespace specmemo
