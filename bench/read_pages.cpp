@@ -1,0 +1,135 @@
+// What memory gives to somebody who only reads: keys and values of one sequence in shuffled pages, two threads or more,
+// nothing computed. It is what few_rows.h can reach at best, and why lines are fetched into the second cache (fetch.h).
+//
+//     c++ -O3 -march=native -fopenmp bench/read_pages.cpp -o read_pages && ./read_pages [KV heads] [rounds]
+//
+// 4096 tokens in pages of 16, a head's rows 4 KiB of each; every way in turn over copies, 32 MiB of something else read
+// before each; medians in ms. "In order" reads as many bytes that lie one after the other.
+#include <omp.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <vector>
+
+namespace {
+
+constexpr size_t kPiece = 4096, kLine = 64, kPages = 256, kCopies = 8, kSwept = 32 << 20;
+typedef uint64_t Vector __attribute__((vector_size(kLine)));
+typedef std::vector<const char*> Pieces;
+
+volatile uint64_t sink;
+
+char* huge_pages(size_t bytes) {
+  constexpr size_t kHuge = 2 << 20;
+  bytes = (bytes + kHuge - 1) / kHuge * kHuge;
+  char* memory = static_cast<char*>(std::aligned_alloc(kHuge, bytes));
+  madvise(memory, bytes, MADV_HUGEPAGE);
+  std::memset(memory, 1, bytes);
+  return memory;
+}
+
+// CACHE: 1 or 2, into which the piece `ahead` pieces on is fetched; 0: nothing is.
+template <int CACHE>
+void read(const Pieces& pieces, size_t ahead) {
+  Vector sum{};
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    const char* next = pieces[std::min(i + ahead, pieces.size() - 1)];
+    for (size_t at = 0; at < kPiece; at += kLine) {
+      if (CACHE == 1) __builtin_prefetch(next + at, 0, 3);
+      if (CACHE == 2) __builtin_prefetch(next + at, 0, 2);
+      sum ^= *reinterpret_cast<const Vector*>(pieces[i] + at);
+    }
+  }
+  sink = sum[0];
+}
+
+struct Way {
+  const char* name;
+  void (*read)(const Pieces&, size_t);
+  size_t ahead;
+  bool in_order;
+  std::vector<double> ms;
+};
+
+// For each thread the pieces of its heads: per block of four pages keys, then values.
+std::vector<Pieces> shuffled(const char* keys, const char* values, const uint32_t* pages, size_t heads,
+                             size_t threads) {
+  std::vector<Pieces> all(threads);
+  for (size_t t = 0; t < threads; ++t)
+    for (size_t block = 0; block < kPages; block += 4)
+      for (const char* pool : {keys, values})
+        for (size_t page = block; page < block + 4; ++page)
+          for (size_t head = heads * t / threads; head < heads * (t + 1) / threads; ++head)
+            all[t].push_back(pool + (pages[page] * heads + head) * kPiece);
+  return all;
+}
+
+std::vector<Pieces> in_order(const char* memory, size_t heads, size_t threads) {
+  std::vector<Pieces> all(threads);
+  const size_t count = 2 * kPages * heads;
+  for (size_t t = 0; t < threads; ++t)
+    for (size_t i = count * t / threads; i < count * (t + 1) / threads; ++i) all[t].push_back(memory + i * kPiece);
+  return all;
+}
+
+double milliseconds(const std::function<void(size_t)>& each_thread, size_t threads) {
+  const auto begin = std::chrono::steady_clock::now();
+#pragma omp parallel num_threads(threads)
+  each_thread(static_cast<size_t>(omp_get_thread_num()));
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  const size_t heads = count > 1 ? std::strtoul(arguments[1], nullptr, 10) : 8;
+  const int rounds = count > 2 ? std::atoi(arguments[2]) : 50;
+  const size_t threads = static_cast<size_t>(omp_get_max_threads()), pool = kCopies * kPages * heads * kPiece;
+  const char *keys = huge_pages(pool), *values = huge_pages(pool), *straight = huge_pages(2 * pool);
+  const Pieces swept{huge_pages(kSwept)};
+  std::vector<uint32_t> pages(kCopies * kPages);
+  for (size_t i = 0; i < pages.size(); ++i) pages[i] = static_cast<uint32_t>(i);
+  std::mt19937 random(0);
+  std::shuffle(pages.begin(), pages.end(), random);
+  std::vector<std::vector<Pieces>> shuffles, orders;
+  for (size_t i = 0; i < kCopies; ++i) {
+    shuffles.push_back(shuffled(keys, values, &pages[i * kPages], heads, threads));
+    orders.push_back(in_order(straight + i * 2 * kPages * heads * kPiece, heads, threads));
+  }
+  std::vector<Way> ways = {{"in order", read<0>, 0, true, {}},
+                           {"in order, fetched into the second cache", read<2>, 4, true, {}},
+                           {"shuffled", read<0>, 0, false, {}},
+                           {"shuffled, fetched into the first cache, 1 piece ahead", read<1>, 1, false, {}},
+                           {"shuffled, fetched into the second cache, 1 piece ahead", read<2>, 1, false, {}},
+                           {"shuffled, fetched into the second cache, 4 pieces ahead", read<2>, 4, false, {}},
+                           {"shuffled, fetched into the second cache, 16 pieces ahead", read<2>, 16, false, {}}};
+  std::vector<Way*> turns;
+  for (Way& way : ways) turns.push_back(&way);
+  size_t copy = 0;
+  for (int round = 0; round < rounds; ++round) {
+    std::shuffle(turns.begin(), turns.end(), random);
+    for (Way* way : turns) {
+      copy = (copy + 1) % kCopies;
+      milliseconds(
+          [&](size_t t) {
+            uint64_t sum = 0;
+            for (size_t i = kSwept * t / threads; i < kSwept * (t + 1) / threads; i += kLine) sum += swept[0][i];
+            sink = sum;
+          },
+          threads);
+      const std::vector<Pieces>& pieces = (way->in_order ? orders : shuffles)[copy];
+      way->ms.push_back(milliseconds([&](size_t t) { way->read(pieces[t], way->ahead); }, threads));
+    }
+  }
+  for (Way& way : ways) {
+    std::nth_element(way.ms.begin(), way.ms.begin() + rounds / 2, way.ms.end());
+    std::printf("%7.3f  %s\n", way.ms[rounds / 2], way.name);
+  }
+}
