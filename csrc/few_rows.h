@@ -1,6 +1,6 @@
 // Few rows of queries over a block of keys and values, both multiplied where they lie: packing would take longer than
 // the products. What is left is reading, so memory is never without work: while some heads' keys are multiplied their
-// values are fetched, meanwhile the next heads' keys.
+// values are fetched, and with these the next heads' keys.
 //
 // Sums stay in registers and arguments are passed in them: loads wait for earlier stores that look alike (equal low
 // address bits), and those for memory.

@@ -26,8 +26,8 @@ def isa() -> str:
 
 #: Online softmax over 64-key blocks, splits of 512 tokens merged in order: the same bits in any batch. ``max_qo_len``,
 #: ``max_seq_len`` and ``min_qo_len`` are for launches on a device; here the exact lengths are at hand. Blocks and
-#: splits lie at fixed places whatever the number of nodes; ``invariant`` keeps sequences of few rows (nodes times query
-#: heads per KV head: 2, or 8 within the first split) from a kernel that sums in another order.
+#: splits lie at fixed places whatever the number of nodes; ``invariant`` keeps sequences of up to 8 rows (nodes times
+#: query heads per KV head) from a kernel that sums in another order.
 tree_attention = _cpu.tree_attention
 
 #: Copy every new row to its sequence's pages, or quantise it on the way.
