@@ -71,10 +71,12 @@ struct CodeRow<BFloat16, BFloat16Dot> {
 };
 #endif
 
-// sums[r][from + v] += the products of HIDDEN rows with WEIGHTS rows of codes over `steps` steps.
+// sums[r][from + v] += the products of HIDDEN rows with WEIGHTS rows of codes over `steps` steps. Meanwhile the codes
+// that lie `ahead` bytes on are fetched, unless that is 0.
 template <class Row, int HIDDEN, int WEIGHTS>
 inline void dot_codes(const typename Row::Element* hidden, int64_t hidden_stride, const uint8_t* const* codes,
-                      const uint16_t* const* scales, int64_t steps, VecF (*sums)[kVocabTile], int64_t from) {
+                      const uint16_t* const* scales, int64_t steps, VecF (*sums)[kVocabTile], int64_t from,
+                      int64_t ahead) {
   constexpr int kElements = sizeof(VecF) / sizeof(typename Row::Element);
   VecF sum[HIDDEN][WEIGHTS];
 #pragma GCC unroll 4
@@ -86,6 +88,7 @@ inline void dot_codes(const typename Row::Element* hidden, int64_t hidden_stride
     VecF part[HIDDEN][WEIGHTS];
 #pragma GCC unroll 4
     for (int v = 0; v < WEIGHTS; ++v) {
+      if (ahead != 0) prefetch(codes[v] + s * kStepBytes + ahead);
       words[v] = Row::words(codes[v] + s * kStepBytes);
 #pragma GCC unroll 4
       for (int r = 0; r < HIDDEN; ++r) part[r][v] = VecF{};
@@ -168,8 +171,9 @@ class CodeProducts {
       for (int64_t t = 0; t < tiles; ++t) {
         const int64_t first = args_.rows * t / tiles, height = args_.rows * (t + 1) / tiles - first;
         const Element* hidden = hidden_ + first * steps_ * kStepCodes;
-        dot(height, hidden, codes, scales, whole, sums + first, v);
-        if (whole < steps_) dot(height, hidden + whole * kStepCodes, last_codes, last_scales, 1, sums + first, v);
+        const int64_t ahead = t == 0 ? kVocabTile * row_bytes : 0;
+        dot(height, hidden, codes, scales, whole, sums + first, v, ahead);
+        if (whole < steps_) dot(height, hidden + whole * kStepCodes, last_codes, last_scales, 1, sums + first, v, 0);
       }
     }
   }
@@ -178,18 +182,18 @@ class CodeProducts {
   static constexpr int kElements = static_cast<int>(sizeof(VecF) / sizeof(Element));
 
   void dot(int64_t height, const Element* hidden, const uint8_t* const* codes, const uint16_t* const* scales,
-           int64_t steps, VecF (*sums)[kVocabTile], int64_t v) const {
+           int64_t steps, VecF (*sums)[kVocabTile], int64_t v, int64_t ahead) const {
     const int64_t stride = steps_ * kStepCodes;
     switch (height) {
       case 1:
-        return dot_codes<Row, 1, kWeights>(hidden, stride, codes, scales, steps, sums, v);
+        return dot_codes<Row, 1, kWeights>(hidden, stride, codes, scales, steps, sums, v, ahead);
       case 2:
-        return dot_codes<Row, 2, kWeights>(hidden, stride, codes, scales, steps, sums, v);
+        return dot_codes<Row, 2, kWeights>(hidden, stride, codes, scales, steps, sums, v, ahead);
 #if defined(__AVX512F__) || defined(__aarch64__)
       case 3:
-        return dot_codes<Row, 3, kWeights>(hidden, stride, codes, scales, steps, sums, v);
+        return dot_codes<Row, 3, kWeights>(hidden, stride, codes, scales, steps, sums, v, ahead);
       case 4:
-        return dot_codes<Row, 4, kWeights>(hidden, stride, codes, scales, steps, sums, v);
+        return dot_codes<Row, 4, kWeights>(hidden, stride, codes, scales, steps, sums, v, ahead);
 #endif
     }
   }
