@@ -152,8 +152,8 @@ class Attention {
       const int64_t scale = block.scales[i] + head * args_.order.next_head();
       Raw *k = w.staged_keys + i * k_dim, *v = w.staged_values + i * columns_;
       if (quantised()) {
-        for (int64_t c = 0; c < k_dim; c += 64) prefetch(ahead.keys.at[i] + c);
-        for (int64_t c = 0; c < v_dim; c += 64) prefetch(ahead.values.at[i] + c);
+        prefetch_lines(ahead.keys.at[i], k_dim);
+        prefetch_lines(ahead.values.at[i], v_dim);
       }
       if (quantised() && i < block.paged) {
         dequantise_row<T>(args_.kv, reinterpret_cast<const uint8_t*>(now.keys.at[i]), args_.k_scales[scale], k_dim, k);

@@ -8,9 +8,15 @@
 namespace specmemo {
 namespace {
 
+constexpr int64_t kLine = 64;  // bytes
+
 // Into the second cache. Of the lines that the first one waits for a core keeps two dozen, and shuffled pages need more
 // than that to come as fast as memory can deliver them.
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+inline void prefetch_lines(const char* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += kLine) prefetch(from + i);
+}
 
 // The rows of a head's values and of a head's keys, in the order in which they are read.
 struct Upcoming {

@@ -44,8 +44,7 @@ class FewRows {
     const int64_t end = turns(all).first(1), row_bytes = args_.k_dim * static_cast<int64_t>(sizeof(Raw));
     for (int64_t head = 0; head < end; ++head) {
       const BlockRows keys = block.keys(head);
-      for (const char* row : keys.at)
-        for (int64_t byte = 0; byte < row_bytes; byte += 64) prefetch(row + byte);
+      for (const char* row : keys.at) prefetch_lines(row, row_bytes);
     }
   }
 

@@ -9,8 +9,6 @@
 namespace specmemo {
 namespace {
 
-constexpr int64_t kLine = 64;
-
 enum class Way { kCaches, kPastCaches };
 
 // Past the caches goes what is whole lines.
@@ -41,10 +39,6 @@ inline void streamed() {  // before anybody else reads it
 #endif
 }
 
-inline void fetch(const char* from, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += kLine) prefetch(from + i);
-}
-
 // A row in all its heads, to `place` of all layers' pages and so on, `next_head` apart. What the next layer needs (if
 // there is a next one) is fetched meanwhile: rows lie far apart, where no hardware sees a pattern.
 inline void copy_row(const CopySide& side, const char* from, int64_t place, int64_t next_head, Way way,
@@ -52,12 +46,12 @@ inline void copy_row(const CopySide& side, const char* from, int64_t place, int6
   const int64_t bytes = side.head_bytes();
   for (int64_t h = 0; h < side.heads; ++h, from += side.from_head, place += next_head) {
     char* to = side.to + place * bytes;
-    if (fetch_next) fetch(from + side.from_layer, side.dim * side.element);
+    if (fetch_next) prefetch_lines(from + side.from_layer, side.dim * side.element);
     if (way == Way::kPastCaches) {
       for (int64_t i = 0; i < bytes; i += kLine) stream_line(to + i, from + i);
       continue;
     }
-    if (fetch_next) fetch(to + side.rows * bytes, bytes);
+    if (fetch_next) prefetch_lines(to + side.rows * bytes, bytes);
     if (side.type == KVType::kSame) {
       std::memcpy(to, from, static_cast<size_t>(bytes));
     } else {
