@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import ATTENTION_CASES, QUANTISED_CASES, AttentionCase, attention_budget, attention_inputs, one_sequence
+from op_cases import PAGED_CASES, PagedCase, append_inputs, commit_inputs
 
 from specmemo_kernels import _cpu, ops
 
@@ -142,6 +143,19 @@ def test_few_nodes_have_a_kernel_of_their_own(isa: str, length: int, nodes: int,
     inputs = attention_inputs(case, dtype)
     lse, packed = (ops.tree_attention(**{**inputs, "invariant": on}, backend="cpu")[1] for on in (False, True))
     assert torch.equal(lse, packed) is not few
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", PAGED_CASES, ids=lambda c: c.name)
+def test_rows_are_copied_by_every_instruction_set(isa: str, case: PagedCase, dtype: torch.dtype) -> None:
+    """Each has its own stores. The reference writes the same bits, and no others; all pages hold random ones before."""
+    for make, copy in ((append_inputs, ops.append_paged_kv), (commit_inputs, ops.commit_paged_kv)):
+        own, wanted = make(case, dtype), make(case, dtype)
+        copy(**own, backend="cpu")
+        copy(**wanted, backend="reference")
+        for pages in ("k_pages", "v_pages"):
+            bits = [x[pages].contiguous().view(torch.uint8) for x in (own, wanted)]
+            assert torch.equal(*bits), (copy.__name__, pages)
 
 
 @pytest.mark.parametrize("invariant", [False, True])
