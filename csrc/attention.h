@@ -195,16 +195,17 @@ class Attention {
     int64_t begin = split * per_split, end = begin + per_split;
     if (begin < first) begin = first;
     if (end > (keys + kBlockKeys - 1) / kBlockKeys) end = (keys + kBlockKeys - 1) / kBlockKeys;
-    const Blocks blocks(args_, task, kRawBytes, w.zero_row);
+    const Blocks blocks(args_, task, kRawBytes, w.zero_row, in_place);
     Block one, other, *now = &one, *ahead = &other;
     blocks.locate(begin, *now);
     HeadRows read = now->head(0);
     const HeadsOfRows<Word> few{task.heads, rows, w.query, states, w.lane_sums, w.visible, w.scores};
     const FewRows<T, Dot> direct(args_, k_words_, columns_);
-    if (in_place) direct.begin(*now, few);
+    if (in_place) direct.begin(*now);
     for (int64_t b = begin; b < end; ++b) {
       blocks.locate(b + 1, *ahead);  // past the split's end too: the next one reads it
-      for (int64_t i = 0; i < task.nodes; ++i) w.visible[i] = visibility.word(task.first_node + i, b);
+      for (int64_t i = 0; i < task.nodes; ++i)
+        w.visible[i] = blocks.in_order(visibility.word(task.first_node + i, b), b);
       const int64_t used = used_keys(keys - b * kBlockKeys);
       if (in_place) {
         direct.run_block(*now, *ahead, used, few);

@@ -1,4 +1,5 @@
-// Where the keys and values of a block of 64 positions lie: in pages, among the step's new rows, or nowhere.
+// Where the keys and values of a block of 64 positions lie: in pages, among the step's new rows, or nowhere; and in
+// which order they are read.
 #pragma once
 
 #include "attention_tasks.h"
@@ -8,6 +9,12 @@ namespace specmemo {
 namespace {
 
 constexpr int kBlockKeys = 64;
+
+// Few rows read a block's quarters side by side, a row of each in turn: from several streams memory gives nearly what
+// it gives in order of addresses, page after page much less (bench/read_pages.cpp). The row of position `i` is then
+// read as number side_by_side(i).
+constexpr int kStreams = 4;
+constexpr int side_by_side(int i) { return i % (kBlockKeys / kStreams) * kStreams + i / (kBlockKeys / kStreams); }
 
 struct BlockRows {
   const char* at[kBlockKeys];
@@ -41,19 +48,20 @@ struct Block {
 // The blocks of a task's sequence. `zeros`: the row that stands for a key that isn't there.
 class Blocks {
  public:
-  Blocks(const AttentionArgs& args, const AttentionTask& task, int64_t element_bytes, const void* zeros)
-      : a_(args), task_(task), bytes_(element_bytes), zeros_(static_cast<const char*>(zeros)) {}
+  Blocks(const AttentionArgs& args, const AttentionTask& task, int64_t element_bytes, const void* zeros, bool streams)
+      : a_(args), task_(task), bytes_(element_bytes), zeros_(static_cast<const char*>(zeros)), streams_(streams) {}
 
   void locate(int64_t block, Block& rows) const {
     const int64_t length = a_.seq_lens[task_.sequence], end = length + task_.first_node + task_.nodes;
     int64_t position = block * kBlockKeys;
+    const bool streams = in_streams(block);
     rows.paged = 0;
     for (int i = 0; i < kBlockKeys;) {
       if (position < length) {  // the rest of one page, or of the block, or of the sequence
         int64_t run = a_.order.page_size - position % a_.order.page_size;
         if (run > kBlockKeys - i) run = kBlockKeys - i;
         if (run > length - position) run = length - position;
-        paged(position, i, static_cast<int>(run), rows);
+        paged(position, i, static_cast<int>(run), streams, rows);
         i += static_cast<int>(run), position += run;
         rows.paged = i;
       } else {
@@ -63,19 +71,31 @@ class Blocks {
     }
   }
 
+  // Bits of a block's positions in the order of its rows.
+  uint64_t in_order(uint64_t bits, int64_t block) const {
+    if (!in_streams(block) || bits == ~uint64_t{0}) return bits;
+    uint64_t result = 0;
+    for (int i = 0; i < kBlockKeys; ++i) result |= (bits >> i & 1) << side_by_side(i);
+    return result;
+  }
+
  private:
-  void paged(int64_t position, int at, int count, Block& rows) const {
+  // Where all of a block is in pages: of others only the first rows may be multiplied.
+  bool in_streams(int64_t block) const { return streams_ && (block + 1) * kBlockKeys <= a_.seq_lens[task_.sequence]; }
+
+  void paged(int64_t position, int first, int count, bool streams, Block& rows) const {
     const int64_t size = a_.kv == KVType::kSame ? bytes_ : 1;
     const int64_t k_row = a_.k_dim * size, v_row = a_.v_dim * size;
     const PageOrder& order = a_.order;
     const int32_t* table = a_.block_table + task_.sequence * a_.max_pages;
     int64_t row = order.row(table[position / order.page_size], position % order.page_size);
     row += task_.first_head * order.next_head();
-    for (int i = at; i < at + count; ++i, row += order.next_token()) {
-      rows.first.keys.at[i] = static_cast<const char*>(a_.k_pages) + row * k_row;
-      rows.first.values.at[i] = static_cast<const char*>(a_.v_pages) + row * v_row;
-      rows.key_steps[i] = order.next_head() * k_row, rows.value_steps[i] = order.next_head() * v_row;
-      rows.scales[i] = row;
+    for (int i = first; i < first + count; ++i, row += order.next_token()) {
+      const int at = streams ? side_by_side(i) : i;
+      rows.first.keys.at[at] = static_cast<const char*>(a_.k_pages) + row * k_row;
+      rows.first.values.at[at] = static_cast<const char*>(a_.v_pages) + row * v_row;
+      rows.key_steps[at] = order.next_head() * k_row, rows.value_steps[at] = order.next_head() * v_row;
+      rows.scales[at] = row;
     }
   }
 
@@ -97,6 +117,7 @@ class Blocks {
   const AttentionTask& task_;
   int64_t bytes_;
   const char* zeros_;
+  bool streams_;
 };
 
 }  // namespace

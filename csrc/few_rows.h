@@ -1,6 +1,6 @@
 // Few rows of queries over a block of keys and values, both multiplied where they lie: packing would take longer than
-// the products. What is left is reading, so memory is never without work: while some heads' keys are multiplied their
-// values are fetched, and with these the next heads' keys.
+// the products. What is left is reading, so memory is never without work: with each head's rows those are fetched that
+// are read after them. Some heads take a turn together, first all keys, then all values: their softmax is one.
 //
 // Sums stay in registers and arguments are passed in them: loads wait for earlier stores that look alike (equal low
 // address bits), and those for memory.
@@ -12,8 +12,7 @@
 namespace specmemo {
 namespace {
 
-constexpr int kPieceKeys = 16;          // whose scores are computed at a time
-constexpr int kAheadBytes = 64 * 1024;  // at most: a small part of the second cache
+constexpr int kPieceKeys = 16;  // whose scores are computed at a time
 constexpr bool kManyRegisters = kTileRows == 6;
 constexpr int kRowsAtOnce = kManyRegisters ? 4 : 2;
 static_assert(kFewRows <= kGroupRows, "the scores of a head's rows have room");
@@ -40,20 +39,17 @@ class FewRows {
       : args_(args), k_words_(k_words), columns_(columns), group_(args.num_qo_heads / args.num_kv_heads) {}
 
   // Fetches what run_block reads first, where nothing was read before it.
-  void begin(const Block& block, const HeadsOfRows<Word>& all) const {
-    const int64_t end = turns(all).first(1), row_bytes = args_.k_dim * static_cast<int64_t>(sizeof(Raw));
-    for (int64_t head = 0; head < end; ++head) {
-      const BlockRows keys = block.keys(head);
-      for (const char* row : keys.at) prefetch_lines(row, row_bytes);
-    }
+  void begin(const Block& block) const {
+    const BlockRows keys = block.keys(0);
+    for (const char* row : keys.at) prefetch_lines(row, args_.k_dim * static_cast<int64_t>(sizeof(Raw)));
   }
 
-  // The first `keys` of a block; those behind are hidden. `next` is what is read afterwards.
+  // The first `keys` of a block; those behind are hidden. `next` is read afterwards.
   void run_block(const Block& block, const Block& next, int64_t keys, const HeadsOfRows<Word>& all) const {
-    const Turns in = turns(all);
-    for (int64_t i = 0; i < in.count; ++i) {
-      const bool last = i + 1 == in.count;
-      const Turn turn{in.first(i), in.first(i + 1), keys, &block, last ? &next : &block, last ? 0 : in.first(i + 1)};
+    const int64_t most = kGroupRows / all.rows, turns = (all.heads + most - 1) / most;
+    for (int64_t i = 0; i < turns; ++i) {
+      const int64_t first = all.heads * i / turns, end = all.heads * (i + 1) / turns;
+      const Turn turn{first, end, keys, block, end < all.heads ? block.keys(end) : next.keys(0)};
       if (k_words_ == 8 * kLanes) {
         run_heads<8>(turn, all);
       } else if (k_words_ == 4 * kLanes) {
@@ -65,33 +61,20 @@ class FewRows {
   }
 
  private:
-  // Heads of a block that are done together, and those that are read after them.
+  // As many heads of a block as scores have room for, and the keys that are read after them.
   struct Turn {
     int64_t first, end, keys;
-    const Block *block, *next;
-    int64_t next_head;
+    const Block& block;
+    BlockRows next;
   };
-
-  // A task's heads in turns of nearly as many, for which scores have room and which may be fetched ahead.
-  struct Turns {
-    int64_t heads, count;
-    int64_t first(int64_t turn) const { return heads * turn / count; }
-  };
-
-  Turns turns(const HeadsOfRows<Word>& all) const {
-    const int64_t wider = args_.k_dim > args_.v_dim ? args_.k_dim : args_.v_dim;
-    const int64_t room = kGroupRows / all.rows;
-    const int64_t ahead = kAheadBytes / (kBlockKeys * wider * static_cast<int64_t>(sizeof(Raw)));
-    const int64_t most = ahead < 1 ? 1 : ahead < room ? ahead : room;
-    return {all.heads, (all.heads + most - 1) / most};
-  }
 
   // VECTORS: those of a row of keys, or 0 if that isn't known beforehand.
   template <int VECTORS>
   void run_heads(const Turn& turn, const HeadsOfRows<Word>& all) const {
     const int64_t rows = all.rows;
     for (int64_t head = turn.first; head < turn.end; ++head) {
-      const BlockRows keys = turn.block->keys(head), ahead = turn.block->values(head);
+      const BlockRows keys = turn.block.keys(head);
+      const BlockRows ahead = head + 1 < turn.end ? turn.block.keys(head + 1) : turn.block.values(turn.first);
       for (int64_t key = 0; key < turn.keys; key += kPieceKeys)
         score<VECTORS>(all.query + head * rows * k_words_, rows, keys.at + key, ahead.at + key,
                        all.scores + (head - turn.first) * rows * kBlockKeys + key);
@@ -100,8 +83,8 @@ class FewRows {
     const Word* weights = weigh(turn, all, factors);
     for (int64_t head = turn.first; head < turn.end; ++head) {
       const int64_t row = (head - turn.first) * rows;
-      const BlockRows values = turn.block->values(head);
-      const BlockRows ahead = turn.next->keys(turn.next_head + head - turn.first);
+      const BlockRows values = turn.block.values(head);
+      const BlockRows ahead = head + 1 < turn.end ? turn.block.values(head + 1) : turn.next;
       add({weights + row * kBlockKeys, factors + row, values.at, ahead.at, turn.keys}, rows,
           all.states.of(head).output);
     }
