@@ -14,6 +14,8 @@ constexpr int64_t kLine = 64;  // bytes
 // than that to come as fast as memory can deliver them.
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
+inline void prefetch_near(const void* p) { __builtin_prefetch(p, 0, 3); }  // into the first one
+
 inline void prefetch_lines(const char* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += kLine) prefetch(from + i);
 }

@@ -179,12 +179,14 @@ class FewRows {
   }
 
   // output[row] = output[row] * factors[row] + weights[row] * values from `column` on; of the rows ahead the same
-  // columns are fetched unless they are null.
+  // columns are fetched unless they are null. With them the values' next columns come near, which are read soon: each
+  // row is taken from the second cache at once.
   template <int ROWS, int VECS>
   __attribute__((noinline)) static void add_tile(const Word* weights, Rows values, Rows ahead, int64_t keys,
                                                  int64_t column, float* output, int64_t columns, const float* factors) {
     constexpr int kBytes = VECS * kLanes * static_cast<int>(sizeof(Raw));
     const int64_t offset = column * static_cast<int64_t>(sizeof(Raw));
+    const bool more = column + VECS * kLanes < columns;
     const ValueRows<T, Dot> rows{values};
     VecF sum[ROWS][VECS];
 #pragma GCC unroll 4
@@ -197,7 +199,10 @@ class FewRows {
 #pragma GCC unroll 2
         for (int i = 0; i < Dot::kPerWord; ++i)
 #pragma GCC unroll 8
-          for (int byte = 0; byte < kBytes; byte += 64) prefetch(ahead[step * Dot::kPerWord + i] + offset + byte);
+          for (int byte = 0; byte < kBytes; byte += 64) {
+            prefetch(ahead[step * Dot::kPerWord + i] + offset + byte);
+            if (more) prefetch_near(values[step * Dot::kPerWord + i] + offset + kBytes + byte);
+          }
       }
       VecF value[VECS];
       rows.template load<VECS>(step, column, value);
