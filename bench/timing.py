@@ -53,25 +53,27 @@ def take_turns(
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def _in_huge_pages(data: torch.Tensor) -> torch.Tensor:
-    copy = torch.empty_like(data)
-    prefer_huge_pages(copy)
-    return copy.copy_(data)
+def _copies(data: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Copies of a dense tensor side by side in one piece of memory, as layers lie in a pool, in huge pages as there."""
+    room = torch.empty(count * data.numel(), dtype=data.dtype)
+    prefer_huge_pages(room)
+    strides = torch.empty_like(data).stride()
+    return [room.as_strided(data.shape, strides, i * data.numel()).copy_(data) for i in range(count)]
 
 
 class Rotation:
     """The same function over copies of its data in turn, so that no call finds its data in a cache.
 
     Between two steps of a decoder all layers' weights pass through the caches, so a layer's keys have left them. The
-    copies lie in huge pages, as the pool's pages do; so everybody's data does.
+    copies lie in huge pages, everybody's as the pool's.
     """
 
     def __init__(
         self, function: Callable[..., Any], data: tuple[torch.Tensor, ...], *, nbytes: int = 128 * 2**20
     ) -> None:
-        copies = 1 + nbytes // max(1, sum(x.nbytes for x in data))
+        count = min(1 + nbytes // max(1, sum(x.nbytes for x in data)), 64)
         self._function = function
-        self._data = [tuple(_in_huge_pages(x) for x in data) for _ in range(min(copies, 64))]
+        self._data = list(zip(*(_copies(x, count) for x in data), strict=True))
         self._next = 0
 
     def __call__(self) -> Any:
