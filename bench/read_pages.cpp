@@ -1,10 +1,12 @@
 // What memory gives to somebody who only reads: keys and values of one sequence in shuffled pages, two threads or more,
-// nothing computed. It is what few_rows.h can reach at best, and why lines are fetched into the second cache (fetch.h).
+// nothing computed. It is what few_rows.h can reach at best, why lines are fetched into the second cache (fetch.h), and
+// why a block's pages are read side by side (blocks.h).
 //
 //     c++ -O3 -march=native -fopenmp bench/read_pages.cpp -o read_pages && ./read_pages [KV heads] [rounds]
 //
 // 4096 tokens in pages of 16, a head's rows 4 KiB of each; every way in turn over copies, 32 MiB of something else read
-// before each; medians in ms. "In order" reads as many bytes that lie one after the other.
+// before each; medians in ms. "In order" reads as many bytes that lie one after the other; "side by side" a head's rows
+// of four pages in turn.
 #include <omp.h>
 #include <sys/mman.h>
 
@@ -20,7 +22,7 @@
 
 namespace {
 
-constexpr size_t kPiece = 4096, kLine = 64, kPages = 256, kCopies = 8, kSwept = 32 << 20;
+constexpr size_t kPiece = 4096, kRow = 256, kLine = 64, kStreams = 4, kPages = 256, kCopies = 8, kSwept = 32 << 20;
 typedef uint64_t Vector __attribute__((vector_size(kLine)));
 typedef std::vector<const char*> Pieces;
 
@@ -35,39 +37,50 @@ char* huge_pages(size_t bytes) {
   return memory;
 }
 
-// CACHE: 1 or 2, into which the piece `ahead` pieces on is fetched; 0: nothing is.
-template <int CACHE>
+// CACHE: 1 or 2, into which the piece `ahead` pieces on is fetched; 0: nothing is. STREAMS: pieces read side by side.
+template <int CACHE, size_t STREAMS>
 void read(const Pieces& pieces, size_t ahead) {
+  constexpr size_t kStep = STREAMS == 1 ? kPiece : kRow;
   Vector sum{};
-  for (size_t i = 0; i < pieces.size(); ++i) {
-    const char* next = pieces[std::min(i + ahead, pieces.size() - 1)];
-    for (size_t at = 0; at < kPiece; at += kLine) {
-      if (CACHE == 1) __builtin_prefetch(next + at, 0, 3);
-      if (CACHE == 2) __builtin_prefetch(next + at, 0, 2);
-      sum ^= *reinterpret_cast<const Vector*>(pieces[i] + at);
+  for (size_t i = 0; i < pieces.size(); i += STREAMS) {
+    for (size_t at = 0; at < kPiece; at += kStep) {
+      for (size_t stream = i; stream < i + STREAMS; ++stream) {
+        const char *now = pieces[stream] + at, *next = pieces[std::min(stream + ahead, pieces.size() - 1)] + at;
+        for (size_t line = 0; line < kStep; line += kLine) {
+          if (CACHE == 1) __builtin_prefetch(next + line, 0, 3);
+          if (CACHE == 2) __builtin_prefetch(next + line, 0, 2);
+          sum ^= *reinterpret_cast<const Vector*>(now + line);
+        }
+      }
     }
   }
   sink = sum[0];
 }
 
+enum class Order { kOfAddresses, kPages, kHeads };
+
 struct Way {
   const char* name;
   void (*read)(const Pieces&, size_t);
   size_t ahead;
-  bool in_order;
+  Order order;
   std::vector<double> ms;
 };
 
-// For each thread the pieces of its heads: per block of four pages keys, then values.
-std::vector<Pieces> shuffled(const char* keys, const char* values, const uint32_t* pages, size_t heads,
-                             size_t threads) {
+// For each thread the pieces of its heads: per block of four pages keys, then values, page by page or head by head.
+std::vector<Pieces> shuffled(const char* keys, const char* values, const uint32_t* pages, size_t heads, size_t threads,
+                             Order order) {
   std::vector<Pieces> all(threads);
-  for (size_t t = 0; t < threads; ++t)
-    for (size_t block = 0; block < kPages; block += 4)
+  for (size_t t = 0; t < threads; ++t) {
+    const size_t first = heads * t / threads, own = heads * (t + 1) / threads - first;
+    for (size_t block = 0; block < kPages; block += kStreams)
       for (const char* pool : {keys, values})
-        for (size_t page = block; page < block + 4; ++page)
-          for (size_t head = heads * t / threads; head < heads * (t + 1) / threads; ++head)
-            all[t].push_back(pool + (pages[page] * heads + head) * kPiece);
+        for (size_t i = 0; i < kStreams * own; ++i) {
+          const size_t page = block + (order == Order::kPages ? i / own : i % kStreams);
+          const size_t head = first + (order == Order::kPages ? i % own : i / kStreams);
+          all[t].push_back(pool + (pages[page] * heads + head) * kPiece);
+        }
+  }
   return all;
 }
 
@@ -98,18 +111,31 @@ int main(int count, char** arguments) {
   for (size_t i = 0; i < pages.size(); ++i) pages[i] = static_cast<uint32_t>(i);
   std::mt19937 random(0);
   std::shuffle(pages.begin(), pages.end(), random);
-  std::vector<std::vector<Pieces>> shuffles, orders;
+  std::vector<std::vector<Pieces>> places[3];
   for (size_t i = 0; i < kCopies; ++i) {
-    shuffles.push_back(shuffled(keys, values, &pages[i * kPages], heads, threads));
-    orders.push_back(in_order(straight + i * 2 * kPages * heads * kPiece, heads, threads));
+    places[0].push_back(in_order(straight + i * 2 * kPages * heads * kPiece, heads, threads));
+    for (Order order : {Order::kPages, Order::kHeads})
+      places[static_cast<size_t>(order)].push_back(shuffled(keys, values, &pages[i * kPages], heads, threads, order));
   }
-  std::vector<Way> ways = {{"in order", read<0>, 0, true, {}},
-                           {"in order, fetched into the second cache", read<2>, 4, true, {}},
-                           {"shuffled", read<0>, 0, false, {}},
-                           {"shuffled, fetched into the first cache, 1 piece ahead", read<1>, 1, false, {}},
-                           {"shuffled, fetched into the second cache, 1 piece ahead", read<2>, 1, false, {}},
-                           {"shuffled, fetched into the second cache, 4 pieces ahead", read<2>, 4, false, {}},
-                           {"shuffled, fetched into the second cache, 16 pieces ahead", read<2>, 16, false, {}}};
+  std::vector<Way> ways = {
+      {"in order", read<0, 1>, 0, Order::kOfAddresses, {}},
+      {"in order, fetched into the second cache", read<2, 1>, 4, Order::kOfAddresses, {}},
+      {"shuffled", read<0, 1>, 0, Order::kPages, {}},
+      {"shuffled, fetched into the first cache, 1 piece ahead", read<1, 1>, 1, Order::kPages, {}},
+      {"shuffled, fetched into the second cache, 1 piece ahead", read<2, 1>, 1, Order::kPages, {}},
+      {"shuffled, fetched into the second cache, 4 pieces ahead", read<2, 1>, 4, Order::kPages, {}},
+      {"shuffled, fetched into the second cache, 16 pieces ahead", read<2, 1>, 16, Order::kPages, {}},
+      {"shuffled, side by side", read<0, kStreams>, 0, Order::kHeads, {}},
+      {"shuffled, side by side, fetched into the second cache, 4 pieces ahead",
+       read<2, kStreams>,
+       4,
+       Order::kHeads,
+       {}},
+      {"shuffled, side by side, fetched into the second cache, 16 pieces ahead",
+       read<2, kStreams>,
+       16,
+       Order::kHeads,
+       {}}};
   std::vector<Way*> turns;
   for (Way& way : ways) turns.push_back(&way);
   size_t copy = 0;
@@ -124,7 +150,7 @@ int main(int count, char** arguments) {
             sink = sum;
           },
           threads);
-      const std::vector<Pieces>& pieces = (way->in_order ? orders : shuffles)[copy];
+      const std::vector<Pieces>& pieces = places[static_cast<size_t>(way->order)][copy];
       way->ms.push_back(milliseconds([&](size_t t) { way->read(pieces[t], way->ahead); }, threads));
     }
   }
