@@ -19,6 +19,7 @@ max(bytes / copy bandwidth, flops / matmul rate), and ``t_vs_t1`` is the time ov
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import sys
@@ -76,6 +77,22 @@ def check(inputs: dict[str, Any], outputs: dict[str, torch.Tensor], dtype: torch
             raise AssertionError(f"{name}: error {error:.2e} is over twice the budget {budget.out_error:.2e}")
 
 
+def our_call(inputs: dict[str, Any]) -> Callable[[torch.Tensor, torch.Tensor], Any]:
+    """``tree_attention`` of pages of keys and values, called as a decoder calls it, without a dictionary."""
+    q, k_new, v_new, block_table, seq_lens, qo_indptr, tree_mask = (
+        inputs[name] for name in ("q", "k_new", "v_new", "block_table", "seq_lens", "qo_indptr", "tree_mask")
+    )
+    scale, max_qo_len, max_seq_len = (inputs[name] for name in ("scale", "max_qo_len", "max_seq_len"))
+
+    def call(k_pages: torch.Tensor, v_pages: torch.Tensor) -> Any:
+        return ops.tree_attention(
+            q, k_new, v_new, k_pages, v_pages, block_table, seq_lens, qo_indptr, tree_mask,
+            scale=scale, max_qo_len=max_qo_len, max_seq_len=max_seq_len, backend="cpu",
+        )  # fmt: skip
+
+    return call
+
+
 def attention_row(case: AttentionCase, dtype: torch.dtype, yard: Yardstick, peers: list[str], seconds: float) -> Row:
     """One row of the table of ``tree_attention``."""
     # Pages are shuffled like a server's; the masks of all sequences are those of the first (SDPA takes one).
@@ -86,9 +103,9 @@ def attention_row(case: AttentionCase, dtype: torch.dtype, yard: Yardstick, peer
     pools = {name: inputs[name] for name in ("k_pages", "v_pages")}
     pages = tuple(pools.values())
     rest = {name: value for name, value in inputs.items() if name not in pools}
-    ours = lambda k, v: ops.tree_attention(**rest, k_pages=k, v_pages=v, backend="cpu")  # noqa: E731
+    ours = our_call(inputs)
     outputs = {"ours": ours(*pages)[0]}
-    functions: dict[str, Callable[[], Any]] = {"ours": Rotation(ours, pages)}
+    functions: dict[str, Callable[[], object] | Rotation] = {"ours": Rotation(ours, pages)}
     for name in peers:
         try:
             run = op_peers.PEERS[name](problem)
@@ -108,7 +125,8 @@ def attention_row(case: AttentionCase, dtype: torch.dtype, yard: Yardstick, peer
     best = min(times, key=times.__getitem__)
     table = torch.as_tensor(inputs["block_table"])
     few = rest | {"block_table": table[:, torch.arange(table.shape[1]) % 4].contiguous()}
-    near = take_turns({"near": lambda: ops.tree_attention(**few, **pools, backend="cpu")}, seconds=seconds / 4)["near"]
+    near_call = functools.partial(our_call(few), *pages)
+    near = take_turns({"near": near_call}, seconds=seconds / 4)["near"]
     return {
         "ms": own * 1e3,
         "ms_near": near * 1e3,

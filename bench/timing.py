@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import random
 import statistics
 import subprocess
@@ -15,42 +16,6 @@ import torch
 
 from specmemo_kernels.cli.env import collect_env
 from specmemo_kernels.huge_pages import prefer_huge_pages
-
-
-def take_turns(
-    functions: Mapping[str, Callable[[], object]],
-    *,
-    seconds: float = 1.0,
-    rounds: tuple[int, int] = (5, 200),
-    between: Callable[[], object] | None = None,
-) -> dict[str, float]:
-    """Median seconds of each function: one call each, in turn, until its share of ``seconds`` is spent.
-
-    Each is called ``rounds[0]`` to ``rounds[1]`` times. Taking turns exposes all of them to the same noise of the
-    machine, so that their ratios mean something. ``between`` is called before each, untimed, so that all find the
-    caches alike; each round has another order, or whoever always came after the one that sweeps most would find less
-    of its code there.
-    """
-    for function in functions.values():
-        function()
-    share, shuffle = seconds / len(functions), random.Random(0).shuffle
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    spent = dict.fromkeys(functions, 0.0)
-    for done in range(rounds[1]):
-        order = [name for name in functions if done < rounds[0] or spent[name] < share]
-        if not order:
-            break
-        shuffle(order)
-        for name in order:
-            started = time.perf_counter()
-            if between is not None:
-                between()
-            begin = time.perf_counter()
-            functions[name]()
-            end = time.perf_counter()
-            times[name].append(end - begin)
-            spent[name] += end - started
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def _copies(data: torch.Tensor, count: int) -> list[torch.Tensor]:
@@ -76,9 +41,51 @@ class Rotation:
         self._data = list(zip(*(_copies(x, count) for x in data), strict=True))
         self._next = 0
 
-    def __call__(self) -> Any:
+    def next_call(self) -> Callable[[], Any]:
+        """The function over the copies whose turn it is, to be called once."""
         self._next = (self._next + 1) % len(self._data)
-        return self._function(*self._data[self._next])
+        return functools.partial(self._function, *self._data[self._next])
+
+
+def _call(function: Callable[[], object] | Rotation) -> Callable[[], object]:
+    return function.next_call() if isinstance(function, Rotation) else function
+
+
+def take_turns(
+    functions: Mapping[str, Callable[[], object] | Rotation],
+    *,
+    seconds: float = 1.0,
+    rounds: tuple[int, int] = (5, 200),
+    between: Callable[[], object] | None = None,
+) -> dict[str, float]:
+    """Median seconds of each function: one call each, in turn, until its share of ``seconds`` is spent.
+
+    Each is called ``rounds[0]`` to ``rounds[1]`` times. Taking turns exposes all of them to the same noise of the
+    machine, so that their ratios mean something. ``between`` is called before each, untimed, so that all find the
+    caches alike; each round has another order, or whoever always came after the one that sweeps most would find less
+    of its code there. Whose turn it is in a rotation isn't timed either.
+    """
+    for function in functions.values():
+        _call(function)()
+    share, shuffle = seconds / len(functions), random.Random(0).shuffle
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    spent = dict.fromkeys(functions, 0.0)
+    for done in range(rounds[1]):
+        order = [name for name in functions if done < rounds[0] or spent[name] < share]
+        if not order:
+            break
+        shuffle(order)
+        for name in order:
+            started = time.perf_counter()
+            call = _call(functions[name])
+            if between is not None:
+                between()
+            begin = time.perf_counter()
+            call()
+            end = time.perf_counter()
+            times[name].append(end - begin)
+            spent[name] += end - started
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 class Yardstick:
