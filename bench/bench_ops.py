@@ -33,7 +33,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from timing import Rotation, Yardstick, environment, take_turns
+from timing import Copies, Rotation, Yardstick, environment, take_turns
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python_tests"))
 
@@ -105,7 +105,8 @@ def attention_row(case: AttentionCase, dtype: torch.dtype, yard: Yardstick, peer
     rest = {name: value for name, value in inputs.items() if name not in pools}
     ours = our_call(inputs)
     outputs = {"ours": ours(*pages)[0]}
-    functions: dict[str, Callable[[], object] | Rotation] = {"ours": Rotation(ours, pages)}
+    paged, dense = Copies(*pages), Copies(problem.k, problem.v)
+    functions: dict[str, Callable[[], object] | Rotation] = {"ours": Rotation(ours, paged)}
     for name in peers:
         try:
             run = op_peers.PEERS[name](problem)
@@ -113,9 +114,9 @@ def attention_row(case: AttentionCase, dtype: torch.dtype, yard: Yardstick, peer
         except Exception as error:  # a peer that can't do this case is left out, and said so
             print(f"{case.name}: {name} left out: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
             continue
-        functions[name] = Rotation(run, (problem.k, problem.v))
+        functions[name] = Rotation(run, dense)
     check(inputs, outputs, dtype)
-    functions["gather"] = Rotation(lambda k, v: op_peers.gather({**rest, "k_pages": k, "v_pages": v}), pages)
+    functions["gather"] = Rotation(lambda k, v: op_peers.gather({**rest, "k_pages": k, "v_pages": v}), paged)
     times = take_turns(functions | yard.functions, seconds=seconds, between=yard.layer)
     keys, size = context + nodes, dtype.itemsize
     nbytes = batch * size * (2 * case.num_kv_heads * keys + 2 * case.num_qo_heads * nodes) * case.head_dim
@@ -166,8 +167,8 @@ def commit_row(
         assert torch.equal(k_pages[:, table[b, at // 16].long(), at % 16], k[:, b * nodes + index[b].long()])
     moved = 2 * layers * batch * kept * heads * dim
     room, source = torch.zeros(2, moved, dtype=dtype)
-    memcpy = Rotation(lambda room, source: room.copy_(source), (room, source))
-    functions = {"ours": Rotation(run, (k, v)), "memcpy": memcpy}
+    memcpy = Rotation(lambda room, source: room.copy_(source), Copies(room, source))
+    functions = {"ours": Rotation(run, Copies(k, v)), "memcpy": memcpy}
     times = take_turns(functions, seconds=seconds, between=yard.layer)
     return {
         "ms": times["ours"] * 1e3,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import itertools
 import random
 import statistics
 import subprocess
@@ -18,33 +19,37 @@ from specmemo_kernels.cli.env import collect_env
 from specmemo_kernels.huge_pages import prefer_huge_pages
 
 
-def _copies(data: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """Copies of a dense tensor side by side in one piece of memory, as layers lie in a pool, in huge pages as there."""
-    room = torch.empty(count * data.numel(), dtype=data.dtype)
-    prefer_huge_pages(room)
-    strides = torch.empty_like(data).stride()
-    return [room.as_strided(data.shape, strides, i * data.numel()).copy_(data) for i in range(count)]
+class Copies:
+    """Copies of tensors, of which whoever asks gets the next, so that no call finds its data in a cache.
+
+    Between two steps of a decoder all layers' weights pass through the caches, so a layer's keys have left them. The
+    copies of a (dense) tensor lie side by side in one piece of memory in huge pages, as the layers of a pool do.
+    """
+
+    def __init__(self, *data: torch.Tensor, nbytes: int = 128 * 2**20) -> None:
+        count = min(1 + nbytes // max(1, sum(x.nbytes for x in data)), 64)
+        self._copies = itertools.cycle(list(zip(*(self._of(x, count) for x in data), strict=True)))
+
+    @staticmethod
+    def _of(data: torch.Tensor, count: int) -> list[torch.Tensor]:
+        room = torch.empty(count * data.numel(), dtype=data.dtype)
+        prefer_huge_pages(room)
+        strides = torch.empty_like(data).stride()
+        return [room.as_strided(data.shape, strides, i * data.numel()).copy_(data) for i in range(count)]
+
+    def next(self) -> tuple[torch.Tensor, ...]:
+        return next(self._copies)
 
 
 class Rotation:
-    """The same function over copies of its data in turn, so that no call finds its data in a cache.
+    """A function over copies of its data in turn."""
 
-    Between two steps of a decoder all layers' weights pass through the caches, so a layer's keys have left them. The
-    copies lie in huge pages, everybody's as the pool's.
-    """
-
-    def __init__(
-        self, function: Callable[..., Any], data: tuple[torch.Tensor, ...], *, nbytes: int = 128 * 2**20
-    ) -> None:
-        count = min(1 + nbytes // max(1, sum(x.nbytes for x in data)), 64)
-        self._function = function
-        self._data = list(zip(*(_copies(x, count) for x in data), strict=True))
-        self._next = 0
+    def __init__(self, function: Callable[..., Any], copies: Copies) -> None:
+        self._function, self._copies = function, copies
 
     def next_call(self) -> Callable[[], Any]:
         """The function over the copies whose turn it is, to be called once."""
-        self._next = (self._next + 1) % len(self._data)
-        return functools.partial(self._function, *self._data[self._next])
+        return functools.partial(self._function, *self._copies.next())
 
 
 def _call(function: Callable[[], object] | Rotation) -> Callable[[], object]:
