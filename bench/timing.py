@@ -23,7 +23,8 @@ class Copies:
     """Copies of tensors, of which whoever asks gets the next, so that no call finds its data in a cache.
 
     Between two steps of a decoder all layers' weights pass through the caches, so a layer's keys have left them. The
-    copies of a (dense) tensor lie side by side in one piece of memory in huge pages, as the layers of a pool do.
+    copies of a (dense) tensor lie side by side in one piece of memory in huge pages, as the layers of a pool do. The
+    tensor itself becomes the first of them: the largest shapes have no room for it twice.
     """
 
     def __init__(self, *data: torch.Tensor, nbytes: int = 128 * 2**20) -> None:
@@ -35,7 +36,9 @@ class Copies:
         room = torch.empty(count * data.numel(), dtype=data.dtype)
         prefer_huge_pages(room)
         strides = torch.empty_like(data).stride()
-        return [room.as_strided(data.shape, strides, i * data.numel()).copy_(data) for i in range(count)]
+        copies = [room.as_strided(data.shape, strides, i * data.numel()).copy_(data) for i in range(count)]
+        data.set_(copies[0])  # type: ignore[call-overload]
+        return copies
 
     def next(self) -> tuple[torch.Tensor, ...]:
         return next(self._copies)
