@@ -149,7 +149,6 @@ def commit_row(
     pages = -(-(length + nodes) // 16)
     # Other slots in each call, as in each step: the memory that is written to isn't in a cache either.
     tables = [torch.randperm(batch * pages).int().view(batch, pages) for _ in range(64)]
-    turns = itertools.cycle(tables)
     k_pages, v_pages = (empty_pages((layers, batch * pages, 16, heads), dim, dtype, k.device).zero_() for _ in range(2))
     lengths = torch.full((batch,), length, dtype=torch.int32)
     bounds = torch.arange(batch + 1, dtype=torch.int32) * nodes
@@ -157,18 +156,19 @@ def commit_row(
     index = torch.arange(nodes - kept, nodes, dtype=torch.int32).repeat(batch, 1)
     count = torch.full((batch,), kept - 1, dtype=torch.int32)
 
-    def run(k: torch.Tensor, v: torch.Tensor) -> None:
-        ops.commit_paged_kv(k, v, k_pages, v_pages, next(turns), lengths, bounds, index, count, backend="cpu")
+    def run(k: torch.Tensor, v: torch.Tensor, table: torch.Tensor) -> None:
+        ops.commit_paged_kv(k, v, k_pages, v_pages, table, lengths, bounds, index, count, backend="cpu")
 
-    run(k, v)
     table = tables[0]
+    run(k, v, table)
     at = length + torch.arange(kept)
     for b in range(batch):
         assert torch.equal(k_pages[:, table[b, at // 16].long(), at % 16], k[:, b * nodes + index[b].long()])
     moved = 2 * layers * batch * kept * heads * dim
     room, source = torch.zeros(2, moved, dtype=dtype)
     memcpy = Rotation(lambda room, source: room.copy_(source), Copies(room, source))
-    functions = {"ours": Rotation(run, Copies(k, v)), "memcpy": memcpy}
+    turns = ((*rows, table) for rows, table in zip(Copies(k, v), itertools.cycle(tables), strict=True))
+    functions = {"ours": Rotation(run, turns), "memcpy": memcpy}
     times = take_turns(functions, seconds=seconds, between=yard.layer)
     return {
         "ms": times["ours"] * 1e3,

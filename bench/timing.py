@@ -9,7 +9,7 @@ import random
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from specmemo_kernels.cli.env import collect_env
 from specmemo_kernels.huge_pages import prefer_huge_pages
 
 
-class Copies:
-    """Copies of tensors, of which whoever asks gets the next, so that no call finds its data in a cache.
+class Copies(Iterator[tuple[torch.Tensor, ...]]):
+    """Copies of tensors without an end, of which whoever asks gets the next, so that no call finds its data in a cache.
 
     Between two steps of a decoder all layers' weights pass through the caches, so a layer's keys have left them. The
     copies of a (dense) tensor lie side by side in one piece of memory in huge pages, as the layers of a pool do. The
@@ -40,19 +40,19 @@ class Copies:
         data.set_(copies[0])  # type: ignore[call-overload]
         return copies
 
-    def next(self) -> tuple[torch.Tensor, ...]:
+    def __next__(self) -> tuple[torch.Tensor, ...]:
         return next(self._copies)
 
 
 class Rotation:
-    """A function over copies of its data in turn."""
+    """A function with other arguments each time."""
 
-    def __init__(self, function: Callable[..., Any], copies: Copies) -> None:
-        self._function, self._copies = function, copies
+    def __init__(self, function: Callable[..., Any], arguments: Iterator[tuple[Any, ...]]) -> None:
+        self._function, self._arguments = function, arguments
 
     def next_call(self) -> Callable[[], Any]:
-        """The function over the copies whose turn it is, to be called once."""
-        return functools.partial(self._function, *self._copies.next())
+        """The function with the arguments whose turn it is, to be called once."""
+        return functools.partial(self._function, *next(self._arguments))
 
 
 def _call(function: Callable[[], object] | Rotation) -> Callable[[], object]:
