@@ -33,7 +33,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from timing import Copies, Rotation, Yardstick, environment, take_turns
+from timing import Yardstick, copies, environment, rotation, take_turns
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python_tests"))
 
@@ -78,7 +78,10 @@ def check(inputs: dict[str, Any], outputs: dict[str, torch.Tensor], dtype: torch
 
 
 def our_call(inputs: dict[str, Any]) -> Callable[[torch.Tensor, torch.Tensor], Any]:
-    """``tree_attention`` of pages of keys and values, called as a decoder calls it, without a dictionary."""
+    """``tree_attention`` of pages of keys and values, called as a decoder calls it, without a dictionary.
+
+    Of cases like :func:`attention_case`'s, which have neither a window nor other extras.
+    """
     q, k_new, v_new, block_table, seq_lens, qo_indptr, tree_mask = (
         inputs[name] for name in ("q", "k_new", "v_new", "block_table", "seq_lens", "qo_indptr", "tree_mask")
     )
@@ -105,8 +108,8 @@ def attention_row(case: AttentionCase, dtype: torch.dtype, yard: Yardstick, peer
     rest = {name: value for name, value in inputs.items() if name not in pools}
     ours = our_call(inputs)
     outputs = {"ours": ours(*pages)[0]}
-    paged, dense = Copies(*pages), Copies(problem.k, problem.v)
-    functions: dict[str, Callable[[], object] | Rotation] = {"ours": Rotation(ours, paged)}
+    paged, dense = copies(*pages), copies(problem.k, problem.v)
+    functions = {"ours": rotation(ours, paged)}
     for name in peers:
         try:
             run = op_peers.PEERS[name](problem)
@@ -114,9 +117,9 @@ def attention_row(case: AttentionCase, dtype: torch.dtype, yard: Yardstick, peer
         except Exception as error:  # a peer that can't do this case is left out, and said so
             print(f"{case.name}: {name} left out: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
             continue
-        functions[name] = Rotation(run, dense)
+        functions[name] = rotation(run, dense)
     check(inputs, outputs, dtype)
-    functions["gather"] = Rotation(lambda k, v: op_peers.gather({**rest, "k_pages": k, "v_pages": v}), paged)
+    functions["gather"] = rotation(lambda k, v: op_peers.gather({**rest, "k_pages": k, "v_pages": v}), paged)
     times = take_turns(functions | yard.functions, seconds=seconds, between=yard.layer)
     keys, size = context + nodes, dtype.itemsize
     nbytes = batch * size * (2 * case.num_kv_heads * keys + 2 * case.num_qo_heads * nodes) * case.head_dim
@@ -166,9 +169,9 @@ def commit_row(
         assert torch.equal(k_pages[:, table[b, at // 16].long(), at % 16], k[:, b * nodes + index[b].long()])
     moved = 2 * layers * batch * kept * heads * dim
     room, source = torch.zeros(2, moved, dtype=dtype)
-    memcpy = Rotation(lambda room, source: room.copy_(source), Copies(room, source))
-    turns = ((*rows, table) for rows, table in zip(Copies(k, v), itertools.cycle(tables), strict=True))
-    functions = {"ours": Rotation(run, turns), "memcpy": memcpy}
+    memcpy = rotation(lambda room, source: room.copy_(source), copies(room, source))
+    turns = ((*rows, table) for rows, table in zip(copies(k, v), itertools.cycle(tables), strict=True))
+    functions = {"ours": rotation(run, turns), "memcpy": memcpy}
     times = take_turns(functions, seconds=seconds, between=yard.layer)
     return {
         "ms": times["ours"] * 1e3,

@@ -64,7 +64,7 @@ struct Way {
   void (*read)(const Pieces&, size_t);
   size_t ahead;
   Order order;
-  std::vector<double> ms;
+  std::vector<double> ms = {};
 };
 
 // For each thread the pieces of its heads: per block of four pages keys, then values, page by page or head by head.
@@ -118,24 +118,16 @@ int main(int count, char** arguments) {
       places[static_cast<size_t>(order)].push_back(shuffled(keys, values, &pages[i * kPages], heads, threads, order));
   }
   std::vector<Way> ways = {
-      {"in order", read<0, 1>, 0, Order::kOfAddresses, {}},
-      {"in order, fetched into the second cache", read<2, 1>, 4, Order::kOfAddresses, {}},
-      {"shuffled", read<0, 1>, 0, Order::kPages, {}},
-      {"shuffled, fetched into the first cache, 1 piece ahead", read<1, 1>, 1, Order::kPages, {}},
-      {"shuffled, fetched into the second cache, 1 piece ahead", read<2, 1>, 1, Order::kPages, {}},
-      {"shuffled, fetched into the second cache, 4 pieces ahead", read<2, 1>, 4, Order::kPages, {}},
-      {"shuffled, fetched into the second cache, 16 pieces ahead", read<2, 1>, 16, Order::kPages, {}},
-      {"shuffled, side by side", read<0, kStreams>, 0, Order::kHeads, {}},
-      {"shuffled, side by side, fetched into the second cache, 4 pieces ahead",
-       read<2, kStreams>,
-       4,
-       Order::kHeads,
-       {}},
-      {"shuffled, side by side, fetched into the second cache, 16 pieces ahead",
-       read<2, kStreams>,
-       16,
-       Order::kHeads,
-       {}}};
+      {"in order", read<0, 1>, 0, Order::kOfAddresses},
+      {"in order, fetched into the second cache", read<2, 1>, 4, Order::kOfAddresses},
+      {"shuffled", read<0, 1>, 0, Order::kPages},
+      {"shuffled, fetched into the first cache, 1 piece ahead", read<1, 1>, 1, Order::kPages},
+      {"shuffled, fetched into the second cache, 1 piece ahead", read<2, 1>, 1, Order::kPages},
+      {"shuffled, fetched into the second cache, 4 pieces ahead", read<2, 1>, 4, Order::kPages},
+      {"shuffled, fetched into the second cache, 16 pieces ahead", read<2, 1>, 16, Order::kPages},
+      {"shuffled, side by side", read<0, kStreams>, 0, Order::kHeads},
+      {"shuffled, side by side, fetched into the second cache, 4 pieces ahead", read<2, kStreams>, 4, Order::kHeads},
+      {"shuffled, side by side, fetched into the second cache, 16 pieces ahead", read<2, kStreams>, 16, Order::kHeads}};
   std::vector<Way*> turns;
   for (Way& way : ways) turns.push_back(&way);
   size_t copy = 0;

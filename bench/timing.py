@@ -19,48 +19,37 @@ from specmemo_kernels.cli.env import collect_env
 from specmemo_kernels.huge_pages import prefer_huge_pages
 
 
-class Copies(Iterator[tuple[torch.Tensor, ...]]):
+def copies(*data: torch.Tensor, nbytes: int = 128 * 2**20) -> Iterator[tuple[torch.Tensor, ...]]:
     """Copies of tensors without an end, of which whoever asks gets the next, so that no call finds its data in a cache.
 
     Between two steps of a decoder all layers' weights pass through the caches, so a layer's keys have left them. The
     copies of a (dense) tensor lie side by side in one piece of memory in huge pages, as the layers of a pool do. The
     tensor itself becomes the first of them: the largest shapes have no room for it twice.
     """
-
-    def __init__(self, *data: torch.Tensor, nbytes: int = 128 * 2**20) -> None:
-        count = min(1 + nbytes // max(1, sum(x.nbytes for x in data)), 64)
-        self._copies = itertools.cycle(list(zip(*(self._of(x, count) for x in data), strict=True)))
-
-    @staticmethod
-    def _of(data: torch.Tensor, count: int) -> list[torch.Tensor]:
-        room = torch.empty(count * data.numel(), dtype=data.dtype)
-        prefer_huge_pages(room)
-        strides = torch.empty_like(data).stride()
-        copies = [room.as_strided(data.shape, strides, i * data.numel()).copy_(data) for i in range(count)]
-        data.set_(copies[0])  # type: ignore[call-overload]
-        return copies
-
-    def __next__(self) -> tuple[torch.Tensor, ...]:
-        return next(self._copies)
+    count = min(1 + nbytes // max(1, sum(x.nbytes for x in data)), 64)
+    return itertools.cycle(list(zip(*(_copies_of(x, count) for x in data), strict=True)))
 
 
-class Rotation:
-    """A function with other arguments each time."""
-
-    def __init__(self, function: Callable[..., Any], arguments: Iterator[tuple[Any, ...]]) -> None:
-        self._function, self._arguments = function, arguments
-
-    def next_call(self) -> Callable[[], Any]:
-        """The function with the arguments whose turn it is, to be called once."""
-        return functools.partial(self._function, *next(self._arguments))
+def _copies_of(data: torch.Tensor, count: int) -> list[torch.Tensor]:
+    room = torch.empty(count * data.numel(), dtype=data.dtype)
+    prefer_huge_pages(room)
+    strides = torch.empty_like(data).stride()
+    result = [room.as_strided(data.shape, strides, i * data.numel()).copy_(data) for i in range(count)]
+    data.set_(result[0])  # type: ignore[call-overload]
+    return result
 
 
-def _call(function: Callable[[], object] | Rotation) -> Callable[[], object]:
-    return function.next_call() if isinstance(function, Rotation) else function
+def rotation(function: Callable[..., Any], arguments: Iterator[tuple[Any, ...]]) -> Iterator[Callable[[], Any]]:
+    """Calls of the function, each with the next arguments."""
+    return (functools.partial(function, *each) for each in arguments)
+
+
+def _call(function: Callable[[], object] | Iterator[Callable[[], object]]) -> Callable[[], object]:
+    return next(function) if isinstance(function, Iterator) else function
 
 
 def take_turns(
-    functions: Mapping[str, Callable[[], object] | Rotation],
+    functions: Mapping[str, Callable[[], object] | Iterator[Callable[[], object]]],
     *,
     seconds: float = 1.0,
     rounds: tuple[int, int] = (5, 200),
