@@ -138,10 +138,6 @@ def _scale(model: PreTrainedModel) -> None:
     model.model.layers[0].mlp.up_proj.scaling["default"] = 0.5
 
 
-def _hook(model: PreTrainedModel) -> None:
-    model.model.layers[0].register_forward_hook(lambda _, __, output: output * 1.3)
-
-
 def _a_training_step(model: PreTrainedModel) -> None:
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -155,7 +151,7 @@ def _a_training_step(model: PreTrainedModel) -> None:
     "changes",
     [
         (_in_place,), (_through_data,), (_other_storage,), (_other_parameter,), (_other_module, _switch, _scale),
-        (_hook,), (_a_training_step,),
+        (_a_training_step,),
     ],
     ids=lambda changes: "-".join(change.__name__.strip("_") for change in changes),
 )  # fmt: skip

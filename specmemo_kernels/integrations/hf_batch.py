@@ -97,8 +97,8 @@ class BatchRun:
 
     def _start(self, handle: SpecMemo) -> Scheduler:
         longest = max(len(s.prompt) + s.max_new_tokens for s in self._sequences)
-        if handle.rope_changes(longest):
-            raise ValueError(f"{longest} tokens cross the length at which this model's rotary embedding changes")
+        if reason := handle.generator.unsupported_model(longest):
+            raise ValueError(f"a batch can't be generated: {reason}")
         verifier = SampledVerifier(handle.target, handle.backend, [s.sampling for s in self._sequences])
         scheduler = handle.scheduler(self._sequences, verifier)
         submit_all(scheduler, self._sequences)
@@ -226,8 +226,6 @@ def stream_batch(
     handle = vars(model).get("specmemo")
     if handle is None:
         raise ValueError("the model isn't patched; call specmemo_kernels.patch(model, heads) first")
-    if model.training:
-        raise ValueError("the model is in training mode; call model.eval() first")
     requests = []
     for i, prompt in enumerate(prompts):
         if not isinstance(prompt, Request):

@@ -13,6 +13,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from specmemo_kernels.decode import GreedyVerifier, SequenceState, Verifier
+from specmemo_kernels.integrations.hf_processors import needs_whole_batch, row_processors
 from specmemo_kernels.integrations.hf_verifier import ProcessedVerifier, put_back, row_generators
 from specmemo_kernels.scheduler import submit_all
 
@@ -48,8 +49,13 @@ class _Call:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        found = (c.eos_token_id.flatten().tolist() for c in self.stopping_criteria if isinstance(c, EosTokenCriteria))
+        found = (c.eos_token_id.flatten().tolist() for c in self.stopping_criteria if type(c) is EosTokenCriteria)
         return frozenset(token for ids in found for token in ids)
+
+    @property
+    def max_length(self) -> int | None:
+        """Length of a row, padding included, at which it ends; ``None`` without a limit."""
+        return min((c.max_length for c in self.stopping_criteria if type(c) is MaxLengthCriteria), default=None)
 
     @property
     def other_criteria(self) -> StoppingCriteriaList:
@@ -90,56 +96,48 @@ class Generator:
         self.handle.acquire()
         try:
             with self.handle.ranks.guarded():
-                sequences = self._sequences(call)
-                output = self._generate(call, sequences)
-                self.handle.ranks.finish(sequences)
-                return output
+                return self._generate(call)
         finally:
             self.handle.free()
 
-    def _unsupported(self, call: _Call) -> str | None:
-        """Why this call can't be run speculatively, or ``None``."""
-        config, kwargs, batch = call.config, call.model_kwargs, call.input_ids.shape[0]
-        cache = kwargs.get("past_key_values")
-        extra = sorted(k for k, v in kwargs.items() if v is not None and k not in _UNDERSTOOD)
-        other = call.other_criteria
-        checks = (
-            (call.synced_gpus, "synced_gpus (FSDP, ZeRO-3) is not supported"),
-            (self.handle.model.training, "the model is in training mode"),
-            (cache is not None and cache.get_seq_length() > 0, "past_key_values can't be continued; pass all tokens"),
-            (
-                config.cache_implementation is not None,
-                f"cache_implementation={config.cache_implementation!r} was asked for",
-            ),
-            (not kwargs.get("use_cache", True), "use_cache=False was asked for"),
-            (call.wants("output_attentions"), "output_attentions needs the attention weights"),
-            (call.wants("output_hidden_states"), "output_hidden_states needs every layer's states"),
-            (
-                batch > 1 and (call.wants("output_scores") or call.wants("output_logits")),
-                "scores of a batch are not kept",
-            ),
-            (bool(extra), f"the arguments {extra} are not supported"),
-            (call.stopping_criteria.max_length is None, "there is no max_length"),
-            (batch > 1 and bool(other) and not call.eos_token_ids, "batches with own criteria need an eos_token_id"),
-            (
-                any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in call.logits_processor),
-                "classifier-free guidance runs the model by itself",
-            ),
-            (not bool(call.attention_mask.any(dim=1).all()), "a prompt of the batch is empty"),
-            (not _usual_positions(call), "own position_ids are not supported"),
-            (
-                self.handle.rope_changes(int(call.stopping_criteria.max_length or 0)),
-                "the rotary embedding changes with the length on the way",
-            ),
-        )
-        return next((reason for failed, reason in checks if failed), None)
+    def _unsupported(self, call: _Call) -> str:
+        """Why this call can't be run speculatively, or an empty string."""
+        reason = _unsupported_arguments(call) or self._unsupported_prompts(call)
+        return reason or self.unsupported_model(call.max_length)
 
-    def _generate(self, call: _Call, sequences: list[SequenceState]) -> Any:
+    def unsupported_model(self, max_length: int | None) -> str:
+        """Why the model can't speculate as it is now, up to ``max_length`` tokens, or an empty string."""
+        if self.handle.model.training:
+            return "the model is in training mode; call model.eval() first"
+        if max_length is not None and self.handle.rope_changes(max_length):
+            return f"the rotary embedding changes on the way to {max_length} tokens"
+        return self.handle.changed()
+
+    def _unsupported_prompts(self, call: _Call) -> str:
+        ids, mask = call.input_ids, call.attention_mask
+        vocabulary = self.handle.model.get_input_embeddings().weight.shape[0]
+        if not ids.numel():
+            return f"input_ids has the shape {list(ids.shape)} and no tokens"
+        if (outside := ids[(ids < 0) | (ids >= vocabulary)]).numel():
+            return f"input_ids has the token {int(outside[0])}, which is not one of 0 to {vocabulary - 1}"
+        if mask.shape != ids.shape:
+            return f"the attention_mask has the shape {list(mask.shape)}, not {list(ids.shape)} as input_ids"
+        if not bool(mask[:, -1].all()):
+            return "the attention_mask hides the last token of a prompt (padding on the right)"
+        if self.handle.facts.windowed and bool((mask[:, 1:] < mask[:, :-1]).any()):
+            return "the attention_mask hides tokens inside a prompt, and the model's sliding window counts them"
+        if not _usual_positions(call):
+            return "own position_ids are not supported"
+        return ""
+
+    def _generate(self, call: _Call) -> Any:
         device = call.input_ids.device
         if call.config.do_sample:
             self.handle.ranks.agree_on_random_state(device)
-        generators = row_generators(device, len(sequences)) if call.config.do_sample else None
+        generators = row_generators(device, len(call.input_ids)) if call.config.do_sample else None
         verifier = self._verifier(call, generators)
+        kept = verifier.scores if isinstance(verifier, ProcessedVerifier) and call.wants("output_scores") else None
+        sequences = self._sequences(call, kept)
         scheduler = self.handle.scheduler(sequences, verifier)
         columns = _Columns(call, sequences)
         try:
@@ -153,17 +151,18 @@ class Generator:
             if generators is not None:
                 put_back(device, generators)
         columns.end()
+        self.handle.ranks.finish(sequences)
         return self._result(call, columns.padded(), verifier)
 
-    def _sequences(self, call: _Call) -> list[SequenceState]:
-        limit = int(call.stopping_criteria.max_length or 0) - call.input_ids.shape[1]
+    def _sequences(self, call: _Call, scores: list[Tensor] | None) -> list[SequenceState]:
+        limit = (call.max_length or 0) - call.input_ids.shape[1]
         mask, eos = call.attention_mask.bool(), call.eos_token_ids
         return [
             SequenceState(
                 prompt=call.input_ids[row][mask[row]].tolist(),
                 max_new_tokens=limit,
                 eos_token_ids=eos,
-                stop=self.handle.ranks.stop(_stop(call, row)) if call.other_criteria else None,
+                stop=self.handle.ranks.stop(_stop(call, row, scores)) if call.other_criteria else None,
                 index=row,
             )
             for row in range(call.input_ids.shape[0])
@@ -173,9 +172,9 @@ class Generator:
         scores, logits = call.wants("output_scores"), call.wants("output_logits")
         if not call.logits_processor and not scores and not logits and not generators:
             return GreedyVerifier(self.handle.target, self.handle.backend)
-        return ProcessedVerifier(
-            self.handle.target, call.logits_processor, call.input_ids, scores or logits, generators
-        )
+        rows = range(call.input_ids.shape[0])
+        processors = [row_processors(call.logits_processor, row) for row in rows]
+        return ProcessedVerifier(self.handle.target, processors, call.input_ids, scores or logits, generators)
 
     def _result(self, call: _Call, ids: Tensor, verifier: Verifier) -> Any:
         if not call.config.return_dict_in_generate:
@@ -191,6 +190,39 @@ class Generator:
         )
 
 
+def _unsupported_arguments(call: _Call) -> str:
+    config, kwargs, batch = call.config, call.model_kwargs, call.input_ids.shape[0]
+    cache = kwargs.get("past_key_values")
+    extra = sorted(k for k, v in kwargs.items() if v is not None and k not in _UNDERSTOOD)
+    whole = needs_whole_batch((*call.logits_processor, *call.other_criteria)) if batch > 1 else []
+    checks = (
+        (call.synced_gpus, "synced_gpus (FSDP, ZeRO-3) is not supported"),
+        (cache is not None and cache.get_seq_length() > 0, "past_key_values can't be continued; pass all tokens"),
+        # An empty cache that the caller passes is filled, as the caller may go on with it.
+        (getattr(cache, "_is_user_defined", False), "past_key_values was passed; leave it out to speculate"),
+        (
+            config.cache_implementation is not None,
+            f"cache_implementation={config.cache_implementation!r} was asked for",
+        ),
+        (not kwargs.get("use_cache", True), "use_cache=False was asked for"),
+        (call.wants("output_attentions"), "output_attentions needs the attention weights"),
+        (call.wants("output_hidden_states"), "output_hidden_states needs every layer's states"),
+        (batch > 1 and (call.wants("output_scores") or call.wants("output_logits")), "scores of a batch are not kept"),
+        (bool(extra), f"the arguments {extra} are not supported"),
+        (call.max_length is None, "there is no max_length"),
+        (bool(whole), f"{' and '.join(whole)} may hold state or compare rows, which needs all rows of a batch at once"),
+        (
+            batch > 1 and bool(call.other_criteria) and not call.eos_token_ids,
+            "batches with own criteria need an eos_token_id",
+        ),
+        (
+            any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in call.logits_processor),
+            "classifier-free guidance runs the model by itself",
+        ),
+    )
+    return next((reason for failed, reason in checks if failed), "")
+
+
 def _usual_positions(call: _Call) -> bool:
     """Whether the position ids are the ones that follow from the attention mask."""
     positions = call.model_kwargs.get("position_ids")
@@ -201,15 +233,19 @@ def _usual_positions(call: _Call) -> bool:
     return positions.shape == mask.shape and torch.equal(positions[mask.bool()].long(), expected)
 
 
-def _stop(call: _Call, row: int) -> Callable[[list[int]], bool]:
-    """The call's own criteria for one row; they get the ids as transformers would give them, padding included."""
+def _stop(call: _Call, row: int, scores: list[Tensor] | None) -> Callable[[list[int]], bool]:
+    """The call's own criteria for one row, with ids and scores as transformers passes them.
+
+    Args:
+        scores: grows by a row ``[1, V]`` for each token, before the criteria see the token; ``None``: not kept.
+    """
     padded, criteria = call.input_ids[row], call.other_criteria
     real = int(call.attention_mask[row].sum())
 
     def stop(tokens: list[int]) -> bool:
         new = torch.tensor(tokens[real:], dtype=padded.dtype, device=padded.device)
-        ids = torch.cat([padded, new]).expand(call.input_ids.shape[0], -1)
-        return bool(criteria(ids, None)[row])
+        kept = None if scores is None else tuple(scores[: len(new)])
+        return bool(criteria(torch.cat([padded, new])[None], kept)[0])
 
     return stop
 

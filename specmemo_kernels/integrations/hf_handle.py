@@ -11,6 +11,8 @@ import torch
 from specmemo_kernels.decode import SpecDecoder, Verifier
 from specmemo_kernels.drafting.base import Drafter, PagedDrafter
 from specmemo_kernels.drafting.placing import can_offload
+from specmemo_kernels.integrations.hf_changes import ModelGuard
+from specmemo_kernels.integrations.hf_draft import HFDraftModel
 from specmemo_kernels.integrations.hf_generate import Generator
 from specmemo_kernels.integrations.hf_graph import GraphUse, moving_rope, rope_kinds
 from specmemo_kernels.integrations.hf_signature import ModelSignature
@@ -68,6 +70,9 @@ class SpecMemo:
         self.stats = DecodeStats()
         self.chooser: TreeChooser | None = None
         self.generator = Generator(self)
+        self._guards = [ModelGuard(model)]
+        if isinstance(drafter, HFDraftModel):
+            self._guards.append(ModelGuard(drafter.hf_model, "the draft model"))
         self._pool: PagedKVPool | None = None
         self._signature: ModelSignature | None = None
         self.undo_steps: list[Callable[[], None]] = []
@@ -212,6 +217,10 @@ class SpecMemo:
         """The end of what :meth:`acquire` began."""
         self._generating = None
         self._lock.release()
+
+    def changed(self) -> str:
+        """What has changed or was attached since patching, so that the model must run its own code; or nothing."""
+        return next(filter(None, (guard.reason() for guard in self._guards)), "")
 
     def rope_changes(self, length: int) -> bool:
         """Whether positions are encoded differently beyond a limit that ``length`` tokens cross (dynamic, longrope).

@@ -12,6 +12,7 @@ from torch import nn
 
 from specmemo_kernels.footprint import PassBytes
 from specmemo_kernels.integrations.hf_attention import UnsupportedModel
+from specmemo_kernels.integrations.hf_changes import foreign_code
 from specmemo_kernels.integrations.hf_target import ModelFacts, run_packed, tapped
 from specmemo_kernels.kv_storage import LayerKV
 from specmemo_kernels.memory_tracker import MemoryTracker
@@ -69,7 +70,7 @@ def probe(model: Any) -> ModelFacts:
         )
     if not len(ramp.values):
         raise UnsupportedModel(f"{type(model).__name__} makes its logits without its lm_head ({type(head).__name__})")
-    plain = type(head) is nn.Linear and _rows_are_plain(head.weight)
+    plain = type(head) is nn.Linear and _rows_are_plain(head.weight) and not foreign_code(model)
     exact = torch.equal(logits, ramp.values)
     # Below float32 a soft cap makes ties of different logits, so there nothing may come after the lm_head.
     rises = bool((logits.diff() >= 0).all()) and tap.hidden.dtype == torch.float32
@@ -82,6 +83,7 @@ def probe(model: Any) -> ModelFacts:
         device=device,
         plain_lm_head=plain and (exact or rises),
         exact_lm_head=plain and exact,
+        windowed=seen.windowed,
     )
 
 
@@ -123,12 +125,14 @@ class _Layers:
     def __init__(self) -> None:
         self.layers: dict[int, LayerKV] = {}
         self.num_qo_heads: dict[int, int] = {}
+        self.windowed = False
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, **_: Any) -> Tensor:
         if layer in self.layers:
             raise UnsupportedModel(f"attention layer {layer} runs twice in one forward pass")
         self.layers[layer] = LayerKV(k.shape[1], k.shape[2], v.shape[2], k.dtype, k.device)
         self.num_qo_heads[layer] = q.shape[1]
+        self.windowed |= window is not None
         return v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
 
 

@@ -13,9 +13,8 @@ from specmemo_kernels.integrations.hf_target import local_part
 
 Tensor = torch.Tensor
 
-#: What every module has; of these the hooks matter.
+#: What every module has.
 _COMMON = frozenset(vars(nn.Module()))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 #: Elements of each parameter that are compared.
 _SAMPLES = 4
 
@@ -25,10 +24,10 @@ class ModelSignature:
 
     - Each parameter and buffer: which tensor, where, in what dtype, its version (torch counts changes in place), and
       of its elements four (changes through ``.data``, as of merged adapters and of some optimizers, aren't counted).
-    - Each module: its hooks, and all that it holds beside tensors and modules: an adapter's switches are there.
+    - Each module: all that it holds beside tensors and modules: an adapter's switches are there.
 
-    Not seen are changes through ``.data`` that miss these elements, and whatever a hook or a replaced function looks
-    up elsewhere.
+    Not seen are changes through ``.data`` that miss these elements, and whatever a replaced function looks up
+    elsewhere. Models with foreign hooks don't speculate (:mod:`hf_changes`), so hooks don't count.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -73,9 +72,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _module_facts(module: nn.Module) -> tuple[Hashable, ...]:
     held = vars(module)
-    own = [(name, _plain(value)) for name, value in held.items() if name not in _COMMON]
-    hooks = [tuple((key, id(hook)) for key, hook in held[name].items()) for name in _HOOKS if held[name]]
-    return id(module), tuple(own), tuple(hooks)
+    return id(module), tuple((name, _plain(value)) for name, value in held.items() if name not in _COMMON)
 
 
 def _plain(value: Any) -> Hashable:

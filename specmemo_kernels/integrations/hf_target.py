@@ -33,6 +33,7 @@ class ModelFacts:
         plain_lm_head: the lm_head is an ``nn.Linear`` whose output order the model keeps, so that
             :func:`ops.lm_head_argmax` finds the model's own token; else logits are made by the model.
         exact_lm_head: its output is the model's logits as they are, so that those of one row can be had alone.
+        windowed: a layer has a sliding window.
     """
 
     layers: tuple[LayerKV, ...]
@@ -43,6 +44,7 @@ class ModelFacts:
     device: torch.device
     plain_lm_head: bool
     exact_lm_head: bool
+    windowed: bool
 
 
 class HFTarget:

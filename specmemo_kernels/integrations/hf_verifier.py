@@ -24,7 +24,7 @@ class ProcessedVerifier:
 
     Args:
         target: makes the logits, of one row at a time.
-        processor: ``(input_ids [B, L], scores [B, V]) -> scores``, a ``LogitsProcessorList``.
+        processors: for calls ``(input_ids [1, L], scores [1, V]) -> scores [1, V]`` of each row of the batch.
         input_ids: ``[B, L]`` the prompts as generate got them, padding included.
         keep: remember logits and scores of every emitted token (batch 1).
         generators: per row, to draw tokens with; ``None``: the best score wins.
@@ -35,13 +35,13 @@ class ProcessedVerifier:
     def __init__(
         self,
         target: TargetModel,
-        processor: Callable[[Tensor, Tensor], Tensor],
+        processors: Sequence[Callable[..., Tensor]],
         input_ids: Tensor,
         keep: bool,
         generators: Sequence[torch.Generator] | None = None,
     ) -> None:
         self.target, self.generators = target, generators
-        self.processor, self.input_ids, self.keep = processor, input_ids, keep
+        self.processors, self.input_ids, self.keep = processors, input_ids, keep
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
 
@@ -60,17 +60,16 @@ class ProcessedVerifier:
         return verdict_of(batch, found)
 
     def _choose(self, known: Tensor, output: TargetOutput, first: int, index: int, node: int, tokens: list[int]) -> int:
-        """The token of one row; processors may insist on the full batch, so all rows are this one."""
-        batch = self.input_ids.shape[0]
-        ids = torch.cat([known, known.new_tensor(tokens)])
+        """The token of one row of the batch."""
+        ids = torch.cat([known, known.new_tensor(tokens)])[None]
         logits = self.target.row_logits(output, first + node)
-        raw = logits.to(device=ids.device, dtype=torch.float32, copy=True).repeat(batch, 1)
+        raw = logits.to(device=ids.device, dtype=torch.float32, copy=True)[None]
         kept = raw.clone() if self.keep else raw
-        scores = self.processor(ids.repeat(batch, 1), raw)
+        scores = self.processors[index](ids, raw)
         if self.generators is None:
-            token = int(scores[index].argmax())
+            token = int(scores[0].argmax())
         else:
-            token = draw(scores[index].softmax(0), self.generators[index])
+            token = draw(scores[0].softmax(0), self.generators[index])
         if self.keep:  # only now: a row that failed on the way is looked at again
             self.logits.append(kept)
             self.scores.append(scores)
