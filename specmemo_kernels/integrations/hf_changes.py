@@ -64,7 +64,7 @@ class ModelGuard:
             return f"{self.name} has {attached}; to speculate again, remove it"
         device = self.model.get_input_embeddings().weight.device.type
         if torch.is_autocast_enabled(device):
-            return f"autocast is on for {device}; to speculate, leave it or load the model in {torch.bfloat16}"
+            return f"autocast is on for {device}; to speculate, load the model in the wanted dtype instead"
         return ""
 
     def _change(self) -> str:

@@ -110,7 +110,7 @@ class Generator:
         if self.handle.model.training:
             return "the model is in training mode; call model.eval() first"
         if max_length is not None and self.handle.rope_changes(max_length):
-            return f"the rotary embedding changes on the way to {max_length} tokens"
+            return "the rotary embedding changes with the length on the way"
         return self.handle.changed()
 
     def _unsupported_prompts(self, call: _Call) -> str:
