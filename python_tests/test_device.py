@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,11 +72,86 @@ def test_known_devices() -> None:
 
 @pytest.mark.parametrize(
     ("name", "key"),
-    [("NVIDIA TITAN RTX", "titan-rtx"), ("NVIDIA A100-SXM4-80GB", "a100"), ("AMD Instinct MI300X", "mi300x"),
-     ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("NVIDIA GeForce RTX 3060", "rtx-3060")],
+    [("NVIDIA TITAN RTX", "titan-rtx"), ("TITAN RTX", "titan-rtx"), ("NVIDIA A100-SXM4-80GB", "a100"),
+     ("AMD Instinct MI300X", "mi300x"), ("amd instinct mi250", "mi250"), ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+     ("GeForce  RTX 3060", "rtx-3060"), ("NVIDIA H100 80GB HBM3", "h100"), ("nvidia h200", "h200"),
+     ("Jetson AGX Orin", "jetson-orin")],
 )  # fmt: skip
 def test_names_that_drivers_give(name: str, key: str) -> None:
-    assert replace(known_device(name), name="") == replace(KNOWN_DEVICES[key], name="")
+    """In full; case, spaces and the vendor don't matter."""
+    assert known_device(name) == KNOWN_DEVICES[key]
+
+
+#: Drivers' names of chips that the table doesn't have, though each holds a known one's name or nearly.
+OTHER_GPUS = (
+    "NVIDIA RTX A1000 Laptop GPU", "NVIDIA RTX A1000",
+    "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D",
+    "NVIDIA GeForce RTX 3060 Ti", "NVIDIA GeForce RTX 3060 Laptop GPU", "Quadro RTX 3060",
+    "NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe", "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+    "GRID A100D-10C", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H100", "NVIDIA H800", "NVIDIA H200 NVL",
+    "NVIDIA GH200 480GB", "NVIDIA GH200 144G HBM3e", "AMD Instinct MI250X", "AMD Instinct MI250X / MI250",
+    "AMD Instinct MI300A", "AMD Instinct MI300X VF", "AMD Instinct MI325X", "Orin", "NVIDIA", "AMD", "RTX", "",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_GPUS)
+def test_names_of_other_gpus(name: str) -> None:
+    """They are refused: nothing is known of their rates."""
+    with pytest.raises(ValueError, match=f"unknown device {re.escape(repr(name))}, .*measure others: specmemo probe"):
+        known_device(name)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str, float], DeviceProfile]]:
+    """``profile_of`` on a machine whose GPU has this name and so many GiB; measuring gives ``TOY``'s rates."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def of(name: str, gib: float) -> DeviceProfile:
+        memory = int(gib * GIB)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory))
+        measured = replace(TOY, name=name, memory=memory, source="measured")
+        monkeypatch.setattr(device_probe, "probe", lambda *_, **__: measured)
+        profile_of.cache_clear()
+        return profile_of("cuda:0")
+
+    yield of
+    profile_of.cache_clear()
+
+
+def test_profile_of_a_known_gpu(gpu: Callable[[str, float], DeviceProfile]) -> None:
+    """The table's rates, and the memory that it has here."""
+    for name, gib, key in (("NVIDIA A100-SXM4-80GB", 79.15, "a100"), ("NVIDIA GeForce RTX 3060", 11.76, "rtx-3060")):
+        assert gpu(name, gib) == replace(KNOWN_DEVICES[key], memory=int(gib * GIB))
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [*((name, 24.0) for name in OTHER_GPUS), ("NVIDIA GeForce RTX 3060", 7.99), ("NVIDIA A100-SXM4-80GB", 9.5)],
+)
+def test_profile_of_another_gpu(name: str, gib: float, gpu: Callable[[str, float], DeviceProfile]) -> None:
+    """Measured; also where only the memory says that it is another one (an RTX 3060 of 8 GB, a slice of an A100)."""
+    profile = gpu(name, gib)
+    assert profile.source == "measured"
+    assert (profile.read_rate, profile.memory) == (TOY.read_rate, int(gib * GIB))
+
+
+def test_a_kept_profile_of_a_gpu(gpu: Callable[[str, float], DeviceProfile]) -> None:
+    """Comes before the table; not for another card of the same name."""
+    kept = replace(TOY, name="NVIDIA GeForce RTX 3060", memory=8 * GIB, read_rate=2e11, source="kept")
+    kept.save(device_probe.cache_file("cuda:0"))
+    assert gpu(kept.name, 7.9) == replace(kept, memory=int(7.9 * GIB))
+    assert gpu(kept.name, 11.9).source == "data sheet"
+    assert gpu(kept.name, 16).source == "measured"
+    assert gpu("NVIDIA GeForce RTX 3060 Ti", 7.9).source == "measured"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_profile_of_no_gpu() -> None:
+    with pytest.raises(ValueError, match="device 'cuda:0': "):
+        profile_of("cuda")
+    with pytest.raises(ValueError, match="device 'gpu7': "):
+        profile_of("gpu7")
 
 
 def test_targets_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,3 +261,4 @@ def test_cache_folder(variable: str, folder: str | None, monkeypatch: pytest.Mon
     monkeypatch.setenv("XDG_CACHE_HOME", variable)
     expected = Path(folder) if folder else Path.home() / ".cache"
     assert device_probe.cache_file("cuda:1") == expected / "specmemo_kernels" / "device-cuda-1.json"
+    assert device_probe.cache_file("cpu:0") == device_probe.cache_file("cpu")

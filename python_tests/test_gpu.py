@@ -236,3 +236,16 @@ def test_generation_from_graphs(family: str, lengths: tuple[int, ...]) -> None:
         pool = handle._pool
         assert pool is not None
         pool.check_integrity()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch sees one GPU")
+def test_a_gpu_that_is_not_the_current_one() -> None:
+    """The same tokens, and the current device stays."""
+    found = []
+    for device in ("cuda:0", "cuda:1"):
+        model = tiny_model("llama").to(device)
+        inputs = {name: x.to(device) for name, x in batch((40, 1, 17)).items()}
+        with sk.patch(model, random_heads(model), tree=12):
+            found.append(greedy(model, inputs, 30).cpu())
+        assert torch.cuda.current_device() == 0
+    assert torch.equal(*found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -176,8 +176,8 @@ def _gpu(
     )  # fmt: skip
 
 
-#: By the name that the command line takes. Links: NVLink 3 and 4, one Infinity Fabric link; elsewhere PCI Express.
-#: Shared memory per program: CUDA C++ programming guide, table of compute
+#: By the name that the command line takes; a GPU's profile has its driver's name in full. Links: NVLink 3 and 4, one
+#: Infinity Fabric link; elsewhere PCI Express. Shared memory per program: CUDA C++ programming guide, table of compute
 #: capabilities; 64 KiB of LDS on CDNA.
 KNOWN_DEVICES: dict[str, DeviceProfile] = {
     # NVIDIA Titan RTX product page: 24 GB, 672 GB/s, 130 TFLOPS tensor, 16.3 float32. Turing has no bfloat16.
@@ -205,17 +205,29 @@ KNOWN_DEVICES: dict[str, DeviceProfile] = {
 }
 
 
+def same_name(one: str, other: str) -> bool:
+    """Whether two driver names are the same, but for case, spaces and the vendor in front."""
+    return _without_vendor(one) == _without_vendor(other)
+
+
+def _without_vendor(name: str) -> str:
+    return " ".join(name.casefold().split()).removeprefix("nvidia ").removeprefix("amd ")
+
+
 def known_device(name: str) -> DeviceProfile:
-    """The entry of :data:`KNOWN_DEVICES`, by its key or the name that a driver gives.
+    """The entry of :data:`KNOWN_DEVICES` with that key, or with that driver name as a whole; case doesn't matter.
+
+    Part of a name isn't enough: laptop, Ti, PCIe and MIG variants are other devices.
 
     Raises:
         ValueError: no such entry; the message lists them.
     """
-    if name in KNOWN_DEVICES:
-        return KNOWN_DEVICES[name]
-    squeezed = name.lower().replace("-", " ")
-    for key, profile in KNOWN_DEVICES.items():
-        words = key.replace("-", " ").split()
-        if key != "cpu" and all(word in squeezed.split() or word in squeezed for word in words):
-            return replace(profile, name=name)
-    raise ValueError(f"unknown device {name!r}, known are {', '.join(KNOWN_DEVICES)}; measure others: specmemo probe")
+    if name.casefold() in KNOWN_DEVICES:
+        return KNOWN_DEVICES[name.casefold()]
+    found = next((profile for profile in KNOWN_DEVICES.values() if same_name(profile.name, name)), None)
+    if found is None:
+        raise ValueError(
+            f"unknown device {name!r}, known are {', '.join(KNOWN_DEVICES)} and their full driver names; measure "
+            "others: specmemo probe"
+        )
+    return found

@@ -7,12 +7,13 @@ import itertools
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from specmemo_kernels.device import Curve, DeviceProfile, known_device
+from specmemo_kernels.device import KNOWN_DEVICES, Curve, DeviceProfile, same_name
 from specmemo_kernels.kernel_target import target_of_gpu
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -33,17 +34,17 @@ def probe(device: str = "cpu", seconds: float = 3.0) -> DeviceProfile:
     figure is the best of several runs: what the device can do when nobody disturbs it.
 
     Raises:
-        ValueError: no such device here.
+        ValueError: no such device here, or neither a CPU nor a CUDA or HIP device.
     """
     import torch
 
-    try:
-        where = torch.device(device)
+    where = _resolved(device)
+    with _as_value_error(device):
         torch.empty(1, device=where)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {device!r}: {str(error).splitlines()[0]}") from error
-    sync: Callable[[], None] = torch.cuda.synchronize if where.type == "cuda" else lambda: None
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {device!r}: only cpu and cuda devices can be measured")
     on_cpu = where.type == "cpu"
+    sync: Callable[[], None] = (lambda: None) if on_cpu else functools.partial(torch.cuda.synchronize, where)
     names = ["float32", "bfloat16"] if on_cpu else ["float32", "float16", "bfloat16"]
     share = seconds / (len(names) * (len(_ROWS) + len(_FEW_ROWS)) + 4)
     with torch.inference_mode():
@@ -148,11 +149,39 @@ def _host_memory() -> int:
         return total
 
 
+@contextmanager
+def _as_value_error(device: str) -> Iterator[None]:
+    """Torch's errors about a device that isn't there become a ValueError that names it."""
+    try:
+        yield
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device!r}: {str(error).splitlines()[0]}") from error
+
+
+def _resolved(device: str) -> Any:
+    """The torch device with the index that torch would take; a CPU has none."""
+    import torch
+
+    with _as_value_error(device):
+        where = torch.device(device)
+    if where.type == "cpu":
+        return torch.device("cpu")
+    if where.type == "cuda" and where.index is None:
+        try:
+            return torch.device("cuda", torch.cuda.current_device())
+        except (RuntimeError, AssertionError):  # no GPU here
+            return torch.device("cuda", 0)
+    return where
+
+
 def cache_file(device: str) -> Path:
-    """Where `specmemo probe` keeps the profile of a torch device: the user's cache folder (XDG base directories)."""
+    """Where `specmemo probe` keeps the profile of a torch device: the user's cache folder (XDG base directories).
+
+    Spellings of one device share a file: ``"cuda"`` is the current GPU.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
     folder = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
-    return folder / "specmemo_kernels" / f"device-{device.replace(':', '-')}.json"
+    return folder / "specmemo_kernels" / f"device-{str(_resolved(device)).replace(':', '-')}.json"
 
 
 @functools.cache
@@ -160,21 +189,31 @@ def profile_of(device: str) -> DeviceProfile:
     """The profile of a torch device of this process: cached by `specmemo probe`, known by name, or probed in a second.
 
     Probes once per process at most, and writes no file. A cached CPU profile counts only for the same processor and
-    number of threads.
+    number of threads; a GPU's profile only for the same name and about the same memory, as cards of one name differ
+    in it and then in more (a GeForce RTX 3060 has 8 or 12 GB). ``memory`` is what the device has here.
+
+    Raises:
+        ValueError: no such device here.
     """
     import torch
 
-    where = torch.device(device)
-    name = _machine(torch) if where.type == "cpu" else torch.cuda.get_device_name(where)
-    try:
-        cached = DeviceProfile.load(cache_file(device))
-    except (OSError, ValueError):
-        cached = None
-    if cached is not None and cached.name == name:
-        return cached
-    if where.type == "cuda":
-        try:
-            return replace(known_device(name), memory=torch.cuda.get_device_properties(where).total_memory)
-        except ValueError:
-            pass
+    where = _resolved(device)
+    if str(where) != device:
+        return profile_of(str(where))
+    profiles = [] if where.type == "cpu" else list(KNOWN_DEVICES.values())
+    with suppress(OSError, ValueError):  # not measured yet
+        profiles.insert(0, DeviceProfile.load(cache_file(device)))
+    if where.type == "cpu":
+        name, memory = _machine(torch), _host_memory()
+    else:
+        with _as_value_error(device):
+            name, memory = torch.cuda.get_device_name(where), torch.cuda.get_device_properties(where).total_memory
+    for profile in profiles:
+        if same_name(profile.name, name) and (where.type == "cpu" or _same_size(profile.memory, memory)):
+            return replace(profile, memory=memory)
     return probe(device, seconds=0.7)
+
+
+def _same_size(expected: int, memory: int) -> bool:
+    """Drivers and error correction keep up to a tenth of a GPU's memory."""
+    return abs(memory - expected) <= expected // 10

@@ -123,7 +123,8 @@ class LateSteps:
         # Powers of two, so that a few graphs serve sequences of any length.
         bound = min(room, 1 << (longest - 1).bit_length())
         shape = StepShape(len(sequences), tree.size, tree.max_depth, decoder.tree.width, bound)
-        on_gpu = decoder.target.device.type == "cuda"
+        device = decoder.target.device
+        on_gpu = device.type == "cuda"
         # Made before anything runs: what was computed and couldn't be kept would be lost.
         found = torch.empty(len(sequences), tree.max_depth + 3, dtype=torch.int64, pin_memory=on_gpu)
         arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
@@ -133,7 +134,7 @@ class LateSteps:
             self._read_at = None
         found.copy_(emitted, non_blocking=True)
         if arrived is not None:
-            arrived.record()
+            arrived.record(torch.cuda.current_stream(device))  # the copy's stream, whatever device is current
         self._flights.append(_Flight(sequences, tree, found, arrived, usual))
 
     def _read(self, decoder: SpecDecoder) -> list[SequenceState]:

@@ -44,17 +44,18 @@ class CudaCapture:
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        usual = torch.cuda.current_stream(self._device)
         # Other threads may allocate meanwhile: what they do isn't part of this capture.
         capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
-        try:
-            with torch.cuda.device(self._device), capture:
-                before = torch.cuda.memory_reserved(self._device)
-                run()
-                self.nbytes += torch.cuda.memory_reserved(self._device) - before
-        except BaseException:
-            torch.cuda.set_stream(usual)  # where a capture can't be ended, torch stays on its stream
-            raise
+        with torch.cuda.device(self._device):  # also around set_stream, which changes the current device
+            usual = torch.cuda.current_stream(self._device)
+            try:
+                with capture:
+                    before = torch.cuda.memory_reserved(self._device)
+                    run()
+                    self.nbytes += torch.cuda.memory_reserved(self._device) - before
+            except BaseException:
+                torch.cuda.set_stream(usual)  # where a capture can't be ended, torch stays on its stream
+                raise
         return graph.replay
 
 

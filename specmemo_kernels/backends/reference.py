@@ -209,14 +209,10 @@ def verify_tree_greedy(
 
 def lm_head_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The best token of each row; logits exist for one slice of the vocabulary at a time."""
-    best_value = hidden.new_full(hidden.shape[:1], float("-inf"))
-    best_index = torch.zeros(hidden.shape[0], dtype=torch.int64, device=hidden.device)
-    for start, logits in _vocabulary_slices(hidden, weight, bias):
-        value, index = logits.max(dim=1)
-        better = value > best_value
-        best_value = torch.where(better, value, best_value)
-        best_index = torch.where(better, index + start, best_index)
-    return best_index
+    best = [(*logits.max(dim=1), start) for start, logits in _vocabulary_slices(hidden, weight, bias)]
+    values, tokens = torch.stack([value for value, _, _ in best]), torch.stack([index + at for _, index, at in best])
+    # torch's own rule between slices too: NaN is the largest, of equal values the first slice's.
+    return tokens.gather(0, values.argmax(dim=0, keepdim=True))[0]
 
 
 def lm_head_topk(

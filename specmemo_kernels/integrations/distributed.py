@@ -90,19 +90,15 @@ class TensorParallel(Team):
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, k: int,
         scales: Tensor | None = None, backend: str | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        rows = len(hidden)
         here = min(k, weight.shape[0])
-        # float64 holds any value and any token exactly; places without a candidate lose to everything.
-        mine = hidden.new_full((rows, k, 2), float("-inf"), dtype=torch.float64)
+        # float64 holds any value and any token exactly. Ranks send tensors of one size; the rest of them isn't read.
+        mine = hidden.new_zeros((len(hidden), k, 2), dtype=torch.float64)
         if here:
             values, tokens = ops.lm_head_topk(hidden, weight, bias, k=here, scales=scales, backend=backend)
             mine[:, :here, 0] = values.double()
             mine[:, :here, 1] = (tokens + self.rows[0]).double()
-        everybody = self._gather(mine).transpose(0, 1).reshape(rows, self.size * k, 2)
-        # Ranks hold rising tokens, so a stable order leaves ties to the lower token.
-        order = everybody[..., 0].sort(dim=1, descending=True, stable=True).indices[:, :k]
-        best = everybody.gather(1, order[..., None].expand(-1, -1, 2))
-        return best[..., 0].to(hidden.dtype), best[..., 1].long()
+        values, tokens = best_of_ranks(self._gather(mine), self._counts, k)
+        return values.to(hidden.dtype), tokens
 
     def whole_row(self, part: Tensor) -> Tensor:
         """All ranks' parts of a row ``[V]``."""
@@ -165,6 +161,24 @@ class _TeamChooser(TreeChooser):
     ) -> None:
         seconds, drafting = (None if own is None else self._team.first(own) for own in (seconds, drafting))
         super().stepped(tree, last, seconds, drafting, behind)
+
+
+def best_of_ranks(candidates: Tensor, counts: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` best candidates of all ranks, as one process would find them: NaN is the largest, ties go to the lower
+    token.
+
+    Args:
+        candidates: ``[ranks, N, k, 2]`` float64 values and tokens, each rank's best first.
+        counts: tokens of each rank's vocabulary rows; a rank of fewer than ``k`` has as many candidates.
+
+    Returns:
+        values ``[N, k]`` float64 and tokens ``[N, k]`` int64.
+    """
+    found = torch.cat([part[:, : min(k, count)] for part, count in zip(candidates, counts, strict=True)], dim=1)
+    # Later ranks hold higher tokens, so a stable order leaves ties to the lower token.
+    order = found[..., 0].argsort(dim=1, descending=True, stable=True)[:, :k]
+    best = found.gather(1, order[..., None].expand(-1, -1, 2))
+    return best[..., 0], best[..., 1].long()
 
 
 def ranks_of(model: Any, timeout: float) -> Ranks:

@@ -112,6 +112,8 @@ def tree_attention(
         k_scales, v_scales: with quantised pages, one scale per token and head; else ``None``.
         min_qo_len: a lower bound of ``diff(qo_indptr)``, so that a GPU isn't sent kernels that have nothing to do;
             the call has to keep it, and so have all replays of a graph that it is captured in.
+            Give it to calls that are captured: without it a capture launches kernels for fewer nodes too, and compiles
+            those that ran never before.
 
     Returns:
         ``out`` ``[N, num_qo_heads, v_head_dim]`` in q's dtype, and ``lse`` ``[N, num_qo_heads]`` float32 (float64 for
@@ -218,14 +220,18 @@ def verify_tree_greedy(
 def lm_head_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
     """``argmax(hidden @ weight.T + bias)`` per row, without a ``[N, V]`` tensor.
 
-    Logits are rounded to the inputs' dtype before they are compared, as the model's own linear would, and ties go to
-    the lowest token, so the result is what ``model(...).logits.argmax(-1)`` gives.
+    Logits are rounded to the inputs' dtype before they are compared, as the model's own linear would. They compare as
+    in ``torch.argmax``: NaN is the largest, ties go to the lowest token. So the result is what
+    ``model(...).logits.argmax(-1)`` gives.
 
     Args:
         hidden: ``[N, hidden_size]``. weight: ``[V, hidden_size]``. bias: ``[V]`` or ``None``.
 
     Returns:
         ``[N]`` int64 tokens.
+
+    Raises:
+        ValueError: a shape, dtype or device that doesn't fit, or a vocabulary of no tokens.
     """
     tokens: Tensor = _lm_head_argmax(hidden, weight, bias, backend)
     return tokens
@@ -240,7 +246,9 @@ def lm_head_topk(
     scales: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The ``k`` best logits per row and their tokens, best first, ties to the lower token; no ``[N, V]`` tensor.
+    """The ``k`` best logits per row and their tokens, best first; no ``[N, V]`` tensor.
+
+    NaN is the largest, ties go to the lower token.
 
     Args:
         hidden, weight, bias: as for :func:`lm_head_argmax`. With ``scales`` the weight is in 4-bit codes,

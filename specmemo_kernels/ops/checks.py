@@ -230,6 +230,8 @@ def verify_tree_greedy(draft: Tensor, target: Tensor, parents: Tensor, qo_indptr
 
 def lm_head_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     _lm_head(hidden, weight, bias, None)
+    if not weight.shape[0]:
+        raise ValueError("weight has 0 rows, lm_head_argmax needs at least 1 token to choose from")
 
 
 def lm_head_topk(hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int, scales: Tensor | None) -> None:

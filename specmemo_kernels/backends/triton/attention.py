@@ -25,7 +25,7 @@ from specmemo_kernels.backends.triton.primitives import (
     node_depth,
     sequence_of_row,
 )
-from specmemo_kernels.backends.triton.runtime import INTERPRETED, check_device, launch_options, target_of
+from specmemo_kernels.backends.triton.runtime import INTERPRETED, entry_point, launch_options, target_of
 from specmemo_kernels.backends.triton.tiles import attend_committed, attend_own
 from specmemo_kernels.kernel_config import (
     MERGE_CONFIG,
@@ -174,6 +174,7 @@ def merge_splits_kernel(
     tl.store(lse_ptr + place, (peak + tl.log2(total)) * LN_2)
 
 
+@entry_point
 def tree_attention(
     q: Tensor,
     k_new: Tensor,
@@ -214,7 +215,6 @@ def tree_attention(
     Raises:
         ValueError: a device or dtype that can't be served, or a scale that isn't positive.
     """
-    check_device(q)
     if scale <= 0:
         raise ValueError(f"scale is {scale}, the triton backend needs it to be positive")
     rows, heads, head_dim = q.shape

@@ -13,28 +13,37 @@ import triton
 import triton.language as tl
 
 from specmemo_kernels.backends.triton.primitives import matmul
-from specmemo_kernels.backends.triton.runtime import INTERPRETED, check_device, launch_options, target_of
+from specmemo_kernels.backends.triton.runtime import INTERPRETED, entry_point, launch_options, target_of
 from specmemo_kernels.kernel_config import LM_HEAD_REDUCE_CONFIG, lm_head_config
 
 Tensor = torch.Tensor
 
 NO_KEY = tl.constexpr(-(2**63))
+# Below the order of every value, -inf included.
+NO_ORDER = tl.constexpr(-(2**31))
 NO_TOKEN = tl.constexpr(2147483647)
+NAN_ORDER = tl.constexpr(0x7FC00000)
 
 
 @triton.jit
-def pack_key(value, token):
-    """float32 and token to an int64 that orders by value, then by lower token."""
-    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return (ordered.to(tl.int64) << 32) | (2147483647 - token).to(tl.int64)
+def order_of(value):
+    """float32 to an int32 that orders as torch.argmax does: -0.0 equals 0.0, all NaNs are equal and the largest."""
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    return tl.where(magnitude > 0x7F800000, NAN_ORDER, tl.where(bits < 0, -magnitude, magnitude))
+
+
+@triton.jit
+def pack_key(order, token):
+    """The order of a value and its token to an int64 that orders by value, then by lower token."""
+    return (order.to(tl.int64) << 32) | (2147483647 - token).to(tl.int64)
 
 
 @triton.jit
 def unpack_key(key):
     """The value (float32) and token (int64) of a key."""
-    ordered = (key >> 32).to(tl.int32)
-    bits = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
+    order = (key >> 32).to(tl.int32)
+    bits = tl.where(order < 0, -order | -2147483648, order)
     return bits.to(tl.float32, bitcast=True), 2147483647 - (key & 0xFFFFFFFF)
 
 
@@ -130,19 +139,15 @@ def lm_head_block_kernel(
     if HAS_BIAS:
         acc += tl.load(bias_ptr + token, mask=known, other=0.0).to(tl.float32)[None, :]
     # The model's own linear rounds its logits, and that decides ties.
-    logits = acc.to(hidden_ptr.dtype.element_ty).to(tl.float32)
-    logits = tl.where(known[None, :], logits, float("-inf"))
+    order = order_of(acc.to(hidden_ptr.dtype.element_ty).to(tl.float32))
+    order = tl.where(known[None, :], order, NO_ORDER)
     tokens = tl.broadcast_to(token[None, :], (BLOCK_M, BLOCK_V))
     out_ptr = keys_ptr + (m.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * K
     for place in range(K):
-        best = tl.max(logits, 1)
-        # A token already taken is NO_TOKEN; of equal logits the lowest token wins.
-        where = tl.min(tl.where(logits == best[:, None], tokens, NO_TOKEN), 1)
-        key = tl.where(where < vocabulary, pack_key(best, where), NO_KEY)
-        tl.store(out_ptr + place, key, mask=valid)
-        taken = tokens == where[:, None]
-        logits = tl.where(taken, float("-inf"), logits)
-        tokens = tl.where(taken, NO_TOKEN, tokens)
+        best = tl.max(order, 1)
+        where = tl.min(tl.where(order == best[:, None], tokens, NO_TOKEN), 1)  # of equal values the lowest token
+        tl.store(out_ptr + place, pack_key(best, where), mask=valid)
+        order = tl.where(tokens == where[:, None], NO_ORDER, order)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -170,6 +175,7 @@ def lm_head_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     return lm_head_topk(hidden, weight, bias, 1)[1].squeeze(1)
 
 
+@entry_point
 def lm_head_topk(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int, scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -185,7 +191,6 @@ def lm_head_topk(
     Raises:
         ValueError: a device or dtype that can't be served.
     """
-    check_device(hidden)
     rows, hidden_size = hidden.shape
     vocabulary = weight.shape[0]
     values = hidden.new_empty(rows, k)

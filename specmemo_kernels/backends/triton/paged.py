@@ -13,7 +13,7 @@ import triton.language as tl
 
 from specmemo_kernels.backends.triton.codes import as_codes, kv_type, quantise_token
 from specmemo_kernels.backends.triton.primitives import page_row, sequence_of_row
-from specmemo_kernels.backends.triton.runtime import check_device, launch_options
+from specmemo_kernels.backends.triton.runtime import entry_point, launch_options
 from specmemo_kernels.kernel_config import COPY_CONFIG, block_dim
 from specmemo_kernels.page_order import by_head
 
@@ -116,6 +116,7 @@ def commit_paged_kv_kernel(
     )  # fmt: skip
 
 
+@entry_point
 def append_paged_kv(
     k_new: Tensor,
     v_new: Tensor,
@@ -132,7 +133,6 @@ def append_paged_kv(
     Raises:
         ValueError: a device or dtype that can't be served.
     """
-    check_device(k_new)
     rows, heads, head_dim = k_new.shape
     v_dim, batch = v_new.shape[2], seq_lens.shape[0]
     if rows == 0 or heads == 0 or batch == 0:
@@ -145,6 +145,7 @@ def append_paged_kv(
     )  # fmt: skip
 
 
+@entry_point
 def commit_paged_kv(
     k_scratch: Tensor,
     v_scratch: Tensor,
@@ -165,7 +166,6 @@ def commit_paged_kv(
     Raises:
         ValueError: a device or dtype that can't be served.
     """
-    check_device(k_scratch)
     layers, num_pages, page_size, heads, head_dim = k_pages.shape
     v_dim, (batch, places) = v_pages.shape[4], accept_index.shape
     if layers == 0 or heads == 0 or batch == 0 or places == 0:

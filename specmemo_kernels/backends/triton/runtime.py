@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import triton
@@ -15,6 +17,26 @@ from specmemo_kernels.kernel_target import INTERPRETER, target_of_gpu
 # Read at the moment at which the kernels' decorators read it. The interpreter (TRITON_INTERPRET=1, set before this
 # package and triton are imported) runs the kernels on CPU tensors, slowly, for tests.
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def entry_point(function: Function) -> Function:
+    """Decorator of the backend's operators: checks the first argument, and makes its device the current one.
+
+    Triton launches on the current device's stream, whatever device the tensors are on. Errors: :func:`check_device`.
+    """
+
+    @functools.wraps(function)
+    def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        check_device(tensor)
+        if tensor.device.type != "cuda":
+            return function(tensor, *args, **kwargs)
+        with torch.cuda.device(tensor.device):
+            return function(tensor, *args, **kwargs)
+
+    return cast(Function, run)
 
 
 def check_device(tensor: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specmemo_kernels.backends.triton.runtime import check_device, launch_options
+from specmemo_kernels.backends.triton.runtime import entry_point, launch_options
 from specmemo_kernels.kernel_config import VERIFY_CONFIG
 
 Tensor = torch.Tensor
@@ -26,7 +26,7 @@ def first_child(draft_ptr, parents_ptr, node, nodes, token, BLOCK_T: tl.constexp
         inside = index < nodes
         parent = tl.load(parents_ptr + index, mask=inside, other=-1)
         draft = tl.load(draft_ptr + index, mask=inside, other=-1)
-        match = (parent == node) & (draft == token) & (draft != -1)
+        match = (parent == node) & (draft == token) & (draft >= 0)
         child = tl.min(tl.where(match, index, NO_CHILD), 0)
         start += BLOCK_T
     return child
@@ -55,6 +55,7 @@ def verify_tree_greedy_kernel(
     tl.store(bonus_token_ptr + sequence, bonus)
 
 
+@entry_point
 def verify_tree_greedy(
     draft_tokens: Tensor, target_tokens: Tensor, parents: Tensor, qo_indptr: Tensor, max_depth: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,7 +68,6 @@ def verify_tree_greedy(
     Raises:
         ValueError: a device that can't be served.
     """
-    check_device(draft_tokens)
     batch = qo_indptr.shape[0] - 1
     accept_index = parents.new_empty(batch, max_depth + 1)
     accept_length = parents.new_empty(batch)
