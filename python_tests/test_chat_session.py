@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -123,8 +124,11 @@ def test_old_turns_go_when_there_is_no_room(model: PreTrainedModel) -> None:
     """The system message stays, whole turns go; a message that can't fit changes nothing."""
     tokenizer = make_tokenizer(TEMPLATE)
     session = sk.ChatSession(model, tokenizer, system="be brief", max_tokens=100, max_new_tokens=10, do_sample=False)
-    for text in "abc":
-        session.ask(20 * text)
+    for turn, text in enumerate("abc"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            session.ask(20 * text)
+        assert [w.category for w in caught] == [sk.LeftOutWarning] * (turn > 0)
     before = list(session.messages)
     asked = [message["content"][:1] for message in before if message["role"] == "user"]
     assert asked in (["c"], ["b", "c"])
@@ -134,6 +138,77 @@ def test_old_turns_go_when_there_is_no_room(model: PreTrainedModel) -> None:
     assert session.messages == before
     with pytest.raises(ValueError, match="max_new_tokens is 100, it must be from 1 to 99"):
         sk.ChatSession(model, tokenizer, max_tokens=100, max_new_tokens=100)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, None], ids=["template", "text"])
+def test_what_is_left_out_is_counted(template: str | None) -> None:
+    """Once per turn, in tokens (here: bytes) and messages; the model reads the end of all that was said."""
+    tokenizer = make_tokenizer(template)
+    reply = tokenizer("r" * 10).input_ids
+    writer = Writes([reply] * 6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no chat template
+        session = sk.ChatSession(writer, tokenizer, max_tokens=100, max_new_tokens=10)
+    turns: list[str] = []
+    left_out = 0
+    for number, letter in enumerate("abcdef"):
+        message = letter * 15
+        turns.append(f"<user>{message}<assistant>" if template else f"\n{message}" if turns else message)
+        whole = "".join(turns)
+        kept, messages = turns, 0
+        while template and len("".join(kept)) > 90:  # whole turns
+            kept, messages = kept[1:], messages + 2
+        expected = "".join(kept)[-90:]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            prompt = session.prompt(message)
+            assert not caught, "nothing is noted"
+            session.ask(message)
+        assert tokenizer.decode(writer.prompts[number]) == tokenizer.decode(prompt) == expected
+        missing = len(whole) - len(expected)
+        assert session.left_out == left_out + missing
+        said = [str(w.message) for w in caught]
+        if missing:
+            left_out += missing
+            what = f" ({messages} messages)" if template else ""
+            assert said == [
+                f"specmemo: the conversation no longer fits; its oldest {missing} tokens{what} are left out from this "
+                f"turn on, {left_out} since it began"
+            ]
+            assert caught[0].category is sk.LeftOutWarning
+        else:
+            assert said == []
+        turns = kept if template else [expected]
+        turns[-1] += "r" * 10
+    assert left_out > 50
+    session.reset()
+    assert session.left_out == 0
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, None], ids=["template", "text"])
+def test_a_message_is_never_cut(template: str | None) -> None:
+    """One that doesn't fit alone is an error, as the first one and later, and changes nothing."""
+    tokenizer = make_tokenizer(template)
+    writer = Writes([tokenizer("reply").input_ids] * 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        session = sk.ChatSession(writer, tokenizer, max_tokens=100, max_new_tokens=10)
+    extra = len("<user><assistant>") if template else 0
+    for said in (0, 1):
+        separator = 0 if template else said
+        prompt, messages = session._ids, list(session.messages)
+        for length in (91 - extra - separator, 36000):
+            takes = rf"the message takes {length + extra + separator} tokens, there is room for 90 beside"
+            with pytest.raises(sk.BudgetError, match=takes):
+                session.ask("x" * length)
+        assert (session._ids, session.messages, session.left_out) == (prompt, messages, 0)
+        with pytest.raises(sk.BudgetError, match="room for 20 beside max_new_tokens=80"):
+            session.ask("x" * 21, max_new_tokens=80)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert session.ask("x" * (90 - extra - separator)) == "reply"
+        session.reset()
+        session.ask("hello") if not said else None
 
 
 def test_streams_and_stops(model: PreTrainedModel) -> None:

@@ -44,7 +44,7 @@ def plan_json(*args: object) -> dict:
 
 def test_tables(vicuna: Path) -> None:
     """The plan with its parts, why, and the alternatives; labelled as predicted; no line wider than the terminal."""
-    result = run("plan", "--model", vicuna / "config.json", "--device", "titan-rtx", "--budget", "16GiB",
+    result = run("plan", "--model", vicuna / "config.json", "--device", "titan-rtx", "--memory-budget", "16GiB",
                  "--context", 4096)  # fmt: skip
     assert result.exit_code == 0, result.output
     for text in ("all figures are predicted", "budget 16.00 GiB", "64 nodes, depth 3", "kv pages", "12.55 GiB",
@@ -56,7 +56,9 @@ def test_tables(vicuna: Path) -> None:
 
 def test_json(vicuna: Path) -> None:
     """Every figure for programs: the plan's parts add up, the frontier rises, alternatives are named."""
-    data = plan_json("--model", vicuna, "--device", "titan-rtx", "--budget", "16GiB", "--context", 2048, "--batch", 2)
+    data = plan_json(
+        "--model", vicuna, "--device", "titan-rtx", "--memory-budget", "16GiB", "--context", 2048, "--batch", 2
+    )
     plan, frontier = data["plan"], data["frontier"]
     assert plan["total_bytes"] == sum(plan["parts"].values()) <= parse_bytes("16GiB") == plan["budget"]
     assert data["predicted"] is True
@@ -214,8 +216,8 @@ def test_pictures(vicuna: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("args", "message"),
-    [(("--device", "gtx-970"), "unknown device 'gtx-970'"), (("--budget", "lots"), "'lots'"),
-     (("--budget", "4GiB"), "the largest part is weights"), (("--tp", "5"), "tp is 5"),
+    [(("--device", "gtx-970"), "unknown device 'gtx-970'"), (("--memory-budget", "lots"), "'lots'"),
+     (("--memory-budget", "4GiB"), "the largest part is weights"), (("--tp", "5"), "tp is 5"),
      (("--context", "100", "--prompt", "100"), "prompt < context"), (("--device", "none.json"), "none.json"),
      (("--devices", "h100"), "as in mi250:8"), (("--devices", "h100:2"), "give one or the other"),
      (("--devices", "h100:0"), "as in mi250:8")],

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         generate_batch,
         stream_batch,
     )
-    from specmemo_kernels.integrations.hf_chat import ChatSession
+    from specmemo_kernels.integrations.hf_chat import ChatSession, LeftOutWarning
     from specmemo_kernels.integrations.hf_draft import DraftModel
     from specmemo_kernels.integrations.hf_handle import SpecMemo
     from specmemo_kernels.integrations.ranks import RankError
@@ -45,6 +45,7 @@ __all__ = [
     "DraftTree",
     "Drafter",
     "HeadsError",
+    "LeftOutWarning",
     "MedusaHeads",
     "MemoryPlan",
     "Piece",
@@ -75,6 +76,7 @@ _HOME = {
     "DraftTree": "tree",
     "generate_batch": "integrations.hf_batch",
     "HeadsError": "drafting.load_heads",
+    "LeftOutWarning": "integrations.hf_chat",
     "load_heads": "drafting.load_heads",
     "MedusaHeads": "drafting",
     "MemoryPlan": "memory_plan",

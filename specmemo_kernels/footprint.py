@@ -277,6 +277,18 @@ def pass_row_bytes(spec: ModelSpec, tp: int = 1) -> int:
     return max(moments) + 2 * spec.head_dim * size
 
 
+def check_ranks(spec: ModelSpec, tp: int) -> None:
+    """
+    Raises:
+        ValueError: ``tp`` ranks can't share the model's heads.
+    """
+    if not ranks_share(spec.num_qo_heads, spec.num_kv_heads, tp):
+        raise ValueError(
+            f"{spec.name} has {spec.num_qo_heads} query and {spec.num_kv_heads} key/value heads; tp is {tp}, it must "
+            "divide the former, and divide the latter or be a multiple of them"
+        )
+
+
 def predicted_shape(
     spec: ModelSpec,
     heads: HeadsSpec,
@@ -298,11 +310,7 @@ def predicted_shape(
     Raises:
         ValueError: ``tp`` ranks can't share the heads.
     """
-    if not ranks_share(spec.num_qo_heads, spec.num_kv_heads, tp):
-        raise ValueError(
-            f"{spec.name} has {spec.num_qo_heads} query and {spec.num_kv_heads} key/value heads; tp is {tp}, it must "
-            "divide the former, and divide the latter or be a multiple of them"
-        )
+    check_ranks(spec, tp)
     return GenerationShape(
         kv_bytes_per_token=page_token_bytes(spec, kv_dtype, tp),
         scratch_bytes_per_node=page_token_bytes(spec, None, tp),

@@ -22,7 +22,7 @@ def read_sizes(text: Mapping[str, Any], name: str) -> dict[str, Any]:
         return found
 
     def get(*keys: str) -> int:
-        return int(next((text[key] for key in keys if text.get(key) is not None), 0))
+        return _size_or_0(text, name, *keys)
 
     hidden, layers, heads = need("hidden_size", "n_embd"), need("num_hidden_layers", "n_layer"), need(
         "num_attention_heads", "n_head"
@@ -34,7 +34,7 @@ def read_sizes(text: Mapping[str, Any], name: str) -> dict[str, Any]:
     dense = (
         layers if not experts else min(layers, get("first_k_dense_replace") + len(text.get("mlp_only_layers") or ()))
     )
-    attention = _attention(text, hidden, heads)
+    attention = _attention(text, name, hidden, heads)
     dtype = str(text.get("dtype") or text.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"the configuration of {name} has dtype={dtype!r}, expected one of {', '.join(DTYPE_BYTES)}")
@@ -68,7 +68,20 @@ def _ffn_tensors(family: str) -> int:
     return 2 if family in _UNGATED else 4 if family in _FUSED else 3
 
 
-def _attention(text: Mapping[str, Any], hidden: int, heads: int) -> dict[str, int]:
+def _size_or_0(text: Mapping[str, Any], name: str, *keys: str) -> int:
+    """The first of these fields that is set, 0 where none is.
+
+    Raises:
+        ValueError: it isn't a number of at least 0.
+    """
+    key = next((key for key in keys if text.get(key) is not None), keys[0])
+    found = text.get(key) or 0
+    if not isinstance(found, int | float) or not 0 <= found < 1 << 63:
+        raise ValueError(f"the configuration of {name} has {key}={found!r}, a size is needed")
+    return int(found)
+
+
+def _attention(text: Mapping[str, Any], name: str, hidden: int, heads: int) -> dict[str, int]:
     """Heads, dimensions and matrix elements of one layer's attention, from grouped queries to a latent (DeepSeek)."""
     if text.get("kv_lora_rank"):
         rope, plain = int(text["qk_rope_head_dim"]), int(text["qk_nope_head_dim"])
@@ -78,8 +91,8 @@ def _attention(text: Mapping[str, Any], hidden: int, heads: int) -> dict[str, in
         weights = into_queries + hidden * (latent + rope) + latent * heads * (plain + value) + heads * value * hidden
         sizes = {"num_kv_heads": heads, "head_dim": dim, "v_head_dim": value}
         return sizes | {"attention_weights": weights, "bias_weights": 0}
-    kv_heads = int(text.get("num_key_value_heads") or heads)
-    dim = int(text.get("head_dim") or hidden // heads)
+    kv_heads = _size_or_0(text, name, "num_key_value_heads") or heads
+    dim = _size_or_0(text, name, "head_dim") or hidden // heads
     biased = bool(text.get("attention_bias") or text.get("use_qkv_bias") or text.get("model_type") == "qwen2")
     return {
         "num_kv_heads": kv_heads,

@@ -10,6 +10,9 @@ from typing import Any, Self
 
 from specmemo_kernels.model_config import DTYPE_BYTES, quantised_bits, read_sizes
 
+#: Bytes of a configuration that are read; with the tables of large tokenizers they have some 100 KB.
+_LONGEST_CONFIG = 16 << 20
+
 
 def ranks_share(queries: int, keys: int, ranks: int) -> bool:
     """Whether ``ranks`` ranks can each have as many whole query heads and as many key/value heads as the next one: a
@@ -202,10 +205,7 @@ class ModelSpec:
         path = Path(source)
         file = path / "config.json" if path.is_dir() else path
         if file.is_file():
-            try:
-                return cls.from_config(json.loads(file.read_text()), name=str(source))
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{file} is not JSON: {error}") from error
+            return cls.from_config(_read_json(file), name=str(source))
         if path.suffix == ".json" or path.is_dir():
             raise FileNotFoundError(f"there is no {file}; give a config.json, a folder with one, or a hub id")
         from transformers import AutoConfig
@@ -222,6 +222,29 @@ class ModelSpec:
         if not isinstance(config, Mapping):
             config = config.to_dict()
         text: Mapping[str, Any] = config.get("text_config") or config
-        quantisation = config.get("quantization_config") or text.get("quantization_config")
-        bits, what = quantised_bits(quantisation) if quantisation else (None, "layers")
-        return cls(**read_sizes(text, name or str(text.get("model_type", "model"))), weight_bits=bits, quantised=what)
+        if not isinstance(text, Mapping):
+            raise ValueError(f"text_config of {name or 'the configuration'} is {text!r}, expected an object")
+        where = name or str(text.get("model_type", "model"))
+        try:
+            quantisation = config.get("quantization_config") or text.get("quantization_config")
+            bits, what = quantised_bits(quantisation) if quantisation else (None, "layers")
+            return cls(**read_sizes(text, where), weight_bits=bits, quantised=what)
+        except (ArithmeticError, AttributeError, KeyError, TypeError) as error:  # a field of another type
+            raise ValueError(f"the configuration of {where} can't be read: {type(error).__name__}: {error}") from error
+
+
+def _read_json(file: Path) -> Mapping[str, Any]:
+    """The object in a JSON file; of a file of weights only the beginning is read.
+
+    Raises:
+        ValueError: the file holds something else; the message names it.
+    """
+    with file.open("rb") as stream:
+        content = stream.read(_LONGEST_CONFIG)
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{file} holds a {type(found).__name__}, expected the JSON object of a config.json")
+    return found

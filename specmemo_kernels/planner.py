@@ -12,7 +12,7 @@ import torch
 from specmemo_kernels.acceptance import DEFAULT_ACCURACY, Accuracy
 from specmemo_kernels.baselines import Workload
 from specmemo_kernels.device import DeviceProfile, known_device
-from specmemo_kernels.footprint import HeadsSpec, page_token_bytes, weight_bytes
+from specmemo_kernels.footprint import HeadsSpec, check_ranks, page_token_bytes, weight_bytes
 from specmemo_kernels.kernel_config import KernelConfig, attention_configs
 from specmemo_kernels.memory_plan import BudgetError, MemoryPlan, counted, format_at_least, format_bytes, parse_bytes
 from specmemo_kernels.model_spec import ModelSpec, ranks_share
@@ -61,6 +61,7 @@ def problem_of(
     """
     if not isinstance(model, ModelSpec):
         model = ModelSpec.load(model) if isinstance(model, str | Path) else ModelSpec.from_config(model)
+    check_ranks(model, tp)
     profile = known_device(device) if isinstance(device, str) else device
     problem = Problem(
         on_device(model, profile), profile, workload, heads or HeadsSpec(), accuracy, tp, max_nodes, workspace_bytes,

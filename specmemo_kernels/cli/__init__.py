@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from specmemo_kernels import __version__
+from specmemo_kernels.cli.errors import Commands, importing
+
 app = typer.Typer(
+    cls=Commands,
     help="Speculative decoding for Hugging Face models, inside a memory budget.",
     no_args_is_help=True,
     add_completion=False,
@@ -18,7 +20,10 @@ app = typer.Typer(
 
 Device = Annotated[str, typer.Option(help="A torch device: cpu, cuda, cuda:1, ...")]
 Tree = Annotated[int | None, typer.Option(help="Nodes of the candidate tree (default: suits the device).", min=1)]
-Budget = Annotated[str | None, typer.Option(help="Generation memory, such as 64MiB or 2GiB (default: no limit).")]
+Budget = Annotated[
+    str | None,
+    typer.Option(help="Memory for generation, without the model's weights: 64MiB, 2GiB, ... (default: no limit)."),
+]
 KVDtype = Annotated[
     str | None,
     typer.Option(help="int8 or fp8: keys and values as 8-bit codes, not lossless (default: the model's dtype)."),
@@ -28,6 +33,21 @@ HeadBits = Annotated[
     typer.Option(help="4: the heads' own vocabulary matrices as 4-bit codes; no token changes (default: as stored)."),
 ]
 Backend = Annotated[str | None, typer.Option(help="reference, cpu or triton (default: by device).")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"specmemo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options before the command; the help of all commands is the group's."""
 
 
 @app.command()
@@ -44,12 +64,8 @@ def demo(
     json_out: Annotated[Path | None, typer.Option("--json", help="Also write every figure to this file.")] = None,
     seed: Annotated[int, typer.Option(help="Chooses the files and places.")] = 0,
     model: Annotated[
-        Path | None,
-        typer.Option(
-            help="A folder with a model and, in heads/, its heads (default: the bundled model).",
-            file_okay=False,
-            exists=True,
-        ),
+        str | None,
+        typer.Option(help="A folder with a model and, in heads/, its heads (default: the bundled model)."),
     ] = None,
     device: Device = "cpu",
     backend: Backend = None,
@@ -60,15 +76,15 @@ def demo(
     The bundled model wrote none of them into its weights: the files were held out of its training. Ends with exit
     status 1 if the patched model wrote a different token anywhere.
     """
-    with one_line_errors():
+    with importing():
         from specmemo_kernels.cli.demo import DemoOptions, run_demo
 
-        options = DemoOptions(
-            prompt_files=tuple(prompt_file or ()), turns=turns, max_new_tokens=max_new_tokens, rounds=rounds, tree=tree,
-            memory_budget=memory_budget, json_out=json_out, seed=seed, model=model, device=device, backend=backend,
-            kv_dtype=kv_dtype,
-        )  # fmt: skip
-        same = run_demo(options)
+    options = DemoOptions(
+        prompt_files=tuple(prompt_file or ()), turns=turns, max_new_tokens=max_new_tokens, rounds=rounds, tree=tree,
+        memory_budget=memory_budget, json_out=json_out, seed=seed, model=model, device=device, backend=backend,
+        kv_dtype=kv_dtype,
+    )  # fmt: skip
+    same = run_demo(options)
     if not same:
         raise typer.Exit(1)
 
@@ -81,34 +97,36 @@ def chat(
     dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
     device: Device = "cpu",
     backend: Backend = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens per reply.", min=1)] = 256,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Most tokens per reply; at most half of what prompt and reply may take.", min=1)
+    ] = 256,
     tree: Tree = None,
     kv_dtype: KVDtype = None,
     head_bits: HeadBits = None,
 ) -> None:
     """Talk to a model with its heads: a chat where the tokenizer has a template, else completion of your text."""
-    with one_line_errors():
+    with importing():
         from specmemo_kernels.cli.chat import ChatOptions, run_chat
 
-        run_chat(
-            ChatOptions(
-                model=model, heads=heads, memory_budget=memory_budget, dtype=dtype, device=device, backend=backend,
-                max_new_tokens=max_new_tokens, tree=tree, kv_dtype=kv_dtype, head_bits=head_bits,
-            )
-        )  # fmt: skip
+    run_chat(
+        ChatOptions(
+            model=model, heads=heads, memory_budget=memory_budget, dtype=dtype, device=device, backend=backend,
+            max_new_tokens=max_new_tokens, tree=tree, kv_dtype=kv_dtype, head_bits=head_bits,
+        )
+    )  # fmt: skip
 
 
 @app.command()
 def probe(
     device: Device = "cpu",
     output: Annotated[Path | None, typer.Option(help="A file for the profile (default: in the user's cache).")] = None,
-    seconds: Annotated[float, typer.Option(help="How long to measure.", min=0.1)] = 3.0,
+    seconds: Annotated[float, typer.Option(help="How long to measure.", min=0.1, max=3600)] = 3.0,
 ) -> None:
     """Measure this machine, for plans: bandwidth, products of a few rows, the cost of an operator."""
-    with one_line_errors():
+    with importing():
         from specmemo_kernels.cli.probe import run_probe
 
-        run_probe(device, output, seconds)
+    run_probe(device, output, seconds)
 
 
 @app.command()
@@ -123,13 +141,16 @@ def plan(
     devices: Annotated[
         str | None, typer.Option(help="Instead: a device and how many of them share the model, as in mi250:8.")
     ] = None,
-    budget: Annotated[
+    memory_budget: Annotated[
         str | None,
-        typer.Option(help="Memory for weights and generation together (default: all that the device has)."),
+        typer.Option(
+            help="Memory of a device for the model's weights and generation together (default: all that it has); "
+            "in chat and demo the weights don't count."
+        ),
     ] = None,
     context: Annotated[int, typer.Option(help="Tokens per sequence, prompt and answer.", min=2)] = 4096,
     prompt: Annotated[int | None, typer.Option(help="How many of them are prompt (default: half).", min=1)] = None,
-    batch: Annotated[int, typer.Option(help="Sequences wanted at once.", min=1)] = 1,
+    batch: Annotated[int, typer.Option(help="Sequences wanted at once.", min=1, max=4096)] = 1,
     tp: Annotated[int, typer.Option(help="Devices that share the model; figures are for each.", min=1)] = 1,
     heads: Annotated[
         str, typer.Option(help="Heads to plan with: a folder or file (nothing is loaded), or how many like Vicuna's.")
@@ -153,47 +174,29 @@ def plan(
     Works from the configuration alone, for devices that aren't here. Nothing is measured but, with --device this,
     the machine itself.
     """
-    with one_line_errors():
+    with importing():
         from specmemo_kernels.cli.plan import PlanOptions, run_plan
 
-        run_plan(
-            PlanOptions(
-                model=model, device=device, devices=devices, budget=budget, context=context, prompt=prompt,
-                batch=batch, tp=tp, heads=heads, shared_lm_head=shared_lm_head, dtype=dtype, kv_dtype=kv_dtype,
-                head_bits=head_bits,
-                weight_bits=weight_bits, as_json=as_json, plot=plot,
-            )
-        )  # fmt: skip
+    run_plan(
+        PlanOptions(
+            model=model, device=device, devices=devices, memory_budget=memory_budget, context=context, prompt=prompt,
+            batch=batch, tp=tp, heads=heads, shared_lm_head=shared_lm_head, dtype=dtype, kv_dtype=kv_dtype,
+            head_bits=head_bits,
+            weight_bits=weight_bits, as_json=as_json, plot=plot,
+        )
+    )  # fmt: skip
 
 
 @app.command()
 def env() -> None:
     """Print versions, devices and backends; paste it into a bug report."""
-    from specmemo_kernels.cli.env import collect_env
+    with importing():
+        from specmemo_kernels.cli.env import collect_env
 
     facts = collect_env()
     width = max(map(len, facts))
     for name, value in facts.items():
         typer.echo(f"{name:<{width}}  {value}")
-
-
-@contextlib.contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Turn the errors that a user can do something about into one line; a bug keeps its traceback."""
-    import torch
-
-    from specmemo_kernels.cli.common import UserError
-    from specmemo_kernels.memory_plan import BudgetError
-
-    try:
-        yield
-    except (UserError, BudgetError, torch.OutOfMemoryError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        typer.secho(f"specmemo: {' '.join(line.strip() for line in lines)}", fg="red", err=True)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        typer.echo("", err=True)
-        raise typer.Exit(130) from None
 
 
 def main() -> None:

@@ -7,26 +7,29 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from rich.console import Console
 from transformers import TextStreamer
 
 from specmemo_kernels.cli.common import (
-    UserError,
+    check_options,
     demo_model_folder,
+    existing_or_hub,
     hide_loading_bars,
     leaving_others,
     load_model,
     load_tokenizer,
     setting_up,
-    torch_device,
+    terminal,
     torch_dtype,
 )
+from specmemo_kernels.cli.errors import UserError, show_error
 from specmemo_kernels.integrations.hf import patch
-from specmemo_kernels.integrations.hf_chat import ChatSession, longest_text
+from specmemo_kernels.integrations.hf_chat import ChatSession, LeftOutWarning, NoTokens, longest_text
 from specmemo_kernels.integrations.ranks import RankError
 from specmemo_kernels.memory_plan import BudgetError, format_bytes
 
@@ -66,7 +69,10 @@ class Chat:
 
     def __init__(self, model: Any, handle: Any, tokenizer: Any, max_new_tokens: int, console: Console) -> None:
         self.handle, self.tokenizer, self.console = handle, tokenizer, console
-        self.max_new_tokens = min(max_new_tokens, max(1, longest_text(model) // 2))
+        longest = longest_text(model)
+        self.max_new_tokens = min(max_new_tokens, max(1, longest // 2))
+        if self.max_new_tokens < max_new_tokens:
+            self.note(f"replies have at most {self.max_new_tokens} tokens: prompt and reply share {longest}")
         with warnings.catch_warnings():  # the command says in its own words that there is no chat template
             warnings.simplefilter("ignore", UserWarning)
             # A chat model's own settings often ask for sampling; a reply is the likeliest one here.
@@ -81,10 +87,31 @@ class Chat:
         """Where a reply goes as it grows; of several ranks the first one writes."""
         return None if self.console.quiet else ConsoleStreamer(self.tokenizer, self.console)
 
+    def note(self, text: str) -> None:
+        """A remark about the conversation, on stderr; of several ranks the first one writes."""
+        if not self.console.quiet:
+            terminal(stderr=True).print(text, style="dim", soft_wrap=True)
+
     def read(self, interactive: bool) -> str | None:
-        """:func:`read_message` of rank 0, which the others hear from it."""
-        message: str | None = self.handle.ranks.ask(lambda: read_message(interactive))
-        return message
+        """:func:`read_message` of rank 0, for all ranks; ``None`` at the end of the input.
+
+        Raises:
+            UserError: the input isn't UTF-8. On a terminal the error is shown and the next message read instead.
+        """
+
+        def attempt() -> tuple[str | None, str | None]:
+            try:
+                return read_message(interactive), None
+            except UserError as error:  # every rank raises it, not the first one alone
+                return None, str(error)
+
+        message, error = self.handle.ranks.ask(attempt)
+        while error is not None:
+            if not interactive:
+                raise UserError(error)
+            self._refuse(error)
+            message, error = self.handle.ranks.ask(attempt)
+        return message  # type: ignore[no-any-return]
 
     def command(self, line: str) -> bool:
         """Run a ``/command``; ``False`` ends the conversation."""
@@ -96,20 +123,45 @@ class Chat:
         elif line == "/stats":
             self.show_stats()
         else:
-            self.console.print(HELP, style="dim", markup=False)
+            self.console.print(HELP, style="dim")
         return True
 
-    def reply(self, text: str) -> None:
-        """Stream the model's reply to ``text``; Ctrl-C cuts it short."""
+    def reply(self, text: str, interactive: bool) -> None:
+        """Stream the model's reply to ``text``; on a terminal Ctrl-C ends the reply and not the conversation."""
         started, before = time.perf_counter(), self.handle.stats.tokens
         try:
-            self.session.ask(text, streamer=self.streamer)
+            with self._notes():
+                self.session.ask(text, streamer=self.streamer)
         except KeyboardInterrupt:
+            if not interactive:
+                raise
             self.console.print("\n(interrupted)", style="dim")
-        except BudgetError as error:
-            self.console.print(f"specmemo: {error}", style="red", markup=False)
+        except (BudgetError, NoTokens) as error:
+            self._refuse(str(error))
+        except TemplateError as error:
+            self._refuse(f"the tokenizer's chat template fails: {error}")
         else:
             self.last_rate = (self.handle.stats.tokens - before) / (time.perf_counter() - started)
+
+    @contextlib.contextmanager
+    def _notes(self) -> Iterator[None]:
+        """Show what a turn leaves out as a note."""
+        show = warnings.showwarning
+
+        def note(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+            if issubclass(category, LeftOutWarning):
+                self.note(str(message))
+            else:
+                show(message, category, *place, **more)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", LeftOutWarning)
+            warnings.showwarning = note
+            yield
+
+    def _refuse(self, reason: str) -> None:
+        if not self.console.quiet:
+            show_error(reason)
 
     def show_stats(self) -> None:
         stats = self.handle.stats
@@ -121,52 +173,69 @@ class Chat:
             f"prompt tokens: {stats.prefill_tokens} computed, {stats.reused_tokens} known from before\n"
             f"accepted at least 1, 2, ... drafts: {depths}\nheld: {parts}\n"
             f"plan: {self.handle.plan}",
-            style="dim", markup=False, highlight=False,
+            style="dim",
         )  # fmt: skip
 
 
 def read_message(interactive: bool) -> str | None:
-    """The next message or command, several lines between triple quotes; ``None`` at the end of the input."""
+    """The next message or command, several lines between triple quotes; ``None`` at the end of the input.
 
-    def line(prompt: str) -> str:
-        if interactive:
-            return input(prompt)
-        text = sys.stdin.readline()
-        if not text:
-            raise EOFError
-        return text.rstrip("\n")
+    Raises:
+        UserError: a line that isn't UTF-8.
+    """
+    text = read_line(">>> ", interactive)
+    if text is None or not text.startswith('"""'):
+        return text
+    lines = [text[3:]]
+    while not lines[-1].endswith('"""'):
+        line = read_line("... ", interactive)
+        if line is None:  # the end of the input closes the quotes
+            return "\n".join(lines)
+        lines.append(line)
+    return "\n".join(lines)[:-3]
 
+
+def read_line(prompt: str, interactive: bool) -> str | None:
+    """A line of UTF-8 from stdin without its end; ``None`` at the end of the input.
+
+    Raises:
+        UserError: other bytes.
+    """
     try:
-        text = line(">>> ")
-        if not text.startswith('"""'):
+        if interactive:
+            text = input(prompt)
+            text.encode()  # a terminal in another locale passes bytes on as surrogates
             return text
-        lines = [text[3:]]
-        while not lines[-1].endswith('"""'):
-            lines.append(line("... "))
-        return "\n".join(lines)[:-3]
-    except (EOFError, KeyboardInterrupt):
+        line = b"" if sys.stdin is None else sys.stdin.buffer.readline()
+        return line.decode().rstrip("\r\n") if line else None
+    except EOFError:
         return None
+    except UnicodeError as error:
+        raise UserError(f"the input is not UTF-8 text: {error}; convert it, for example with iconv -t UTF-8") from error
 
 
 def start_chat(options: ChatOptions, console: Console) -> Chat:
     """Load and patch.
 
     Raises:
-        UserError, ValueError, OSError, BackendUnavailable: the model or its heads can't be used.
+        UserError, ValueError, BackendUnavailable: an option, the model or its heads can't be used.
     """
     if (options.model is None) != (options.heads is None):
         raise UserError("--model and --heads go together: heads are trained for one model")
-    for name in (options.model, options.heads):
-        if name is not None and name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().exists():
-            raise UserError(f"there is no {name}")
     bundled = options.model is None
     if bundled:
         hide_loading_bars()
-    folder = str(demo_model_folder()) if options.model is None else options.model
-    heads = str(demo_model_folder() / "heads") if options.heads is None else options.heads
-    dtype = "float32" if bundled and options.dtype == "auto" else options.dtype
+    folder, heads = str(demo_model_folder()), str(demo_model_folder() / "heads")
+    if options.model is not None:
+        folder = existing_or_hub(options.model, "--model takes a folder or a hub id")
+    if options.heads is not None:
+        heads = existing_or_hub(options.heads, "--heads takes a folder, a file or a hub id", files=True)
+    dtype = torch_dtype("float32" if bundled and options.dtype == "auto" else options.dtype)
+    device = check_options(
+        options.device, dtype, options.backend, options.memory_budget, options.kv_dtype, options.head_bits
+    )
     tokenizer = load_tokenizer(folder)
-    model = load_model(folder, torch_dtype(dtype), torch_device(options.device))
+    model = load_model(folder, dtype, device)
     handle = patch(
         model,
         heads,
@@ -180,7 +249,7 @@ def start_chat(options: ChatOptions, console: Console) -> Chat:
     chat = Chat(model, handle, tokenizer, options.max_new_tokens, console)
     name = "the bundled demo model, which completes Python code" if bundled else folder
     mode = "chat" if chat.session.templated else "completion of your text: the tokenizer has no chat template"
-    console.print(f"{name} ({mode}); {HELP}", style="dim", markup=False, highlight=False)
+    console.print(f"{name} ({mode}); {HELP}", style="dim")
     return chat
 
 
@@ -190,8 +259,9 @@ def run_chat(options: ChatOptions) -> None:
     Raises:
         UserError: the model or its heads can't be used, or another rank is gone.
     """
-    console = Console(soft_wrap=not sys.stdout.isatty(), quiet=os.environ.get("RANK", "0") != "0")
-    interactive = sys.stdin.isatty()
+    console = terminal(quiet=os.environ.get("RANK", "0") != "0")
+    console.soft_wrap = not console.is_terminal
+    interactive = sys.stdin is not None and sys.stdin.isatty()
     if interactive:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (importing it gives input() line editing and a history)
@@ -211,5 +281,5 @@ def converse(options: ChatOptions, console: Console, interactive: bool) -> None:
                 if not chat.command(message.strip()):
                     break
             elif message.strip():
-                chat.reply(message)
+                chat.reply(message, interactive)
         chat.handle.undo()

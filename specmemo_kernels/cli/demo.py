@@ -14,9 +14,19 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from specmemo_kernels.cli.common import UserError, demo_model_folder, hide_loading_bars, setting_up
+from specmemo_kernels.cli.common import (
+    check_options,
+    check_output,
+    demo_model_folder,
+    existing_or_hub,
+    hide_loading_bars,
+    setting_up,
+    terminal,
+    writing,
+)
 from specmemo_kernels.cli.demo_runs import SIDES, DemoResult, Pair, Prompt, measure, measure_memory
 from specmemo_kernels.cli.demo_view import LiveView, TextView, show_result
+from specmemo_kernels.cli.errors import UserError
 from specmemo_kernels.demo_data import is_held_out, library_files, library_root
 
 PROMPT_TOKENS = (100, 300)
@@ -34,7 +44,7 @@ class DemoOptions:
     memory_budget: str | None
     json_out: Path | None
     seed: int
-    model: Path | None
+    model: str | None
     device: str
     backend: str | None
     kv_dtype: str | None
@@ -88,7 +98,10 @@ def _cut(tokenizer: Any, lines: list[str], limit: int) -> str:
 
 def file_prompt(tokenizer: Any, file: Path, room: int) -> Prompt:
     """A user's own text; the end of it if it is longer than the model's context."""
-    text = file.read_text(encoding="utf-8")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompt-file {file} is not a UTF-8 text: {error}") from error
     ids = tokenizer(text, verbose=False)["input_ids"]  # too long is dealt with here
     if not ids:
         raise UserError(f"{file} is empty")
@@ -99,11 +112,18 @@ def file_prompt(tokenizer: Any, file: Path, room: int) -> Prompt:
 def run_demo(options: DemoOptions) -> bool:
     """Show, measure, report; whether every run of every prompt gave the same tokens."""
     hide_loading_bars()
-    console = Console(highlight=False, soft_wrap=False)
+    if options.json_out is not None:
+        check_output("--json", options.json_out)
+    folder = demo_model_folder()
+    if options.model is not None:
+        advice = "--model takes a folder with a model and, in heads/, its heads"
+        folder = Path(existing_or_hub(options.model, advice, hub=False))
+    device = check_options(options.device, torch.float32, options.backend, options.memory_budget, options.kv_dtype)
+    console = terminal(soft_wrap=False)
     with console.status("loading the model, plain and patched"), setting_up():
         pair = Pair(
-            options.model or demo_model_folder(), options.max_new_tokens,
-            options.tree, options.memory_budget, options.device, options.backend, options.kv_dtype,
+            folder, options.max_new_tokens, options.tree, options.memory_budget, device, options.backend,
+            options.kv_dtype,
         )  # fmt: skip
         if options.prompt_files:
             prompts = [file_prompt(pair.tokenizer, file, pair.room) for file in options.prompt_files]
@@ -125,7 +145,8 @@ def run_demo(options: DemoOptions) -> bool:
     result = DemoResult(timed, memory, weighed.ids.shape[1], pair.handle.plan.tree.size, options.rounds)
     show_result(console, result)
     if options.json_out is not None:
-        options.json_out.write_text(json.dumps(result.to_json(), indent=1) + "\n")
+        with writing("--json", options.json_out):
+            options.json_out.write_text(json.dumps(result.to_json(), indent=1) + "\n")
     return result.equal == len(prompts)
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from specmemo_kernels.cli.common import UserError, load_model, load_tokenizer, torch_device
+from specmemo_kernels.cli.common import load_model, load_tokenizer
 from specmemo_kernels.cli.env import collect_env
+from specmemo_kernels.cli.errors import UserError
 from specmemo_kernels.integrations.hf import patch
 from specmemo_kernels.integrations.hf_chat import longest_text
 from specmemo_kernels.memory_tracker import MemoryTracker
@@ -97,12 +98,12 @@ class Pair:
         max_new_tokens: int,
         tree: int | None,
         memory_budget: str | None,
-        device: str,
+        device: torch.device,
         backend: str | None,
         kv_dtype: str | None = None,
     ) -> None:
         self.tokenizer = load_tokenizer(folder)
-        self.models = {side: load_model(folder, torch.float32, torch_device(device)) for side in SIDES}
+        self.models = {side: load_model(folder, torch.float32, device) for side in SIDES}
         self.handle = patch(
             self.models["patched"],
             heads=folder / "heads",

@@ -110,7 +110,7 @@ class LiveView:
             columns.add_row(*row)
             return Group(_prompt_panel(prompt), columns)
 
-        self.console.print(Rule(title, style="bold"))
+        self.console.print(Rule(Text(title), style="bold"))
         with Live(console=self.console, get_renderable=draw, refresh_per_second=12):
             for side in SIDES:
                 feeds[side] = _feed(self.pair, side)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from specmemo_kernels.acceptance import DEFAULT_ACCURACY, Accuracy, expected_tokens_per_step
 from specmemo_kernels.baselines import Workload, medusa_parts, plain_parts
-from specmemo_kernels.cli.common import UserError, setting_up
+from specmemo_kernels.cli.common import existing_or_hub, setting_up, terminal, torch_device
+from specmemo_kernels.cli.errors import UserError
 from specmemo_kernels.cost import Message, Speed, decode_pass, medusa_speed, plain_speed, step_messages
 from specmemo_kernels.device import KNOWN_DEVICES, DeviceProfile, known_device
 from specmemo_kernels.device_probe import profile_of
@@ -34,7 +37,7 @@ class PlanOptions:
     model: str
     device: str | None
     devices: str | None
-    budget: str | None
+    memory_budget: str | None
     context: int
     prompt: int | None
     batch: int
@@ -66,13 +69,12 @@ class Row:
 
 def device_profile(name: str) -> DeviceProfile:
     """A known device, a file that ``specmemo probe`` wrote, or ``this`` / a torch device of this machine."""
-    if Path(name).suffix == ".json":
-        return DeviceProfile.load(Path(name))
     if name in KNOWN_DEVICES:
         return known_device(name)
     if name == "this" or name.split(":")[0] == "cuda":
-        return profile_of("cpu" if name == "this" else name)
-    return known_device(name)
+        return profile_of("cpu" if name == "this" else str(torch_device(name)))
+    path = Path(os.path.expanduser(name))
+    return DeviceProfile.load(path) if path.suffix == ".json" or path.is_file() else known_device(name)
 
 
 def run_plan(options: PlanOptions) -> None:
@@ -82,8 +84,13 @@ def run_plan(options: PlanOptions) -> None:
         UserError: a model or device that isn't there, a workload that makes no sense.
         BudgetError: nothing fits; it says what would.
     """
+    if options.plot is not None:
+        from specmemo_kernels.cli.plan_plot import check_plot, draw
+
+        check_plot(options.plot)
+    model = existing_or_hub(options.model, "--model takes a config.json, a folder with one, or a hub id", files=True)
     with setting_up():
-        spec = ModelSpec.load(options.model)
+        spec = ModelSpec.load(model)
         if options.weight_bits is not None:
             spec = spec.with_weights(options.weight_bits)
         if options.dtype is not None:
@@ -93,15 +100,13 @@ def run_plan(options: PlanOptions) -> None:
         device, tp = devices_of(options)
         problem = problem_of(spec, device, workload, heads=heads, accuracy=accuracy, tp=tp, kv_dtype=options.kv_dtype)
         choices = candidates(problem)
-        plan = choose(problem, choices, options.budget)
+        plan = choose(problem, choices, options.memory_budget)
     rows = alternatives(problem, choices, plan)
     if options.as_json:
         print(json.dumps(to_json(problem, choices, plan, rows), indent=1))
     else:
-        show(Console(highlight=False), problem, choices, plan, rows)
+        show(terminal(), problem, choices, plan, rows)
     if options.plot is not None:
-        from specmemo_kernels.cli.plan_plot import draw
-
         draw(options.plot, problem, choices, plan, rows)
 
 
@@ -112,7 +117,7 @@ def devices_of(options: PlanOptions) -> tuple[DeviceProfile, int]:
         UserError: ``--devices`` isn't a name and a number, or comes with ``--device`` or ``--tp``.
     """
     if options.devices is None:
-        return device_profile(options.device or "this"), options.tp
+        return device_profile("this" if options.device is None else options.device), options.tp
     name, _, count = options.devices.rpartition(":")
     if not name or not count.isdecimal() or int(count) < 1:
         raise UserError(f"--devices {options.devices}: expected a device and how many of them, as in mi250:8")
@@ -131,14 +136,15 @@ def heads_of(options: PlanOptions, spec: ModelSpec) -> tuple[HeadsSpec, Accuracy
     """
     bits = options.head_bits
     if options.heads.isdecimal():
+        if int(options.heads) > len(DEFAULT_ACCURACY):
+            raise UserError(f"--heads is {options.heads}; accuracies are known for up to {len(DEFAULT_ACCURACY)} heads")
         return HeadsSpec(int(options.heads), 1, not options.shared_lm_head, bits), DEFAULT_ACCURACY
-    if not Path(options.heads).expanduser().exists():
-        raise UserError(f"--heads {options.heads}: neither a number nor a folder or file that is here")
+    source = existing_or_hub(options.heads, "--heads is neither a number nor a folder or file", files=True, hub=False)
     if options.shared_lm_head:
         raise UserError(f"--shared-lm-head is for a number of heads; {options.heads} says it itself")
     from specmemo_kernels.drafting.load_heads import describe_heads
 
-    found = describe_heads(options.heads, spec.hidden_size, spec.vocab_size)
+    found = describe_heads(source, spec.hidden_size, spec.vocab_size)
     sizes = HeadsSpec(found.num_heads, found.num_layers, found.own_lm_head, bits or found.head_bits)
     return sizes, found.accuracy or DEFAULT_ACCURACY
 
@@ -191,7 +197,8 @@ def show(console: Console, problem: Problem, choices: list[Choice], plan: Memory
     """The plan part by part, why, and the alternatives. Everything is predicted."""
     spec, work = problem.spec, problem.workload
     where = problem.device.name + (f", each of {problem.tp} ranks" if problem.tp > 1 else "")
-    console.print(f"[bold]{spec.name}[/bold] on {where}; all figures are predicted", soft_wrap=True)
+    title = Text.assemble((spec.name, "bold"), f" on {where}; all figures are predicted")
+    console.print(title, soft_wrap=True)
     console.print(
         f"workload: {work.batch} x {work.context} tokens, {work.prompt} of them prompt; "
         f"budget {format_bytes(plan.budget or 0)}, model weights included",
@@ -231,9 +238,10 @@ def _against_medusa(choices: list[Choice], rows: list[Row]) -> str:
     if not enough:
         return f"no plan reaches {RETAIN:.0%} of the speed of Medusa as published"
     least = min(enough)
+    saved = 1 - least / medusa.generation_bytes
     return (
         f"{RETAIN:.0%} of the speed of Medusa as published needs {format_bytes(least)} of generation memory, "
-        f"{1 - least / medusa.generation_bytes:.1%} less than its {format_bytes(medusa.generation_bytes)}"
+        f"{abs(saved):.1%} {'less' if saved >= 0 else 'more'} than its {format_bytes(medusa.generation_bytes)}"
     )
 
 

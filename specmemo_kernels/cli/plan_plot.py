@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specmemo_kernels.cli.common import UserError
+from specmemo_kernels.cli.common import check_output, writing
+from specmemo_kernels.cli.errors import UserError
 from specmemo_kernels.cli.plan import RETAIN, Row
 from specmemo_kernels.footprint import weight_bytes
 from specmemo_kernels.memory_plan import MemoryPlan
@@ -17,11 +18,26 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
+def check_plot(path: Path) -> None:
+    """See before planning that a picture can be written to ``path``.
+
+    Raises:
+        UserError: no ending, one that matplotlib has no format for, no matplotlib, or no place to write to.
+    """
+    _pyplot()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise UserError(f"--plot {path}: its ending decides the format; end it in .png or .svg ({', '.join(known)})")
+    check_output("--plot", path)
+
+
 def draw(path: Path, problem: Problem, choices: list[Choice], plan: MemoryPlan, rows: list[Row]) -> None:
     """Write the frontier and the alternatives as a picture; the ending of ``path`` decides its format.
 
     Raises:
-        UserError: no matplotlib, or a file that can't be written.
+        UserError: the file can't be written.
     """
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(7.5, 4.5))
@@ -43,9 +59,8 @@ def draw(path: Path, problem: Problem, choices: list[Choice], plan: MemoryPlan, 
     axes.legend(fontsize=8, loc="lower right")
     figure.tight_layout()
     try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--plot {path}: {error}") from error
+        with writing("--plot", path):
+            figure.savefig(path, dpi=150)
     finally:
         plt.close(figure)
 

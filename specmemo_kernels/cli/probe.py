@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
-from specmemo_kernels.cli.common import setting_up
+from specmemo_kernels.cli.common import check_output, setting_up, terminal, torch_device, writing
 from specmemo_kernels.device import DeviceProfile
 from specmemo_kernels.device_probe import cache_file, probe
 from specmemo_kernels.memory_plan import format_bytes
@@ -16,12 +15,14 @@ from specmemo_kernels.memory_plan import format_bytes
 
 def run_probe(device: str, output: Path | None, seconds: float) -> None:
     """Measure, show and keep a profile in ``output`` (default: the cache, where patching finds it)."""
-    console, started = Console(highlight=False), time.perf_counter()
-    with console.status(f"measuring {device}"), setting_up():
-        profile = probe(device, seconds)
+    name = str(torch_device(device))
+    path = output or cache_file(name)
+    check_output("--output", path, make_folders=True)
+    console, started = terminal(), time.perf_counter()
+    with console.status(f"measuring {name}"), setting_up():
+        profile = probe(name, seconds)
     taken = time.perf_counter() - started
-    path = output or cache_file(device)
-    with setting_up():
+    with writing("--output", path):
         profile.save(path)
     console.print(profile_table(profile))
     console.print(f"measured in {taken:.1f} s, kept in {path}", soft_wrap=True)

@@ -28,7 +28,7 @@ CANDIDATES = (
 )
 _Fetch = Callable[[str], Path | None]
 _PREFIX = re.compile(r"(?:.*\.)?medusa_heads?\.(.+)")
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 class HeadsError(ValueError):
@@ -121,7 +121,7 @@ def open_path(source: str | Path) -> Stored:
     names: tuple[str, ...] = (path.name,) if path.is_file() else CANDIDATES
     fetch: _Fetch = partial(_file_in, path.parent if path.is_file() else path)
     if not path.exists():
-        if not isinstance(source, str) or not _HUB_ID.fullmatch(source):
+        if not isinstance(source, str) or not HUB_ID.fullmatch(source):
             raise HeadsError(f"{source}: there is no such folder or file, and a hub id it is not")
         fetch = partial(_download, source)
     for name in names:

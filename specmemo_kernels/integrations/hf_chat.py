@@ -5,12 +5,32 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
 from specmemo_kernels.memory_plan import BudgetError
+
+
+class LeftOutWarning(UserWarning):
+    """The oldest part of a conversation no longer fits and is left out of a turn; says how much that is."""
+
+
+class NoTokens(ValueError):
+    """A message without tokens begins a text that has none either."""
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """The next prompt: its messages, text and tokens, and what was left out of it to make room."""
+
+    messages: list[dict[str, str]]
+    text: str
+    ids: list[int]
+    left_out_messages: int = 0
+    left_out_tokens: int = 0
 
 
 class ChatSession:
@@ -28,11 +48,14 @@ class ChatSession:
         tokenizer: the model's own.
         system: a message of the role "system" that precedes the conversation.
         max_tokens: of prompt and reply together; ``None``: as many as model and memory plan hold. When they are
-            reached, the oldest messages are left out.
+            reached, the oldest messages (of a text without turns: its first tokens) are left out, with a
+            :class:`LeftOutWarning` in each turn where that happens. A message is never cut: one that doesn't fit
+            alone is an error.
         generate_options: of each turn's ``generate``; ``max_new_tokens`` is 256 unless given.
 
     Attributes:
-        messages: what was said, as chat templates take it.
+        messages: what was said, as chat templates take it; those that were left out are gone.
+        left_out: tokens that were left out since the conversation began.
 
     Raises:
         ValueError: ``max_new_tokens`` or ``max_tokens`` leave no room, or a system message without a chat template.
@@ -75,6 +98,7 @@ class ChatSession:
     def reset(self) -> None:
         """Forget what was said."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        self.left_out = 0
         # The newest prompt and reply, as text and as tokens.
         self._text = ""
         self._ids: list[int] = []
@@ -85,7 +109,7 @@ class ChatSession:
         Raises:
             BudgetError: the message alone is too long.
         """
-        return self._prompt(text)[2]
+        return self._turn(text).ids
 
     def ask(self, text: str, *, streamer: Any = None, **options: Any) -> str:
         """The model's reply to ``text``.
@@ -96,21 +120,30 @@ class ChatSession:
 
         Raises:
             BudgetError: the message alone is too long.
-            ValueError: there is no chat template, and no text either.
+            NoTokens: there is no chat template, and no text either.
                 Whatever is raised, also ``KeyboardInterrupt``, nothing of this turn is noted.
         """
-        messages, prompt, ids = self._prompt(text, options)
-        row = torch.tensor([ids], device=self.model.device)
+        turn = self._turn(text, options)
+        left_out = self.left_out + turn.left_out_tokens
+        if turn.left_out_tokens:
+            what = f" ({turn.left_out_messages} messages)" if turn.left_out_messages else ""
+            warnings.warn(
+                f"specmemo: the conversation no longer fits; its oldest {turn.left_out_tokens} tokens{what} are left "
+                f"out from this turn on, {left_out} since it began",
+                LeftOutWarning,
+                stacklevel=2,
+            )
+        row = torch.tensor([turn.ids], device=self.model.device)
         output = self.model.generate(
             row, attention_mask=torch.ones_like(row), streamer=streamer, **self.options | options
         )
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        new = sequences[0, len(ids) :].tolist()
+        new = sequences[0, len(turn.ids) :].tolist()
         reply = str(self.tokenizer.decode(new, skip_special_tokens=True))
-        self.messages = [*messages, {"role": "assistant", "content": reply}]
+        self.messages, self.left_out = [*turn.messages, {"role": "assistant", "content": reply}], left_out
         while new and new[-1] in self.tokenizer.all_special_ids:  # the template writes what ends a turn itself
             del new[-1]
-        self._text, self._ids = prompt + self._decode(new), ids + new
+        self._text, self._ids = turn.text + self._decode(new), turn.ids + new
         return reply
 
     def stream(self, text: str, **options: Any) -> Iterator[str]:
@@ -140,30 +173,36 @@ class ChatSession:
         if failure:
             raise failure[0]
 
-    def _prompt(self, text: str, options: dict[str, Any] | None = None) -> tuple[list[dict[str, str]], str, list[int]]:
-        """Messages, text and tokens of the next prompt, the oldest turns left out where it would get too long."""
+    def _turn(self, text: str, options: dict[str, Any] | None = None) -> _Turn:
+        """The next prompt, the oldest part of the conversation left out where it would get too long."""
         room = self.max_tokens - int((self.options | (options or {}))["max_new_tokens"])
         messages = [*self.messages, {"role": "user", "content": text}]
         if not self.templated:
             said = f"\n{text}" if self._ids else text
-            ids = [*self._ids, *self._encode(said, special=not self._ids)]
-            if not ids:
-                raise ValueError(f"the message {text!r} has no tokens, and nothing was said before")
-            if len(ids) > room:  # a text has no turns: its end is what counts
-                ids = ids[-room:]
-            return messages, self._text + said, ids
-        first = 0 if self.system is None else 1
+            new = self._encode(said, special=not self._ids)
+            if not self._ids and not new:
+                raise NoTokens(f"the message {text!r} has no tokens, and nothing was said before")
+            self._check_room(len(new), room)
+            ids = [*self._ids, *new]
+            extra = max(0, len(ids) - room)
+            return _Turn(messages, self._text + said, ids[extra:], left_out_tokens=extra)
+        first, whole, count = 0 if self.system is None else 1, 0, len(messages)
         while True:
             prompt = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             ids = self._with_own_tokens(prompt)
+            whole = whole or len(ids)
             if len(ids) <= room:
-                return messages, prompt, ids
+                return _Turn(messages, prompt, ids, count - len(messages), whole - len(ids))
             if len(messages) == first + 1:
-                raise BudgetError(
-                    f"the message takes {len(ids)} tokens, there is room for {room} beside "
-                    f"max_new_tokens={self.max_tokens - room}"
-                )
+                self._check_room(len(ids), room)
             del messages[first : first + 2]
+
+    def _check_room(self, tokens: int, room: int) -> None:
+        if tokens > room:
+            raise BudgetError(
+                f"the message takes {tokens} tokens, there is room for {room} beside "
+                f"max_new_tokens={self.max_tokens - room}; shorten or divide it"
+            )
 
     def _with_own_tokens(self, prompt: str) -> list[int]:
         """The tokens of a rendered conversation; those that the model itself read and wrote last are kept."""

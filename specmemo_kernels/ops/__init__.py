@@ -46,6 +46,7 @@ from specmemo_kernels.ops.dispatch import (
     kernel_configs,
     split_workspace,
     unavailable,
+    unsuited,
 )
 
 Tensor = torch.Tensor
@@ -67,6 +68,7 @@ __all__ = [
     "split_workspace",
     "tree_attention",
     "unavailable",
+    "unsuited",
     "verify_tree_greedy",
 ]
 

@@ -47,6 +47,17 @@ def _hint(name: str, error: Exception) -> str:
     return "; reinstall the package"
 
 
+def unsuited(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Why backend ``name`` can't compute with tensors of that kind, or an empty string."""
+    hook = getattr(_load(name), "check_device", None)
+    try:
+        if hook is not None:
+            hook(torch.empty(0, dtype=dtype, device=device))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def split_workspace(
     name: str,
     device: torch.device,
@@ -121,7 +132,7 @@ def backend_name(requested: str | None, device: torch.device) -> str:
         BackendUnavailable: the requested backend (or triton on a GPU) can't be imported.
         ValueError: the requested backend can't run on that device.
     """
-    name = requested or _default(device.type)
+    name = _default(device.type) if requested is None else requested
     if reason := unavailable(name):
         raise BackendUnavailable(reason)
     if name == "cpu" and device.type != "cpu":

@@ -8,10 +8,12 @@ except in Triton's interpreter (``TRITON_INTERPRET=1``), which runs the same ker
 from specmemo_kernels.backends.triton.attention import kernel_configs, split_workspace, tree_attention
 from specmemo_kernels.backends.triton.lm_head import lm_head_argmax, lm_head_topk
 from specmemo_kernels.backends.triton.paged import append_paged_kv, commit_paged_kv
+from specmemo_kernels.backends.triton.runtime import check_device
 from specmemo_kernels.backends.triton.verify import verify_tree_greedy
 
 __all__ = [
     "append_paged_kv",
+    "check_device",
     "commit_paged_kv",
     "kernel_configs",
     "lm_head_argmax",
