@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <exception>
 #include <new>
 #include <thread>
 #include <vector>
@@ -116,7 +117,11 @@ void parallel_for(int64_t count, int threads, Task task, void* context) {
     runtime().parallel(work, &loop, static_cast<unsigned>(threads), 0);
   } else {
     std::vector<std::thread> helpers;
-    for (int i = 1; i < threads; ++i) helpers.emplace_back(work, &loop);
+    try {
+      helpers.reserve(threads - 1);
+      for (int i = 1; i < threads; ++i) helpers.emplace_back(work, &loop);
+    } catch (const std::exception&) {  // no more threads, or no memory for one: those that run do all the work
+    }
     work(&loop);
     for (auto& helper : helpers) helper.join();
   }

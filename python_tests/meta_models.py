@@ -15,9 +15,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from specmemo_kernels.integrations.hf_attention import install_views, remove_views
+from specmemo_kernels.integrations.hf_attach import attach
 from specmemo_kernels.integrations.hf_probe import _like_attention
-from specmemo_kernels.integrations.hf_target import lm_head_hook, run_packed, tapped
+from specmemo_kernels.integrations.hf_target import run_packed, tapped
 from specmemo_kernels.memory_tracker import MemoryTracker
 
 LLAMA = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}
@@ -45,15 +45,13 @@ def meta_model(name: str, dtype: torch.dtype = torch.float16, layers: int | None
 @torch.no_grad()
 def pass_bytes(model: PreTrainedModel, rows: int, device: str = "meta") -> int:
     """Peak bytes of our forward pass over packed rows, up to the lm_head, the operator's result included."""
-    hook = model.get_output_embeddings().register_forward_pre_hook(lm_head_hook)
-    install_views(model)
+    detach = attach(model)
     tokens = torch.zeros(rows, dtype=torch.int64, device=device)
     try:
         with MemoryTracker() as tracker, tapped(cut=True):
             run_packed(model, tokens, tokens, _like_attention, None)
     finally:
-        remove_views(model)
-        hook.remove()
+        detach()
     return tracker.peak
 
 

@@ -177,6 +177,57 @@ def test_draft_of_a_sequence_does_not_depend_on_others() -> None:
             text.extend([*guesses[row][: (step + row) % 5], (step * 7 + row) % 23])
 
 
+def test_a_draft_model_without_room_guesses_nothing() -> None:
+    """Sequences that have pages are served, the others get no guesses; they catch up when pages are free again."""
+    drafter = toy_draft(4)
+    drafter.allocate(8, 4, 4, 5)  # for 32 tokens
+    small, chain = drafter.model, DraftTree.chain(4)
+    assert isinstance(small, ToyTarget)
+    texts = [[*range(14)], [*range(14)], [*range(3)]]  # with three guesses 5, 5 and 2 pages
+
+    def guesses(rows: list[int]) -> list[list[int]]:
+        named = [texts[row] for row in rows]
+        roots = torch.tensor([text[-1] for text in named])
+        found = drafter.propose(DraftInput(chain, roots, torch.zeros(len(rows), 1), named, rows))[:, 1:].tolist()
+        drafter._pool.check_integrity()
+        return found
+
+    expected = [plain(small, text, 4) for text in texts]
+    assert guesses([0, 1, 2]) == [expected[0], [-1] * 4, expected[2]]
+    assert guesses([1]) == [[-1] * 4]
+    texts[1].extend([1, 2, 3])
+    texts[2].append(expected[2][0])
+    assert guesses([1, 2]) == [[-1] * 4, plain(small, texts[2], 4)]
+    drafter.close(0)
+    assert guesses([1, 2]) == [plain(small, texts[1], 4), plain(small, texts[2], 4)]
+    for row in (1, 2):
+        drafter.close(row)
+    empty(drafter._pool)
+
+
+def test_a_prefix_that_the_draft_model_never_computed() -> None:
+    """The target keeps a prefix of a call that needed no drafts; the batch that shares it has no room for the draft
+    model's copies of it."""
+    model = tiny_model("llama", seed=11)
+    small, prefix = draft_of(model, 0.0), list(range(1, 49)) * 4
+    prompts = [[*prefix, 50 + i] for i in range(4)]
+    expected = [greedy(model, {"input_ids": torch.tensor([p])}, 12)[0, len(p) :].tolist() for p in prompts]
+    options = {"tree": DraftTree.chain(3), "max_batch_size": 2, "prefill_chunk": 32}
+    with sk.patch(model, small, **options) as handle:
+        per_token = sum(layer.bytes_per_token for layer in handle.facts.layers) + handle.drafter.kv_bytes_per_token
+        budget = sum(handle.plan.parts.values()) + 20 * 16 * per_token  # the prefix takes 12 pages of 16 tokens
+    with sk.patch(model, small, memory_budget=budget, **options) as handle:
+        assert 14 < handle.plan.max_pages < 24
+        assert handle.plan.max_sequences == 2
+        sk.generate_batch(model, [prefix, prefix], max_new_tokens=1)
+        assert handle.drafter.page_bytes == 0
+        for _ in range(2):
+            done = sk.generate_batch(model, prompts, max_new_tokens=12)
+            assert [completion.tokens for completion in done] == expected
+            assert handle.stats.reused_tokens > 4 * 190
+        assert handle.stats.tokens_per_step > 1
+
+
 def draft_of(model: PreTrainedModel, noise: float) -> PreTrainedModel:
     """A copy whose weights are somewhat off."""
     small = tiny_model("llama", seed=11)
@@ -240,20 +291,17 @@ def test_memory_of_a_draft_model_is_planned() -> None:
 
 def test_draft_models_that_do_not_fit() -> None:
     model = tiny_model("llama", seed=26)
-    patched = tiny_model("llama", seed=27)
     before = snapshot(model)
-    with sk.patch(patched, OracleDrafter([], 0.0)):
-        for small, message in (
-            (tiny_model("llama", vocab_size=VOCAB + 3), rf"vocabulary of {VOCAB + 3} tokens, the model one of {VOCAB}"),
-            (model, "must be another model"),
-            (patched, "not patched itself"),
-            (tiny_model("llama").train(), "training mode"),
-            (sk.DraftModel(torch.nn.Linear(2, 2)), "needs generate and an lm_head, got Linear"),
-            (sk.DraftModel(tiny_model("llama"), tokens=0), "asked for 0 tokens"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                sk.patch(model, small)
-            assert snapshot(model) == before
+    for small, message in (
+        (tiny_model("llama", vocab_size=VOCAB + 3), rf"vocabulary of {VOCAB + 3} tokens, the model one of {VOCAB}"),
+        (model, "must be another model"),
+        (tiny_model("llama").train(), "training mode"),
+        (sk.DraftModel(torch.nn.Linear(2, 2)), "needs generate and an lm_head, got Linear"),
+        (sk.DraftModel(tiny_model("llama"), tokens=0), "tokens per step is 0, it must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sk.patch(model, small)
+        assert snapshot(model) == before
     with pytest.raises(ValueError, match="max_depth is 0"):
         sk.PromptLookupDrafter(0)
     with pytest.raises(sk.BudgetError, match="prompt-lookup"):

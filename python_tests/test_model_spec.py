@@ -49,12 +49,10 @@ def test_keys_and_values_of_every_family(family: str) -> None:
     """What attention receives, seen in a pass."""
     from tiny_models import tiny_model
 
-    from specmemo_kernels.integrations.hf_attention import install_views
-    from specmemo_kernels.integrations.hf_target import lm_head_hook
+    from specmemo_kernels.integrations.hf_attach import attach
 
     model = tiny_model(family)
-    model.get_output_embeddings().register_forward_pre_hook(lm_head_hook)
-    install_views(model)
+    attach(model)
     facts, spec = probe(model), ModelSpec.from_config(model.config)
     assert spec.kv_bytes_per_token == sum(layer.bytes_per_token for layer in facts.layers)
     assert spec.num_qo_heads == facts.num_qo_heads[0]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specmemo_kernels.arguments import text
 from specmemo_kernels.page_order import empty_pages, swap_order
 
 Tensor = torch.Tensor
@@ -22,12 +23,9 @@ def page_dtype(kv_dtype: str | None) -> torch.dtype | None:
     """The dtype of quantised pages, ``None`` for pages in the layers' own.
 
     Raises:
-        ValueError: a name that isn't known.
+        TypeError, ValueError: not one of these names.
     """
-    if kv_dtype is not None and kv_dtype not in KV_DTYPES:
-        raise ValueError(
-            f"kv_dtype is {kv_dtype!r}, expected {', '.join(map(repr, KV_DTYPES))} or None (not quantised)"
-        )
+    text("kv_dtype", kv_dtype, KV_DTYPES)
     return None if kv_dtype is None else KV_DTYPES[kv_dtype]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from specmemo_kernels.arguments import wrong_type
 from specmemo_kernels.batch import TreeBatch, tree_batch
 from specmemo_kernels.drafting.base import Drafter, DraftInput
 from specmemo_kernels.paged_kv import PagedKVPool
@@ -34,7 +35,8 @@ def propose(
         The trees, and the seconds that the drafter took.
 
     Raises:
-        ValueError: the drafter's answer isn't ``[sequences, tree nodes]`` int64.
+        TypeError: the drafter's answer isn't a tensor.
+        ValueError: it isn't ``[sequences, tree nodes]`` int64.
     """
     slots, tokens = [s.slot for s in sequences], [s.tokens for s in sequences]
     known = [slots, [t[-1] for t in tokens], [len(t) - 1 for t in tokens]]
@@ -47,6 +49,10 @@ def propose(
     draft = drafter.propose(DraftInput(tree, roots, hidden, tokens, slots))
     seconds = time.perf_counter() - started
     expected = (len(sequences), tree.size)
+    if not isinstance(draft, Tensor):
+        raise wrong_type(
+            f"the answer of {type(drafter).__name__}.propose", draft, f"a torch.int64 tensor of shape {expected}"
+        )
     if tuple(draft.shape) != expected or draft.dtype != torch.int64:
         raise ValueError(
             f"{type(drafter).__name__}.propose returned {tuple(draft.shape)} {draft.dtype}, "

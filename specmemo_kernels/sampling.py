@@ -7,7 +7,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from specmemo_kernels.arguments import integer, positive_number, wrong_type
+
 Tensor = torch.Tensor
+
+#: The seeds that torch's generators take, the smallest and the largest.
+SEEDS = (-(1 << 63), (1 << 64) - 1)
 
 
 @dataclass(frozen=True)
@@ -23,8 +28,7 @@ class TypicalAcceptance:
 
     def __post_init__(self) -> None:
         for name, value in (("epsilon", self.epsilon), ("alpha", self.alpha)):
-            if not 0 < value <= 1:
-                raise ValueError(f"typical acceptance: {name} is {value}, it must be above 0 and at most 1")
+            positive_number(f"typical acceptance: {name}", value, 1)
 
     def threshold(self, probabilities: Tensor) -> float:
         """What a candidate's probability must exceed where the model's distribution is ``probabilities`` ``[V]``."""
@@ -52,12 +56,12 @@ class Sampling:
     typical: TypicalAcceptance | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature is {self.temperature}, it must be above 0 (leave sampling out to be greedy)")
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}, it must be at least 0 (0: all tokens)")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}, it must be above 0 and at most 1")
+        positive_number("temperature", self.temperature, hint=" (leave sampling out to be greedy)")
+        positive_number("top_p", self.top_p, 1)
+        object.__setattr__(self, "top_k", integer("top_k", self.top_k, 0, or_else=" (0: all tokens)"))
+        object.__setattr__(self, "seed", integer("seed", self.seed, *SEEDS))
+        if not isinstance(self.typical, TypicalAcceptance | None):
+            raise wrong_type("typical", self.typical, "a TypicalAcceptance or None")
 
     def with_seed(self, seed: int) -> Sampling:
         """The same with another seed."""

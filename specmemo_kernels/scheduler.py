@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import threading
+from collections import deque
 from collections.abc import Sequence
 
 from specmemo_kernels.decode import SpecDecoder
@@ -59,6 +60,7 @@ class Scheduler:
         self._arrivals = 0
         self._lock = threading.RLock()
         self._stepping = False
+        self._aborting: deque[SequenceState] = deque()
 
     def submit(self, sequence: SequenceState) -> None:
         """Queue a sequence behind all that came before.
@@ -104,18 +106,29 @@ class Scheduler:
         return not (self._waiting or self.decoder.sequences or self.decoder.prefilling)
 
     def abort(self, sequence: SequenceState) -> None:
-        """End a sequence now; what it emitted stays with it. One that has ended stays as it is.
+        """End a sequence; what it emitted stays with it. One that has ended stays as it is.
 
-        Its pages are free on return, or, during a step, when that step ends.
+        Its pages are free on return, or, during a step, when that step ends. Only the thread that steps changes
+        sequences: one that another thread aborts meanwhile may get the tokens of the step.
         """
-        if not sequence.finished:
-            sequence.aborted = sequence.finished = True
-        if self._lock.acquire(blocking=False):
+        self._aborting.append(sequence)
+        self._take_aborts()
+
+    def _take_aborts(self) -> None:
+        """End what :meth:`abort` noted, unless another thread steps, which does so when its step is over."""
+        while self._aborting and self._lock.acquire(blocking=False):
             try:
-                if not self._stepping:
-                    self._drop_aborted()
+                if self._stepping:  # called by a `stop` of this step, which drops it at its end
+                    return self._end_aborted()
+                self._drop_aborted()
             finally:
                 self._lock.release()
+
+    def _end_aborted(self) -> None:
+        while self._aborting:
+            sequence = self._aborting.popleft()
+            if not sequence.finished:
+                sequence.aborted = sequence.finished = True
 
     def step(self) -> list[SequenceState]:
         """Admit whom there is room for, then one forward pass; returns the sequences that ended, also the aborted.
@@ -134,7 +147,9 @@ class Scheduler:
                 ended += self._step()
             finally:
                 self._stepping = False
-            return ended + self._drop_aborted()
+            ended += self._drop_aborted()
+        self._take_aborts()  # of those that came too late for the line above
+        return ended
 
     def run(self) -> None:
         """Steps until nobody is left; whatever happens, all pages are free afterwards."""
@@ -147,8 +162,7 @@ class Scheduler:
     def close(self) -> None:
         """Abort everybody."""
         with self._lock:
-            for sequence in (*self._waiting, *self.active):
-                sequence.aborted = sequence.finished = True
+            self._aborting.extend((*self._waiting, *self.active))
             self._drop_aborted()
             self.decoder.abort()
 
@@ -223,6 +237,7 @@ class Scheduler:
         self.decoder.pool.resize(pages)
 
     def _drop_aborted(self) -> list[SequenceState]:
+        self._end_aborted()
         gone = [s for s in (*self._waiting, *self.active) if s.finished]
         for sequence in gone:
             sequence.parked = None

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
+
+from specmemo_kernels.arguments import as_integer, integer, integers, wrong_type
 
 WORD = 64
 
@@ -26,6 +29,8 @@ class DraftTree:
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "parents", _integers("parents", self.parents))
+        object.__setattr__(self, "ranks", _integers("ranks", self.ranks))
         if len(self.parents) != len(self.ranks) or not self.parents:
             raise ValueError(
                 f"a tree needs one rank per node, got {len(self.parents)} parents, {len(self.ranks)} ranks"
@@ -41,14 +46,22 @@ class DraftTree:
         """A tree from rank paths as Medusa publishes them: ``[0, 2]`` is head 1's third guess under head 0's best.
 
         Raises:
-            ValueError: a path given twice, or before the path that it extends.
+            TypeError: something that isn't a list of lists of integers.
+            ValueError: a negative rank, an empty path, one given twice, or one before the path that it extends.
         """
+        if not isinstance(paths, Iterable) or isinstance(paths, str | bytes):
+            raise wrong_type("tree", paths, "a list of rank paths, each a list of integers")
         index: dict[tuple[int, ...], int] = {(): 0}
         parents, ranks = [-1], [0]
-        for path in map(tuple, paths):
+        for given in paths:
+            path = _integers(f"path {len(parents) - 1} of the tree", given)
+            if not path:
+                raise ValueError(f"path {len(parents) - 1} of the tree is empty; leave the root out, it has no rank")
+            if min(path) < 0:
+                raise ValueError(f"tree: path {list(path)} has a rank below 0")
             if path in index or path[:-1] not in index:
                 problem = "is there twice" if path in index else f"comes before its parent {list(path[:-1])}"
-                raise ValueError(f"path {list(path)} {problem}")
+                raise ValueError(f"tree: path {list(path)} {problem}")
             parents.append(index[path[:-1]])
             ranks.append(path[-1])
             index[path] = len(parents) - 1
@@ -57,6 +70,7 @@ class DraftTree:
     @classmethod
     def chain(cls, depth: int) -> DraftTree:
         """The root and ``depth`` drafts in a row; ``chain(0)`` is plain decoding."""
+        depth = integer("depth", depth, 0)
         return cls(tuple(range(-1, depth)), (0,) * (depth + 1))
 
     @property
@@ -114,6 +128,29 @@ class DraftTree:
             rows.append((rows[parent] if parent >= 0 else 0) | 1 << node)
         words = -(-self.size // WORD)
         return torch.tensor([[_signed(row >> WORD * word) for word in range(words)] for row in rows], dtype=torch.int64)
+
+
+def tree_argument(tree: Any) -> DraftTree | int | None:
+    """An argument ``tree`` of :func:`specmemo_kernels.patch`, its rank paths as a tree.
+
+    Raises:
+        TypeError, ValueError: it is none of a tree, rank paths, a number of nodes and ``None``.
+    """
+    if tree is None or isinstance(tree, DraftTree):
+        return tree
+    if as_integer(tree) is not None or not isinstance(tree, Iterable) or isinstance(tree, str | bytes):
+        return integer("tree", tree, or_else=" (or a DraftTree, or a list of rank paths)")
+    return DraftTree.from_paths(tree)
+
+
+def _integers(name: str, values: Any) -> tuple[int, ...]:
+    """``values`` as a tuple of integers; trees are made in every step, so a tuple of them is returned as it is."""
+    if type(values) is tuple and all(type(value) is int for value in values):
+        return values
+    found = integers(values)
+    if found is None:
+        raise wrong_type(name, values, "a list of integers")
+    return tuple(found)
 
 
 def _signed(word: int) -> int:

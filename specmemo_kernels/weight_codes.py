@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from specmemo_kernels.arguments import as_integer
+
 Tensor = torch.Tensor
 
 #: Neighbours that share a scale. 32 would take 4.5 bits per element, 128 would take 4.125 and double the error.
@@ -35,7 +37,7 @@ def check_bits(bits: int | None, name: str = "head_bits") -> None:
     Raises:
         ValueError: neither ``None`` nor 4; ``name`` is the argument's.
     """
-    if bits is not None and bits != CODE_BITS:
+    if bits is not None and as_integer(bits) != CODE_BITS:
         raise ValueError(f"{name} is {bits!r}, expected {CODE_BITS} or None (as stored)")
 
 

@@ -24,6 +24,19 @@ def isa() -> str:
     return f"{_cpu.isa()} on {_cpu.thread_runtime()}"
 
 
+def check_device(tensor: Tensor) -> None:
+    """Refuse what the kernels can't compute with.
+
+    Raises:
+        ValueError: another dtype.
+    """
+    if tensor.dtype not in _DTYPES:
+        raise ValueError(
+            f"the cpu backend takes float32, bfloat16 or float16 tensors, not {tensor.dtype}; "
+            "convert the model with model.to(torch.float32), or use backend='reference'"
+        )
+
+
 #: Online softmax over 64-key blocks, splits of 512 tokens merged in order: the same bits in any batch. ``max_qo_len``,
 #: ``max_seq_len`` and ``min_qo_len`` are for launches on a device; here the exact lengths are at hand. Blocks and
 #: splits lie at fixed places whatever the number of nodes; ``invariant`` keeps sequences of up to 8 rows (nodes times

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from specmemo_kernels.arguments import integer
 from specmemo_kernels.batch import chunk_batch
 from specmemo_kernels.drafting.base import DraftInput
 from specmemo_kernels.kv_storage import LayerKV
-from specmemo_kernels.paged_kv import PagedKVPool
+from specmemo_kernels.paged_kv import OutOfPages, PagedKVPool
 from specmemo_kernels.step_attention import StepAttention
 from specmemo_kernels.verify import TargetModel, TargetOutput
 
@@ -70,9 +71,8 @@ class DraftModelDrafter:
         weight_bytes: int,
         backend: str | None = None,
     ) -> None:
-        if max_depth < 1:
-            raise ValueError(f"draft model: it is asked for {max_depth} tokens per step, it must be at least 1")
-        self.model, self.layers, self.max_depth, self.nbytes = model, tuple(layers), max_depth, weight_bytes
+        self.max_depth = integer("the draft model's tokens per step", max_depth)
+        self.model, self.layers, self.nbytes = model, tuple(layers), weight_bytes
         self.backend, self._prefill_chunk = backend, 0
         self.rows_computed = 0
         self._sizes = (0, 0, 0)
@@ -146,9 +146,13 @@ class DraftModelDrafter:
         if depth == 0:
             return guesses
         pool = self._own_pool()
-        rows = [self._row(pool, *each) for each in zip(inputs.slots, inputs.token_ids, strict=True)]
-        chain = [self._catch_up(pool, rows, inputs.token_ids, depth)]
-        lengths = [len(tokens) for tokens in inputs.token_ids]
+        everyone = [self._row(pool, *each) for each in zip(inputs.slots, inputs.token_ids, strict=True)]
+        served = [i for i, row in enumerate(everyone) if self._has_room(pool, row, depth)]
+        if not served:
+            return guesses
+        rows = [everyone[i] for i in served]
+        chain = [self._catch_up(pool, rows)]
+        lengths = [len(row.tokens) for row in rows]
         for ahead in range(depth - 1):
             single = list(chain[-1][:, None])
             starts = [length + ahead for length in lengths]
@@ -156,7 +160,8 @@ class DraftModelDrafter:
         drafted = torch.stack(chain, dim=1)
         nodes = [node for node, path in enumerate(tree.paths, start=1) if not any(path)]
         depths = [tree.depths[node] - 1 for node in nodes]
-        guesses[:, nodes] = drafted[:, depths].to(device)
+        places = torch.tensor(served, device=device)[:, None], torch.tensor(nodes, device=device)
+        guesses[places] = drafted[:, depths].to(device)
         for row, length, tokens in zip(rows, lengths, drafted[:, :-1].tolist(), strict=True):
             row.known, row.guessed = length, tokens
         return guesses
@@ -168,13 +173,22 @@ class DraftModelDrafter:
         self._rows[slot].tokens = tokens
         return self._rows[slot]
 
-    def _catch_up(
-        self, pool: PagedKVPool, rows: Sequence[_Row], token_ids: Sequence[Sequence[int]], depth: int
-    ) -> Tensor:
+    def _has_room(self, pool: PagedKVPool, row: _Row, depth: int) -> bool:
+        """Whether there are pages for a sequence's tokens and ``depth - 1`` guesses.
+
+        The target's sequences may share the pages of a beginning that was computed here for none of them, or only
+        for some. The pages of all then don't suffice, and one without room gets no guesses until another has ended.
+        """
+        try:
+            pool.reserve(row.slot, len(row.tokens) + depth - 1)
+        except OutOfPages:
+            return False
+        return True
+
+    def _catch_up(self, pool: PagedKVPool, rows: Sequence[_Row]) -> Tensor:
         """Compute what isn't in pages of each sequence; ``[B]`` the token that follows."""
-        done = [row.settle(tokens) for row, tokens in zip(rows, token_ids, strict=True)]
-        for row, tokens in zip(rows, token_ids, strict=True):
-            pool.reserve(row.slot, len(tokens) + depth - 1)
+        token_ids = [row.tokens for row in rows]
+        done = [row.settle(row.tokens) for row in rows]
         first = torch.empty(len(rows), dtype=torch.int64, device=self.model.device)
         while pending := [i for i, tokens in enumerate(token_ids) if done[i] < len(tokens)]:
             room, taken, chunks = self._prefill_chunk, [], []

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from specmemo_kernels.arguments import integer
 from specmemo_kernels.weight_codes import GROUP, check_bits, groups_of, packed_bytes, unpack
 
 CONFIG_NAME = "config.json"
@@ -88,14 +89,12 @@ class MedusaHeads(nn.ModuleList):
             raise ValueError(
                 f"MedusaHeads: head_bits is {head_bits}, but without own_lm_head there is no matrix for it"
             )
-        for name, value in (("hidden_size", hidden_size), ("vocab_size", vocab_size), ("num_heads", num_heads)):
-            if value < 1:
-                raise ValueError(f"MedusaHeads: {name} is {value}, it must be at least 1")
-        if num_layers < 1:
-            raise ValueError(f"MedusaHeads: num_layers is {num_layers}, it must be at least 1")
         super().__init__()
-        self.hidden_size, self.vocab_size = hidden_size, vocab_size
-        self.num_heads, self.num_layers, self.own_lm_head = num_heads, num_layers, own_lm_head
+        self.hidden_size = integer("MedusaHeads: hidden_size", hidden_size)
+        self.vocab_size = integer("MedusaHeads: vocab_size", vocab_size)
+        self.num_heads = integer("MedusaHeads: num_heads", num_heads)
+        self.num_layers = integer("MedusaHeads: num_layers", num_layers)
+        self.own_lm_head = own_lm_head
         self.head_bits = head_bits
         self.cumulative_topk_accuracy: list[list[float]] | None = None
         for _ in range(num_heads):
@@ -179,6 +178,12 @@ class MedusaHeads(nn.ModuleList):
         if self.cumulative_topk_accuracy is not None:
             first.cumulative_topk_accuracy = self.cumulative_topk_accuracy[:num_heads]
         return first
+
+    def twin(self) -> MedusaHeads:
+        """A module with parameters and buffers of its own in the same memory: moving one moves only that one."""
+        memo: dict[int, Any] = {id(p): nn.Parameter(p.data, p.requires_grad) for p in self.parameters()}
+        memo |= {id(buffer): buffer.data for buffer in self.buffers()}
+        return copy.deepcopy(self, memo)
 
     def part(self, first: int, last: int, device: torch.device) -> MedusaHeads:
         """Copies on ``device``: all of the blocks, and of own vocabulary matrices the rows ``[first, last)``.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from specmemo_kernels.arguments import integer
 from specmemo_kernels.drafting.base import DraftInput
 
 
@@ -25,12 +26,9 @@ class PromptLookupDrafter:
     prefers_chain = True
 
     def __init__(self, max_depth: int = 10, max_ngram: int = 3, min_ngram: int = 1) -> None:
-        if max_depth < 1 or not 1 <= min_ngram <= max_ngram:
-            raise ValueError(
-                f"prompt lookup: max_depth is {max_depth}, min_ngram {min_ngram}, max_ngram {max_ngram}; "
-                "all must be at least 1, and min_ngram at most max_ngram"
-            )
-        self.max_depth, self.max_ngram, self.min_ngram = max_depth, max_ngram, min_ngram
+        self.max_depth = integer("prompt lookup: max_depth", max_depth)
+        self.max_ngram = integer("prompt lookup: max_ngram", max_ngram)
+        self.min_ngram = integer("prompt lookup: min_ngram", min_ngram, 1, self.max_ngram, " (max_ngram)")
 
     def propose(self, inputs: DraftInput) -> torch.Tensor:
         tree = inputs.tree

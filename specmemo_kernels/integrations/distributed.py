@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from specmemo_kernels import ops
+from specmemo_kernels.arguments import positive_number
 from specmemo_kernels.drafting.medusa_heads import MedusaHeads
 from specmemo_kernels.integrations.hf_attention import UnsupportedModel
 from specmemo_kernels.integrations.hf_target import HFTarget, ModelFacts, lm_head
@@ -185,12 +186,11 @@ def ranks_of(model: Any, timeout: float) -> Ranks:
     """The team that holds ``model``, or one process if its parameters aren't distributed.
 
     Raises:
-        ValueError: ``timeout`` (seconds) isn't positive.
+        TypeError, ValueError: ``timeout`` isn't a positive number of seconds.
         UnsupportedModel: as of :class:`TensorParallel`.
         RankError: the others aren't there.
     """
-    if not timeout > 0:
-        raise ValueError(f"rank_timeout is {timeout}, it must be above 0 seconds")
+    timeout = positive_number("rank_timeout", timeout, hint=" (seconds)")
     if not (dist.is_available() and dist.is_initialized()):
         return Ranks()
     from torch.distributed.tensor import DTensor

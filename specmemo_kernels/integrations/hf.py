@@ -13,12 +13,15 @@ import torch
 from torch import nn
 
 from specmemo_kernels import ops
+from specmemo_kernels.arguments import flag, integer, wrong_type
 from specmemo_kernels.drafting.base import Drafter, OffloadingDrafter
 from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.integrations.distributed import ranks_of
-from specmemo_kernels.integrations.hf_draft import DraftModel, HFDraftModel, attach
+from specmemo_kernels.integrations.hf_attach import attach
+from specmemo_kernels.integrations.hf_checks import check_drafter, check_modules, check_numbers
+from specmemo_kernels.integrations.hf_draft import DraftModel, HFDraftModel
 from specmemo_kernels.integrations.hf_graph import graph_use
-from specmemo_kernels.integrations.hf_handle import SpecMemo
+from specmemo_kernels.integrations.hf_handle import SpecMemo, Unpatched
 from specmemo_kernels.integrations.hf_plan import (
     kernel_blocks,
     make_chooser,
@@ -26,11 +29,12 @@ from specmemo_kernels.integrations.hf_plan import (
     make_plan,
 )
 from specmemo_kernels.integrations.hf_probe import check_config, probe
+from specmemo_kernels.integrations.hf_sharing import register, unregister, without_others
 from specmemo_kernels.integrations.hf_target import lm_head_hook
 from specmemo_kernels.integrations.ranks import digest
 from specmemo_kernels.kv_storage import page_dtype
 from specmemo_kernels.memory_plan import parse_bytes
-from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.tree import DraftTree, tree_argument
 from specmemo_kernels.weight_codes import check_bits
 
 
@@ -40,7 +44,17 @@ class PatchedGeneration:
     specmemo: SpecMemo
 
     def _sample(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self.specmemo.generator.sample(super()._sample, input_ids, *args, **kwargs)  # type: ignore[misc]
+        if not input_ids.numel() and kwargs.get("inputs_embeds") is None:
+            raise ValueError(f"input_ids has shape {list(input_ids.shape)}; give at least one row of one token")
+        # Another thread may unpatch the model between any two lines, which changes its class back.
+        cls, handle = type(self), vars(self).get("specmemo")
+        own = partial(_plain_class(cls)._sample, self)  # type: ignore[attr-defined]
+        if handle is None:
+            return own(input_ids, *args, **kwargs)
+        try:
+            return handle.generator.sample(own, input_ids, *args, **kwargs)
+        except Unpatched:
+            return own(input_ids, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are plain, unpatched models (loading one doesn't need this package)."""
@@ -58,8 +72,10 @@ def _without_hook(head: nn.Module) -> nn.Module:
     return twin
 
 
-def _plain_class(patched: type) -> type:
-    return patched.__mro__[2]
+def _plain_class(cls: type) -> type:
+    """The class that was patched; one that isn't patched itself."""
+    order = cls.__mro__
+    return order[order.index(PatchedGeneration) + 1] if PatchedGeneration in order else cls
 
 
 def patch(
@@ -124,17 +140,21 @@ def patch(
         The handle, also ``model.specmemo``; ``with patch(...):`` unpatches at the end.
 
     Raises:
-        UnsupportedModel, HeadsError, BudgetError, RankError, ValueError: with the value and the limit; the model is as
-            before.
+        UnsupportedModel, HeadsError, BudgetError, RankError, TypeError, ValueError: with the value and the limit; the
+            model is as before.
     """
     if isinstance(getattr(model, "specmemo", None), SpecMemo):
         raise ValueError("the model is patched already; call specmemo_kernels.unpatch(model) first")
-    for name, value in (("page_size", page_size), ("prefill_chunk", prefill_chunk), ("max_batch_size", max_batch_size)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}, it must be at least 1")
+    page_size, prefill_chunk = integer("page_size", page_size), integer("prefill_chunk", prefill_chunk)
+    max_batch_size, tree = integer("max_batch_size", max_batch_size), tree_argument(tree)
+    flag("reuse_prefix", reuse_prefix)
+    flag("graph", graph, or_none=True)
+    if not isinstance(backend, str | None):
+        raise wrong_type("backend", backend, "'reference', 'cpu', 'triton' or None")
     if not hasattr(model, "generate") or not hasattr(model, "get_output_embeddings"):
         raise ValueError(f"patch needs a transformers model with generate and an lm_head, got {type(model).__name__}")
     check_config(model.config)
+    check_modules(model)
     budget = None if memory_budget is None else parse_bytes(memory_budget)
     free = None if keep_free is None else parse_bytes(keep_free, "keep_free")
     page_dtype(kv_dtype)
@@ -154,7 +174,9 @@ def patch(
                 ranks.same(digest(model) | limits | own | {"head_bits": head_bits})
             undo.append(ranks.whole_heads(model))
             facts = probe(model)
-            drafter, accuracy = make_drafter(heads, model, facts, name, head_bits, ranks)
+            check_numbers(facts, name)
+            drafter, accuracy = make_drafter(without_others(heads), model, facts, name, head_bits, ranks)
+            check_drafter(drafter)
             if isinstance(drafter, HFDraftModel):
                 undo.append(drafter.detach)
                 drafter.keeps_pages = reuse_prefix
@@ -174,7 +196,8 @@ def patch(
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     model.__class__ = type(cls.__name__, (PatchedGeneration, cls), names)
     model.specmemo = handle
-    handle.undo_steps = [*undo, partial(_make_plain, model)]
+    register(handle)
+    handle.undo_steps = [*undo, partial(_make_plain, model), partial(unregister, handle)]
     if isinstance(drafter, OffloadingDrafter):
         handle.undo_steps.append(drafter.restore)
     handle.undo_steps.append(ranks.close)
@@ -187,7 +210,13 @@ def _make_plain(model: Any) -> None:
 
 
 def unpatch(model: Any) -> None:
-    """Undo :func:`patch`; a model that isn't patched stays as it is."""
-    handle = vars(model).get("specmemo")
+    """Undo :func:`patch`; a model that isn't patched stays as it is.
+
+    Waits for the generation of another thread. Calls of ``generate`` that wait meanwhile run the model's own method.
+
+    Raises:
+        RuntimeError: a generation of this thread isn't over.
+    """
+    handle = getattr(model, "__dict__", {}).get("specmemo")
     if isinstance(handle, SpecMemo):
         handle.undo()

@@ -135,18 +135,15 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     return [m for m in found if isinstance(m.layer_idx, int)]
 
 
-def install_views(model: nn.Module) -> None:
-    """Give every attention module its view; undone by :func:`remove_views`."""
-    views: dict[int, ConfigView] = {}
-    for module in attention_modules(model):
-        config = vars(module)["config"]
-        if not isinstance(config, ConfigView):
-            vars(module)["config"] = views.setdefault(id(config), ConfigView(config))
+def install_view(module: nn.Module) -> None:
+    """Give an attention module its view; undone by :func:`remove_view`."""
+    config = vars(module)["config"]
+    if not isinstance(config, ConfigView):
+        vars(module)["config"] = ConfigView(config)
 
 
-def remove_views(model: nn.Module) -> None:
-    """Put the original configs back."""
-    for module in attention_modules(model):
-        config = vars(module)["config"]
-        if isinstance(config, ConfigView):
-            vars(module)["config"] = config._original
+def remove_view(module: nn.Module) -> None:
+    """Put the original config back."""
+    config = vars(module).get("config")
+    if isinstance(config, ConfigView):
+        vars(module)["config"] = config._original

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specmemo_kernels.arguments import as_integer, integer, integers, shown, wrong_type
 from specmemo_kernels.sampled import SampledVerifier
 from specmemo_kernels.sampling import Sampling
 from specmemo_kernels.scheduler import Scheduler, submit_all
@@ -74,12 +76,15 @@ class BatchRun:
     """A batch on its way: an iterator of :class:`Piece`, in the order in which tokens come.
 
     It holds the model's pages until it is exhausted or closed (``with`` closes it); another generation of the same
-    model waits for that, or raises if it comes from the same thread.
+    model, ``unpatch`` and ``release`` wait for that, or raise if they come from the same thread.
     """
 
     def __init__(self, handle: SpecMemo, requests: Sequence[Request]) -> None:
         self._handle = handle
         self._scheduler: Scheduler | None = None
+        # Held during a step and while closing, so that one thread at a time owns the scheduler. `abort` needs no lock.
+        self._owner = threading.RLock()
+        self._stepping = self._closing = False
         self._ready: list[Piece] = []
         self._aborted: deque[int] = deque()
         with handle.ranks.guarded():
@@ -87,7 +92,7 @@ class BatchRun:
         self._sent = [0] * len(self._sequences)
         if not self._sequences:
             return
-        handle.acquire()
+        handle.acquire(self)
         try:
             with handle.ranks.guarded():
                 self._scheduler = self._start(handle)
@@ -109,22 +114,31 @@ class BatchRun:
 
     @torch.no_grad()
     def __next__(self) -> Piece:
-        while not self._ready:
-            if self._scheduler is None:
-                raise StopIteration
-            try:
-                with self._handle.ranks.guarded():
-                    self._agree(self._scheduler)
-                    self._scheduler.step()
-                    if self._scheduler.idle:
-                        self._handle.ranks.finish(self._sequences)
-            except BaseException:
-                self.close()
-                raise
-            self._collect()
-            if self._scheduler.idle:
-                self.close()
-        return self._ready.pop(0)
+        with self._owner:
+            while not self._ready:
+                scheduler = self._scheduler
+                if scheduler is None or self._closing:
+                    raise StopIteration
+                try:
+                    self._step(scheduler)
+                except BaseException:
+                    self.close()
+                    raise
+                self._collect()
+                if scheduler.idle:
+                    self.close()
+            return self._ready.pop(0)
+
+    def _step(self, scheduler: Scheduler) -> None:
+        self._stepping = True
+        try:
+            with self._handle.ranks.guarded():
+                self._agree(scheduler)
+                scheduler.step()
+                if scheduler.idle:
+                    self._handle.ranks.finish(self._sequences)
+        finally:
+            self._stepping = False
 
     def _agree(self, scheduler: Scheduler) -> None:
         """With the other ranks: on what there is, and who is aborted."""
@@ -140,21 +154,40 @@ class BatchRun:
                 self._sent[index] = -1 if sequence.finished else sequence.emitted
 
     def abort(self, index: int) -> None:
-        """End a request; its pages are free at once, and its last piece comes next. From any thread.
+        """End a request; its pages are free at once, and its last piece comes next. From any thread, at any time.
 
-        Of a tensor parallel model rank 0's calls count, from the next step on.
+        While another thread computes a step, the request may get the tokens of that step, and ends behind it. Of a
+        tensor parallel model rank 0's calls count, from the next step on.
+
+        Raises:
+            TypeError, ValueError: there is no such request.
         """
+        sequence = self._sequences[integer("index", index, 0, len(self._sequences) - 1)]
+        scheduler = self._scheduler
         if self._handle.ranks.size > 1:
             self._aborted.append(index)
-        elif self._scheduler is not None:
-            self._scheduler.abort(self._sequences[index])
+        elif scheduler is not None:  # one that is closed has nothing left to abort
+            scheduler.abort(sequence)
 
     def close(self) -> None:
-        """Abort what still runs and give the model back."""
-        scheduler, self._scheduler = self._scheduler, None
-        if scheduler is not None:
-            scheduler.close()
-            self._handle.free()
+        """Abort what still runs and give the model back. From any thread; it waits for the step of another one.
+
+        A stop function of this batch may call it too: the batch is then closed at the end of the step.
+        """
+        self._closing = True
+        with self._owner:
+            scheduler = self._scheduler
+            if scheduler is None:
+                return
+            if self._stepping:
+                for sequence in self._sequences:
+                    scheduler.abort(sequence)
+                return
+            self._scheduler = None
+            try:
+                scheduler.close()
+            finally:
+                self._handle.free()
 
     def completions(self) -> list[Completion]:
         """What became of each request, in the order of the input.
@@ -203,8 +236,10 @@ def generate_batch(
         One :class:`Completion` per prompt, in their order.
 
     Raises:
-        BudgetError: a request can never fit the plan. ValueError: an argument that can't be, with its value.
+        BudgetError: a request can never fit the plan. TypeError, ValueError: a wrong argument, with its value.
     """
+    if on_piece is not None and not callable(on_piece):
+        raise wrong_type("on_piece", on_piece, "a function of a Piece, or None")
     with stream_batch(
         model, prompts, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids, sampling=sampling
     ) as run:
@@ -223,9 +258,13 @@ def stream_batch(
     sampling: Sampling | None = None,
 ) -> BatchRun:
     """:func:`generate_batch` as an iterator of pieces, whose requests can be aborted on the way."""
-    handle = vars(model).get("specmemo")
+    handle = getattr(model, "__dict__", {}).get("specmemo")
     if handle is None:
         raise ValueError("the model isn't patched; call specmemo_kernels.patch(model, heads) first")
+    if not isinstance(sampling, Sampling | None):
+        raise wrong_type("sampling", sampling, "a Sampling or None")
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
+        raise wrong_type("prompts", prompts, "a list of prompts")
     requests = []
     for i, prompt in enumerate(prompts):
         if not isinstance(prompt, Request):
@@ -236,18 +275,26 @@ def stream_batch(
 
 
 def _sequence(handle: SpecMemo, index: int, request: Request) -> SequenceState:
-    prompt = request.prompt.tolist() if isinstance(request.prompt, torch.Tensor) else list(request.prompt)
+    prompt = integers(request.prompt)
     known = handle.model.get_input_embeddings().weight.shape[0]
-    if not prompt or not all(isinstance(token, int) and 0 <= token < known for token in prompt):
-        raise ValueError(f"prompt {index} must be one row of token ids from 0 to {known - 1}, got {str(prompt)[:80]}")
-    if request.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens of prompt {index} is {request.max_new_tokens}, it must be at least 1")
-    eos = request.eos_token_ids
+    if not prompt or min(prompt) < 0 or max(prompt) >= known:
+        got = shown(request.prompt if prompt is None else prompt)
+        raise ValueError(f"prompt {index} must be one row of token ids from 0 to {known - 1}, got {got}")
+    most = integer(f"max_new_tokens of prompt {index}", request.max_new_tokens)
+    own = handle.model.generation_config.eos_token_id
+    if request.eos_token_ids is not None:
+        own = request.eos_token_ids
+    elif own is None or as_integer(own) is not None:
+        own = [] if own is None else [own]
+    eos = integers(own)
     if eos is None:
-        own = handle.model.generation_config.eos_token_id
-        eos = [] if own is None else [own] if isinstance(own, int) else own
+        raise wrong_type(f"eos_token_ids of prompt {index}", own, "a list of token ids or None")
+    if not isinstance(request.sampling, Sampling | None):
+        raise wrong_type(f"sampling of prompt {index}", request.sampling, "a Sampling or None")
+    if request.stop is not None and not callable(request.stop):
+        raise wrong_type(f"stop of prompt {index}", request.stop, "a function of the tokens so far, or None")
     stop = None if request.stop is None else handle.ranks.stop(request.stop)
-    return SequenceState(prompt, request.max_new_tokens, frozenset(eos), stop, sampling=request.sampling, index=index)
+    return SequenceState(prompt, most, frozenset(eos), stop, sampling=request.sampling, index=index)
 
 
 def _completion(sequence: SequenceState) -> Completion:

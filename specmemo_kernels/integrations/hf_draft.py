@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from specmemo_kernels.drafting.draft_model import DraftModelDrafter
-from specmemo_kernels.integrations.hf_attention import install_views, remove_views
-from specmemo_kernels.integrations.hf_probe import check_config, lm_head_of, probe
-from specmemo_kernels.integrations.hf_target import HFTarget, ModelFacts, lm_head_hook
+from specmemo_kernels.integrations.hf_attach import attach
+from specmemo_kernels.integrations.hf_checks import check_numbers
+from specmemo_kernels.integrations.hf_probe import check_config, probe
+from specmemo_kernels.integrations.hf_target import HFTarget, ModelFacts
 
 
 @dataclass(frozen=True)
@@ -31,18 +32,6 @@ class DraftModel:
 def is_language_model(heads: Any) -> bool:
     """Whether ``heads`` is a model that can draft, given as it is."""
     return hasattr(heads, "generate") and hasattr(heads, "get_output_embeddings")
-
-
-def attach(model: Any) -> Callable[[], None]:
-    """Give a model what our forward passes need; the function that comes back takes it away again."""
-    hook = lm_head_of(model).register_forward_pre_hook(lm_head_hook)
-    install_views(model)
-
-    def detach() -> None:
-        hook.remove()
-        remove_views(model)
-
-    return detach
 
 
 class HFDraftModel(DraftModelDrafter):
@@ -68,7 +57,8 @@ def load_draft_model(wanted: DraftModel, model: Any, facts: ModelFacts, backend:
 
     Raises:
         UnsupportedModel: it can't be run on packed rows.
-        ValueError: another vocabulary, a model that is patched or in training mode, or no tokens asked for.
+        TypeError, ValueError: another vocabulary, the target itself, a model in training mode or of numbers that the
+            backend doesn't compute with, or ``tokens`` that aren't a number of at least 1.
     """
     small = wanted.model
     if isinstance(small, str | Path):
@@ -78,14 +68,15 @@ def load_draft_model(wanted: DraftModel, model: Any, facts: ModelFacts, backend:
         small = loaded.to(facts.device)
     if not is_language_model(small):
         raise ValueError(f"a draft model needs generate and an lm_head, got {type(small).__name__}")
-    if small is model or "specmemo" in vars(small):
-        raise ValueError("the draft model must be another model than the patched one, and not patched itself")
+    if small is model:
+        raise ValueError("the draft model must be another model than the patched one")
     if small.training:
         raise ValueError("the draft model is in training mode; call its eval() first")
     check_config(small.config)
     detach = attach(small)
     try:
         small_facts = probe(small)
+        check_numbers(small_facts, backend, "the draft model")
         if small_facts.vocab_size != facts.vocab_size:
             raise ValueError(
                 f"the draft model has a vocabulary of {small_facts.vocab_size} tokens, the model one of "

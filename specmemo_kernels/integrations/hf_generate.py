@@ -197,6 +197,7 @@ def _unsupported_arguments(call: _Call) -> str:
     whole = needs_whole_batch((*call.logits_processor, *call.other_criteria)) if batch > 1 else []
     checks = (
         (call.synced_gpus, "synced_gpus (FSDP, ZeRO-3) is not supported"),
+        (bool(getattr(config, "is_assistant", False)), "the target model reads its assistant's scores and cache"),
         (cache is not None and cache.get_seq_length() > 0, "past_key_values can't be continued; pass all tokens"),
         # An empty cache that the caller passes is filled, as the caller may go on with it.
         (getattr(cache, "_is_user_defined", False), "past_key_values was passed; leave it out to speculate"),

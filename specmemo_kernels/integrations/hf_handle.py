@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +27,13 @@ from specmemo_kernels.scheduler import Scheduler
 from specmemo_kernels.sequence import SequenceState
 from specmemo_kernels.stats import DecodeStats
 from specmemo_kernels.tree_choice import TreeChooser
+
+if TYPE_CHECKING:
+    from specmemo_kernels.integrations.hf_batch import BatchRun
+
+
+class Unpatched(RuntimeError):
+    """The handle's model isn't patched any more."""
 
 
 class SpecMemo:
@@ -78,6 +86,8 @@ class SpecMemo:
         self.undo_steps: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._generating: int | None = None
+        self._run: weakref.ref[BatchRun] | None = None
+        self._unpatched = False
 
     def scheduler(self, sequences: Sequence[SequenceState], verifier: Verifier) -> Scheduler:
         """What runs ``sequences``, none of which is submitted yet.
@@ -160,7 +170,7 @@ class SpecMemo:
                         raise
             elif self.plan.max_pages is not None:  # all that there may be, so that pages are dropped only once
                 pages = self.plan.max_pages
-        self.release()
+        self._release()
         self._new_pool(pages, sequences, nodes)
 
     def _both_fit(self, pages: int, sequences: int) -> bool:
@@ -202,20 +212,31 @@ class SpecMemo:
             self.graphs.clear()
         self._signature = signature
 
-    def acquire(self) -> None:
+    def acquire(self, run: BatchRun | None = None) -> None:
         """Wait until no other thread generates, and keep others waiting until :meth:`free`.
+
+        Args:
+            run: the batch that holds the model meanwhile.
 
         Raises:
             RuntimeError: this thread itself is in the middle of a generation, for which it would wait forever.
+            Unpatched: the model isn't patched any more.
         """
         if self._lock.locked() and self._generating == threading.get_ident():
-            raise RuntimeError("this thread's generation with the same model isn't over; finish or close it first")
+            raise RuntimeError(
+                "this thread's generation with the same model isn't over; finish it first, or close the batch "
+                "(BatchRun.close)"
+            )
         self._lock.acquire()
+        if self._unpatched:
+            self._lock.release()
+            raise Unpatched("the model was unpatched before this call could start; patch it again")
         self._generating = threading.get_ident()
+        self._run = None if run is None else weakref.ref(run)
 
     def free(self) -> None:
         """The end of what :meth:`acquire` began."""
-        self._generating = None
+        self._generating = self._run = None
         self._lock.release()
 
     def changed(self) -> str:
@@ -238,7 +259,21 @@ class SpecMemo:
         return length + self.plan.tree.max_depth > min(limit for limit in limits if limit)
 
     def release(self) -> None:
-        """Free the pages and graphs kept between calls of generate."""
+        """Free the pages and graphs kept between calls of generate. Waits for the generation of another thread.
+
+        Raises:
+            RuntimeError: a generation of this thread isn't over.
+        """
+        try:
+            self.acquire()
+        except Unpatched:  # which has released everything
+            return
+        try:
+            self._release()
+        finally:
+            self.free()
+
+    def _release(self) -> None:
         self.graphs.clear()
         self._pool = None
         if isinstance(self.drafter, PagedDrafter):
@@ -260,12 +295,30 @@ class SpecMemo:
         return self
 
     def undo(self) -> None:
-        """Make the model what it was before patching; the second time nothing happens."""
-        self.release()
-        while self.undo_steps:
-            self.undo_steps.pop(0)()
+        """Make the model what it was before patching; the second time nothing happens.
+
+        Waits for the generation of another thread.
+
+        Raises:
+            RuntimeError: a generation of this thread isn't over.
+        """
+        try:
+            self.acquire()
+        except Unpatched:
+            return
+        try:
+            self._release()
+            while self.undo_steps:
+                self.undo_steps.pop(0)()
+            self._unpatched = True
+        finally:
+            self.free()
 
     def __exit__(self, *_: object) -> None:
+        """Unpatch; a batch of this thread that is still open is closed first."""
+        run = self._run() if self._run is not None and self._generating == threading.get_ident() else None
+        if run is not None:
+            run.close()
         self.undo()
 
     def __repr__(self) -> str:

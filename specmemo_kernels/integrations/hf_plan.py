@@ -76,20 +76,17 @@ def make_drafter(
     return MedusaDrafter(ranks.shard(loaded, facts.device), shared, backend, ranks.topk), accuracy
 
 
-def choose_tree(tree: Any, drafter: Drafter, facts: ModelFacts, accuracy: Accuracy) -> DraftTree:
+def choose_tree(tree: DraftTree | int | None, drafter: Drafter, facts: ModelFacts, accuracy: Accuracy) -> DraftTree:
     """The tree asked for, the best one of that many nodes, or (``None``) a chain as long as the drafter guesses."""
-    if isinstance(tree, int) and tree < 1:
-        raise ValueError(f"tree is {tree}, it needs at least the root")
     if tree is None or (isinstance(tree, int) and getattr(drafter, "prefers_chain", False)):
         return DraftTree.chain(drafter.max_depth if tree is None else min(drafter.max_depth, tree - 1))
     if isinstance(tree, int):
         return DraftTree.from_paths(best_first_paths(accuracy[: drafter.max_depth], tree - 1))
-    chosen = tree if isinstance(tree, DraftTree) else DraftTree.from_paths(tree)
-    if chosen.max_depth > drafter.max_depth:
-        raise ValueError(f"the tree is {chosen.max_depth} deep, the drafter guesses {drafter.max_depth} tokens ahead")
-    if chosen.width > facts.vocab_size:
-        raise ValueError(f"the tree uses rank {chosen.width - 1}, the vocabulary has {facts.vocab_size} tokens")
-    return chosen
+    if tree.max_depth > drafter.max_depth:
+        raise ValueError(f"the tree is {tree.max_depth} deep, the drafter guesses {drafter.max_depth} tokens ahead")
+    if tree.width > facts.vocab_size:
+        raise ValueError(f"the tree uses rank {tree.width - 1}, the vocabulary has {facts.vocab_size} tokens")
+    return tree
 
 
 def make_plan(
@@ -98,7 +95,7 @@ def make_plan(
     drafter: Drafter,
     accuracy: Accuracy,
     backend: str,
-    tree: Any,
+    tree: DraftTree | int | None,
     graphs: GraphUse,
     limits: dict[str, Any],
     ranks: Ranks,

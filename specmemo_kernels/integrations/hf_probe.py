@@ -13,7 +13,7 @@ from torch import nn
 from specmemo_kernels.footprint import PassBytes
 from specmemo_kernels.integrations.hf_attention import UnsupportedModel
 from specmemo_kernels.integrations.hf_changes import foreign_code
-from specmemo_kernels.integrations.hf_target import ModelFacts, run_packed, tapped
+from specmemo_kernels.integrations.hf_target import LmHeadTap, ModelFacts, current_tap, run_packed, tapped
 from specmemo_kernels.kv_storage import LayerKV
 from specmemo_kernels.memory_tracker import MemoryTracker
 from specmemo_kernels.tree_choice import PassSeconds
@@ -52,7 +52,7 @@ def check_config(config: Any) -> None:
 def probe(model: Any) -> ModelFacts:
     """One forward pass of one token, with which the model shows its layers and its lm_head.
 
-    The model needs :func:`install_views` and :func:`lm_head_hook` in place. The lm_head's output is replaced by a
+    The model must be attached (:func:`hf_attach.attach`). The lm_head's output is replaced by a
     rising ramp: when the model's logits rise as well, whatever it does after the lm_head (scaling, soft caps) keeps
     the order of tokens.
 
@@ -61,7 +61,7 @@ def probe(model: Any) -> ModelFacts:
     """
     device, head = _lm_head_module(model)
     seen, token = _Layers(), torch.zeros(1, dtype=torch.int64, device=device)
-    with tapped(cut=False) as tap, _Ramp(head) as ramp:
+    with tapped(cut=False) as tap, _Ramp(head, tap) as ramp:
         logits = run_packed(model, token, token, seen, None)[0, 0]
     expected = range(model.config.get_text_config().num_hidden_layers)
     if missing := sorted(set(expected) ^ set(seen.layers)):
@@ -137,16 +137,18 @@ class _Layers:
 
 
 class _Ramp:
-    """Replaces the lm_head's output by -1 ... 1 along the vocabulary."""
+    """Replaces the lm_head's output by -1 ... 1 along the vocabulary in passes with this ``tap``, not in others."""
 
-    def __init__(self, head: nn.Module) -> None:
-        self._head, self.values = head, torch.empty(0)
+    def __init__(self, head: nn.Module, tap: LmHeadTap) -> None:
+        self._head, self._tap, self.values = head, tap, torch.empty(0)
 
     def __enter__(self) -> _Ramp:
         self._hook = self._head.register_forward_hook(self._replace)
         return self
 
-    def _replace(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+    def _replace(self, _: nn.Module, __: Any, output: Tensor) -> Tensor | None:
+        if current_tap() is not self._tap:
+            return None
         self.values = torch.linspace(-1, 1, output.shape[-1], device=output.device).to(output.dtype)
         return self.values.expand_as(output)
 
@@ -181,12 +183,18 @@ def _trace(model: Any, rows: int, facts: ModelFacts) -> tuple[list[int], list[in
     tokens = torch.zeros(rows, dtype=torch.int64, device=facts.device)
     before: list[int] = []
     tracker = MemoryTracker(trace=True)
-    hook = model.get_output_embeddings().register_forward_pre_hook(lambda *_: before.extend(tracker.trace))
-    try:
-        with tracker, tapped(cut=facts.exact_lm_head):
-            run_packed(model, tokens, tokens, _like_attention, None)
-    finally:
-        hook.remove()
+    with tapped(cut=facts.exact_lm_head) as tap:
+
+        def note(*_: Any) -> None:
+            if current_tap() is tap:  # not a pass of another thread
+                before.extend(tracker.trace)
+
+        hook = model.get_output_embeddings().register_forward_pre_hook(note)
+        try:
+            with tracker:
+                run_packed(model, tokens, tokens, _like_attention, None)
+        finally:
+            hook.remove()
     return before, [max(0, held - before[-1]) for held in tracker.trace[len(before) :]]
 
 

@@ -139,6 +139,11 @@ def lm_head_hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     return (args[0][:, :0], *args[1:]) if tap.cut else None
 
 
+def current_tap() -> LmHeadTap | None:
+    """The tap of this context."""
+    return _tap.get()
+
+
 @contextmanager
 def tapped(cut: bool) -> Iterator[LmHeadTap]:
     """Tap the lm_head of a patched model in this context (thread, task) alone."""
