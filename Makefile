@@ -1,6 +1,6 @@
 # Every target sets up what it needs in $(VENV) first: a machine with Python 3.11 or 3.12 and a C++ compiler will do.
 #
-#   make demo | test | lint | bench | gpu | clean
+#   make demo | test | lint | models | bench | gpu | clean
 #   make test TORCH=torch==2.12.0        another torch than the CPU build of constraints-cpu.txt
 #   make test TESTS=python_tests/test_cli.py ARGS=-x
 #   make demo PYTHON=python3.12 ARGS="--turns 3"
@@ -22,7 +22,7 @@ STAMP := $(VENV)/installed-$(firstword $(shell echo '$(TORCH)' | cksum))
 BUILT_FROM := pyproject.toml setup.py CMakeLists.txt constraints-cpu.txt $(wildcard csrc/* csrc/*/*)
 CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.hpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.hpp)
 
-.PHONY: demo test lint bench gpu clean install
+.PHONY: demo test lint models bench gpu clean install
 
 demo: $(STAMP)
 	$(BIN)/specmemo demo $(ARGS)
@@ -35,6 +35,10 @@ lint: $(STAMP) $(VENV)/linters
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(if $(CXX_SOURCES),$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES))
+
+# Tries every causal language model type of the installed transformers; writes docs/models.json and docs/models.md.
+models: $(STAMP)
+	$(BIN)/python python_tests/family_outcomes.py
 
 # Where MT-Bench's questions and Medusa's published files lie; without them the benchmark makes do with library files
 # and the heads' published accuracies.

@@ -18,7 +18,7 @@ import specmemo_kernels as sk
 WRONG = (TypeError, ValueError)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model() -> PreTrainedModel:
     return tiny_model("llama", seed=27)
 
@@ -197,7 +197,7 @@ def test_requests(patched: PreTrainedModel, fields: dict[str, Any], message: str
 
 
 @pytest.fixture(scope="module")
-def patched(model: PreTrainedModel):  # type: ignore[no-untyped-def]
+def patched():  # type: ignore[no-untyped-def]
     other = tiny_model("llama", seed=29)
     with sk.patch(other, "prompt-lookup"):
         yield other

@@ -201,7 +201,7 @@ def test_the_step_traces_without_values() -> None:
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
             undo = attach(model.eval())
             layers = (LayerKV(2, 8, 8, torch.float32, torch.device("cpu")),) * 2
-            facts = ModelFacts(layers, (4, 4), 32, VOCAB, torch.float32, layers[0].device, True, True, False)
+            facts = ModelFacts(layers, (4, 4), 32, VOCAB, torch.float32, layers[0].device, True, True)
             pool = PagedKVPool(layers, num_pages=8, page_size=16, max_sequences=3, max_nodes=3 * tree.size)
             state = StepState(3, torch.empty(32, dtype=torch.float32))
             shape = StepShape(2, tree.size, tree.max_depth, tree.width, 128)

@@ -88,7 +88,7 @@ class SpecDecoder:
     @property
     def slots_ahead(self) -> int:
         """Slots behind a sequence's last token that candidates may come to need."""
-        return self.tree.max_depth if self.late is None else slots_ahead(self.tree.max_depth)
+        return slots_ahead(self.tree, self.late is not None)
 
     def admit(self, sequences: Sequence[SequenceState]) -> None:
         """Give sequences pages for their context; what kept ones don't hold the next steps compute, chunk by chunk.

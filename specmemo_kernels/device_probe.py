@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specmemo_kernels.device import KNOWN_DEVICES, Curve, DeviceProfile, same_name
+from specmemo_kernels.host_memory import host_memory
 from specmemo_kernels.kernel_target import target_of_gpu
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -57,7 +58,7 @@ def probe(device: str = "cpu", seconds: float = 3.0) -> DeviceProfile:
     common: dict[str, Any] = {"read_rate": read_rate, "matmul_rate": rates, "launch_seconds": launch, "curves": curves}
     common["matrix_seconds"] = {name: _beyond(small[name], curves[name]) for name in names}
     if on_cpu:
-        return DeviceProfile(_machine(torch), _host_memory(), overlaps=False, source="measured", **common)
+        return DeviceProfile(_machine(torch), host_memory(), overlaps=False, source="measured", **common)
     properties = torch.cuda.get_device_properties(where)
     shared = int(getattr(properties, "shared_memory_per_block_optin", 0))
     common |= {"shared_memory": shared, "kernel_target": _kernel_target(where), "source": "measured"}
@@ -140,15 +141,6 @@ def _machine(torch: Any) -> str:
     return f"{model}, {torch.get_num_threads()} threads"
 
 
-def _host_memory() -> int:
-    """Bytes of main memory, or of the control group's limit where that is less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):
-        return total
-
-
 @contextmanager
 def _as_value_error(device: str) -> Iterator[None]:
     """Torch's errors about a device that isn't there become a ValueError that names it."""
@@ -204,7 +196,7 @@ def profile_of(device: str) -> DeviceProfile:
     with suppress(OSError, ValueError):  # not measured yet
         profiles.insert(0, DeviceProfile.load(cache_file(device)))
     if where.type == "cpu":
-        name, memory = _machine(torch), _host_memory()
+        name, memory = _machine(torch), host_memory()
     else:
         with _as_value_error(device):
             name, memory = torch.cuda.get_device_name(where), torch.cuda.get_device_properties(where).total_memory

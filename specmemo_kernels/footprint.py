@@ -91,7 +91,7 @@ class GenerationShape:
         state_bytes: of one sequence between passes (its last hidden state).
         split_size, split_row_bytes: attention that works on splits of ``split_size`` tokens holds this for each row
             and split; 0 for a backend without such a workspace.
-        workspace_bytes: what the backend keeps beside torch's allocator, whatever runs.
+        workspace_bytes: what the backend and libraries keep beside torch's allocator, whatever runs.
         drafter_kv_bytes_per_token: keys and values that the drafter keeps, in pages of its own.
         devices: how many devices hold layers; each gets a copy of a step's metadata.
         kept_steps: how many steps keep tensors of their own from one time to the next (``step_graph.MAX_STEPS``).

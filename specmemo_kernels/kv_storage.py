@@ -151,6 +151,16 @@ class KVStorage:
         self._adopt([(*n, g.k_scratch, g.v_scratch) for n, g in zip(new, self.groups, strict=True)])
         self.num_pages = num_pages
 
+    def _extend_pages(self, num_pages: int) -> None:
+        """Have more pages behind those there are, whose content is copied; a failed allocation changes nothing."""
+        new = [self._new_pages(kind, num_pages) for kind in self._kinds]
+        for pages, group in zip(new, self.groups, strict=True):
+            for larger, old in zip(pages, (group.k_pages, group.v_pages, group.k_scales, group.v_scales), strict=True):
+                if larger is not None and old is not None:
+                    larger[:, : self.num_pages].copy_(old)
+        self._adopt([(*n, g.k_scratch, g.v_scratch) for n, g in zip(new, self.groups, strict=True)])
+        self.num_pages = num_pages
+
     def resize_scratch(self, max_nodes: int) -> None:
         """Have ``max_nodes`` scratch slots, between steps; a failed allocation leaves none."""
         for nodes in (0, max_nodes):

@@ -29,9 +29,15 @@ if TYPE_CHECKING:
 _AHEAD = 2
 
 
-def slots_ahead(max_depth: int) -> int:
-    """Slots behind a sequence's last token that two steps with trees this deep may write to."""
-    return _AHEAD * (max_depth + 1) - 1
+def slots_ahead(tree: DraftTree, late: bool) -> int:
+    """KV slots that a sequence may need behind its last token.
+
+    Args:
+        tree: the largest tree of a step; the nodes of its longest path are written behind the newest token.
+        late: steps are launched before the step before has been read (:class:`LateSteps`), so that several paths may
+            follow each other.
+    """
+    return _AHEAD * (tree.max_depth + 1) - 1 if late else tree.max_depth
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,7 @@ class LateSteps:
         sequences, tree = list(decoder.sequences), decoder.next_tree()
         if not self._flights:
             self.steps.load(sequences)
-        longest = max(len(s.prompt) + s.max_new_tokens for s in sequences) + slots_ahead(decoder.tree.max_depth)
+        longest = max(len(s.prompt) + s.max_new_tokens for s in sequences) + decoder.slots_ahead
         room = decoder.pool.block_table.shape[1] * decoder.pool.page_size
         # Powers of two, so that a few graphs serve sequences of any length.
         bound = min(room, 1 << (longest - 1).bit_length())

@@ -8,6 +8,9 @@ from typing import Protocol
 
 import torch
 
+from specmemo_kernels.host_allocator import release_host_memory
+from specmemo_kernels.host_memory import host_free
+
 
 class MemoryMonitor(Protocol):
     """Asked between steps, every few of them."""
@@ -42,42 +45,22 @@ class DeviceMonitor:
 
 
 def give_back(devices: Iterable[torch.device]) -> None:
-    """Return torch's cached blocks to the devices; a CPU's allocator keeps none."""
-    if any(device.type == "cuda" for device in devices):
+    """Return what allocators and libraries hold without need to the devices."""
+    kinds = {device.type for device in devices}
+    if "cuda" in kinds:
         torch.cuda.empty_cache()
+    if "cpu" in kinds:
+        release_host_memory()
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of a GPU, and of the share of it that ``torch.cuda.set_per_process_memory_fraction`` allows; of a CPU's memory,
-    its control group (v2) and the process's RLIMIT_AS and RLIMIT_DATA whatever is least.
+    """Bytes that this process may still take on a device.
+
+    Of a GPU within the share that ``torch.cuda.set_per_process_memory_fraction`` allows; of a CPU as
+    :func:`specmemo_kernels.host_memory.host_free`.
     """
     if device.type == "cpu":
-        return _host_free()
+        return host_free()
     free, total = torch.cuda.mem_get_info(device)
     allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
     return min(free, allowed - torch.cuda.memory_reserved(device))
-
-
-def _host_free() -> int:
-    import resource  # not on every system
-
-    found = [_fields("/proc/meminfo", ":")["MemAvailable"] * 1024]
-    group = Path("/sys/fs/cgroup")
-    try:
-        used = int((group / "memory.current").read_text()) - _fields(group / "memory.stat", " ")["inactive_file"]
-        found.append(int((group / "memory.max").read_text()) - used)
-    except (OSError, ValueError, KeyError):  # no such group, or no limit ("max")
-        pass
-    status = _fields("/proc/self/status", ":")
-    for limit, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
-        most = resource.getrlimit(limit)[0]
-        if most != resource.RLIM_INFINITY:
-            found.append(most - status[name] * 1024)
-    return min(found)
-
-
-def _fields(file: str | Path, separator: str) -> dict[str, int]:
-    """The lines ``name<separator>number ...`` of a file."""
-    pairs = (line.partition(separator) for line in Path(file).read_text().splitlines())
-    values = ((name, rest.split()) for name, _, rest in pairs)
-    return {name: int(words[0]) for name, words in values if words and words[0].isdigit()}

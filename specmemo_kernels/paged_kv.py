@@ -20,7 +20,7 @@ class PagedKVPool(KVStorage):
 
     Args:
         layers: what each layer stores; equal layers are stacked.
-        num_pages, page_size: pages and tokens per page; the pool never grows by itself (:meth:`resize`).
+        num_pages, page_size: pages and tokens per page; the pool never grows by itself (:meth:`grow`, :meth:`resize`).
         max_sequences: rows of the block table.
         max_nodes: scratch slots, the most tree nodes that one step verifies over all sequences.
         kv_dtype: ``"int8"`` or ``"fp8"`` for pages of 8-bit codes with a scale per token and head; ``None`` for
@@ -64,6 +64,20 @@ class PagedKVPool(KVStorage):
                 tables = self.block_table.new_zeros(len(self._free_slots), pages)
                 self._renew_pages(pages)
             self.block_table, self._free_pages = tables, list(range(pages - 1, -1, -1))
+
+    def grow(self, num_pages: int) -> None:
+        """Have ``num_pages`` pages, more than now; sequences may be open, and keep their pages.
+
+        Old and new pages exist at once while the content is copied. A failed allocation changes nothing.
+        """
+        old = self.num_pages
+        assert num_pages > old, f"the pool has {old} pages, {num_pages} are not more"
+        with torch.inference_mode(False):
+            table = self.block_table.new_zeros(self.block_table.shape[0], num_pages)
+            table[:, :old].copy_(self.block_table)
+            self._extend_pages(num_pages)
+        self.block_table = table
+        self._free_pages = [*range(num_pages - 1, old - 1, -1), *self._free_pages]
 
     def swap_out(self, slot: int, tokens: int) -> HostPages:
         """A copy in host memory of the sequence's first ``tokens`` tokens; :meth:`close` then frees its pages."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NoReturn
 
 from specmemo_kernels.memory_monitor import MemoryMonitor
 
@@ -26,8 +27,36 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     text = str(error).lower()
-    known = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")
+    known = (
+        "out of memory",
+        "not enough memory",
+        "can't allocate memory",
+        "cannot allocate memory",
+        "bad_alloc",
+        "alloc_failed",
+        "resource temporarily unavailable",  # no memory for the stack of a thread
+    )
     return isinstance(error, RuntimeError) and any(words in text for words in known)
+
+
+def raise_exhausted(error: BaseException, level: Level) -> NoReturn:
+    """Raise a failed allocation that ``level`` couldn't avoid, with the remedy in a note.
+
+    Raises:
+        torch.OutOfMemoryError, MemoryError: never the bare ``RuntimeError`` of torch's allocator on a CPU.
+    """
+    import torch
+
+    failure = error
+    if not isinstance(error, MemoryError | torch.OutOfMemoryError):
+        failure = torch.OutOfMemoryError(str(error))
+    failure.add_note(
+        f"specmemo: memory ran out with nothing left to give up ({level}); free some, shorten the prompt or "
+        "max_new_tokens, or patch with a smaller memory_budget"
+    )
+    if failure is error:
+        raise failure
+    raise failure from error
 
 
 @dataclass(frozen=True)

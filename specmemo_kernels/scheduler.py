@@ -11,8 +11,17 @@ from specmemo_kernels.decode import SpecDecoder
 from specmemo_kernels.drafting.placing import DrafterPlace, can_offload
 from specmemo_kernels.memory_monitor import give_back
 from specmemo_kernels.paged_kv import OutOfPages
-from specmemo_kernels.pressure import Governor, Level, is_out_of_memory, levels
+from specmemo_kernels.pressure import Governor, Level, is_out_of_memory, levels, raise_exhausted
 from specmemo_kernels.sequence import SequenceState
+
+#: New tokens of a sequence for which pages are allocated at once, where no budget bounds the pages. Whoever writes
+#: more gets pages for twice as many as it has written.
+FIRST_TOKENS = 4096
+
+
+def first_tokens(max_new_tokens: int, emitted: int = 0) -> int:
+    """New tokens that a sequence without a budget gets pages for, once it has written ``emitted``."""
+    return min(max_new_tokens, max(FIRST_TOKENS, 2 * emitted))
 
 
 class Scheduler:
@@ -33,6 +42,7 @@ class Scheduler:
         max_sequences: most sequences at once, within the rows of the decoder's block table.
         governor: says what may be used; ``None``: one of its own that only reacts to failed allocations.
         max_pages: pages that the pool may be given when memory is plenty; ``None``: those that it has.
+        growing: pages are allocated as they are needed (:func:`first_tokens`), up to ``max_pages``; else all at once.
 
     :meth:`abort` may be called from anywhere, also from another thread or a sequence's own ``stop``; everything else
     belongs to one thread.
@@ -45,6 +55,7 @@ class Scheduler:
         *,
         governor: Governor | None = None,
         max_pages: int | None = None,
+        growing: bool = False,
     ) -> None:
         rows = decoder.pool.block_table.shape[0]
         if not 1 <= max_sequences <= rows:
@@ -52,7 +63,7 @@ class Scheduler:
         if governor is None:
             can_go = can_offload(decoder.drafter)
             governor = Governor(levels(decoder.tree.size, decoder.prefill_chunk, max_sequences, can_go))
-        self.governor, self.max_pages = governor, max_pages or decoder.pool.num_pages
+        self.governor, self.max_pages, self.growing = governor, max_pages or decoder.pool.num_pages, growing
         self._applied: Level | None = None
         self._drafter = DrafterPlace(decoder.drafter, decoder.pool)
         self.decoder, self.max_sequences = decoder, max_sequences
@@ -178,11 +189,7 @@ class Scheduler:
                 if not is_out_of_memory(error):
                     raise
                 if not self._shrink():
-                    error.add_note(
-                        f"specmemo: memory ran out with nothing left to give up ({self.governor.level}); free some, "
-                        "shorten the prompt or max_new_tokens, or patch with a smaller memory_budget"
-                    )
-                    raise
+                    raise_exhausted(error, self.governor.level)
             # Here the error is gone, and with it the frames that held the failed pass's tensors.
             self.decoder.stats.retries += 1
 
@@ -217,14 +224,19 @@ class Scheduler:
         self._applied = level
 
     def _pages_wanted(self, level: Level, places: int) -> int:
-        """All, or what those who may run need for their next step and the oldest to its end."""
+        """All that may be needed, or pages for the next step of the sequences that may run and all of the oldest."""
         first = sorted((*self.active, *self._waiting), key=_arrival)[:places]
         if level.spare_pages or not first:
-            return max(self.max_pages, self.decoder.pool.num_pages)
+            most = min(self.max_pages, sum(map(self._most_pages, first))) if self.growing else self.max_pages
+            return max(most, self.decoder.pool.num_pages)
         return min(self.max_pages, max(self._most_pages(first[0]), sum(map(self._next_pages, first))))
 
     def _most_pages(self, sequence: SequenceState) -> int:
-        return self.decoder.pool.pages_for(self.most_slots(len(sequence.prompt), sequence.max_new_tokens))
+        """Pages that a sequence may come to need, as far as they are allocated ahead."""
+        tokens = sequence.max_new_tokens
+        if self.growing:
+            tokens = first_tokens(tokens, sequence.emitted)
+        return self.decoder.pool.pages_for(self.most_slots(len(sequence.prompt), tokens))
 
     def _next_pages(self, sequence: SequenceState) -> int:
         """Pages for its context and one step."""
@@ -235,6 +247,22 @@ class Scheduler:
         for sequence in reversed(self.active):
             self._preempt(sequence)
         self.decoder.pool.resize(pages)
+
+    def _grow(self) -> bool:
+        """More pages for the running sequences, where pages are allocated as they are needed; ``False``: none.
+
+        The sequences keep their pages.
+        """
+        level, pool = self.governor.level, self.decoder.pool
+        if not self.growing or not level.spare_pages:
+            return False
+        self.decoder.settle()
+        pages = self._pages_wanted(level, min(level.max_sequences, self.max_sequences))
+        if pages <= pool.num_pages:
+            return False
+        pool.grow(pages)
+        self._drafter.put(level.heads, level.prefill_chunk)
+        return True
 
     def _drop_aborted(self) -> list[SequenceState]:
         self._end_aborted()
@@ -276,7 +304,8 @@ class Scheduler:
                     self.decoder.reserve(sequence)
                     break
                 except OutOfPages:
-                    self._preempt(self.active[-1])
+                    if not self._grow():
+                        self._preempt(self.active[-1])
 
     def _preempt(self, sequence: SequenceState) -> None:
         """Take a sequence's pages, with a copy in host memory if it may and can be had."""

@@ -11,6 +11,7 @@ import torch
 from specmemo_kernels.device_step import DeviceStep, StepShape, StepState
 from specmemo_kernels.drafting.base import StaticDrafter
 from specmemo_kernels.paged_kv import PagedKVPool
+from specmemo_kernels.pressure import is_out_of_memory
 from specmemo_kernels.sequence import SequenceState
 from specmemo_kernels.tree import DraftTree
 from specmemo_kernels.verify import TargetModel
@@ -131,7 +132,7 @@ class StepCache:
 
         Raises:
             CaptureFailed: and ``failed`` says why from now on.
-            Exception: of the target or drafter, or for want of memory; the state is as before.
+            Exception: of the target or drafter, or for want of memory, also while capturing; the state is as before.
         """
         assert self._state is not None, "the state is loaded first"
         if self._version != self.pool.version:
@@ -159,7 +160,13 @@ class StepCache:
         try:
             return self._capture(step.run)
         except Exception as error:
-            cause = error.__context__ or error  # ending a capture that failed fails again, and says less
-            self.failed = f"a step can't be captured ({type(cause).__name__}: {str(cause).splitlines()[0][:200]})"
             self.clear()
+            causes: list[BaseException] = [error]  # ending a capture that failed fails again, and says less
+            while causes[-1].__context__ is not None:
+                causes.append(causes[-1].__context__)
+            for cause in causes:
+                if is_out_of_memory(cause):  # says nothing about the step: it is tried again, with less
+                    raise cause from None
+            cause = causes[-1]
+            self.failed = f"a step can't be captured ({type(cause).__name__}: {str(cause).splitlines()[0][:200]})"
             raise CaptureFailed(self.failed) from error

@@ -16,10 +16,12 @@ from specmemo_kernels import ops
 from specmemo_kernels.arguments import flag, integer, wrong_type
 from specmemo_kernels.drafting.base import Drafter, OffloadingDrafter
 from specmemo_kernels.drafting.medusa import MedusaDrafter
+from specmemo_kernels.host_allocator import release_host_memory, return_large_blocks
 from specmemo_kernels.integrations.distributed import ranks_of
 from specmemo_kernels.integrations.hf_attach import attach
 from specmemo_kernels.integrations.hf_checks import check_drafter, check_modules, check_numbers
 from specmemo_kernels.integrations.hf_draft import DraftModel, HFDraftModel
+from specmemo_kernels.integrations.hf_equivalence import evaluation
 from specmemo_kernels.integrations.hf_graph import graph_use
 from specmemo_kernels.integrations.hf_handle import SpecMemo, Unpatched
 from specmemo_kernels.integrations.hf_plan import (
@@ -163,7 +165,7 @@ def patch(
     ranks = ranks_of(model, rank_timeout)
     undo: list[Callable[[], None]] = []
     try:
-        with ranks.guarded():
+        with ranks.guarded(), evaluation(model):
             undo.append(attach(model))
             limits: dict[str, Any] = {"budget": budget, "page_size": page_size, "prefill_chunk": prefill_chunk}
             limits |= {"max_sequences": max_batch_size, "kv_dtype": kv_dtype}
@@ -175,6 +177,8 @@ def patch(
             undo.append(ranks.whole_heads(model))
             facts = probe(model)
             check_numbers(facts, name)
+            if budget is not None and facts.device.type == "cpu":
+                return_large_blocks()
             drafter, accuracy = make_drafter(without_others(heads), model, facts, name, head_bits, ranks)
             check_drafter(drafter)
             if isinstance(drafter, HFDraftModel):
@@ -198,6 +202,8 @@ def patch(
     model.specmemo = handle
     register(handle)
     handle.undo_steps = [*undo, partial(_make_plain, model), partial(unregister, handle)]
+    if facts.device.type == "cpu":
+        release_host_memory()
     if isinstance(drafter, OffloadingDrafter):
         handle.undo_steps.append(drafter.restore)
     handle.undo_steps.append(ranks.close)

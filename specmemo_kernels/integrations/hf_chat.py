@@ -230,9 +230,7 @@ class _Stopped(StoppingCriteria):
 
 
 def longest_text(model: Any) -> int:
-    """What prompt and reply may take together: the model's positions, and the slots of a patched model's plan."""
+    """The most tokens of prompt and reply together: the model's positions, and what a patched model's plan holds."""
     limit = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)
-    plan = getattr(getattr(model, "specmemo", None), "plan", None)
-    if plan is not None and plan.max_tokens is not None:
-        limit = min(limit, plan.max_tokens - plan.tree.max_depth)  # a step's deepest candidate lies behind the last
-    return limit
+    planned = getattr(getattr(model, "specmemo", None), "max_length", None)
+    return limit if planned is None else min(limit, planned)

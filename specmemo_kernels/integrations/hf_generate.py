@@ -111,6 +111,8 @@ class Generator:
             return "the model is in training mode; call model.eval() first"
         if max_length is not None and self.handle.rope_changes(max_length):
             return "the rotary embedding changes with the length on the way"
+        if max_length is not None and self.handle.cache_drops(max_length):
+            return f"the model's own cache keeps only {self.handle.facts.cached_tokens} tokens"
         return self.handle.changed()
 
     def _unsupported_prompts(self, call: _Call) -> str:
@@ -124,7 +126,7 @@ class Generator:
             return f"the attention_mask has the shape {list(mask.shape)}, not {list(ids.shape)} as input_ids"
         if not bool(mask[:, -1].all()):
             return "the attention_mask hides the last token of a prompt (padding on the right)"
-        if self.handle.facts.windowed and bool((mask[:, 1:] < mask[:, :-1]).any()):
+        if any(self.handle.facts.windows) and bool((mask[:, 1:] < mask[:, :-1]).any()):
             return "the attention_mask hides tokens inside a prompt, and the model's sliding window counts them"
         if not _usual_positions(call):
             return "own position_ids are not supported"
@@ -193,7 +195,7 @@ class Generator:
 def _unsupported_arguments(call: _Call) -> str:
     config, kwargs, batch = call.config, call.model_kwargs, call.input_ids.shape[0]
     cache = kwargs.get("past_key_values")
-    extra = sorted(k for k, v in kwargs.items() if v is not None and k not in _UNDERSTOOD)
+    extra = sorted(k for k, v in kwargs.items() if k not in _UNDERSTOOD and not _is_empty(v))
     whole = needs_whole_batch((*call.logits_processor, *call.other_criteria)) if batch > 1 else []
     checks = (
         (call.synced_gpus, "synced_gpus (FSDP, ZeRO-3) is not supported"),
@@ -222,6 +224,11 @@ def _unsupported_arguments(call: _Call) -> str:
         ),
     )
     return next((reason for failed, reason in checks if failed), "")
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether an argument holds nothing: transformers passes an empty dict where a prompt has no images."""
+    return value is None or (isinstance(value, dict | list | tuple) and not value)
 
 
 def _usual_positions(call: _Call) -> bool:

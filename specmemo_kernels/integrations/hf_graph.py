@@ -9,10 +9,9 @@ from typing import Any
 from specmemo_kernels.decode import TargetModel
 from specmemo_kernels.drafting.base import Drafter, StaticDrafter
 from specmemo_kernels.integrations.hf_target import ModelFacts
-from specmemo_kernels.late_steps import LateSteps, slots_ahead
+from specmemo_kernels.late_steps import LateSteps
 from specmemo_kernels.paged_kv import PagedKVPool
 from specmemo_kernels.step_graph import CudaCapture, StepCache
-from specmemo_kernels.tree import DraftTree
 
 
 @dataclass
@@ -28,10 +27,6 @@ class GraphUse:
     reason: str = ""
     must: bool = False
     _steps: StepCache | None = field(default=None, init=False, repr=False)
-
-    def slots_ahead(self, tree: DraftTree) -> int:
-        """Slots behind a sequence's last token that steps over ``tree`` may need."""
-        return slots_ahead(tree.max_depth) if self.wanted else tree.max_depth
 
     def late_steps(self, target: TargetModel, drafter: Drafter, pool: PagedKVPool, backend: str) -> LateSteps | None:
         """What makes the steps of one decoder; graphs of earlier ones serve again while they are for the same."""

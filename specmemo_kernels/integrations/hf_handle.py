@@ -12,6 +12,7 @@ import torch
 from specmemo_kernels.decode import SpecDecoder, Verifier
 from specmemo_kernels.drafting.base import Drafter, PagedDrafter
 from specmemo_kernels.drafting.placing import can_offload
+from specmemo_kernels.host_allocator import release_host_memory
 from specmemo_kernels.integrations.hf_changes import ModelGuard
 from specmemo_kernels.integrations.hf_draft import HFDraftModel
 from specmemo_kernels.integrations.hf_generate import Generator
@@ -19,11 +20,12 @@ from specmemo_kernels.integrations.hf_graph import GraphUse, moving_rope, rope_k
 from specmemo_kernels.integrations.hf_signature import ModelSignature
 from specmemo_kernels.integrations.hf_target import HFTarget, ModelFacts
 from specmemo_kernels.integrations.ranks import Ranks
+from specmemo_kernels.late_steps import slots_ahead
 from specmemo_kernels.memory_monitor import DeviceMonitor
 from specmemo_kernels.memory_plan import BudgetError, MemoryPlan
 from specmemo_kernels.paged_kv import PagedKVPool
-from specmemo_kernels.pressure import Governor, is_out_of_memory, levels
-from specmemo_kernels.scheduler import Scheduler
+from specmemo_kernels.pressure import Governor, is_out_of_memory, levels, raise_exhausted
+from specmemo_kernels.scheduler import Scheduler, first_tokens
 from specmemo_kernels.sequence import SequenceState
 from specmemo_kernels.stats import DecodeStats
 from specmemo_kernels.tree_choice import TreeChooser
@@ -96,9 +98,11 @@ class SpecMemo:
             BudgetError: one of them can never fit the plan.
         """
         plan = self.plan
-        ahead = self.graphs.slots_ahead(plan.tree)
-        lengths = [len(s.prompt) + s.max_new_tokens + ahead for s in sequences]
-        pool = self.pool_for(lengths)
+        growing = plan.max_pages is None
+        lengths = at_once = [len(s.prompt) + s.max_new_tokens + self.slots_ahead for s in sequences]
+        if growing:
+            at_once = [len(s.prompt) + first_tokens(s.max_new_tokens) + self.slots_ahead for s in sequences]
+        pool = self.pool_for(at_once)
         decoder = SpecDecoder(
             self.target, self.drafter, plan.tree, pool, verifier,
             prefill_chunk=plan.prefill_chunk, backend=self.backend, stats=self.stats, chooser=self.chooser,
@@ -106,8 +110,22 @@ class SpecMemo:
             agree=self.ranks.agree_on_guesses(self.drafter),
         )  # fmt: skip
         return Scheduler(
-            decoder, min(len(sequences), plan.max_sequences), governor=self.governor, max_pages=self.pages_for(lengths)
+            decoder,
+            min(len(sequences), plan.max_sequences),
+            governor=self.governor,
+            max_pages=self.pages_for(lengths),
+            growing=growing,
         )
+
+    @property
+    def slots_ahead(self) -> int:
+        """KV slots that a sequence may need behind its last token."""
+        return slots_ahead(self.plan.tree, self.graphs.wanted)
+
+    @property
+    def max_length(self) -> int | None:
+        """The most tokens of one sequence, prompt and new tokens together, that the plan holds; ``None``: no limit."""
+        return None if self.plan.max_tokens is None else max(0, self.plan.max_tokens - self.slots_ahead)
 
     def pages_for(self, lengths: Sequence[int]) -> int:
         """Pages in which sequences of these lengths fit, as many side by side as the plan allows.
@@ -144,8 +162,10 @@ class SpecMemo:
                 if not self._pool_serves(pages, sequences, nodes):
                     self._replace_pool(pages, sequences, nodes)
             except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error) or not self.governor.shrink(sequences):
+                if not is_out_of_memory(error):
                     raise
+                if not self.governor.shrink(sequences):
+                    raise_exhausted(error, self.governor.level)
                 self.stats.shrinks += 1
                 continue
             assert self._pool is not None
@@ -258,6 +278,10 @@ class SpecMemo:
         limits += [kind.get("original_max_position_embeddings") for kind in rope_kinds(self.model.config)]
         return length + self.plan.tree.max_depth > min(limit for limit in limits if limit)
 
+    def cache_drops(self, length: int) -> bool:
+        """Whether the model's own generate forgets tokens of a text this long that its attention mask lets it see."""
+        return self.facts.cached_tokens is not None and length > self.facts.cached_tokens
+
     def release(self) -> None:
         """Free the pages and graphs kept between calls of generate. Waits for the generation of another thread.
 
@@ -278,6 +302,8 @@ class SpecMemo:
         self._pool = None
         if isinstance(self.drafter, PagedDrafter):
             self.drafter.release()
+        if self.facts.device.type == "cpu":
+            release_host_memory()
 
     @property
     def bytes_by_part(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ from specmemo_kernels.integrations.hf_attention import UnsupportedModel
 from specmemo_kernels.integrations.hf_device import device_tree
 from specmemo_kernels.integrations.hf_draft import DraftModel, HFDraftModel, is_language_model, load_draft_model
 from specmemo_kernels.integrations.hf_graph import GraphUse
-from specmemo_kernels.integrations.hf_probe import measure_passes, time_passes
+from specmemo_kernels.integrations.hf_probe import measure_libraries, measure_passes, time_passes
 from specmemo_kernels.integrations.hf_target import ModelFacts
 from specmemo_kernels.integrations.ranks import Ranks, heads_digest
 from specmemo_kernels.kernel_config import KernelConfig
@@ -232,9 +232,10 @@ def generation_shape(
     shapes = [(kind, (heads, kind.num_kv_heads, kind.head_dim, kind.v_head_dim)) for kind, heads in kinds]
     codes = page_dtype(kv_dtype)
     splits = [ops.split_workspace(backend, kind.device, kind.dtype, *sizes, page_size, codes) for kind, sizes in shapes]
-    forward, logits = measure_passes(model, facts)
+    (forward, logits), kept = measure_passes(model, facts), measure_libraries(model, facts)
     if isinstance(drafter, HFDraftModel):
         own_forward, own_logits = measure_passes(drafter.hf_model, drafter.facts)
+        kept = max(kept, measure_libraries(drafter.hf_model, drafter.facts))
         forward, logits = forward.or_other(own_forward), logits.or_other(own_logits)
     shape = GenerationShape(
         kv_bytes_per_token=sum(layer.page_bytes_per_token(kv_dtype) for layer in facts.layers),
@@ -248,7 +249,7 @@ def generation_shape(
         split_size=min(size for size, _ in splits),
         split_row_bytes=max(row for _, row in splits),
         drafter_kv_bytes_per_token=drafter.kv_bytes_per_token if isinstance(drafter, PagedDrafter) else 0,
-        workspace_bytes=max(ops.fixed_workspace(backend, kind.dtype, *sizes, codes) for kind, sizes in shapes),
+        workspace_bytes=max(ops.fixed_workspace(backend, kind.dtype, *sizes, codes) for kind, sizes in shapes) + kept,
         devices=len({layer.device for layer in facts.layers} | {facts.device}),
         kept_steps=MAX_STEPS if graphs.wanted else 0,
         graphs=graphs.wanted and facts.device.type == "cuda",

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from specmemo_kernels.footprint import PassBytes
+from specmemo_kernels.host_allocator import allocated_bytes, free_library_buffers
 from specmemo_kernels.integrations.hf_attention import UnsupportedModel
 from specmemo_kernels.integrations.hf_changes import foreign_code
+from specmemo_kernels.integrations.hf_equivalence import check_equivalence, unsupported_errors
 from specmemo_kernels.integrations.hf_target import LmHeadTap, ModelFacts, current_tap, run_packed, tapped
 from specmemo_kernels.kv_storage import LayerKV
 from specmemo_kernels.memory_tracker import MemoryTracker
@@ -24,6 +26,8 @@ Tensor = torch.Tensor
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 #: Rows of the passes whose memory is measured: few, so that patching is quick; not one, which models may treat apart.
 _MEASURED_ROWS = (8, 16)
+#: Library buffers below this size aren't counted: Python's own objects vary by as much from call to call.
+_LEAST_COUNTED = 2 << 20
 #: Rows of the passes whose time is measured: a single one is another product (a vector) than several.
 _TIMED_ROWS = (1, 2, 8, 32, 128)
 #: A pass is timed once more while it has taken less than this together, three times at most.
@@ -43,25 +47,26 @@ def check_config(config: Any) -> None:
     kinds = set(getattr(text, "layer_types", None) or ())
     if kinds - _LAYER_TYPES:
         raise UnsupportedModel(f"{name} has layers of type {sorted(kinds - _LAYER_TYPES)}, which can't be expressed")
-    for setting in ("attention_chunk_size", "alibi", "use_bidirectional_attention"):
+    for setting in ("attention_chunk_size", "alibi"):
         if getattr(text, setting, None):
             raise UnsupportedModel(f"{name} sets {setting}={getattr(text, setting)!r}, which can't be expressed")
 
 
 @torch.no_grad()
 def probe(model: Any) -> ModelFacts:
-    """One forward pass of one token, with which the model shows its layers and its lm_head.
+    """One forward pass of one token, with which the model shows its layers and its lm_head, and three that compare.
 
     The model must be attached (:func:`hf_attach.attach`). The lm_head's output is replaced by a
     rising ramp: when the model's logits rise as well, whatever it does after the lm_head (scaling, soft caps) keeps
     the order of tokens.
 
     Raises:
-        UnsupportedModel: an attention layer didn't come through, or came through twice.
+        UnsupportedModel: an attention layer didn't come through, or came through twice, or packed passes compute
+            something else than the model (:func:`check_equivalence`).
     """
     device, head = _lm_head_module(model)
     seen, token = _Layers(), torch.zeros(1, dtype=torch.int64, device=device)
-    with tapped(cut=False) as tap, _Ramp(head, tap) as ramp:
+    with unsupported_errors(model), tapped(cut=False) as tap, _Ramp(head, tap) as ramp:
         logits = run_packed(model, token, token, seen, None)[0, 0]
     expected = range(model.config.get_text_config().num_hidden_layers)
     if missing := sorted(set(expected) ^ set(seen.layers)):
@@ -70,7 +75,9 @@ def probe(model: Any) -> ModelFacts:
         )
     if not len(ramp.values):
         raise UnsupportedModel(f"{type(model).__name__} makes its logits without its lm_head ({type(head).__name__})")
-    plain = type(head) is nn.Linear and _rows_are_plain(head.weight) and not foreign_code(model)
+    foreign = bool(foreign_code(model))
+    masks = check_equivalence(model, device, len(ramp.values), cut=not foreign)
+    plain = type(head) is nn.Linear and _rows_are_plain(head.weight) and not foreign
     exact = torch.equal(logits, ramp.values)
     # Below float32 a soft cap makes ties of different logits, so there nothing may come after the lm_head.
     rises = bool((logits.diff() >= 0).all()) and tap.hidden.dtype == torch.float32
@@ -83,7 +90,8 @@ def probe(model: Any) -> ModelFacts:
         device=device,
         plain_lm_head=plain and (exact or rises),
         exact_lm_head=plain and exact,
-        windowed=seen.windowed,
+        windows=masks.windows,
+        cached_tokens=masks.cached_tokens,
     )
 
 
@@ -125,14 +133,12 @@ class _Layers:
     def __init__(self) -> None:
         self.layers: dict[int, LayerKV] = {}
         self.num_qo_heads: dict[int, int] = {}
-        self.windowed = False
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, **_: Any) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
         if layer in self.layers:
             raise UnsupportedModel(f"attention layer {layer} runs twice in one forward pass")
         self.layers[layer] = LayerKV(k.shape[1], k.shape[2], v.shape[2], k.dtype, k.device)
         self.num_qo_heads[layer] = q.shape[1]
-        self.windowed |= window is not None
         return v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
 
 
@@ -171,6 +177,25 @@ def measure_passes(model: Any, facts: ModelFacts) -> tuple[PassBytes, PassBytes]
         PassBytes.fitted((_MEASURED_ROWS[0], a), (_MEASURED_ROWS[1], b)) for a, b in zip(few, many, strict=True)
     )
     return forward, PassBytes() if facts.exact_lm_head else logits
+
+
+@torch.inference_mode()
+def measure_libraries(model: Any, facts: ModelFacts) -> int:
+    """Bytes that libraries keep on a CPU after a forward pass, beside tensors: packed matrices above all.
+
+    They hardly depend on the number of rows, and not on the length of texts.
+    """
+    if facts.device.type != "cpu":
+        return 0
+    tokens = torch.zeros(_MEASURED_ROWS[-1], dtype=torch.int64)
+    kept = []
+    for _ in range(2):  # what only the first pass sets up isn't kept for passes
+        free_library_buffers()
+        before = allocated_bytes()
+        with tapped(cut=facts.exact_lm_head):
+            run_packed(model, tokens, tokens, _like_attention, None)
+        kept.append(allocated_bytes() - before)
+    return kept[-1] if kept[-1] >= _LEAST_COUNTED else 0
 
 
 @torch.no_grad()

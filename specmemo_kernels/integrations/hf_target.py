@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from torch import nn
 from specmemo_kernels import ops
 from specmemo_kernels.batch import TreeBatch
 from specmemo_kernels.decode import TargetOutput
-from specmemo_kernels.integrations.hf_attention import attention_call
+from specmemo_kernels.host_allocator import free_library_buffers
+from specmemo_kernels.integrations.hf_attention import Windows, attention_call
+from specmemo_kernels.integrations.hf_mask import pass_mask
 from specmemo_kernels.kv_storage import LayerKV
 from specmemo_kernels.step_attention import StepAttention
 
@@ -33,7 +36,9 @@ class ModelFacts:
         plain_lm_head: the lm_head is an ``nn.Linear`` whose output order the model keeps, so that
             :func:`ops.lm_head_argmax` finds the model's own token; else logits are made by the model.
         exact_lm_head: its output is the model's logits as they are, so that those of one row can be had alone.
-        windowed: a layer has a sliding window.
+        windows: the sliding window of each layer's attention mask, ``None`` for a layer that sees all tokens.
+        cached_tokens: the most tokens that generate's own cache keeps of a layer whose mask lets it see more, so that
+            longer texts come out differently there; ``None`` if it keeps all that is seen.
     """
 
     layers: tuple[LayerKV, ...]
@@ -44,7 +49,8 @@ class ModelFacts:
     device: torch.device
     plain_lm_head: bool
     exact_lm_head: bool
-    windowed: bool
+    windows: tuple[int | None, ...] = ()
+    cached_tokens: int | None = None
 
 
 class HFTarget:
@@ -58,15 +64,20 @@ class HFTarget:
     def __init__(self, model: nn.Module, facts: ModelFacts, backend: str | None) -> None:
         self.model, self.facts, self.backend = model, facts, backend
         self.device, self.vocab_size = facts.device, facts.vocab_size
+        self._windows = dict(enumerate(facts.windows))
+        self._most_rows = 0
         self._spread = len({facts.device, *(layer.device for layer in facts.layers)}) > 1
 
     def forward(self, batch: TreeBatch, attention: StepAttention, keep: Tensor | None, logits: bool) -> TargetOutput:
+        if self.device.type == "cpu" and len(batch.tokens) > self._most_rows:
+            self._most_rows = len(batch.tokens)
+            free_library_buffers()
         by_model = not self.facts.plain_lm_head or (logits and not self.facts.exact_lm_head)
         # Of a model on several devices the kept rows lie on the last one, an index would be sent to the first.
         rows = keep.tolist() if keep is not None and self._spread else keep
         # Without gradients' bookkeeping: a twentieth of a small model's step.
         with torch.inference_mode(), tapped(cut=not by_model) as tap:
-            output = run_packed(self.model, batch.tokens.clamp(min=0), batch.positions, attention, rows)
+            output = run_packed(self.model, batch.tokens.clamp(min=0), batch.positions, attention, rows, self._windows)
         return TargetOutput(tap.hidden.to(self.device), output[0].to(self.device) if by_model else None)
 
     def argmax(self, output: TargetOutput) -> Tensor:
@@ -99,24 +110,37 @@ def local_part(tensor: Tensor) -> Tensor:
     return local
 
 
-def run_packed(model: Any, tokens: Tensor, positions: Tensor, call: Any, keep: Tensor | list[int] | None) -> Tensor:
+def run_packed(
+    model: Any,
+    tokens: Tensor,
+    positions: Tensor,
+    call: Any,
+    keep: Tensor | list[int] | None,
+    windows: Windows | None = None,
+) -> Tensor:
     """The logits ``[1, K, V]`` of one forward pass over packed nodes (``tokens`` and ``positions`` ``[N]`` int64).
 
     ``call`` stands in for attention; ``keep`` (``[K]`` int64, or a list; default all) are the rows for the lm_head.
+    ``windows`` are those of the layers' masks, by layer; default what they pass to their attention function.
     """
-    # A 4-D mask is handed through as it is; ours is never read, it only keeps the model from making one.
-    no_mask = torch.zeros(1, 1, 1, 1, device=tokens.device)
-    with attention_call(call):
+    with attention_call(call, windows):
         output = model(
             input_ids=tokens[None],
             position_ids=positions[None],
-            attention_mask=no_mask,
+            attention_mask=_mask(tokens.device),
             use_cache=False,
             logits_to_keep=0 if keep is None else keep,
             return_dict=True,
         )
     logits: Tensor = output.logits
     return logits
+
+
+@cache
+def _mask(device: torch.device) -> Tensor:
+    """The mask of passes over packed nodes; whatever it holds isn't read."""
+    with torch.inference_mode(False):
+        return pass_mask(device)
 
 
 @dataclass

@@ -1,0 +1,159 @@
+"""Resident memory of one generation in a fresh process; a program of its own, run by ``test_resident_memory.py``.
+
+Takes a seed, from which it draws the setting, and changes to the setting as JSON; prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import specmemo_kernels as sk
+
+MIB = 2**20
+
+
+def setting_of(seed: int) -> dict[str, Any]:
+    """A model of 10 to 60 MB, a budget and a call."""
+    draw = random.Random(seed)
+    hidden = draw.choice([256, 512, 1024])
+    return {
+        "hidden": hidden,
+        "intermediate": draw.choice([1, 2, 3]) * hidden,
+        "layers": draw.choice([2, 3]),
+        "kv_heads": draw.choice([hidden // 128, hidden // 64, hidden // 64]),
+        "vocab": draw.choice([2000, 8000]),
+        "dtype": draw.choice(["float32", "float32", "bfloat16"]),
+        "batch": draw.choice([1, 4, 8, 16]),
+        "budget": draw.choice([8, 16, 24, 32, 48, 64, 100]),
+        "drafter": draw.choice(["heads", "lookup", "model"]),
+        "graph": draw.choice([None, True]),
+        "kv_dtype": draw.choice([None, None, "int8"]),
+        "page_size": draw.choice([8, 16, 32]),
+        "tree": draw.choice([1, 4, 8]),
+        "prefill_chunk": draw.choice([64, 256]),
+        "plain_first": draw.choice([False, True]),
+        "new": 6,
+    }
+
+
+def resident() -> dict[str, int]:
+    """Bytes by name, of memory that isn't backed by files and of files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("Rss", "VmHWM"))}
+    return {"own": sizes["RssAnon"] + sizes["RssShmem"], "file": sizes["RssFile"], "peak": sizes["VmHWM"]}
+
+
+def peak_of(call: Callable[[], object]) -> int:
+    """The most memory of this process during ``call`` that isn't backed by files: looked at often, and the kernel's
+    own peak of everything less the files at the end, which only grow."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the kernel's peak starts anew
+        reset = True
+    except OSError:
+        reset = False
+    most, over = 0, threading.Event()
+
+    def look() -> None:
+        nonlocal most
+        while not over.is_set():
+            most = max(most, resident()["own"])
+            time.sleep(0.004)
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    call()
+    over.set()
+    looker.join()
+    end = resident()
+    return max(most, end["peak"] - end["file"] if reset else 0)
+
+
+def make_model(setting: dict[str, Any], layers: int) -> LlamaForCausalLM:
+    hidden = setting["hidden"]
+    config = LlamaConfig(
+        vocab_size=setting["vocab"], hidden_size=hidden, intermediate_size=setting["intermediate"],
+        num_hidden_layers=layers, num_attention_heads=hidden // 64, num_key_value_heads=setting["kv_heads"],
+        max_position_embeddings=8192, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config).to(getattr(torch, setting["dtype"])).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def prompts_of(setting: dict[str, Any], tokens: int, seed: int) -> dict[str, torch.Tensor]:
+    """Ragged prompts of ``tokens`` tokens together, padded on the left."""
+    generator = torch.Generator().manual_seed(seed)
+    share = 0.3 + torch.rand(setting["batch"], generator=torch.Generator().manual_seed(0))
+    lengths = [max(1, int(tokens * part)) for part in (share / share.sum()).tolist()]
+    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, -length:] = torch.randint(3, setting["vocab"], (length,), generator=generator)
+        mask[row, -length:] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def main(seed: int, setting: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model: Any = make_model(setting, setting["layers"])
+    dtype, drafter, graph = getattr(torch, setting["dtype"]), setting["drafter"], setting["graph"]
+    heads: Any = "prompt-lookup"
+    if drafter == "heads":
+        heads = sk.MedusaHeads(setting["hidden"], setting["vocab"], 2, own_lm_head=False).to(dtype)
+    elif drafter == "model":
+        heads = make_model(setting, 1)
+    options = {"max_new_tokens": setting["new"], "do_sample": False}
+    if setting["plain_first"]:
+        model.generate(**prompts_of(setting, 20 * setting["batch"], seed), **options)
+    gc.collect()
+    unpatched = resident()
+    try:
+        handle = sk.patch(
+            model, heads, memory_budget=setting["budget"] * MIB, tree=setting["tree"], max_batch_size=setting["batch"],
+            page_size=setting["page_size"], prefill_chunk=setting["prefill_chunk"], kv_dtype=setting["kv_dtype"],
+            graph=graph if drafter == "heads" else None,
+        )  # fmt: skip
+    except sk.BudgetError as error:
+        return {"refused": str(error)}
+    plan, patched = handle.plan, resident()
+    assert plan.max_tokens is not None
+    behind = setting["new"] + 2 * plan.tree.max_depth + 1 + plan.page_size
+    # Seconds rather than minutes: so many multiplications, and not too long rows.
+    layers = sum(p.numel() for p in model.model.layers.parameters())
+    most = min(20_000_000_000 // layers, 1500 * setting["batch"])
+    tokens = min(most, plan.max_tokens - setting["batch"] * behind)
+    peaks = []
+    for call in range(2):
+        inputs = prompts_of(setting, tokens, seed + call)
+        peaks.append(peak_of(lambda inputs=inputs: model.generate(**inputs, **options)))  # type: ignore[misc]
+    del inputs
+    handle.release()
+    gc.collect()
+    rest = resident()
+    return {
+        "parts": plan.parts,
+        # Heads were there before, and pages that no token came to are never touched.
+        "allowed": plan.budget - plan.parts["heads"],
+        "filled": tokens / plan.max_tokens,
+        "first": peaks[0] - patched["own"],
+        "repeated": peaks[1] - patched["own"],
+        "patch": patched["own"] - unpatched["own"],
+        "files": rest["file"] - unpatched["file"],
+        "released": rest["own"] - patched["own"],
+    }
+
+
+if __name__ == "__main__":
+    number = int(sys.argv[1])
+    print(json.dumps(main(number, setting_of(number) | json.loads(sys.argv[2]))))

@@ -1,0 +1,72 @@
+"""The budget and the process: what generation adds to resident memory, libraries and the allocator included."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MIB = 2**20
+PROGRAM = Path(__file__).with_name("resident_generation.py")
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/status").exists() or not hasattr(ctypes.CDLL(None), "malloc_trim"),
+    reason="memory is watched through /proc, and returned by glibc",
+)
+
+#: fp32 products whose packed matrices and activations are large beside the pages, and many short rows.
+LARGE = {
+    "hidden": 1024, "intermediate": 3072, "layers": 2, "kv_heads": 16, "vocab": 2000, "dtype": "float32", "batch": 4,
+    "budget": 32, "drafter": "lookup", "graph": None, "kv_dtype": None, "page_size": 16, "tree": 8,
+    "prefill_chunk": 256, "plain_first": False,
+}  # fmt: skip
+MANY = LARGE | {
+    "hidden": 512, "kv_heads": 8, "intermediate": 1536, "batch": 16, "budget": 16, "drafter": "heads", "graph": True,
+    "plain_first": True,
+}  # fmt: skip
+
+#: As many buffers as on any machine, and no spinning on a busy one.
+THREADS = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def measured(seed: int, **changes: Any) -> dict[str, Any]:
+    program = [sys.executable, str(PROGRAM), str(seed), json.dumps(changes)]
+    run = subprocess.run(program, capture_output=True, text=True, check=True, env=os.environ | THREADS)
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+def check(found: dict[str, Any]) -> None:
+    """A first and a second call, and what stays after ``release``. Patching itself imports modules."""
+    slack = max(found["allowed"] // 20, 4 * MIB)
+    assert found["first"] <= found["allowed"] + slack
+    assert found["repeated"] <= found["allowed"] + slack
+    assert found["patch"] <= 8 * MIB
+    assert found["released"] <= 4 * MIB
+
+
+@pytest.mark.parametrize("setting", [LARGE, MANY], ids=["large", "many"])
+def test_resident_memory_stays_within_the_budget(setting: dict[str, Any]) -> None:
+    found = measured(0, **setting)
+    check(found)
+    # A run that took no memory would show here.
+    assert found["first"] > 0.5 * found["allowed"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(30))
+def test_random_settings(seed: int) -> None:
+    """Budgets that the least plan doesn't fit are doubled until it does."""
+    budget = 0
+    for _ in range(5):
+        found = measured(seed, **({"budget": budget} if budget else {}))
+        if "refused" not in found:
+            break
+        budget = 2 * (budget or 16)
+    check(found)

@@ -1,0 +1,175 @@
+"""What the operator doesn't compute is refused by ``patch``, or runs the model's own generate with a warning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from family_models import family_model
+from tiny_models import VOCAB, OracleDrafter, tiny_model
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+import specmemo_kernels as sk
+
+PROMPT = torch.tensor([[5, 9, 3, 17, 22, 41, 8]])
+
+
+def greedy(model: PreTrainedModel, new: int = 12) -> torch.Tensor:
+    return model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=new, do_sample=False)
+
+
+def refused(model: PreTrainedModel, match: str) -> None:
+    """``patch`` names the reason, and the model is as before."""
+    before = type(model), dict(vars(model)), greedy(model)
+    with pytest.raises(sk.UnsupportedModel, match=match):
+        sk.patch(model, "prompt-lookup")
+    assert (type(model), vars(model)) == before[:2]
+    assert not model.get_output_embeddings()._forward_pre_hooks
+    assert torch.equal(greedy(model), before[2])
+
+
+def with_arguments(model: PreTrainedModel, **arguments: Any) -> PreTrainedModel:
+    """The same model, its attention modules called with further arguments, or others."""
+
+    def change(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs | {k: v(kwargs) if callable(v) else v for k, v in arguments.items()})
+
+    for layer in model.model.layers:
+        layer.self_attn.forward = partial(change, layer.self_attn.forward)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"position_bias": torch.zeros(1, 4, 1, 1)}, "LlamaAttention of layer 0 passes 'position_bias'"),
+        ({"head_mask": torch.ones(4)}, "'head_mask'"),
+        ({"never_heard_of": False}, "'never_heard_of'"),
+        ({"never_heard_of": 0}, "'never_heard_of'"),
+        ({"cu_seq_lens_q": torch.tensor([0, 1])}, "'cu_seq_lens_q'"),
+        ({"cache": object()}, "'cache'"),
+        ({"is_causal": False}, "is_causal=False"),
+        ({"output_attentions": True}, "output_attentions=True"),
+        ({"softcap": torch.tensor(5.0)}, "Tensor as softcap"),
+        ({"attention_mask": None}, "no attention mask"),
+        ({"attention_mask": lambda given: given["attention_mask"] + 0}, "an attention mask of its own"),
+        ({"attention_mask": lambda given: torch.zeros(1, 1, 1, 1)}, "an attention mask of its own"),
+        ({"sliding_window": 3}, "sliding_window=3"),
+    ],
+)
+def test_arguments_that_change_scores(arguments: dict[str, Any], match: str) -> None:
+    """An attention function's argument that isn't used is an error, whatever its value."""
+    refused(with_arguments(tiny_model("llama"), **arguments), match)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"attention_mask": lambda given: given["attention_mask"].to("cpu", torch.float32)},
+        {"attention_mask": lambda given: given["attention_mask"][:, :, :, :1000]},
+        {"output_attentions": False, "cache_position": torch.arange(3), "is_causal": None, "head_mask": None},
+    ],
+)
+def test_arguments_that_change_nothing(change: dict[str, Any]) -> None:
+    """Masks that were moved or sliced, and arguments without effect, are no reason to refuse."""
+    model = with_arguments(tiny_model("llama"), **change)
+    expected = greedy(model)
+    with sk.patch(model, OracleDrafter(expected.tolist(), 0.5), tree=5) as handle:
+        assert torch.equal(greedy(model), expected)
+        assert handle.stats.steps > 0
+
+
+def test_mask_from_data() -> None:
+    refused(family_model("doge"), "DogeAttention of layer 0 passes an attention mask of its own")
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_bidirectional_attention(family: str) -> None:
+    """Decoders that were configured as encoders."""
+    refused(tiny_model(family, is_causal=False), "is_causal=False|position 0 sees position 1")
+
+
+@pytest.mark.parametrize("family", ["bert", "electra", "roberta"])
+def test_an_encoder_is_no_decoder(family: str) -> None:
+    config = family_model(family).config
+    config.is_decoder = False
+    torch.manual_seed(0)
+    refused(AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval(), "position 0 sees position 1")
+
+
+def test_chunked_attention() -> None:
+    """A chunk far longer than the probe's prompt."""
+    small = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32, "vocab_size": VOCAB, "head_dim": 8}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2, "intermediate_size_mlp": 32}
+    config = CONFIG_MAPPING["llama4_text"](**small, attention_chunk_size=8192, pad_token_id=0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    from specmemo_kernels.integrations.hf_draft import attach
+    from specmemo_kernels.integrations.hf_probe import probe
+
+    detach = attach(model)
+    with pytest.raises(sk.UnsupportedModel, match="position 1048576 doesn't see position 1048575"):
+        probe(model)
+    detach()
+
+
+@pytest.mark.parametrize("window", [2, 5, 4096, 2**17 + 3])
+def test_window_of_the_mask_alone(window: int) -> None:
+    """A model that masks with a window of which it doesn't tell its attention function."""
+    torch.manual_seed(0)
+    config = family_model("phimoe").config
+    config.sliding_window = window
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    expected = greedy(model)
+    with sk.patch(model, OracleDrafter(expected.tolist(), 0.5), tree=5) as handle:
+        assert handle.facts.windows == (window, window)
+        assert torch.equal(greedy(model), expected)
+        assert handle.stats.steps > 0
+
+
+def test_window_of_the_cache_alone() -> None:
+    """Texts longer than what the model's cache keeps run the model's own generate, with a warning."""
+    torch.manual_seed(0)
+    config = family_model("moshi").config
+    config.sliding_window = 14
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    short, long = greedy(model, 7), greedy(model, 20)
+    with sk.patch(model, "prompt-lookup") as handle:
+        assert torch.equal(greedy(model, 7), short)
+        assert (steps := handle.stats.steps) > 0
+        with pytest.warns(UserWarning, match="cache keeps only 14 tokens"):
+            assert torch.equal(greedy(model, 20), long)
+        assert handle.stats.steps == steps
+        with pytest.raises(ValueError, match="cache keeps only 14 tokens"):
+            sk.generate_batch(model, [PROMPT[0]], max_new_tokens=20)
+
+
+def test_tokens_that_mix_outside_of_attention() -> None:
+    """Layers that read their neighbours would see other branches of a tree."""
+    model = tiny_model("llama")
+    model.model.layers[1].register_forward_pre_hook(lambda _, args: (args[0] + args[0].roll(1, dims=1), *args[1:]))
+    refused(model, "something beside attention mixes tokens")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_is_no_difference(dtype: torch.dtype) -> None:
+    for family in ("gemma2", "gpt_oss"):
+        sk.patch(tiny_model(family).to(dtype), "prompt-lookup").undo()
+
+
+def test_dropout_is_no_difference() -> None:
+    """A model in training mode is compared without dropout, and stays in training mode."""
+    model = tiny_model("llama", attention_dropout=0.5).train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    sk.patch(model, "prompt-lookup").undo()
+    assert [module.training for module in model.modules()] == modes
+
+
+@pytest.mark.parametrize("family", ["xlm", "openai-gpt"])
+def test_errors_of_the_model(family: str) -> None:
+    """A model whose code fails on packed nodes is refused, with its error."""
+    refused(family_model(family), "can't run a pass over packed nodes")
