@@ -51,4 +51,4 @@ class CMakeBuild(build_ext):  # type: ignore[misc]  # setuptools has no types
             )
 
 
-setup(ext_modules=[Extension("specmemo_kernels._cpu", sources=[])], cmdclass={"build_ext": CMakeBuild})
+setup(ext_modules=[Extension("specmemo_kernels.backends._cpu", sources=[])], cmdclass={"build_ext": CMakeBuild})

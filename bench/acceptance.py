@@ -23,7 +23,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from specmemo_kernels.acceptance import expected_tokens_per_step
+from specmemo_kernels.tree.acceptance import expected_tokens_per_step
 
 #: Categories that FastChat's MT-Bench generates greedily (its ``temperature_config``).
 GREEDY = {"extraction", "math", "coding", "reasoning"}

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import aot_kernels
 
-from specmemo_kernels.kernel_target import TARGETS
+from specmemo_kernels.backends.kernel_target import TARGETS
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -10,10 +10,10 @@ from typing import Any
 import aot_compile
 import torch
 
-from specmemo_kernels import kernel_config as config
+from specmemo_kernels.backends import kernel_config as config
+from specmemo_kernels.backends.kernel_target import TARGETS
 from specmemo_kernels.backends.triton import attention, lm_head, paged, runtime, verify
-from specmemo_kernels.kernel_target import TARGETS
-from specmemo_kernels.weight_codes import GROUP
+from specmemo_kernels.ops.weight_codes import GROUP
 
 KV_TYPES = {None: 0, "int8": 1, "fp8": 2}
 NO_SCALES = {"k_scales_ptr": None, "v_scales_ptr": None}

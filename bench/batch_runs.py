@@ -13,10 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import specmemo_kernels as sk
-from specmemo_kernels.batch import TreeBatch
 from specmemo_kernels.cli.common import load_model, load_tokenizer
-from specmemo_kernels.memory_tracker import MemoryTracker
-from specmemo_kernels.step_attention import StepAttention
+from specmemo_kernels.forward.batch import TreeBatch
+from specmemo_kernels.forward.step_attention import StepAttention
+from specmemo_kernels.planning.memory_tracker import MemoryTracker
 
 #: A forward pass: its rows, and how many of them the lm_head sees.
 Pass = tuple[int, int]

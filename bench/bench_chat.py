@@ -26,7 +26,7 @@ from timing import environment
 
 import specmemo_kernels as sk
 from specmemo_kernels.cli.common import demo_model_folder, load_model, load_tokenizer
-from specmemo_kernels.memory_tracker import MemoryTracker
+from specmemo_kernels.planning.memory_tracker import MemoryTracker
 
 Row = dict[str, Any]
 

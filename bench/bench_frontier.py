@@ -44,9 +44,9 @@ from step_profile import PASSES, breakdown
 from timing import environment
 
 import specmemo_kernels as sk
-from specmemo_kernels.acceptance import DEFAULT_ACCURACY, best_first_paths
 from specmemo_kernels.cli.common import demo_model_folder, hide_loading_bars, load_model, load_tokenizer
-from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, best_first_paths
+from specmemo_kernels.tree.draft_tree import DraftTree
 
 BUNDLED = "bundled"
 #: A budget doesn't know how long the conversations are, so a smaller chunk is asked for where they don't fit.

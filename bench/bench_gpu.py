@@ -13,7 +13,7 @@ from cases import AttentionCase, mask_words, random_parents
 from gpu_timing import copy_bandwidth, graph_seconds, matmul_rate
 
 from specmemo_kernels import ops
-from specmemo_kernels.page_order import swap_order
+from specmemo_kernels.cache.page_order import swap_order
 
 Row = dict[str, Any]
 Check = Callable[[dict[str, Any], dict[str, torch.Tensor], torch.dtype], None]

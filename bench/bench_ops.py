@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python_tests"))
 from cases import AttentionCase, attention_budget, attention_inputs
 
 from specmemo_kernels import ops
-from specmemo_kernels.page_order import empty_pages
+from specmemo_kernels.cache.page_order import empty_pages
 
 MODELS = {"llama2-7b": (32, 32, 128), "llama3-8b": (32, 8, 128), "llama-70b-tp8": (8, 1, 128)}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}

@@ -31,11 +31,11 @@ from shapes import SHAPES, random_heads, random_model
 from timing import environment
 
 import specmemo_kernels
-from specmemo_kernels.baselines import Workload
-from specmemo_kernels.cost import Message, decode_pass, pass_seconds, step_messages
-from specmemo_kernels.device import known_device
-from specmemo_kernels.footprint import HeadsSpec
-from specmemo_kernels.model_spec import ModelSpec
+from specmemo_kernels.planning.baselines import Workload
+from specmemo_kernels.planning.cost import Message, decode_pass, pass_seconds, step_messages
+from specmemo_kernels.planning.device import known_device
+from specmemo_kernels.planning.footprint import HeadsSpec
+from specmemo_kernels.planning.model_spec import ModelSpec
 
 PROMPT, HEADS = 128, 3
 SIZES = (64, 1024, 16384, 262144, 1048576)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specmemo_kernels.demo_data import is_held_out, library_files
+from specmemo_kernels.cli.demo_data import is_held_out, library_files
 
 #: Characters of English per token of Llama's tokenizer, about; where there is no tokenizer, prompts get this length.
 CHARACTERS_PER_TOKEN = 4

@@ -15,7 +15,7 @@ from part_tracker import LabelledCache, PartTracker
 from replay import Ranks, ReplayedAccept, ReplayedTarget
 
 import specmemo_kernels as sk
-from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.tree.draft_tree import DraftTree
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from specmemo_kernels.page_order import swap_order
+from specmemo_kernels.cache.page_order import swap_order
 
 Tensor = torch.Tensor
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specmemo_kernels
 from specmemo_kernels.cli.common import demo_model_folder
-from specmemo_kernels.demo_data import is_held_out, library_files
+from specmemo_kernels.cli.demo_data import is_held_out, library_files
 
 
 def prompts_from(tokenizer: Any, count: int, tokens: int, seed: int) -> list[torch.Tensor]:

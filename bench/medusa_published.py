@@ -10,7 +10,7 @@ What makes it use the memory that it uses is kept:
 What its own code loses beyond that is not: the model's dtype throughout, fused attention instead of matrices of
 scores, all heads' logits written to one tensor instead of a list and its copy, prefill logits dropped as soon as the
 last row is taken, and no forward pass for the last token. So it needs less here than in its own code
-(``specmemo_kernels.baselines.medusa_parts`` has that).
+(``specmemo_kernels.planning.baselines.medusa_parts`` has that).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.profiler import record_function
 from transformers import Cache
 
 from specmemo_kernels import MedusaHeads
-from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.tree.draft_tree import DraftTree
 
 Tensor = torch.Tensor
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from specmemo_kernels.memory_tracker import MemoryTracker
+from specmemo_kernels.planning.memory_tracker import MemoryTracker
 
 #: In the order in which pictures stack them.
 PARTS = ("heads", "KV cache", "candidates' KV", "logits", "activations")

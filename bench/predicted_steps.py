@@ -24,13 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from timing import environment
 
 import specmemo_kernels
-from specmemo_kernels.baselines import Workload
 from specmemo_kernels.cli.common import demo_model_folder
-from specmemo_kernels.cost import decode_pass, pass_seconds, plain_speed, prefill_seconds
-from specmemo_kernels.device import DeviceProfile
-from specmemo_kernels.device_probe import probe
-from specmemo_kernels.footprint import HeadsSpec
-from specmemo_kernels.model_spec import ModelSpec
+from specmemo_kernels.planning.baselines import Workload
+from specmemo_kernels.planning.cost import decode_pass, pass_seconds, plain_speed, prefill_seconds
+from specmemo_kernels.planning.device import DeviceProfile
+from specmemo_kernels.planning.device_probe import probe
+from specmemo_kernels.planning.footprint import HeadsSpec
+from specmemo_kernels.planning.model_spec import ModelSpec
 
 PROMPT, NEW, CHUNK = 512, 96, 256
 

@@ -7,7 +7,7 @@ values) runs for real.
 
 The ranks follow the heads' published accuracies, raised to a power (below 1: easier text) that is chosen per turn of a
 conversation so that the published tree writes as many tokens per step as the published run did in that turn. Heads are
-taken as independent, as in :mod:`specmemo_kernels.acceptance`.
+taken as independent, as in :mod:`specmemo_kernels.tree.acceptance`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from typing import Any
 
 import torch
 
-from specmemo_kernels.acceptance import (
+from specmemo_kernels.forward.batch import TreeBatch
+from specmemo_kernels.forward.step_attention import StepAttention
+from specmemo_kernels.forward.target import TargetModel, TargetOutput
+from specmemo_kernels.tree.acceptance import (
     DEFAULT_ACCURACY,
     Accuracy,
     best_first_paths,
@@ -30,10 +33,7 @@ from specmemo_kernels.acceptance import (
     extrapolated,
     rank_probabilities,
 )
-from specmemo_kernels.batch import TreeBatch
-from specmemo_kernels.step_attention import StepAttention
-from specmemo_kernels.tree import DraftTree
-from specmemo_kernels.verify import TargetModel, TargetOutput
+from specmemo_kernels.tree.draft_tree import DraftTree
 
 Tensor = torch.Tensor
 Ranks = tuple[int, ...]

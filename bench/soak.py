@@ -28,7 +28,7 @@ from soak import soak
 
 import specmemo_kernels as sk
 from specmemo_kernels.cli.common import demo_model_folder, load_model, load_tokenizer
-from specmemo_kernels.demo_data import is_held_out, library_files
+from specmemo_kernels.cli.demo_data import is_held_out, library_files
 
 
 def main(

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from specmemo_kernels.cache.huge_pages import prefer_huge_pages
 from specmemo_kernels.cli.env import collect_env
-from specmemo_kernels.huge_pages import prefer_huge_pages
 
 
 def copies(*data: torch.Tensor, nbytes: int = 128 * 2**20) -> Iterator[tuple[torch.Tensor, ...]]:

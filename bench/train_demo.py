@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from specmemo_kernels.demo_data import is_held_out, library_files
+from specmemo_kernels.cli.demo_data import is_held_out, library_files
 from specmemo_kernels.drafting.medusa_heads import MedusaHeads
 
 EOS = "<|endoftext|>"

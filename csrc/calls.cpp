@@ -224,7 +224,7 @@ void add_shortened_type(py::module_& module) {
       {Py_tp_methods, methods},
       {0, nullptr},
   };
-  static PyType_Spec spec = {"specmemo_kernels._cpu.Shortened", sizeof(Shortened), 0,
+  static PyType_Spec spec = {"specmemo_kernels.backends._cpu.Shortened", sizeof(Shortened), 0,
                              Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, slots};
   const auto type = py::reinterpret_steal<py::object>(PyType_FromSpec(&spec));
   if (!type) throw py::error_already_set();

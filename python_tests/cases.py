@@ -9,7 +9,7 @@ import torch
 
 from specmemo_kernels import ops
 from specmemo_kernels.backends import reference
-from specmemo_kernels.kv_storage import KV_DTYPES
+from specmemo_kernels.cache.kv_storage import KV_DTYPES
 
 
 @dataclass(frozen=True)

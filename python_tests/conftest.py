@@ -20,7 +20,7 @@ def poisoned_memory() -> Iterator[None]:
 
 def _poison_kernel_outputs() -> None:
     """What the C++ kernels allocate, which torch doesn't fill; where they aren't built there is nothing to do."""
-    if importlib.util.find_spec("specmemo_kernels._cpu") is not None:
-        from specmemo_kernels import _cpu
+    if importlib.util.find_spec("specmemo_kernels.backends._cpu") is not None:
+        from specmemo_kernels.backends import _cpu
 
         _cpu.fill_new_tensors(True)

@@ -15,10 +15,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from specmemo_kernels.integrations.hf_attach import attach
-from specmemo_kernels.integrations.hf_probe import _like_attention
-from specmemo_kernels.integrations.hf_target import run_packed, tapped
-from specmemo_kernels.memory_tracker import MemoryTracker
+from specmemo_kernels.integrations.hf.attach import attach
+from specmemo_kernels.integrations.hf.probe import _like_attention
+from specmemo_kernels.integrations.hf.target import run_packed, tapped
+from specmemo_kernels.planning.memory_tracker import MemoryTracker
 
 LLAMA = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}
 #: As published on the hub (meta-llama/Llama-2-7b-hf, Llama-3.1-8B, Llama-2-70b-hf).

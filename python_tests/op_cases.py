@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from cases import in_order, random_parents
 
-from specmemo_kernels.kv_storage import KV_DTYPES
+from specmemo_kernels.cache.kv_storage import KV_DTYPES
 
 
 @dataclass(frozen=True)

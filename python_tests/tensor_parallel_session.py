@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import StoppingCriteria
 
 import specmemo_kernels
-from specmemo_kernels.integrations.hf_target import local_part
-from specmemo_kernels.weight_codes import pack
+from specmemo_kernels.integrations.hf.target import local_part
+from specmemo_kernels.ops.weight_codes import pack
 
 
 class Traffic(TorchDispatchMode):

@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specmemo_kernels.acceptance import (
+from specmemo_kernels.tree.acceptance import (
     DEFAULT_ACCURACY,
     best_first_paths,
     expected_tokens_per_step,
     extrapolated,
     rank_probabilities,
 )
-from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.tree.draft_tree import DraftTree
 
 Heads = list[list[float]]
 

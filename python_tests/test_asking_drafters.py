@@ -8,10 +8,10 @@ import pytest
 from test_drafters import toy_draft
 from toy_model import PROMPTS, decoder, empty, finish, same_as_plain
 
-from specmemo_kernels.acceptance import RunningAcceptance
-from specmemo_kernels.decode import SequenceState
-from specmemo_kernels.tree import DraftTree
-from specmemo_kernels.tree_choice import Outlook, PassSeconds, TreeChooser
+from specmemo_kernels.engine.decode import SequenceState
+from specmemo_kernels.tree.acceptance import RunningAcceptance
+from specmemo_kernels.tree.choice import Outlook, PassSeconds, TreeChooser
+from specmemo_kernels.tree.draft_tree import DraftTree
 
 CHAIN = DraftTree.chain(4)
 TARGET = PassSeconds(((1, 3.0), (8, 3.4), (128, 12.0)))

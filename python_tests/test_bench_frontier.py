@@ -15,9 +15,9 @@ import torch
 from tiny_models import VOCAB, tiny_model
 
 import specmemo_kernels as sk
-from specmemo_kernels.acceptance import DEFAULT_ACCURACY, best_first_paths, expected_tokens_per_step, extrapolated
-from specmemo_kernels.memory_tracker import MemoryTracker
-from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.planning.memory_tracker import MemoryTracker
+from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, best_first_paths, expected_tokens_per_step, extrapolated
+from specmemo_kernels.tree.draft_tree import DraftTree
 
 TREE = DraftTree.from_paths(best_first_paths(DEFAULT_ACCURACY[:3], 11))
 

@@ -389,7 +389,7 @@ def test_processors_get_one_row(
 
 def test_every_built_in_is_known_or_falls_back() -> None:
     """A processor that a newer version adds is not taken for row-wise."""
-    from specmemo_kernels.integrations.hf_processors import _ROW_WISE
+    from specmemo_kernels.integrations.hf.processors import _ROW_WISE
 
     kinds = [kind for _, kind in inspect.getmembers(logits_process, inspect.isclass)]
     kinds = [kind for kind in kinds if issubclass(kind, LogitsProcessor) and kind is not LogitsProcessor]

@@ -8,10 +8,10 @@ from test_families import batch, greedy
 from tiny_models import random_heads, tiny_model
 
 import specmemo_kernels as sk
-from specmemo_kernels.decode import SequenceState
-from specmemo_kernels.integrations.hf_chat import longest_text
-from specmemo_kernels.memory_tracker import MemoryTracker
-from specmemo_kernels.scheduler import FIRST_TOKENS
+from specmemo_kernels.engine.decode import SequenceState
+from specmemo_kernels.engine.scheduler import FIRST_TOKENS
+from specmemo_kernels.integrations.hf.chat import longest_text
+from specmemo_kernels.planning.memory_tracker import MemoryTracker
 
 
 @pytest.mark.parametrize("graph", [True, False])
@@ -55,7 +55,7 @@ def ends_after(tokens: int):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("drafter", ["heads", "graph", "model", "lookup"])
 def test_pages_come_as_they_are_needed(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a budget the pool grows with what is written, sequences keep their pages, and no token is lost."""
-    monkeypatch.setattr("specmemo_kernels.scheduler.FIRST_TOKENS", 24)
+    monkeypatch.setattr("specmemo_kernels.engine.scheduler.FIRST_TOKENS", 24)
     model = tiny_model("llama", seed=4)
     heads = {"model": tiny_model("llama", seed=4, num_hidden_layers=1), "lookup": "prompt-lookup"}
     prompts = batch((9, 5, 7))

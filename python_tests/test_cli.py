@@ -18,7 +18,7 @@ from specmemo_kernels import MedusaHeads
 from specmemo_kernels.cli import app
 from specmemo_kernels.cli.demo_runs import Pair
 from specmemo_kernels.cli.demo_view import Feed
-from specmemo_kernels.tree_choice import TreeChooser
+from specmemo_kernels.tree.choice import TreeChooser
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
 

@@ -21,8 +21,8 @@ from typer.testing import CliRunner, Result
 import specmemo_kernels
 from specmemo_kernels.cli import app
 from specmemo_kernels.cli.chat import Chat
-from specmemo_kernels.integrations.hf_chat import ChatSession
-from specmemo_kernels.model_spec import ModelSpec
+from specmemo_kernels.integrations.hf.chat import ChatSession
+from specmemo_kernels.planning.model_spec import ModelSpec
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 

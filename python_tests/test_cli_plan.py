@@ -12,9 +12,9 @@ from typer.testing import CliRunner, Result
 
 from specmemo_kernels import MedusaHeads
 from specmemo_kernels.cli import app
-from specmemo_kernels.device import DeviceProfile
 from specmemo_kernels.drafting import head_files
-from specmemo_kernels.memory_plan import parse_bytes
+from specmemo_kernels.planning.device import DeviceProfile
+from specmemo_kernels.planning.memory_plan import parse_bytes
 
 
 def run(*args: object) -> Result:

@@ -14,7 +14,8 @@ import torch
 from cases import ATTENTION_CASES, QUANTISED_CASES, AttentionCase, attention_budget, attention_inputs, one_sequence
 from op_cases import PAGED_CASES, PagedCase, append_inputs, commit_inputs
 
-from specmemo_kernels import _cpu, ops
+from specmemo_kernels import ops
+from specmemo_kernels.backends import _cpu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LONG = AttentionCase("several_splits", (1500, 40, 511), (9, 3, 2), num_qo_heads=4, num_kv_heads=1)
@@ -214,7 +215,8 @@ def test_the_workspace_is_no_larger_than_declared(
 import sys, torch
 sys.path.insert(0, {os.path.dirname(__file__)!r})
 from cases import AttentionCase, attention_inputs
-from specmemo_kernels import _cpu, ops
+from specmemo_kernels import ops
+from specmemo_kernels.backends import _cpu
 torch.set_num_threads({threads_set})
 splits, case_dtype = 0, {"torch.int8" if kv_dtype else None}
 for lengths, nodes, tree in (((3000,), (64,), True), ((900, 5), (7, 64), True), ((0, 100), (300, 200), False)):
@@ -262,12 +264,12 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
 
 
 def test_an_instruction_set_can_be_forced() -> None:
-    code = "import torch; from specmemo_kernels import _cpu; print(_cpu.isa())"
+    code = "import torch; from specmemo_kernels.backends import _cpu; print(_cpu.isa())"
     assert run_python(code, SPECMEMO_CPU_ISA="baseline").stdout.strip() == "baseline"
 
 
 def test_an_unknown_instruction_set_is_an_error_that_lists_the_known() -> None:
-    code = "import torch; from specmemo_kernels import _cpu; print(_cpu.isa())"
+    code = "import torch; from specmemo_kernels.backends import _cpu; print(_cpu.isa())"
     result = run_python(code, SPECMEMO_CPU_ISA="mmx")
     assert result.returncode != 0
     assert "SPECMEMO_CPU_ISA is 'mmx', this machine can run" in result.stderr

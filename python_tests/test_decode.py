@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_model import PROMPTS, TARGET, VOCAB, ToyDrafter, ToyTarget, decoder, finish, plain, same_as_plain
 
-from specmemo_kernels.batch import TreeBatch
-from specmemo_kernels.decode import SequenceState, TargetOutput
-from specmemo_kernels.step_attention import StepAttention
-from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.engine.decode import SequenceState
+from specmemo_kernels.forward.batch import TreeBatch
+from specmemo_kernels.forward.step_attention import StepAttention
+from specmemo_kernels.forward.target import TargetOutput
+from specmemo_kernels.tree.draft_tree import DraftTree
 
 BUSHY = DraftTree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [2], [0, 0, 0, 0], [1, 0, 1]])
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 from toy_model import PROMPTS, TARGET, VOCAB, ToyDrafter, ToyTarget, decoder, empty, finish, plain, same_as_plain
 
-from specmemo_kernels.batch import TreeBatch
-from specmemo_kernels.decode import SequenceState, TargetOutput
+from specmemo_kernels.cache.paged_kv import OutOfPages
 from specmemo_kernels.drafting import DraftInput
-from specmemo_kernels.paged_kv import OutOfPages
-from specmemo_kernels.stats import DecodeStats
-from specmemo_kernels.step_attention import StepAttention
-from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.engine.decode import SequenceState
+from specmemo_kernels.engine.stats import DecodeStats
+from specmemo_kernels.forward.batch import TreeBatch
+from specmemo_kernels.forward.step_attention import StepAttention
+from specmemo_kernels.forward.target import TargetOutput
+from specmemo_kernels.tree.draft_tree import DraftTree
 
 TREE = DraftTree.from_paths([[0], [1], [0, 0], [0, 1], [0, 0, 0]])
 

@@ -9,8 +9,8 @@ import torch
 
 import specmemo_kernels
 from specmemo_kernels.cli.common import load_model, load_tokenizer
-from specmemo_kernels.demo_data import is_held_out, library_files
-from specmemo_kernels.tree_choice import TreeChooser
+from specmemo_kernels.cli.demo_data import is_held_out, library_files
+from specmemo_kernels.tree.choice import TreeChooser
 
 FOLDER = Path(specmemo_kernels.__file__).parent / "demo_model"
 PROMPTS = 50

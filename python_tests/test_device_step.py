@@ -18,16 +18,16 @@ from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import specmemo_kernels as sk
-from specmemo_kernels import step_graph
-from specmemo_kernels.batch import tree_layout
-from specmemo_kernels.device_step import DeviceStep, StepShape, StepState
+from specmemo_kernels.cache.kv_storage import LayerKV
+from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting.base import candidate_columns
 from specmemo_kernels.drafting.medusa import MedusaDrafter
-from specmemo_kernels.integrations.hf_draft import attach
-from specmemo_kernels.integrations.hf_target import HFTarget, ModelFacts, lm_head
-from specmemo_kernels.kv_storage import LayerKV
-from specmemo_kernels.paged_kv import PagedKVPool
-from specmemo_kernels.step_graph import CudaCapture, StepCache
+from specmemo_kernels.engine import step_graph
+from specmemo_kernels.engine.device_step import DeviceStep, StepShape, StepState
+from specmemo_kernels.engine.step_graph import CudaCapture, StepCache
+from specmemo_kernels.forward.batch import tree_layout
+from specmemo_kernels.integrations.hf.draft import attach
+from specmemo_kernels.integrations.hf.target import HFTarget, ModelFacts, lm_head
 
 #: Operators that read values on the host, or make as many elements as the values say.
 ASKING = {

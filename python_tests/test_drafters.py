@@ -14,13 +14,13 @@ from toy_model import PROMPTS, ToyTarget, decoder, empty, finish, plain, same_as
 from transformers import PreTrainedModel
 
 import specmemo_kernels as sk
-from specmemo_kernels.decode import SequenceState
 from specmemo_kernels.drafting import DraftInput
 from specmemo_kernels.drafting.base import PagedDrafter, StatefulDrafter
 from specmemo_kernels.drafting.draft_model import DraftModelDrafter
 from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
-from specmemo_kernels.scheduler import Scheduler, submit_all
-from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.engine.decode import SequenceState
+from specmemo_kernels.engine.scheduler import Scheduler, submit_all
+from specmemo_kernels.tree.draft_tree import DraftTree
 
 
 def looked_up(tokens: list[int], depth: int, count: int, longest: int, shortest: int) -> list[list[int]]:

@@ -184,8 +184,8 @@ def test_refused_by_name(family: str, reason: str) -> None:
         "num_local_experts": 2,
     }
     config = CONFIG_MAPPING[family](**small)
-    from specmemo_kernels.integrations.hf_attention import UnsupportedModel
-    from specmemo_kernels.integrations.hf_probe import check_config
+    from specmemo_kernels.integrations.hf.attention import UnsupportedModel
+    from specmemo_kernels.integrations.hf.probe import check_config
 
     with pytest.raises(UnsupportedModel, match=reason):
         check_config(config)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specmemo_kernels import batch
 from specmemo_kernels.drafting import base
-from specmemo_kernels.footprint import KEPT_LAYOUTS, GenerationShape, Load, PassBytes, fixed_parts, page_parts
+from specmemo_kernels.forward import batch
+from specmemo_kernels.planning.footprint import KEPT_LAYOUTS, GenerationShape, Load, PassBytes, fixed_parts, page_parts
 
 moments = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**5)), min_size=1, max_size=20)
 rows = st.integers(1, 600)

@@ -10,8 +10,8 @@ from test_families import batch, greedy
 from tiny_models import VOCAB, tiny_model
 
 import specmemo_kernels as sk
-from specmemo_kernels.memory_monitor import DeviceMonitor
-from specmemo_kernels.scheduler import Scheduler
+from specmemo_kernels.engine.memory_monitor import DeviceMonitor
+from specmemo_kernels.engine.scheduler import Scheduler
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]
 MIB = 2**20

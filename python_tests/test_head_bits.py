@@ -17,17 +17,18 @@ from tiny_models import VOCAB as TINY_VOCAB
 from tiny_models import OracleDrafter, tiny_model
 
 import specmemo_kernels as sk
-from specmemo_kernels import ops, weight_codes
-from specmemo_kernels.acceptance import expected_tokens_per_step
-from specmemo_kernels.baselines import Workload, medusa_parts
-from specmemo_kernels.cost import Pass, medusa_speed, pass_seconds
+from specmemo_kernels import ops
 from specmemo_kernels.drafting.load_heads import HeadsError, describe_heads, load_heads
 from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.drafting.medusa_heads import MedusaHeads
-from specmemo_kernels.footprint import HeadsSpec, weight_bytes
-from specmemo_kernels.memory_tracker import MemoryTracker
-from specmemo_kernels.planner import plan_memory, problem_of
-from specmemo_kernels.search import candidates, tree_paths
+from specmemo_kernels.ops import weight_codes
+from specmemo_kernels.planning.baselines import Workload, medusa_parts
+from specmemo_kernels.planning.cost import Pass, medusa_speed, pass_seconds
+from specmemo_kernels.planning.footprint import HeadsSpec, weight_bytes
+from specmemo_kernels.planning.memory_tracker import MemoryTracker
+from specmemo_kernels.planning.planner import plan_memory, problem_of
+from specmemo_kernels.planning.search import candidates, tree_paths
+from specmemo_kernels.tree.acceptance import expected_tokens_per_step
 
 Tensors = dict[str, torch.Tensor]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specmemo_kernels.host_memory import host_free, host_memory
+from specmemo_kernels.planning.host_memory import host_free, host_memory
 
 GIB = 2**30
 #: A limit of version 1 that is none.

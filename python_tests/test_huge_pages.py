@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from specmemo_kernels.huge_pages import HUGE_PAGE, prefer_huge_pages
-from specmemo_kernels.page_order import empty_pages
+from specmemo_kernels.cache.huge_pages import HUGE_PAGE, prefer_huge_pages
+from specmemo_kernels.cache.page_order import empty_pages
 
 MAPS = Path("/proc/self/smaps")
 pytestmark = pytest.mark.skipif(

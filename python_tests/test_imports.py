@@ -16,58 +16,10 @@ NAME = "specmemo_kernels"
 SOURCES = {path.relative_to(PACKAGE): path for path in sorted(PACKAGE.rglob("*.py"))}
 PARTS = {path.name for path in PACKAGE.iterdir() if path.is_dir()} | {path.stem for path in PACKAGE.glob("*.py")}
 
-#: What the parts of the lowest layers may import of the package; a part that isn't listed is bound by the tests below.
-ALLOWED: dict[str, set[str]] = {
-    "device": set(),
-    "device_probe": {"device", "kernel_target"},
-    "model_config": set(),
-    "model_spec": {"model_config"},
-    "huge_pages": set(),
-    "page_order": {"huge_pages"},
-    "kv_storage": {"page_order"},
-    "weight_codes": set(),
-    "footprint": {"model_spec", "kv_storage", "weight_codes"},
-    "baselines": {"model_spec", "footprint"},
-    "acceptance": set(),
-    "tree": set(),
-    "tree_choice": {"tree", "acceptance"},
-    "kernel_target": set(),
-    "kernel_config": {"kernel_target"},
-    "cost": {"model_spec", "device", "footprint", "baselines"},
-    "search": {"acceptance", "device", "model_spec", "footprint", "baselines", "cost"},
-    "memory_plan": {"tree", "footprint", "kernel_config"},
-    "planner": {
-        "tree", "acceptance", "device", "model_spec", "footprint", "baselines", "search", "kernel_config",
-        "memory_plan",
-    },
-    "prefix_index": set(),
-    "paged_kv": {"kv_storage", "prefix_index"},
-    "batch": {"tree"},
-    "stats": set(),
-    "sampling": set(),
-    "sequence": {"sampling"},
-    "memory_tracker": set(),
-    "step_attention": {"tree", "paged_kv", "batch", "ops"},
-    "verify": {"ops", "batch", "sequence", "step_attention"},
-    "sampled": {"batch", "sampling", "sequence", "verify"},
-    "drafting": {
-        "tree", "acceptance", "ops", "batch", "kv_storage", "paged_kv", "step_attention", "verify", "weight_codes",
-    },
-    "memory_monitor": set(),
-    "pressure": {"memory_monitor"},
-    "prefill": {"tree", "batch", "paged_kv", "sequence"},
-    "propose": {"tree", "batch", "paged_kv", "sequence", "drafting", "verify"},
-    "device_step": {
-        "tree", "batch", "kv_storage", "paged_kv", "sequence", "drafting", "verify", "step_attention", "propose",
-    },
-    "step_graph": {"tree", "paged_kv", "sequence", "drafting", "verify", "device_step"},
-    "late_steps": {"tree", "paged_kv", "sequence", "verify", "device_step", "step_graph"},
-    "decode": {
-        "tree", "acceptance", "ops", "batch", "paged_kv", "drafting", "stats", "step_attention", "memory_plan",
-        "sequence", "verify", "tree_choice", "prefill", "propose", "late_steps",
-    },
-    "scheduler": {"paged_kv", "sequence", "decode", "drafting", "memory_monitor", "pressure"},
-}  # fmt: skip
+#: Folders and modules of the package root: each imports only from those further left. ``ops`` loads backends on use.
+ORDER = (
+    "arguments", "tree", "cache", "ops", "backends", "forward", "planning", "drafting", "engine", "integrations", "cli",
+)  # fmt: skip
 
 
 def part(module: str) -> str:
@@ -114,16 +66,33 @@ def targets(path: Path) -> set[str]:
 
 def test_the_walk_sees_imports() -> None:
     """Known ones, so that an empty answer elsewhere means something."""
-    assert {"batch", "paged_kv", "verify", "drafting"} <= targets(Path("decode.py"))
-    assert ("specmemo_kernels.tree", True) in imports(Path("batch.py"))
-    assert imports(Path("tree.py")) == []
+    assert {"forward", "cache", "drafting", "tree"} <= targets(Path("engine/decode.py"))
+    assert ("specmemo_kernels.tree.draft_tree", True) in imports(Path("forward/batch.py"))
+    assert imports(Path("arguments.py")) == []
 
 
-@pytest.mark.parametrize("name", ALLOWED)
-def test_layers(name: str) -> None:
-    """The lower parts import what the layer below offers, nothing else (parts that don't exist yet import nothing)."""
-    used = {target for path in SOURCES if owner(path) == name for target in targets(path)}
-    assert used <= ALLOWED[name], f"{name} imports {sorted(used - ALLOWED[name])}"
+def test_every_part_has_its_place() -> None:
+    assert PARTS - {"__init__", "__pycache__", "demo_model"} == set(ORDER)
+    # A build in place adds the compiled module to backends/, and Python its caches.
+    assert len([path for path in PACKAGE.iterdir() if path.name != "__pycache__"]) <= 14
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=str)
+def test_imports_go_left(path: Path) -> None:
+    """Only from folders further left, also where an import waits until it is needed."""
+    if owner(path) != "__init__":
+        allowed = {"__init__", *ORDER[: ORDER.index(owner(path))]}  # of the front, __version__ alone
+        assert targets(path) <= allowed, f"{path} imports {sorted(targets(path) - allowed)}"
+
+
+def test_no_circles() -> None:
+    """No module needs itself to be imported; what a function imports when it is called doesn't count."""
+    names = {NAME + "." + ".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES}
+    needs = {name: {m for m, eager in imports(path) if eager and m in names} - {name} for name, path in names.items()}
+    while free := [name for name, needed in needs.items() if not needed & needs.keys()]:
+        for name in free:
+            del needs[name]
+    assert not needs, f"import circles among {sorted(needs)}"
 
 
 def test_backends_stand_alone() -> None:
@@ -134,23 +103,17 @@ def test_backends_stand_alone() -> None:
         backend = f"{NAME}.backends.{path.parts[1].removesuffix('.py')}"
         for module, _ in imports(path):
             compiled = module.rpartition(".")[2].startswith("_") and module.startswith(f"{NAME}.")
-            inside = module in (
-                backend,
-                *(f"{NAME}.{name}" for name in ("kernel_config", "kernel_target", "page_order")),
-            ) or module.startswith(backend + ".")
-            if module == NAME or module == f"{NAME}.backends":
+            shared = (f"{NAME}.backends.kernel_config", f"{NAME}.backends.kernel_target", f"{NAME}.cache.page_order")
+            inside = module in (backend, *shared) or module.startswith(backend + ".")
+            if module == f"{NAME}.backends":
                 compiled = "cpu" in path.parts[1]
             assert inside or compiled, f"{path} imports {module}"
 
 
 def test_ops_load_backends_lazily() -> None:
-    """No import statement of ops names a backend; importing ops loads none."""
-    used = {target for path in SOURCES if owner(path) == "ops" for target in targets(path)}
-    assert used <= {"weight_codes", "page_order"}
-    assert (
-        run("import specmemo_kernels.ops, sys; print([m for m in sys.modules if 'specmemo_kernels.backends' in m])")
-        == "[]"
-    )
+    """Importing ops loads no backend; of the compiled module it uses the memo of calls."""
+    code = f"import {NAME}.ops, sys; print(sorted(m for m in sys.modules if m.startswith('{NAME}.backends.')))"
+    assert run(code) in ("[]", f"['{NAME}.backends._cpu']")
 
 
 def test_nobody_imports_the_top() -> None:
@@ -209,8 +172,12 @@ blocked = ("transformers", "triton", "{NAME}.backends.cpu", "{NAME}.backends.tri
 for name in blocked:
     sys.modules[name] = None
 import torch
-from {NAME} import ops, decode, kernel_config, planner, memory_plan, acceptance, drafting, memory_tracker, stats
+from {NAME} import ops, drafting
+from {NAME}.backends import kernel_config
 from {NAME}.drafting import medusa
+from {NAME}.engine import decode, stats
+from {NAME}.planning import memory_plan, memory_tracker, planner
+from {NAME}.tree import acceptance
 print(ops.lm_head_argmax(torch.eye(3), torch.eye(3)).tolist(), ops.unavailable("triton") is not None)
 print(kernel_config.choose_config("sm_90", 128, 128, 4, 25, torch.float16, 16).block_m)
 """
@@ -223,6 +190,6 @@ def test_lazy_names_are_the_public_ones() -> None:
     for name in specmemo_kernels.__all__:
         assert getattr(specmemo_kernels, name) is not None
     assert {*specmemo_kernels._HOME, "__version__"} == set(specmemo_kernels.__all__)
-    assert specmemo_kernels.DraftTree.__module__ == f"{NAME}.tree"
+    assert specmemo_kernels.DraftTree.__module__ == f"{NAME}.tree.draft_tree"
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         specmemo_kernels.nonsense  # noqa: B018

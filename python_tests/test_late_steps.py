@@ -18,8 +18,8 @@ from tiny_models import VOCAB, random_heads, tiny_model
 from transformers import PreTrainedModel, StoppingCriteriaList
 
 import specmemo_kernels as sk
+from specmemo_kernels.engine.step_graph import StepCache
 from specmemo_kernels.integrations import hf, hf_graph, hf_plan
-from specmemo_kernels.step_graph import StepCache
 
 TREE = sk.DraftTree.from_paths(_bushy_paths(14))
 PAUSES = {"a prompt is being computed beside", "pages are scarce"}

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from specmemo_kernels import _cpu
+from specmemo_kernels.backends import _cpu
 from specmemo_kernels.ops.layouts import layouts, layouts_in_python
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.int32, torch.int64]

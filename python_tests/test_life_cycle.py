@@ -18,9 +18,9 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 import specmemo_kernels as sk
 from specmemo_kernels.drafting import DraftInput
-from specmemo_kernels.scheduler import Scheduler
-from specmemo_kernels.sequence import SequenceState
-from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.engine.scheduler import Scheduler
+from specmemo_kernels.engine.sequence import SequenceState
+from specmemo_kernels.tree.draft_tree import DraftTree
 
 TEXTS = [[5, 9, 3], [7], [1, 2, 3, 4, 5, 6, 7]]
 SOON = 20.0

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from specmemo_kernels.footprint import GenerationShape, Load, PassBytes, fixed_parts, page_parts
-from specmemo_kernels.memory_plan import BudgetError, MemoryPlan, divide_budget, format_bytes, parse_bytes
-from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.planning.footprint import GenerationShape, Load, PassBytes, fixed_parts, page_parts
+from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan, divide_budget, format_bytes, parse_bytes
+from specmemo_kernels.tree.draft_tree import DraftTree
 
 TREES = [
     DraftTree.chain(0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from specmemo_kernels.memory_tracker import MemoryTracker
+from specmemo_kernels.planning.memory_tracker import MemoryTracker
 
 KIB = 256  # floats of 4 bytes
 

@@ -12,10 +12,10 @@ from meta_models import CONFIGS, meta_model
 from tiny_models import _BASE, FAMILIES
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from specmemo_kernels.footprint import HeadsSpec, predicted_shape
-from specmemo_kernels.integrations.hf_probe import probe
-from specmemo_kernels.model_config import quantised_bits
-from specmemo_kernels.model_spec import ModelSpec
+from specmemo_kernels.integrations.hf.probe import probe
+from specmemo_kernels.planning.footprint import HeadsSpec, predicted_shape
+from specmemo_kernels.planning.model_config import quantised_bits
+from specmemo_kernels.planning.model_spec import ModelSpec
 
 LLAMA8 = CONFIG_MAPPING["llama"](**CONFIGS["Llama-3.1-8B"], dtype="bfloat16")
 
@@ -49,7 +49,7 @@ def test_keys_and_values_of_every_family(family: str) -> None:
     """What attention receives, seen in a pass."""
     from tiny_models import tiny_model
 
-    from specmemo_kernels.integrations.hf_attach import attach
+    from specmemo_kernels.integrations.hf.attach import attach
 
     model = tiny_model(family)
     attach(model)

@@ -18,9 +18,10 @@ from test_families import answers, batch, greedy
 from tiny_models import OracleDrafter, tiny_model
 
 import specmemo_kernels as sk
-from specmemo_kernels import _cpu, ops
-from specmemo_kernels.integrations.distributed import TensorParallel
-from specmemo_kernels.weight_codes import pack, unpack
+from specmemo_kernels import ops
+from specmemo_kernels.backends import _cpu
+from specmemo_kernels.integrations.distributed.tensor_parallel import TensorParallel
+from specmemo_kernels.ops.weight_codes import pack, unpack
 
 Tensor = torch.Tensor
 NAN, INF = float("nan"), float("inf")

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import specmemo_kernels
 from specmemo_kernels import MedusaHeads
-from specmemo_kernels.kv_storage import LayerKV
-from specmemo_kernels.paged_kv import PagedKVPool
+from specmemo_kernels.cache.kv_storage import LayerKV
+from specmemo_kernels.cache.paged_kv import PagedKVPool
 
 LAYERS = ["model.layers.0", "model.layers.1", "model.norm", "lm_head"]
 

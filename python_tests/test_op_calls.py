@@ -16,7 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specmemo_kernels import _cpu, ops
+from specmemo_kernels import ops
+from specmemo_kernels.backends import _cpu
 from specmemo_kernels.ops import checks, layouts, schema
 
 Tensor = torch.Tensor

@@ -12,17 +12,17 @@ from test_decode import BUSHY
 from toy_model import VOCAB, WIDTH, ToyTarget, empty
 
 from specmemo_kernels import MedusaHeads, Sampling, TypicalAcceptance
-from specmemo_kernels.decode import SequenceState, SpecDecoder
+from specmemo_kernels.cache.paged_kv import OutOfPages, PagedKVPool
 from specmemo_kernels.drafting import Drafter, DraftInput
 from specmemo_kernels.drafting.base import PagedDrafter
 from specmemo_kernels.drafting.draft_model import DraftModelDrafter
 from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
-from specmemo_kernels.paged_kv import OutOfPages, PagedKVPool
-from specmemo_kernels.pressure import Governor, Level, is_out_of_memory, levels
-from specmemo_kernels.sampled import SampledVerifier
-from specmemo_kernels.scheduler import Scheduler, submit_all
-from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.engine.decode import SequenceState, SpecDecoder
+from specmemo_kernels.engine.pressure import Governor, Level, is_out_of_memory, levels
+from specmemo_kernels.engine.sampled import SampledVerifier
+from specmemo_kernels.engine.scheduler import Scheduler, submit_all
+from specmemo_kernels.tree.draft_tree import DraftTree
 
 TARGET = ToyTarget(dtype=torch.float32, backend="cpu")
 CHAIN = DraftTree.chain(3)

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specmemo_kernels.kv_storage import KVStorage, LayerKV
-from specmemo_kernels.page_order import by_head, empty_pages, is_dense_by_head, swap_order
+from specmemo_kernels.cache.kv_storage import KVStorage, LayerKV
+from specmemo_kernels.cache.page_order import by_head, empty_pages, is_dense_by_head, swap_order
 
 SIZES = st.lists(st.integers(1, 3), min_size=2, max_size=5)
 

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from specmemo_kernels.kv_storage import LayerKV
-from specmemo_kernels.paged_kv import OutOfPages, PagedKVPool
+from specmemo_kernels.cache.kv_storage import LayerKV
+from specmemo_kernels.cache.paged_kv import OutOfPages, PagedKVPool
 
 CPU = torch.device("cpu")
 LAYER = LayerKV(2, 8, 8, torch.float32, CPU)

@@ -9,8 +9,8 @@ import torch
 from tiny_models import VOCAB, OracleDrafter, tiny_model
 
 import specmemo_kernels as sk
-from specmemo_kernels.device import GIB, DeviceProfile
 from specmemo_kernels.integrations import hf_device
+from specmemo_kernels.planning.device import GIB, DeviceProfile
 
 #: The model's 2 layers launch 243 operators: 0.2 ms, beside which a row is nothing (or everything).
 FREE_ROWS = DeviceProfile("rows are free", GIB, 1e12, {"float32": 1e15}, 1e-6)

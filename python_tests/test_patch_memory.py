@@ -11,7 +11,7 @@ from tiny_models import FAMILIES, VOCAB, OracleDrafter, tiny_model
 from transformers import PreTrainedModel
 
 import specmemo_kernels as sk
-from specmemo_kernels.memory_tracker import MemoryTracker
+from specmemo_kernels.planning.memory_tracker import MemoryTracker
 
 
 def wide_model(family: str, seed: int, **changes: object) -> PreTrainedModel:

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from meta_models import CONFIGS
 from transformers import CONFIG_MAPPING
 
-from specmemo_kernels.acceptance import DEFAULT_ACCURACY, best_first_paths, expected_tokens_per_step, extrapolated
-from specmemo_kernels.baselines import Workload, medusa_parts
-from specmemo_kernels.cost import Pass, medusa_speed, pass_seconds, plain_speed
-from specmemo_kernels.device import GIB, KNOWN_DEVICES, DeviceProfile, known_device
-from specmemo_kernels.footprint import HeadsSpec, Load, fixed_parts, page_parts, predicted_shape
-from specmemo_kernels.memory_plan import BudgetError, MemoryPlan, parse_bytes
-from specmemo_kernels.model_spec import ModelSpec
-from specmemo_kernels.planner import choose, minimum_budget, plan_memory, problem_of, smallest_budget
-from specmemo_kernels.search import candidates, frontier
-from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.planning.baselines import Workload, medusa_parts
+from specmemo_kernels.planning.cost import Pass, medusa_speed, pass_seconds, plain_speed
+from specmemo_kernels.planning.device import GIB, KNOWN_DEVICES, DeviceProfile, known_device
+from specmemo_kernels.planning.footprint import HeadsSpec, Load, fixed_parts, page_parts, predicted_shape
+from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan, parse_bytes
+from specmemo_kernels.planning.model_spec import ModelSpec
+from specmemo_kernels.planning.planner import choose, minimum_budget, plan_memory, problem_of, smallest_budget
+from specmemo_kernels.planning.search import candidates, frontier
+from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, best_first_paths, expected_tokens_per_step, extrapolated
+from specmemo_kernels.tree.draft_tree import DraftTree
 
 MIB = 2**20
 

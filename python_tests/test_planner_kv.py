@@ -8,13 +8,13 @@ import pytest
 import torch
 from test_planner import TOY, TOY_DEVICE, VICUNA
 
-from specmemo_kernels.baselines import Workload
-from specmemo_kernels.cost import Pass, pass_seconds
-from specmemo_kernels.device import known_device
-from specmemo_kernels.footprint import HeadsSpec
-from specmemo_kernels.kernel_config import attention_configs
-from specmemo_kernels.memory_plan import BudgetError, parse_bytes
-from specmemo_kernels.planner import plan_memory
+from specmemo_kernels.backends.kernel_config import attention_configs
+from specmemo_kernels.planning.baselines import Workload
+from specmemo_kernels.planning.cost import Pass, pass_seconds
+from specmemo_kernels.planning.device import known_device
+from specmemo_kernels.planning.footprint import HeadsSpec
+from specmemo_kernels.planning.memory_plan import BudgetError, parse_bytes
+from specmemo_kernels.planning.planner import plan_memory
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])

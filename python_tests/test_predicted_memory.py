@@ -9,8 +9,10 @@ from tiny_models import FAMILIES, OracleDrafter, tiny_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import specmemo_kernels as sk
-from specmemo_kernels.baselines import MedusaRun, Workload, medusa_parts, plain_parts
-from specmemo_kernels.footprint import (
+from specmemo_kernels.cache.kv_storage import LayerKV
+from specmemo_kernels.cache.paged_kv import PagedKVPool
+from specmemo_kernels.planning.baselines import MedusaRun, Workload, medusa_parts, plain_parts
+from specmemo_kernels.planning.footprint import (
     HeadsSpec,
     Load,
     fixed_parts,
@@ -19,10 +21,8 @@ from specmemo_kernels.footprint import (
     predicted_shape,
     weight_bytes,
 )
-from specmemo_kernels.kv_storage import LayerKV
-from specmemo_kernels.memory_tracker import MemoryTracker
-from specmemo_kernels.model_spec import ModelSpec
-from specmemo_kernels.paged_kv import PagedKVPool
+from specmemo_kernels.planning.memory_tracker import MemoryTracker
+from specmemo_kernels.planning.model_spec import ModelSpec
 
 MIB = 2**20
 

@@ -14,7 +14,7 @@ from tiny_models import VOCAB, OracleDrafter, tiny_model
 from transformers import PreTrainedModel
 
 import specmemo_kernels as sk
-from specmemo_kernels.memory_tracker import MemoryTracker
+from specmemo_kernels.planning.memory_tracker import MemoryTracker
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ from tiny_models import VOCAB, tiny_model
 from toy_model import empty
 
 import specmemo_kernels as sk
-from specmemo_kernels.kv_storage import LayerKV
-from specmemo_kernels.memory_monitor import free_bytes
-from specmemo_kernels.paged_kv import PagedKVPool
-from specmemo_kernels.pressure import Governor, levels
-from specmemo_kernels.scheduler import submit_all
+from specmemo_kernels.cache.kv_storage import LayerKV
+from specmemo_kernels.cache.paged_kv import PagedKVPool
+from specmemo_kernels.engine.memory_monitor import free_bytes
+from specmemo_kernels.engine.pressure import Governor, levels
+from specmemo_kernels.engine.scheduler import submit_all
 
 
 class Scripted:

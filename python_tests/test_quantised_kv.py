@@ -18,8 +18,8 @@ from tiny_models import FAMILIES, OracleDrafter, tiny_model
 import specmemo_kernels as sk
 from specmemo_kernels import ops
 from specmemo_kernels.backends import reference
-from specmemo_kernels.kv_storage import KV_DTYPES, LayerKV
-from specmemo_kernels.paged_kv import PagedKVPool
+from specmemo_kernels.cache.kv_storage import KV_DTYPES, LayerKV
+from specmemo_kernels.cache.paged_kv import PagedKVPool
 
 Inputs = dict[str, Any]
 each_kv = pytest.mark.parametrize("kv_dtype", KV_DTYPES)

@@ -14,13 +14,14 @@ from test_decode import BUSHY, trees
 from toy_model import PROMPTS, TARGET, VOCAB, ToyDrafter, decoder, plain, same_as_plain
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from specmemo_kernels.batch import tree_batch
-from specmemo_kernels.decode import SequenceState, TargetOutput
-from specmemo_kernels.memory_tracker import MemoryTracker
-from specmemo_kernels.sampled import SampledVerifier
-from specmemo_kernels.sampling import Sampling, TypicalAcceptance, draw
-from specmemo_kernels.scheduler import Scheduler, submit_all
-from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.engine.decode import SequenceState
+from specmemo_kernels.engine.sampled import SampledVerifier
+from specmemo_kernels.engine.sampling import Sampling, TypicalAcceptance, draw
+from specmemo_kernels.engine.scheduler import Scheduler, submit_all
+from specmemo_kernels.forward.batch import tree_batch
+from specmemo_kernels.forward.target import TargetOutput
+from specmemo_kernels.planning.memory_tracker import MemoryTracker
+from specmemo_kernels.tree.draft_tree import DraftTree
 
 Tensor = torch.Tensor
 

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from test_decode import BUSHY, requests
 from toy_model import PROMPTS, TARGET, VOCAB, ToyDrafter, ToyTarget, decoder, empty, plain, same_as_plain
 
-from specmemo_kernels.batch import TreeBatch
-from specmemo_kernels.decode import SequenceState, TargetOutput
-from specmemo_kernels.paged_kv import OutOfPages
-from specmemo_kernels.scheduler import Scheduler, submit_all
-from specmemo_kernels.step_attention import StepAttention
-from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.cache.paged_kv import OutOfPages
+from specmemo_kernels.engine.decode import SequenceState
+from specmemo_kernels.engine.scheduler import Scheduler, submit_all
+from specmemo_kernels.forward.batch import TreeBatch
+from specmemo_kernels.forward.step_attention import StepAttention
+from specmemo_kernels.forward.target import TargetOutput
+from specmemo_kernels.tree.draft_tree import DraftTree
 
 CHAIN = DraftTree.chain(3)
 

@@ -14,10 +14,11 @@ from interpreter import INTERPRETING
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import specmemo_kernels as sk
-from specmemo_kernels import device_probe, late_steps
-from specmemo_kernels.device import GIB, DeviceProfile
-from specmemo_kernels.late_steps import LateSteps
-from specmemo_kernels.step_graph import CudaCapture
+from specmemo_kernels.engine import overlap as late_steps
+from specmemo_kernels.engine.overlap import LateSteps
+from specmemo_kernels.engine.step_graph import CudaCapture
+from specmemo_kernels.planning import device_probe
+from specmemo_kernels.planning.device import GIB, DeviceProfile
 
 SECOND = torch.device("cuda", 1)
 #: The package has a command of the same name.

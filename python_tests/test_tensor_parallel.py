@@ -16,9 +16,9 @@ from packaging.version import Version
 from tiny_models import tiny_model
 from transformers import AutoConfig
 
-from specmemo_kernels.cost import CHECKSUM_BYTES, Pass, step_messages
-from specmemo_kernels.footprint import HeadsSpec, weight_bytes
-from specmemo_kernels.model_spec import ModelSpec
+from specmemo_kernels.planning.cost import CHECKSUM_BYTES, Pass, step_messages
+from specmemo_kernels.planning.footprint import HeadsSpec, weight_bytes
+from specmemo_kernels.planning.model_spec import ModelSpec
 
 SCRIPT = Path(__file__).with_name("tensor_parallel_session.py")
 #: Length at which the session's criteria end a sequence.

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specmemo_kernels.batch import chunk_batch, tree_batch
-from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.forward.batch import chunk_batch, tree_batch
+from specmemo_kernels.tree.draft_tree import DraftTree
 
 
 @st.composite

@@ -12,16 +12,16 @@ from tiny_models import VOCAB, OracleDrafter, tiny_model
 from toy_model import PROMPTS, decoder, finish, same_as_plain
 
 import specmemo_kernels as sk
-from specmemo_kernels.acceptance import (
+from specmemo_kernels.engine.decode import SequenceState
+from specmemo_kernels.tree.acceptance import (
     DEFAULT_ACCURACY,
     Accuracy,
     RunningAcceptance,
     best_first_paths,
     expected_tokens_per_step,
 )
-from specmemo_kernels.decode import SequenceState
-from specmemo_kernels.tree import DraftTree
-from specmemo_kernels.tree_choice import PassSeconds, TreeChooser
+from specmemo_kernels.tree.choice import PassSeconds, TreeChooser
+from specmemo_kernels.tree.draft_tree import DraftTree
 
 TREE = DraftTree.from_paths(best_first_paths(DEFAULT_ACCURACY, 31))
 SLOPE = PassSeconds(((1, 1.0), (8, 1.1), (32, 2.0), (128, 8.0)))

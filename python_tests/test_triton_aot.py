@@ -88,7 +88,7 @@ def test_keys_are_loaded_ahead(kernels: ModuleType) -> None:
 
 
 def test_bfloat16_on_turing_is_refused() -> None:
-    from specmemo_kernels.kernel_config import choose_config
+    from specmemo_kernels.backends.kernel_config import choose_config
 
     with pytest.raises(ValueError, match="sm_75 has no bfloat16"):
         choose_config("sm_75", 128, 128, 4, 1, torch.bfloat16, 16)
@@ -135,7 +135,7 @@ def test_cpu_tensors_are_refused() -> None:
 
 
 def test_devices_find_their_rule() -> None:
-    from specmemo_kernels.kernel_target import target_for_arch, target_for_capability
+    from specmemo_kernels.backends.kernel_target import target_for_arch, target_for_capability
 
     capabilities = {
         (7, 5): "sm_75",

@@ -54,7 +54,7 @@ test_in_the_interpreter.__test__ = not INTERPRETING  # type: ignore[attr-defined
 
 def small_configs(invariant: bool = False) -> Any:
     """Classes with small splits, so that short sequences have several of them."""
-    from specmemo_kernels.kernel_config import KernelConfig
+    from specmemo_kernels.backends.kernel_config import KernelConfig
 
     decode = KernelConfig(page_size=16, block_m=16, block_n=16, split_size=32, num_warps=4, num_stages=1, max_nodes=4)
     tree = KernelConfig(page_size=16, block_m=32, block_n=32, split_size=64, num_warps=4, num_stages=1, min_nodes=5)
@@ -190,7 +190,7 @@ class TestInterpreter:
 
     def test_classes_that_are_launched(self) -> None:
         """One launch when all sequences are known to be alike, unless a graph is captured for batches of others."""
-        from specmemo_kernels.kernel_config import attention_configs, launched_classes
+        from specmemo_kernels.backends.kernel_config import attention_configs, launched_classes
 
         classes = attention_configs("sm_90", 128, 128, 4, torch.float16, 16)
         assert [c.max_nodes for c in classes][:2] == [4, 64]
@@ -202,8 +202,8 @@ class TestInterpreter:
 
     def test_workspace_is_bounded(self) -> None:
         """What a memory plan is told covers the states of every step's splits."""
+        from specmemo_kernels.backends.kernel_config import attention_configs, launched_classes, split_state_bytes
         from specmemo_kernels.backends.triton import split_workspace
-        from specmemo_kernels.kernel_config import attention_configs, launched_classes, split_state_bytes
 
         for heads, kv_heads, head_dim, v_dim in ((8, 2, 64, 64), (32, 1, 128, 128), (16, 16, 48, 32)):
             sizes = (heads, kv_heads, head_dim, v_dim, 16)
@@ -216,8 +216,8 @@ class TestInterpreter:
                     assert least <= rows * row_bytes * -(-slots // split_size)
 
     def test_invariant_is_one_class(self) -> None:
-        from specmemo_kernels.kernel_config import attention_configs
-        from specmemo_kernels.kernel_target import TARGETS
+        from specmemo_kernels.backends.kernel_config import attention_configs
+        from specmemo_kernels.backends.kernel_target import TARGETS
 
         for target in TARGETS:
             assert len(attention_configs(target, 128, 128, 4, torch.float16, 16, True)) == 1

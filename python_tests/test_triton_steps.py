@@ -15,8 +15,8 @@ from tiny_models import OracleDrafter, tiny_model
 import specmemo_kernels as sk
 from specmemo_kernels import ops
 from specmemo_kernels.backends import reference
-from specmemo_kernels.kernel_config import KernelConfig, attention_configs
-from specmemo_kernels.weight_codes import pack, unpack
+from specmemo_kernels.backends.kernel_config import KernelConfig, attention_configs
+from specmemo_kernels.ops.weight_codes import pack, unpack
 
 pytest.importorskip("triton")
 

@@ -107,8 +107,8 @@ def test_chunked_attention() -> None:
     small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2, "intermediate_size_mlp": 32}
     config = CONFIG_MAPPING["llama4_text"](**small, attention_chunk_size=8192, pad_token_id=0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    from specmemo_kernels.integrations.hf_draft import attach
-    from specmemo_kernels.integrations.hf_probe import probe
+    from specmemo_kernels.integrations.hf.draft import attach
+    from specmemo_kernels.integrations.hf.probe import probe
 
     detach = attach(model)
     with pytest.raises(sk.UnsupportedModel, match="position 1048576 doesn't see position 1048575"):

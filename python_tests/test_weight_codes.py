@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_cases import CODE_CASES, LmHeadCase, lm_head_code_inputs, lm_head_inputs
 
-from specmemo_kernels import _cpu, ops
-from specmemo_kernels.weight_codes import check_bits, pack, packed_bytes, unpack
+from specmemo_kernels import ops
+from specmemo_kernels.backends import _cpu
+from specmemo_kernels.ops.weight_codes import check_bits, pack, packed_bytes, unpack
 
 Tensor = torch.Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from specmemo_kernels import ops
-from specmemo_kernels.batch import TreeBatch
-from specmemo_kernels.decode import GreedyVerifier, SequenceState, SpecDecoder, TargetOutput
+from specmemo_kernels.cache.kv_storage import LayerKV
+from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting import Drafter, DraftInput
-from specmemo_kernels.kv_storage import LayerKV
-from specmemo_kernels.paged_kv import PagedKVPool
-from specmemo_kernels.step_attention import StepAttention
-from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.engine.decode import GreedyVerifier, SequenceState, SpecDecoder
+from specmemo_kernels.forward.batch import TreeBatch
+from specmemo_kernels.forward.step_attention import StepAttention
+from specmemo_kernels.forward.target import TargetOutput
+from specmemo_kernels.tree.draft_tree import DraftTree
 
 Tensor = torch.Tensor
 VOCAB, WIDTH = 23, 24
@@ -65,7 +66,7 @@ class ToyTarget:
         )
 
     def forward(self, batch: TreeBatch, attention: StepAttention, keep: Tensor | None, logits: bool) -> TargetOutput:
-        """What a model does in a step; see :class:`specmemo_kernels.decode.TargetModel`."""
+        """What a model does in a step; see :class:`specmemo_kernels.engine.decode.TargetModel`."""
         x = self.embed(batch.tokens.clamp(min=0), batch.positions)
         for layer, window in enumerate(self.windows):
             q, k, v = self.project(layer, x)

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from specmemo_kernels.drafting.draft_model import DraftModelDrafter
     from specmemo_kernels.drafting.load_heads import HeadsError, load_heads
     from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
-    from specmemo_kernels.integrations.hf import patch, unpatch
-    from specmemo_kernels.integrations.hf_attention import UnsupportedModel
-    from specmemo_kernels.integrations.hf_batch import (
+    from specmemo_kernels.engine.sampling import Sampling, TypicalAcceptance
+    from specmemo_kernels.integrations.distributed.ranks import RankError
+    from specmemo_kernels.integrations.hf.attention import UnsupportedModel
+    from specmemo_kernels.integrations.hf.batch import (
         BatchRun,
         Completion,
         Piece,
@@ -23,13 +24,12 @@ if TYPE_CHECKING:
         generate_batch,
         stream_batch,
     )
-    from specmemo_kernels.integrations.hf_chat import ChatSession, LeftOutWarning
-    from specmemo_kernels.integrations.hf_draft import DraftModel
-    from specmemo_kernels.integrations.hf_handle import SpecMemo
-    from specmemo_kernels.integrations.ranks import RankError
-    from specmemo_kernels.memory_plan import BudgetError, MemoryPlan
-    from specmemo_kernels.sampling import Sampling, TypicalAcceptance
-    from specmemo_kernels.tree import DraftTree
+    from specmemo_kernels.integrations.hf.chat import ChatSession, LeftOutWarning
+    from specmemo_kernels.integrations.hf.draft import DraftModel
+    from specmemo_kernels.integrations.hf.handle import SpecMemo
+    from specmemo_kernels.integrations.hf.patch import patch, unpatch
+    from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan
+    from specmemo_kernels.tree.draft_tree import DraftTree
 
 __version__ = "0.1.0"
 
@@ -64,32 +64,32 @@ __all__ = [
     "unpatch",
 ]
 _HOME = {
-    "BatchRun": "integrations.hf_batch",
-    "BudgetError": "memory_plan",
-    "ChatSession": "integrations.hf_chat",
-    "Completion": "integrations.hf_batch",
+    "BatchRun": "integrations.hf.batch",
+    "BudgetError": "planning.memory_plan",
+    "ChatSession": "integrations.hf.chat",
+    "Completion": "integrations.hf.batch",
     "Drafter": "drafting",
     "DraftInput": "drafting",
-    "DraftModel": "integrations.hf_draft",
+    "DraftModel": "integrations.hf.draft",
     "DraftModelDrafter": "drafting.draft_model",
     "PromptLookupDrafter": "drafting.prompt_lookup",
-    "DraftTree": "tree",
-    "generate_batch": "integrations.hf_batch",
+    "DraftTree": "tree.draft_tree",
+    "generate_batch": "integrations.hf.batch",
     "HeadsError": "drafting.load_heads",
-    "LeftOutWarning": "integrations.hf_chat",
+    "LeftOutWarning": "integrations.hf.chat",
     "load_heads": "drafting.load_heads",
     "MedusaHeads": "drafting",
-    "MemoryPlan": "memory_plan",
-    "patch": "integrations.hf",
-    "Piece": "integrations.hf_batch",
-    "RankError": "integrations.ranks",
-    "Request": "integrations.hf_batch",
-    "Sampling": "sampling",
-    "SpecMemo": "integrations.hf_handle",
-    "stream_batch": "integrations.hf_batch",
-    "TypicalAcceptance": "sampling",
-    "unpatch": "integrations.hf",
-    "UnsupportedModel": "integrations.hf_attention",
+    "MemoryPlan": "planning.memory_plan",
+    "patch": "integrations.hf.patch",
+    "Piece": "integrations.hf.batch",
+    "RankError": "integrations.distributed.ranks",
+    "Request": "integrations.hf.batch",
+    "Sampling": "engine.sampling",
+    "SpecMemo": "integrations.hf.handle",
+    "stream_batch": "integrations.hf.batch",
+    "TypicalAcceptance": "engine.sampling",
+    "unpatch": "integrations.hf.patch",
+    "UnsupportedModel": "integrations.hf.attention",
 }
 
 if not TYPE_CHECKING:  # a checker would take every name for a public one

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from specmemo_kernels import _cpu
+from specmemo_kernels.backends import _cpu
 
 Tensor = torch.Tensor
 

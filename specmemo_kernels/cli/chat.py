@@ -28,10 +28,10 @@ from specmemo_kernels.cli.common import (
     torch_dtype,
 )
 from specmemo_kernels.cli.errors import UserError, show_error
-from specmemo_kernels.integrations.hf import patch
-from specmemo_kernels.integrations.hf_chat import ChatSession, LeftOutWarning, NoTokens, longest_text
-from specmemo_kernels.integrations.ranks import RankError
-from specmemo_kernels.memory_plan import BudgetError, format_bytes
+from specmemo_kernels.integrations.distributed.ranks import RankError
+from specmemo_kernels.integrations.hf.chat import ChatSession, LeftOutWarning, NoTokens, longest_text
+from specmemo_kernels.integrations.hf.patch import patch
+from specmemo_kernels.planning.memory_plan import BudgetError, format_bytes
 
 HELP = '/reset forgets all, /stats shows counters, /exit leaves; """ opens and closes text of several lines'
 

@@ -13,12 +13,12 @@ import torch
 from rich.console import Console
 
 from specmemo_kernels import ops
+from specmemo_kernels.cache.kv_storage import page_dtype
 from specmemo_kernels.cli.errors import UserError
 from specmemo_kernels.drafting.head_files import HUB_ID
-from specmemo_kernels.kv_storage import page_dtype
-from specmemo_kernels.memory_plan import parse_bytes
-from specmemo_kernels.pressure import is_out_of_memory
-from specmemo_kernels.weight_codes import check_bits
+from specmemo_kernels.engine.pressure import is_out_of_memory
+from specmemo_kernels.ops.weight_codes import check_bits
+from specmemo_kernels.planning.memory_plan import parse_bytes
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo_model"
 #: Endings of files, which no hub id has.

@@ -24,10 +24,10 @@ from specmemo_kernels.cli.common import (
     terminal,
     writing,
 )
+from specmemo_kernels.cli.demo_data import is_held_out, library_files, library_root
 from specmemo_kernels.cli.demo_runs import SIDES, DemoResult, Pair, Prompt, measure, measure_memory
 from specmemo_kernels.cli.demo_view import LiveView, TextView, show_result
 from specmemo_kernels.cli.errors import UserError
-from specmemo_kernels.demo_data import is_held_out, library_files, library_root
 
 PROMPT_TOKENS = (100, 300)
 

@@ -14,9 +14,9 @@ import torch
 from specmemo_kernels.cli.common import load_model, load_tokenizer
 from specmemo_kernels.cli.env import collect_env
 from specmemo_kernels.cli.errors import UserError
-from specmemo_kernels.integrations.hf import patch
-from specmemo_kernels.integrations.hf_chat import longest_text
-from specmemo_kernels.memory_tracker import MemoryTracker
+from specmemo_kernels.integrations.hf.chat import longest_text
+from specmemo_kernels.integrations.hf.patch import patch
+from specmemo_kernels.planning.memory_tracker import MemoryTracker
 
 SIDES = ("plain", "patched")
 LEAST_PROMPT = 32

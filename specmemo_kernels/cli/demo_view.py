@@ -17,7 +17,7 @@ from rich.text import Text
 from transformers.generation.streamers import BaseStreamer
 
 from specmemo_kernels.cli.demo_runs import SIDES, DemoResult, Pair, Prompt
-from specmemo_kernels.memory_plan import format_bytes
+from specmemo_kernels.planning.memory_plan import format_bytes
 
 TITLES = {"plain": "the model's own generate", "patched": "patched with specmemo"}
 PROMPT_LINES = 6

@@ -71,9 +71,9 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'output'}: {error.strerror}"
     # Imported late: they import torch.
-    from specmemo_kernels.memory_plan import BudgetError
+    from specmemo_kernels.engine.pressure import is_out_of_memory
     from specmemo_kernels.ops.dispatch import BackendUnavailable
-    from specmemo_kernels.pressure import is_out_of_memory
+    from specmemo_kernels.planning.memory_plan import BudgetError
 
     if isinstance(error, UserError | BudgetError | BackendUnavailable | OSError) or is_out_of_memory(error):
         return str(error).strip() or type(error).__name__

@@ -13,19 +13,28 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specmemo_kernels.acceptance import DEFAULT_ACCURACY, Accuracy, expected_tokens_per_step
-from specmemo_kernels.baselines import Workload, medusa_parts, plain_parts
 from specmemo_kernels.cli.common import existing_or_hub, setting_up, terminal, torch_device
 from specmemo_kernels.cli.errors import UserError
-from specmemo_kernels.cost import Message, Speed, decode_pass, medusa_speed, plain_speed, step_messages
-from specmemo_kernels.device import KNOWN_DEVICES, DeviceProfile, known_device
-from specmemo_kernels.device_probe import profile_of
-from specmemo_kernels.footprint import HeadsSpec, weight_bytes
-from specmemo_kernels.memory_plan import MemoryPlan, format_bytes
-from specmemo_kernels.model_spec import ModelSpec
-from specmemo_kernels.planner import choose, problem_of, smallest_budget
-from specmemo_kernels.search import MAX_NODES, Choice, Problem, candidates, fastest, frontier, parts_of, tree_paths
-from specmemo_kernels.weight_codes import CODE_BITS
+from specmemo_kernels.ops.weight_codes import CODE_BITS
+from specmemo_kernels.planning.baselines import Workload, medusa_parts, plain_parts
+from specmemo_kernels.planning.cost import Message, Speed, decode_pass, medusa_speed, plain_speed, step_messages
+from specmemo_kernels.planning.device import KNOWN_DEVICES, DeviceProfile, known_device
+from specmemo_kernels.planning.device_probe import profile_of
+from specmemo_kernels.planning.footprint import HeadsSpec, weight_bytes
+from specmemo_kernels.planning.memory_plan import MemoryPlan, format_bytes
+from specmemo_kernels.planning.model_spec import ModelSpec
+from specmemo_kernels.planning.planner import choose, problem_of, smallest_budget
+from specmemo_kernels.planning.search import (
+    MAX_NODES,
+    Choice,
+    Problem,
+    candidates,
+    fastest,
+    frontier,
+    parts_of,
+    tree_paths,
+)
+from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, Accuracy, expected_tokens_per_step
 
 RETAIN = 0.96
 

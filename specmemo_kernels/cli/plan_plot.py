@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from specmemo_kernels.cli.common import check_output, writing
 from specmemo_kernels.cli.errors import UserError
 from specmemo_kernels.cli.plan import RETAIN, Row
-from specmemo_kernels.footprint import weight_bytes
-from specmemo_kernels.memory_plan import MemoryPlan
-from specmemo_kernels.search import Choice, Problem, frontier
+from specmemo_kernels.planning.footprint import weight_bytes
+from specmemo_kernels.planning.memory_plan import MemoryPlan
+from specmemo_kernels.planning.search import Choice, Problem, frontier
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.table import Table
 
 from specmemo_kernels.cli.common import check_output, setting_up, terminal, torch_device, writing
-from specmemo_kernels.device import DeviceProfile
-from specmemo_kernels.device_probe import cache_file, probe
-from specmemo_kernels.memory_plan import format_bytes
+from specmemo_kernels.planning.device import DeviceProfile
+from specmemo_kernels.planning.device_probe import cache_file, probe
+from specmemo_kernels.planning.memory_plan import format_bytes
 
 
 def run_probe(device: str, output: Path | None, seconds: float) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from specmemo_kernels.tree import DraftTree
+from specmemo_kernels.tree.draft_tree import DraftTree
 
 
 @dataclass(frozen=True)

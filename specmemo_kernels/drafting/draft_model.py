@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from specmemo_kernels.arguments import integer
-from specmemo_kernels.batch import chunk_batch
+from specmemo_kernels.cache.kv_storage import LayerKV
+from specmemo_kernels.cache.paged_kv import OutOfPages, PagedKVPool
 from specmemo_kernels.drafting.base import DraftInput
-from specmemo_kernels.kv_storage import LayerKV
-from specmemo_kernels.paged_kv import OutOfPages, PagedKVPool
-from specmemo_kernels.step_attention import StepAttention
-from specmemo_kernels.verify import TargetModel, TargetOutput
+from specmemo_kernels.forward.batch import chunk_batch
+from specmemo_kernels.forward.step_attention import StepAttention
+from specmemo_kernels.forward.target import TargetModel, TargetOutput
 
 Tensor = torch.Tensor
 

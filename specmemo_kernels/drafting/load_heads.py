@@ -23,7 +23,7 @@ from specmemo_kernels.drafting.head_files import (
     open_source,
 )
 from specmemo_kernels.drafting.medusa_heads import CONFIG_NAME, MedusaHeads
-from specmemo_kernels.weight_codes import CODE_BITS, GROUP, check_bits, groups_of, pack
+from specmemo_kernels.ops.weight_codes import CODE_BITS, GROUP, check_bits, groups_of, pack
 
 __all__ = ["HeadsError", "HeadsFacts", "HeadsSource", "describe_heads", "load_heads", "load_pretrained"]
 

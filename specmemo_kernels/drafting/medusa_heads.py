@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from specmemo_kernels.arguments import integer
-from specmemo_kernels.weight_codes import GROUP, check_bits, groups_of, packed_bytes, unpack
+from specmemo_kernels.ops.weight_codes import GROUP, check_bits, groups_of, packed_bytes, unpack
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "medusa_lm_head.safetensors"
@@ -34,7 +34,7 @@ class ResidualBlock(nn.Module):
 
 
 class CodedLinear(nn.Module):
-    """A linear layer whose matrix is in 4-bit codes (:mod:`specmemo_kernels.weight_codes`); for drafting, not training.
+    """A linear layer with a matrix of 4-bit codes (:mod:`specmemo_kernels.ops.weight_codes`); not for training.
 
     Buffers: ``codes`` ``[out_features, 32 * G]`` uint8 and ``scales`` ``[out_features, G]`` float16; zeros when new.
     """

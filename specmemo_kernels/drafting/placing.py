@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting.base import Drafter, OffloadingDrafter, PagedDrafter
-from specmemo_kernels.paged_kv import PagedKVPool
 
 
 def can_offload(drafter: Drafter) -> bool:

@@ -254,7 +254,7 @@ def lm_head_topk(
 
     Args:
         hidden, weight, bias: as for :func:`lm_head_argmax`. With ``scales`` the weight is in 4-bit codes,
-            ``[V, 32 * G]`` uint8 as :func:`specmemo_kernels.weight_codes.pack` makes them, ``G = ceil(H / 64)``.
+            ``[V, 32 * G]`` uint8 as :func:`specmemo_kernels.ops.weight_codes.pack` makes them, ``G = ceil(H / 64)``.
         scales: ``[V, G]`` float16, one for 64 codes; ``None``: the weight is as it is. Sums are made in float32 of what
             the codes stand for (with ``backend="reference"`` that is rounded to hidden's dtype first).
 

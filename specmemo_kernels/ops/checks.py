@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from specmemo_kernels.page_order import is_dense_by_head
-from specmemo_kernels.weight_codes import GROUP, groups_of
+from specmemo_kernels.cache.page_order import is_dense_by_head
+from specmemo_kernels.ops.weight_codes import GROUP, groups_of
 
 Tensor = torch.Tensor
 

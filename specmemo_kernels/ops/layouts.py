@@ -40,7 +40,7 @@ def layouts_in_python(*values: Any) -> Hashable:
 
 def _compiled() -> ModuleType | None:
     try:
-        return importlib.import_module("specmemo_kernels._cpu")
+        return importlib.import_module("specmemo_kernels.backends._cpu")
     except ImportError:
         return None
 

@@ -15,6 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
+from specmemo_kernels.backends.kernel_config import (
+    MERGE_CONFIG,
+    KernelConfig,
+    attention_configs,
+    block_dim,
+    launched_classes,
+    split_state_bytes,
+)
 from specmemo_kernels.backends.triton.codes import as_codes, kv_type
 from specmemo_kernels.backends.triton.primitives import (
     LN_2,
@@ -27,15 +35,7 @@ from specmemo_kernels.backends.triton.primitives import (
 )
 from specmemo_kernels.backends.triton.runtime import INTERPRETED, entry_point, launch_options, target_of
 from specmemo_kernels.backends.triton.tiles import attend_committed, attend_own
-from specmemo_kernels.kernel_config import (
-    MERGE_CONFIG,
-    KernelConfig,
-    attention_configs,
-    block_dim,
-    launched_classes,
-    split_state_bytes,
-)
-from specmemo_kernels.page_order import by_head
+from specmemo_kernels.cache.page_order import by_head
 
 Tensor = torch.Tensor
 
@@ -276,7 +276,7 @@ def kernel_configs(
     page_dtype: torch.dtype | None = None,
     invariant: bool = False,
 ) -> tuple[KernelConfig, ...]:
-    """The block sizes that :func:`tree_attention` takes on ``device``: those of :mod:`specmemo_kernels.kernel_config`.
+    """The block sizes of :func:`tree_attention` on ``device`` (:mod:`specmemo_kernels.backends.kernel_config`).
 
     Raises:
         ValueError: a device, dtype or head size that can't be served.

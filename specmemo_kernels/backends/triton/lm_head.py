@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from specmemo_kernels.backends.kernel_config import LM_HEAD_REDUCE_CONFIG, lm_head_config
 from specmemo_kernels.backends.triton.primitives import matmul
 from specmemo_kernels.backends.triton.runtime import INTERPRETED, entry_point, launch_options, target_of
-from specmemo_kernels.kernel_config import LM_HEAD_REDUCE_CONFIG, lm_head_config
 
 Tensor = torch.Tensor
 

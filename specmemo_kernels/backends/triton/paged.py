@@ -11,11 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
+from specmemo_kernels.backends.kernel_config import COPY_CONFIG, block_dim
 from specmemo_kernels.backends.triton.codes import as_codes, kv_type, quantise_token
 from specmemo_kernels.backends.triton.primitives import page_row, sequence_of_row
 from specmemo_kernels.backends.triton.runtime import entry_point, launch_options
-from specmemo_kernels.kernel_config import COPY_CONFIG, block_dim
-from specmemo_kernels.page_order import by_head
+from specmemo_kernels.cache.page_order import by_head
 
 Tensor = torch.Tensor
 

@@ -11,8 +11,8 @@ from typing import Any, TypeVar, cast
 import torch
 import triton
 
-from specmemo_kernels.kernel_config import KernelConfig
-from specmemo_kernels.kernel_target import INTERPRETER, target_of_gpu
+from specmemo_kernels.backends.kernel_config import KernelConfig
+from specmemo_kernels.backends.kernel_target import INTERPRETER, target_of_gpu
 
 # Read at the moment at which the kernels' decorators read it. The interpreter (TRITON_INTERPRET=1, set before this
 # package and triton are imported) runs the kernels on CPU tensors, slowly, for tests.

@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from specmemo_kernels.backends.kernel_config import VERIFY_CONFIG
 from specmemo_kernels.backends.triton.runtime import entry_point, launch_options
-from specmemo_kernels.kernel_config import VERIFY_CONFIG
 
 Tensor = torch.Tensor
 

@@ -1,0 +1,1 @@
+"""The paged KV cache: storage, pages and block tables, prefix reuse."""

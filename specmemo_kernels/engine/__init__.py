@@ -1,0 +1,1 @@
+"""The generation loop: sequences, verification, steps, overlap, scheduler, memory pressure."""

@@ -1,0 +1,66 @@
+"""How much memory this process may still take, per device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from specmemo_kernels.planning.host_allocator import release_host_memory
+from specmemo_kernels.planning.host_memory import host_free
+
+
+class MemoryMonitor(Protocol):
+    """Asked between steps, every few of them."""
+
+    def free(self) -> int:
+        """Bytes that may still be taken, on the device that has the least."""
+
+    def give_back(self) -> None:
+        """Return what an allocator keeps for later, so that others find it free."""
+
+
+class DeviceMonitor:
+    """Asks the driver, on a CPU the kernel.
+
+    Args:
+        devices: those that hold a model and its pages.
+
+    Raises:
+        ValueError: a CPU on a system without ``/proc``.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self.devices = sorted(set(devices), key=str)
+        if any(device.type == "cpu" for device in self.devices) and not Path("/proc/self/status").exists():
+            raise ValueError("keep_free: free memory of a CPU is read from /proc, which this system doesn't have")
+
+    def free(self) -> int:
+        return min(free_bytes(device) for device in self.devices)
+
+    def give_back(self) -> None:
+        give_back(self.devices)
+
+
+def give_back(devices: Iterable[torch.device]) -> None:
+    """Return what allocators and libraries hold without need to the devices."""
+    kinds = {device.type for device in devices}
+    if "cuda" in kinds:
+        torch.cuda.empty_cache()
+    if "cpu" in kinds:
+        release_host_memory()
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that this process may still take on a device.
+
+    Of a GPU within the share that ``torch.cuda.set_per_process_memory_fraction`` allows; of a CPU as
+    :func:`specmemo_kernels.planning.host_memory.host_free`.
+    """
+    if device.type == "cpu":
+        return host_free()
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return min(free, allowed - torch.cuda.memory_reserved(device))

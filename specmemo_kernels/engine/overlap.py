@@ -1,0 +1,176 @@
+"""Steps that run one ahead of what the host knows: a step is launched before the tokens of the one before are read.
+
+While the set of sequences stays as it is, each step begins where the last one left off, on the device
+(:class:`specmemo_kernels.engine.device_step.DeviceStep`). The host reads a step's tokens while the next one runs;
+what that one computed for a sequence that turns out to have ended is discarded. Every other change of the batch waits
+until the steps in flight have been read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from specmemo_kernels.cache.paged_kv import OutOfPages
+from specmemo_kernels.engine.device_step import StepShape
+from specmemo_kernels.engine.sequence import SequenceState
+from specmemo_kernels.engine.step_graph import CaptureFailed, StepCache
+from specmemo_kernels.engine.verify import read_rows
+from specmemo_kernels.tree.draft_tree import DraftTree
+
+if TYPE_CHECKING:
+    from specmemo_kernels.engine.decode import SpecDecoder
+
+#: Steps launched and not read yet, at most.
+_AHEAD = 2
+
+
+def slots_ahead(tree: DraftTree, late: bool) -> int:
+    """KV slots that a sequence may need behind its last token.
+
+    Args:
+        tree: the largest tree of a step; the nodes of its longest path are written behind the newest token.
+        late: steps are launched before the step before has been read (:class:`LateSteps`), so that several paths may
+            follow each other.
+    """
+    return _AHEAD * (tree.max_depth + 1) - 1 if late else tree.max_depth
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step under way: whose it is, and its findings on their way to the host."""
+
+    sequences: list[SequenceState]
+    tree: DraftTree
+    found: torch.Tensor
+    arrived: torch.cuda.Event | None
+    usual: bool
+
+
+class LateSteps:
+    """The steady-state steps of one decoder.
+
+    Args:
+        steps: the device's side, perhaps shared with decoders that come later.
+        must: raise where a step can't be captured; else steps are taken one by one from then on.
+
+    Attributes:
+        scarce: memory is; set by who watches it. Nothing is launched then.
+    """
+
+    def __init__(self, steps: StepCache, must: bool = False) -> None:
+        self.steps, self.must, self.scarce = steps, must, False
+        self._flights: deque[_Flight] = deque()
+        self._read_at: float | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether there are tokens that haven't been read."""
+        return bool(self._flights)
+
+    def why_not(self, decoder: SpecDecoder) -> str | None:
+        """Why the decoder's next step can't be launched now, or ``None``: then there are pages for it."""
+        if decoder.prefilling:
+            return "a prompt is being computed beside"
+        if self.scarce or decoder.max_tree < decoder.tree.size:
+            return "memory is scarce"
+        if not decoder.verifier.is_greedy(decoder.sequences):
+            return "tokens are drawn or processed on the host"
+        if not self.steps.target.static:
+            return "the target decides on the host"
+        if self.steps.failed:
+            return self.steps.failed
+        if self._flights and not _same(self._flights[-1].sequences, decoder.sequences):
+            return "the set of sequences has changed"
+        if all(sequence.remaining <= len(self._flights) for sequence in decoder.sequences):
+            return "all sequences are about to end"
+        ahead = sum(flight.tree.max_depth + 1 for flight in self._flights) + decoder.next_tree().max_depth
+        try:
+            for sequence in decoder.sequences:
+                decoder.pool.reserve(sequence.slot, len(sequence.tokens) + ahead)
+        except OutOfPages:
+            return "pages are scarce"
+        return None
+
+    def step(self, decoder: SpecDecoder, launch: bool) -> list[SequenceState]:
+        """Launch a step, if that is wanted, and read the one before; returns the sequences that this one finished.
+
+        Raises:
+            Exception: of the target, the drafter or a ``stop``, or for want of memory; the step may be tried again.
+        """
+        if launch and len(self._flights) < _AHEAD:
+            try:
+                self._launch(decoder)
+            except CaptureFailed:
+                if self.must:
+                    raise
+                launch = False
+        if self._flights and (len(self._flights) == _AHEAD or not launch):
+            return self._read(decoder)
+        return []
+
+    def drop(self) -> None:
+        """Wait for what is under way, and forget it: nothing is written any more."""
+        for flight in self._flights:
+            if flight.arrived is not None:
+                flight.arrived.synchronize()
+        self._flights.clear()
+
+    def _launch(self, decoder: SpecDecoder) -> None:
+        sequences, tree = list(decoder.sequences), decoder.next_tree()
+        if not self._flights:
+            self.steps.load(sequences)
+        longest = max(len(s.prompt) + s.max_new_tokens for s in sequences) + decoder.slots_ahead
+        room = decoder.pool.block_table.shape[1] * decoder.pool.page_size
+        # Powers of two, so that a few graphs serve sequences of any length.
+        bound = min(room, 1 << (longest - 1).bit_length())
+        shape = StepShape(len(sequences), tree.size, tree.max_depth, decoder.tree.width, bound)
+        device = decoder.target.device
+        on_gpu = device.type == "cuda"
+        # Made before anything runs: what was computed and couldn't be kept would be lost.
+        found = torch.empty(len(sequences), tree.max_depth + 3, dtype=torch.int64, pin_memory=on_gpu)
+        arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        emitted, usual = self.steps.launch(shape, tree)
+        decoder.stats.graph_steps += 1
+        if not usual or not self._flights:
+            self._read_at = None
+        found.copy_(emitted, non_blocking=True)
+        if arrived is not None:
+            arrived.record(torch.cuda.current_stream(device))  # the copy's stream, whatever device is current
+        self._flights.append(_Flight(sequences, tree, found, arrived, usual))
+
+    def _read(self, decoder: SpecDecoder) -> list[SequenceState]:
+        """What the oldest step found becomes the host's knowledge; if that fails, it can be tried again."""
+        flight = self._flights[0]
+        if flight.arrived is not None:
+            flight.arrived.synchronize()
+        emitted, last = read_rows(flight.found)
+        running = {id(sequence) for sequence in decoder.sequences}
+        rows = [row for row, sequence in enumerate(flight.sequences) if id(sequence) in running]
+        if not rows:
+            self._flights.popleft()
+            return []
+        hidden = None
+        if len(self._flights) == 1:  # the last one: the host takes over
+            states = self.steps.hidden(len(flight.sequences))
+            hidden = [states[row] for row in rows]
+        alive, accepted = [flight.sequences[row] for row in rows], [emitted[row] for row in rows]
+        finished = decoder.advance(alive, accepted, len(rows) * flight.tree.size, flight.tree.max_depth, hidden)
+        self._flights.popleft()
+        if decoder.chooser is not None:
+            decoder.chooser.stepped(flight.tree, [last[row] for row in rows], self._seconds(flight))
+        return finished
+
+    def _seconds(self, flight: _Flight) -> float | None:
+        """What the step took, where it had the device for itself and another one was read before it."""
+        now, before = time.perf_counter(), self._read_at
+        self._read_at = now if flight.usual else None
+        return now - before if before is not None and flight.usual else None
+
+
+def _same(some: list[SequenceState], others: list[SequenceState]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))

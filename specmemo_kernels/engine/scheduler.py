@@ -1,0 +1,347 @@
+"""Many sequences through one :class:`SpecDecoder`: first come, first served, as many at once as pages allow."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from specmemo_kernels.cache.paged_kv import OutOfPages
+from specmemo_kernels.drafting.placing import DrafterPlace, can_offload
+from specmemo_kernels.engine.decode import SpecDecoder
+from specmemo_kernels.engine.memory_monitor import give_back
+from specmemo_kernels.engine.pressure import Governor, Level, is_out_of_memory, levels, raise_exhausted
+from specmemo_kernels.engine.sequence import SequenceState
+
+#: New tokens of a sequence for which pages are allocated at once, where no budget bounds the pages. Whoever writes
+#: more gets pages for twice as many as it has written.
+FIRST_TOKENS = 4096
+
+
+def first_tokens(max_new_tokens: int, emitted: int = 0) -> int:
+    """New tokens that a sequence without a budget gets pages for, once it has written ``emitted``."""
+    return min(max_new_tokens, max(FIRST_TOKENS, 2 * emitted))
+
+
+class Scheduler:
+    """Admits sequences in the order they came, beside those that run, and takes pages back when they get scarce.
+
+    A sequence is admitted when a place is free and the pages that it needs now are: its context and one step, not the
+    worst case of its whole length. Contexts are computed in chunks inside the steps of the running sequences. When the
+    running sequences can't all grow, the youngest gives its pages back and waits at its place in the order. They are
+    copied to host memory and back, or, where that is the same memory or can't be had, computed anew; nothing that it
+    emitted changes. The oldest is never preempted for a younger one, so everybody is served.
+
+    An allocation that fails inside a step changes no sequence: the governor gives something up and the step is tried
+    again. What it gives up is really freed: scratch and activations with the tree, the pool's unused pages by a smaller
+    pool, for which all that is alive is parked in host memory for a moment, the drafter by moving to the host.
+
+    Args:
+        decoder: with nothing running; the scheduler alone admits to it.
+        max_sequences: most sequences at once, within the rows of the decoder's block table.
+        governor: says what may be used; ``None``: one of its own that only reacts to failed allocations.
+        max_pages: pages that the pool may be given when memory is plenty; ``None``: those that it has.
+        growing: pages are allocated as they are needed (:func:`first_tokens`), up to ``max_pages``; else all at once.
+
+    :meth:`abort` may be called from anywhere, also from another thread or a sequence's own ``stop``; everything else
+    belongs to one thread.
+    """
+
+    def __init__(
+        self,
+        decoder: SpecDecoder,
+        max_sequences: int,
+        *,
+        governor: Governor | None = None,
+        max_pages: int | None = None,
+        growing: bool = False,
+    ) -> None:
+        rows = decoder.pool.block_table.shape[0]
+        if not 1 <= max_sequences <= rows:
+            raise ValueError(f"max_sequences is {max_sequences}, the pool has {rows} rows; give 1 to {rows}")
+        if governor is None:
+            can_go = can_offload(decoder.drafter)
+            governor = Governor(levels(decoder.tree.size, decoder.prefill_chunk, max_sequences, can_go))
+        self.governor, self.max_pages, self.growing = governor, max_pages or decoder.pool.num_pages, growing
+        self._applied: Level | None = None
+        self._drafter = DrafterPlace(decoder.drafter, decoder.pool)
+        self.decoder, self.max_sequences = decoder, max_sequences
+        self._waiting: list[SequenceState] = []
+        self._arrivals = 0
+        self._lock = threading.RLock()
+        self._stepping = False
+        self._aborting: deque[SequenceState] = deque()
+
+    def submit(self, sequence: SequenceState) -> None:
+        """Queue a sequence behind all that came before.
+
+        Raises:
+            OutOfPages: it could never run, not even alone.
+            ValueError: its prompt is empty, or it wants no tokens.
+        """
+        pool = self.decoder.pool
+        if not sequence.prompt or sequence.max_new_tokens < 1:
+            raise ValueError(
+                f"a request has {len(sequence.prompt)} prompt tokens and max_new_tokens {sequence.max_new_tokens}; "
+                "both must be at least 1"
+            )
+        most = self.most_slots(len(sequence.prompt), sequence.max_new_tokens)
+        if pool.pages_for(most) > self.max_pages:
+            raise OutOfPages(
+                f"a prompt of {len(sequence.prompt)} and {sequence.max_new_tokens} new tokens may take {most} slots, "
+                f"the pool has {self.max_pages * pool.page_size}; shorten the prompt or max_new_tokens, or raise "
+                "memory_budget"
+            )
+        self._arrivals += 1
+        sequence.arrival = self._arrivals
+        self._waiting.append(sequence)
+
+    def most_slots(self, prompt: int, new_tokens: int) -> int:
+        """Slots that a sequence may come to need, those of candidates behind its last token included."""
+        return prompt + new_tokens + self.decoder.slots_ahead
+
+    @property
+    def waiting(self) -> tuple[SequenceState, ...]:
+        """Those without pages, next one first."""
+        return tuple(self._waiting)
+
+    @property
+    def active(self) -> tuple[SequenceState, ...]:
+        """Those that hold pages, in the order they came."""
+        return tuple(sorted((*self.decoder.sequences, *self.decoder.prefilling), key=_arrival))
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody is left."""
+        return not (self._waiting or self.decoder.sequences or self.decoder.prefilling)
+
+    def abort(self, sequence: SequenceState) -> None:
+        """End a sequence; what it emitted stays with it. One that has ended stays as it is.
+
+        Its pages are free on return, or, during a step, when that step ends. Only the thread that steps changes
+        sequences: one that another thread aborts meanwhile may get the tokens of the step.
+        """
+        self._aborting.append(sequence)
+        self._take_aborts()
+
+    def _take_aborts(self) -> None:
+        """End what :meth:`abort` noted, unless another thread steps, which does so when its step is over."""
+        while self._aborting and self._lock.acquire(blocking=False):
+            try:
+                if self._stepping:  # called by a `stop` of this step, which drops it at its end
+                    return self._end_aborted()
+                self._drop_aborted()
+            finally:
+                self._lock.release()
+
+    def _end_aborted(self) -> None:
+        while self._aborting:
+            sequence = self._aborting.popleft()
+            if not sequence.finished:
+                sequence.aborted = sequence.finished = True
+
+    def step(self) -> list[SequenceState]:
+        """Admit whom there is room for, then one forward pass; returns the sequences that ended, also the aborted.
+
+        After an exception (of the model, the drafter or a ``stop``, or of an allocation when nothing is left to give
+        up) only :meth:`close` is left.
+        """
+        with self._lock:
+            self._stepping = True
+            try:
+                ended = self._drop_aborted()
+                move = self.governor.review()
+                self.decoder.stats.grows += move > 0
+                if move < 0:
+                    self._shrink()
+                ended += self._step()
+            finally:
+                self._stepping = False
+            ended += self._drop_aborted()
+        self._take_aborts()  # of those that came too late for the line above
+        return ended
+
+    def run(self) -> None:
+        """Steps until nobody is left; whatever happens, all pages are free afterwards."""
+        try:
+            while not self.idle:
+                self.step()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Abort everybody."""
+        with self._lock:
+            self._aborting.extend((*self._waiting, *self.active))
+            self._drop_aborted()
+            self.decoder.abort()
+
+    def _step(self) -> list[SequenceState]:
+        """One step of the decoder, tried again with less as long as allocations fail and something is left."""
+        while True:
+            try:
+                self._adapt(self.governor.level)
+                self._admit()
+                self._make_room()
+                return self.decoder.step()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if not self._shrink():
+                    raise_exhausted(error, self.governor.level)
+            # Here the error is gone, and with it the frames that held the failed pass's tensors.
+            self.decoder.stats.retries += 1
+
+    def _shrink(self) -> bool:
+        moved = self.governor.shrink(min(self.max_sequences, len(self.active) + len(self._waiting)))
+        self.decoder.stats.shrinks += moved
+        return moved
+
+    def _adapt(self, level: Level) -> None:
+        """Make everything as the level says; what fails on the way is done by the next try."""
+        if level is self._applied:
+            return
+        self._applied = None
+        decoder, places = self.decoder, min(level.max_sequences, self.max_sequences)
+        decoder.max_tree, decoder.prefill_chunk = level.max_tree, level.prefill_chunk
+        if decoder.late is not None:
+            decoder.late.scarce = self.governor.shrunk > 0
+            if decoder.late.scarce:
+                decoder.settle()
+                decoder.late.steps.clear()
+        nodes = min(level.max_tree, decoder.tree.size) * places
+        if decoder.pool.max_nodes < nodes or (self.governor.shrunk and decoder.pool.max_nodes > nodes):
+            decoder.pool.resize_scratch(nodes)
+        while len(self.active) > places:
+            self._preempt(self.active[-1])
+        pages = self._pages_wanted(level, places)
+        if decoder.pool.num_pages != pages:
+            self._resize(pages)
+        self._drafter.put(level.heads, level.prefill_chunk)
+        if self.governor.shrunk:
+            give_back({kv.device for kv in decoder.pool.layers})
+        self._applied = level
+
+    def _pages_wanted(self, level: Level, places: int) -> int:
+        """All that may be needed, or pages for the next step of the sequences that may run and all of the oldest."""
+        first = sorted((*self.active, *self._waiting), key=_arrival)[:places]
+        if level.spare_pages or not first:
+            most = min(self.max_pages, sum(map(self._most_pages, first))) if self.growing else self.max_pages
+            return max(most, self.decoder.pool.num_pages)
+        return min(self.max_pages, max(self._most_pages(first[0]), sum(map(self._next_pages, first))))
+
+    def _most_pages(self, sequence: SequenceState) -> int:
+        """Pages that a sequence may come to need, as far as they are allocated ahead."""
+        tokens = sequence.max_new_tokens
+        if self.growing:
+            tokens = first_tokens(tokens, sequence.emitted)
+        return self.decoder.pool.pages_for(self.most_slots(len(sequence.prompt), tokens))
+
+    def _next_pages(self, sequence: SequenceState) -> int:
+        """Pages for its context and one step."""
+        return self.decoder.pool.pages_for(len(sequence.context) + 1 + self.decoder.tree.max_depth)
+
+    def _resize(self, pages: int) -> None:
+        """Another number of pages in the pool; everybody waits meanwhile, and is admitted again in order."""
+        for sequence in reversed(self.active):
+            self._preempt(sequence)
+        self.decoder.pool.resize(pages)
+
+    def _grow(self) -> bool:
+        """More pages for the running sequences, where pages are allocated as they are needed; ``False``: none.
+
+        The sequences keep their pages.
+        """
+        level, pool = self.governor.level, self.decoder.pool
+        if not self.growing or not level.spare_pages:
+            return False
+        self.decoder.settle()
+        pages = self._pages_wanted(level, min(level.max_sequences, self.max_sequences))
+        if pages <= pool.num_pages:
+            return False
+        pool.grow(pages)
+        self._drafter.put(level.heads, level.prefill_chunk)
+        return True
+
+    def _drop_aborted(self) -> list[SequenceState]:
+        self._end_aborted()
+        gone = [s for s in (*self._waiting, *self.active) if s.finished]
+        for sequence in gone:
+            sequence.parked = None
+        self._waiting = [s for s in self._waiting if not s.finished]
+        self.decoder.release(gone)
+        return gone
+
+    def _admit(self) -> None:
+        """The next ones in order, while there is room for their next step."""
+        pool, level = self.decoder.pool, self.governor.level
+        places = min(self.max_sequences, level.max_sequences)
+        while self._waiting and (active := len(self.active)) < places:
+            sequence = self._waiting[0]
+            if not active and self._most_pages(sequence) > pool.num_pages:  # after the pool has shrunk
+                self._resize(self._most_pages(sequence))
+                self._drafter.put(level.heads, level.prefill_chunk)
+            if active and not self._fits(sequence):
+                return
+            self.decoder.admit([sequence])
+            del self._waiting[0]
+
+    def _fits(self, sequence: SequenceState) -> bool:
+        """Whether there are pages for its next step, and one left for each who runs already and may need another."""
+        pool = self.decoder.pool
+        growing = sum(self._most_pages(s) > pool.held_pages(s.slot) for s in self.active)
+        missing = self._next_pages(sequence) + growing - pool.free_pages
+        if missing > 0 and sequence.parked is None:  # a parked one gets pages of its own
+            missing -= pool.shared_pages(sequence.context)
+        return missing <= 0
+
+    def _make_room(self) -> None:
+        """Pages for what each running sequence may accept in this step, oldest first; the youngest make way."""
+        for sequence in self.active:
+            while any(sequence is s for s in self.decoder.sequences):
+                try:
+                    self.decoder.reserve(sequence)
+                    break
+                except OutOfPages:
+                    if not self._grow():
+                        self._preempt(self.active[-1])
+
+    def _preempt(self, sequence: SequenceState) -> None:
+        """Take a sequence's pages, with a copy in host memory if it may and can be had."""
+        self.decoder.settle()
+        if sequence.slot < 0:  # it had ended, as we know now
+            return
+        layers, swap = self.decoder.pool.layers, self.governor.swap
+        if swap or (swap is None and any(layer.device.type != "cpu" for layer in layers)):
+            try:
+                self.decoder.park(sequence)
+                self.decoder.stats.swaps += 1
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+        if sequence.parked is None:
+            there = len(sequence.context) if sequence.hidden is not None else sequence.computed
+            sequence.lost = max(sequence.lost, there)
+        self.decoder.release([sequence])
+        sequence.preemptions += 1
+        self.decoder.stats.preemptions += 1
+        bisect.insort(self._waiting, sequence, key=_arrival)
+
+
+def submit_all(scheduler: Scheduler, sequences: Sequence[SequenceState]) -> None:
+    """Queue sequences in their order; if one is refused, none stays.
+
+    Raises:
+        OutOfPages, ValueError: as :meth:`Scheduler.submit`.
+    """
+    try:
+        for sequence in sequences:
+            scheduler.submit(sequence)
+    except BaseException:
+        scheduler.close()
+        raise
+
+
+def _arrival(sequence: SequenceState) -> int:
+    return sequence.arrival

@@ -1,0 +1,77 @@
+"""What a patched model counted while it generated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class DecodeStats:
+    """Counters since the last :meth:`reset`.
+
+    Attributes:
+        steps: verification forward passes (prefill apart).
+        sequence_steps: the same counted once per sequence that took part.
+        tokens: tokens those steps delivered (cut at EOS and at the length limit).
+        prefill_tokens: prompt tokens computed.
+        reused_tokens: tokens that weren't, because pages of earlier sequences held their keys and values.
+        recomputed_tokens: tokens computed once more, for sequences whose pages had been taken for others.
+        preemptions: how often pages were taken from a sequence. swaps: of these, how often with a copy in host memory.
+        graph_steps: steps launched one ahead of what the host knew (:mod:`specmemo_kernels.engine.overlap`), on a GPU
+            from a graph; of these, some may have been thrown away, because what they were for had ended.
+        eager_reasons: why other steps were made one by one, where graphs are on: how many for each reason.
+        retries: steps tried again because memory ran out inside. shrinks, grows: how often something was given up,
+            and taken back (:mod:`specmemo_kernels.engine.pressure`).
+        drafted: candidate tokens verified.
+        accepted_at_depth: entry d: how many sequence steps accepted at least d + 1 drafts.
+        offered_at_depth: entry d: how many sequence steps verified a tree of depth d + 1 or more.
+        slots_written: key/value slots written to pages (prefill, recomputed tokens and commits).
+        bytes_by_part: bytes held by heads, pages and scratch in the last call.
+    """
+
+    steps: int = 0
+    sequence_steps: int = 0
+    tokens: int = 0
+    prefill_tokens: int = 0
+    reused_tokens: int = 0
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+    swaps: int = 0
+    graph_steps: int = 0
+    eager_reasons: dict[str, int] = field(default_factory=dict)
+    retries: int = 0
+    shrinks: int = 0
+    grows: int = 0
+    drafted: int = 0
+    accepted_at_depth: list[int] = field(default_factory=list)
+    offered_at_depth: list[int] = field(default_factory=list)
+    slots_written: int = 0
+    bytes_by_part: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Delivered tokens per verification step of one sequence; 0 before the first step."""
+        return self.tokens / self.sequence_steps if self.sequence_steps else 0.0
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """Share of sequence steps whose accepted path reached depth 1, 2, ..."""
+        return [count / self.sequence_steps for count in self.accepted_at_depth] if self.sequence_steps else []
+
+    def record_step(self, accept_lengths: list[int], nodes: int, depth: int = 0) -> None:
+        """One verification step over ``len(accept_lengths)`` sequences and ``nodes`` nodes of trees of this depth."""
+        self.offered_at_depth.extend([0] * (depth - len(self.offered_at_depth)))
+        for level in range(depth):
+            self.offered_at_depth[level] += len(accept_lengths)
+        self.steps += 1
+        self.sequence_steps += len(accept_lengths)
+        self.drafted += nodes - len(accept_lengths)
+        for length in accept_lengths:
+            self.accepted_at_depth.extend([0] * (length - len(self.accepted_at_depth)))
+            for level in range(length):
+                self.accepted_at_depth[level] += 1
+            self.slots_written += length + 1
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        self.__dict__.update(vars(DecodeStats()))

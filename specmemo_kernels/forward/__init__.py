@@ -1,0 +1,1 @@
+"""One forward pass: the ragged batch, attention over pages, the target model interface."""

@@ -1,0 +1,178 @@
+"""One step's metadata: every sequence's nodes packed in one ragged row, and the tensors the operators read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+
+from specmemo_kernels.tree.draft_tree import DraftTree
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class TreeBatch:
+    """What one forward pass works on: B sequences, N nodes.
+
+    The first ``num_trees`` sequences verify trees, and hold the first ``num_tree_nodes`` nodes; the others are chunks
+    of prompts. ``tokens`` and ``positions`` are ``[N]`` int64; ``parents`` ``[num_tree_nodes]`` int32 (``None`` without
+    trees); ``tree_mask`` (``None`` without trees; zeros for chunks), ``qo_indptr``, ``seq_lens``, ``block_table`` as in
+    :mod:`specmemo_kernels.ops`. ``max_*`` are bounds known on the host, so that no launch needs a synchronisation.
+    ``tree`` is what all sequences verify, in a batch of trees alone.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    parents: Tensor | None
+    tree_mask: Tensor | None
+    qo_indptr: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    max_qo_len: int
+    max_seq_len: int
+    max_depth: int
+    num_trees: int
+    num_tree_nodes: int
+    tree: DraftTree | None = None
+    _elsewhere: dict[torch.device, TreeBatch] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def num_sequences(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @property
+    def num_undecided(self) -> int:
+        """The first nodes, as many as wait for a verdict: those of the trees, but roots alone are always accepted."""
+        return self.num_tree_nodes if self.max_depth else 0
+
+    @cached_property
+    def decided(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``block_table``, ``seq_lens`` and ``qo_indptr`` of the sequences whose nodes don't wait, rows counted from
+        their first."""
+        if not self.num_undecided:
+            return self.block_table, self.seq_lens, self.qo_indptr
+        first = self.num_trees
+        return self.block_table[first:], self.seq_lens[first:], self.qo_indptr[first:] - self.num_tree_nodes
+
+    def last_rows(self, accept_index: Tensor, accept_length: Tensor) -> Tensor:
+        """``[num_trees]`` int32, the packed row of each tree's last accepted node."""
+        last = accept_index.gather(1, accept_length[:, None].long())[:, 0]
+        return self.qo_indptr[: self.num_trees] + last
+
+    def to(self, device: torch.device) -> TreeBatch:
+        """The same metadata on ``device``, copied once (layers of one model may live on several)."""
+        if device == self.seq_lens.device:
+            return self
+        if device not in self._elsewhere:
+            tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+            moved: dict[str, Any] = {n: v.to(device) for n, v in tensors.items() if isinstance(v, Tensor)}
+            self._elsewhere[device] = replace(self, **moved, _elsewhere={})
+        return self._elsewhere[device]
+
+
+@dataclass(frozen=True)
+class TreeLayout:
+    """The part of a batch that depends on tree and batch size alone, made once and kept."""
+
+    parents: Tensor
+    depths: Tensor
+    tree_mask: Tensor
+    qo_indptr: Tensor
+    row: Tensor
+
+
+# The memory plan counts this many (footprint.KEPT_LAYOUTS).
+@lru_cache(maxsize=8)
+def tree_layout(tree: DraftTree, sequences: int, device: torch.device) -> TreeLayout:
+    """``sequences`` copies of ``tree`` side by side."""
+    parents = torch.tensor(tree.parents, dtype=torch.int32).repeat(sequences)
+    depths = torch.tensor(tree.depths, dtype=torch.int64).repeat(sequences)
+    indptr = torch.arange(sequences + 1, dtype=torch.int32) * tree.size
+    row = torch.arange(sequences).repeat_interleave(tree.size)
+    parts = (parents, depths, tree.mask.repeat(sequences, 1), indptr, row)
+    return TreeLayout(*(part.to(device) for part in parts))
+
+
+def tree_batch(
+    tree: DraftTree,
+    draft_tokens: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    max_seq_len: int,
+    layout: TreeLayout | None = None,
+) -> TreeBatch:
+    """A verification step: ``draft_tokens`` ``[B, T]`` int64 over the same tree for every sequence.
+
+    ``layout``: that of the tree, where the caller holds it.
+    """
+    sequences = seq_lens.shape[0]
+    layout = layout or tree_layout(tree, sequences, seq_lens.device)
+    return TreeBatch(
+        tokens=draft_tokens.reshape(-1),
+        positions=seq_lens.long()[layout.row] + layout.depths,
+        parents=layout.parents,
+        tree_mask=layout.tree_mask,
+        qo_indptr=layout.qo_indptr,
+        seq_lens=seq_lens,
+        block_table=block_table,
+        max_qo_len=tree.size,
+        max_seq_len=max_seq_len,
+        max_depth=tree.max_depth,
+        num_trees=sequences,
+        num_tree_nodes=len(layout.parents),
+        tree=tree,
+    )
+
+
+def chunk_batch(chunks: Sequence[Tensor], starts: Sequence[int], block_table: Tensor) -> TreeBatch:
+    """A prefill step: ``chunks[b]`` (int64 tokens) continues sequence b, ``starts[b]`` of whose tokens are in pages."""
+    device = block_table.device
+    sizes = [len(chunk) for chunk in chunks]
+    indptr = torch.tensor([0, *sizes]).cumsum(0).to(device=device, dtype=torch.int32)
+    positions = [torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    return TreeBatch(
+        tokens=torch.cat(list(chunks)),
+        positions=torch.cat(positions).to(device),
+        parents=None,
+        tree_mask=None,
+        qo_indptr=indptr,
+        seq_lens=torch.tensor(list(starts), dtype=torch.int32, device=device),
+        block_table=block_table,
+        max_qo_len=max(sizes),
+        max_seq_len=max(starts),
+        max_depth=0,
+        num_trees=0,
+        num_tree_nodes=0,
+    )
+
+
+def side_by_side(trees: TreeBatch, other: TreeBatch) -> TreeBatch:
+    """One batch of both; ``trees`` has no chunks, ``other`` has trees or chunks alone.
+
+    The rows of ``other`` follow those of ``trees``; its chunks get rows of zeros in the tree mask, which are causal.
+    """
+    assert trees.parents is not None, "trees come first"
+    assert trees.tree_mask is not None, "trees come first"
+    words = max(trees.tree_mask.shape[1], 1 if other.tree_mask is None else other.tree_mask.shape[1])
+    mask = trees.tree_mask.new_zeros(len(trees.tokens) + len(other.tokens), words)
+    mask[: len(trees.tokens), : trees.tree_mask.shape[1]] = trees.tree_mask
+    if other.tree_mask is not None:
+        mask[len(trees.tokens) :, : other.tree_mask.shape[1]] = other.tree_mask
+    return TreeBatch(
+        tokens=torch.cat([trees.tokens, other.tokens]),
+        positions=torch.cat([trees.positions, other.positions]),
+        parents=trees.parents if other.parents is None else torch.cat([trees.parents, other.parents]),
+        tree_mask=mask,
+        qo_indptr=torch.cat([trees.qo_indptr, other.qo_indptr[1:] + len(trees.tokens)]),
+        seq_lens=torch.cat([trees.seq_lens, other.seq_lens]),
+        block_table=torch.cat([trees.block_table, other.block_table]),
+        max_qo_len=max(trees.max_qo_len, other.max_qo_len),
+        max_seq_len=max(trees.max_seq_len, other.max_seq_len),
+        max_depth=max(trees.max_depth, other.max_depth),
+        num_trees=trees.num_trees + other.num_trees,
+        num_tree_nodes=trees.num_tree_nodes + other.num_tree_nodes,
+    )

@@ -1,0 +1,1 @@
+"""transformers: ``patch``, ``generate``, batches and chat."""

@@ -1,0 +1,308 @@
+"""``generate_batch``: many requests through one patched model, each with parameters of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specmemo_kernels.arguments import as_integer, integer, integers, shown, wrong_type
+from specmemo_kernels.engine.sampled import SampledVerifier
+from specmemo_kernels.engine.sampling import Sampling
+from specmemo_kernels.engine.scheduler import Scheduler, submit_all
+from specmemo_kernels.engine.sequence import SequenceState
+
+if TYPE_CHECKING:
+    from specmemo_kernels.integrations.hf.handle import SpecMemo
+
+Prompt = Sequence[int] | torch.Tensor
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and how to continue it.
+
+    Attributes:
+        prompt: token ids without padding.
+        max_new_tokens: where it ends at the latest.
+        eos_token_ids: emitting one of these ends it; ``None``: those of the model's generation config.
+        sampling: how tokens are drawn; ``None``: greedily.
+        stop: asked after each new token with all tokens so far; ``True`` ends it.
+    """
+
+    prompt: Prompt
+    max_new_tokens: int = 256
+    eos_token_ids: Sequence[int] | None = None
+    sampling: Sampling | None = None
+    stop: Callable[[list[int]], bool] | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one step added to request ``index``: its new ``tokens``, and whether these were its last."""
+
+    index: int
+    tokens: list[int]
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What became of a request.
+
+    Attributes:
+        tokens: the new ones, the ending token included.
+        finish_reason: ``"eos"``, ``"length"``, ``"stop"`` or ``"aborted"``.
+        steps: verification steps; accepted: drafts accepted in them; preemptions: how often its pages were taken.
+    """
+
+    tokens: list[int]
+    finish_reason: str
+    steps: int
+    accepted: int
+    preemptions: int
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a step of this request yielded: accepted drafts and the target's own; 0 without a step."""
+        return (self.accepted + self.steps) / self.steps if self.steps else 0.0
+
+
+class BatchRun:
+    """A batch on its way: an iterator of :class:`Piece`, in the order in which tokens come.
+
+    It holds the model's pages until it is exhausted or closed (``with`` closes it); another generation of the same
+    model, ``unpatch`` and ``release`` wait for that, or raise if they come from the same thread.
+    """
+
+    def __init__(self, handle: SpecMemo, requests: Sequence[Request]) -> None:
+        self._handle = handle
+        self._scheduler: Scheduler | None = None
+        # Held during a step and while closing, so that one thread at a time owns the scheduler. `abort` needs no lock.
+        self._owner = threading.RLock()
+        self._stepping = self._closing = False
+        self._ready: list[Piece] = []
+        self._aborted: deque[int] = deque()
+        with handle.ranks.guarded():
+            self._sequences = [_sequence(handle, i, request) for i, request in enumerate(requests)]
+        self._sent = [0] * len(self._sequences)
+        if not self._sequences:
+            return
+        handle.acquire(self)
+        try:
+            with handle.ranks.guarded():
+                self._scheduler = self._start(handle)
+        except BaseException:
+            handle.free()
+            raise
+
+    def _start(self, handle: SpecMemo) -> Scheduler:
+        longest = max(len(s.prompt) + s.max_new_tokens for s in self._sequences)
+        if reason := handle.generator.unsupported_model(longest):
+            raise ValueError(f"a batch can't be generated: {reason}")
+        verifier = SampledVerifier(handle.target, handle.backend, [s.sampling for s in self._sequences])
+        scheduler = handle.scheduler(self._sequences, verifier)
+        submit_all(scheduler, self._sequences)
+        return scheduler
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    @torch.no_grad()
+    def __next__(self) -> Piece:
+        with self._owner:
+            while not self._ready:
+                scheduler = self._scheduler
+                if scheduler is None or self._closing:
+                    raise StopIteration
+                try:
+                    self._step(scheduler)
+                except BaseException:
+                    self.close()
+                    raise
+                self._collect()
+                if scheduler.idle:
+                    self.close()
+            return self._ready.pop(0)
+
+    def _step(self, scheduler: Scheduler) -> None:
+        self._stepping = True
+        try:
+            with self._handle.ranks.guarded():
+                self._agree(scheduler)
+                scheduler.step()
+                if scheduler.idle:
+                    self._handle.ranks.finish(self._sequences)
+        finally:
+            self._stepping = False
+
+    def _agree(self, scheduler: Scheduler) -> None:
+        """With the other ranks: on what there is, and who is aborted."""
+        wanted = [self._aborted.popleft() for _ in range(len(self._aborted))]
+        for index in self._handle.ranks.step(self._sequences, scheduler.decoder.pool, wanted):
+            scheduler.abort(self._sequences[index])
+
+    def _collect(self) -> None:
+        for index, sequence in enumerate(self._sequences):
+            sent = self._sent[index]
+            if sent >= 0 and (sequence.finished or sequence.emitted > sent):
+                self._ready.append(Piece(index, sequence.new_tokens[sent:], sequence.finished))
+                self._sent[index] = -1 if sequence.finished else sequence.emitted
+
+    def abort(self, index: int) -> None:
+        """End a request; its pages are free at once, and its last piece comes next. From any thread, at any time.
+
+        While another thread computes a step, the request may get the tokens of that step, and ends behind it. Of a
+        tensor parallel model rank 0's calls count, from the next step on.
+
+        Raises:
+            TypeError, ValueError: there is no such request.
+        """
+        sequence = self._sequences[integer("index", index, 0, len(self._sequences) - 1)]
+        scheduler = self._scheduler
+        if self._handle.ranks.size > 1:
+            self._aborted.append(index)
+        elif scheduler is not None:  # one that is closed has nothing left to abort
+            scheduler.abort(sequence)
+
+    def close(self) -> None:
+        """Abort what still runs and give the model back. From any thread; it waits for the step of another one.
+
+        A stop function of this batch may call it too: the batch is then closed at the end of the step.
+        """
+        self._closing = True
+        with self._owner:
+            scheduler = self._scheduler
+            if scheduler is None:
+                return
+            if self._stepping:
+                for sequence in self._sequences:
+                    scheduler.abort(sequence)
+                return
+            self._scheduler = None
+            try:
+                scheduler.close()
+            finally:
+                self._handle.free()
+
+    def completions(self) -> list[Completion]:
+        """What became of each request, in the order of the input.
+
+        Raises:
+            RuntimeError: some still run.
+        """
+        if running := sum(not s.finished for s in self._sequences):
+            raise RuntimeError(f"{running} of {len(self._sequences)} requests still run; iterate to the end, or close")
+        return [_completion(sequence) for sequence in self._sequences]
+
+    def __enter__(self) -> BatchRun:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        try:
+            if error is not None and self._scheduler is not None:
+                self._handle.ranks.fail(error)
+        finally:
+            self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_scheduler", None) is not None:
+            self.close()
+
+
+def generate_batch(
+    model: Any,
+    prompts: Sequence[Prompt | Request],
+    *,
+    max_new_tokens: int = 256,
+    eos_token_ids: Sequence[int] | None = None,
+    sampling: Sampling | None = None,
+    on_piece: Callable[[Piece], None] | None = None,
+) -> list[Completion]:
+    """Continue many prompts, as many at once as the plan holds; the others wait their turn.
+
+    Args:
+        model: patched by :func:`specmemo_kernels.patch`.
+        prompts: token ids without padding, or :class:`Request` with parameters of their own.
+        max_new_tokens, eos_token_ids, sampling: of the prompts that are no :class:`Request`. With ``sampling`` the
+            i-th prompt's seed is ``sampling.seed + i``.
+        on_piece: gets each request's tokens as they come, in the order of their arrival.
+
+    Returns:
+        One :class:`Completion` per prompt, in their order.
+
+    Raises:
+        BudgetError: a request can never fit the plan. TypeError, ValueError: a wrong argument, with its value.
+    """
+    if on_piece is not None and not callable(on_piece):
+        raise wrong_type("on_piece", on_piece, "a function of a Piece, or None")
+    with stream_batch(
+        model, prompts, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids, sampling=sampling
+    ) as run:
+        for piece in run:
+            if on_piece is not None:
+                on_piece(piece)
+        return run.completions()
+
+
+def stream_batch(
+    model: Any,
+    prompts: Sequence[Prompt | Request],
+    *,
+    max_new_tokens: int = 256,
+    eos_token_ids: Sequence[int] | None = None,
+    sampling: Sampling | None = None,
+) -> BatchRun:
+    """:func:`generate_batch` as an iterator of pieces, whose requests can be aborted on the way."""
+    handle = getattr(model, "__dict__", {}).get("specmemo")
+    if handle is None:
+        raise ValueError("the model isn't patched; call specmemo_kernels.patch(model, heads) first")
+    if not isinstance(sampling, Sampling | None):
+        raise wrong_type("sampling", sampling, "a Sampling or None")
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
+        raise wrong_type("prompts", prompts, "a list of prompts")
+    requests = []
+    for i, prompt in enumerate(prompts):
+        if not isinstance(prompt, Request):
+            own = None if sampling is None else sampling.with_seed(sampling.seed + i)
+            prompt = Request(prompt, max_new_tokens, eos_token_ids, own)
+        requests.append(prompt)
+    return BatchRun(handle, requests)
+
+
+def _sequence(handle: SpecMemo, index: int, request: Request) -> SequenceState:
+    prompt = integers(request.prompt)
+    known = handle.model.get_input_embeddings().weight.shape[0]
+    if not prompt or min(prompt) < 0 or max(prompt) >= known:
+        got = shown(request.prompt if prompt is None else prompt)
+        raise ValueError(f"prompt {index} must be one row of token ids from 0 to {known - 1}, got {got}")
+    most = integer(f"max_new_tokens of prompt {index}", request.max_new_tokens)
+    own = handle.model.generation_config.eos_token_id
+    if request.eos_token_ids is not None:
+        own = request.eos_token_ids
+    elif own is None or as_integer(own) is not None:
+        own = [] if own is None else [own]
+    eos = integers(own)
+    if eos is None:
+        raise wrong_type(f"eos_token_ids of prompt {index}", own, "a list of token ids or None")
+    if not isinstance(request.sampling, Sampling | None):
+        raise wrong_type(f"sampling of prompt {index}", request.sampling, "a Sampling or None")
+    if request.stop is not None and not callable(request.stop):
+        raise wrong_type(f"stop of prompt {index}", request.stop, "a function of the tokens so far, or None")
+    stop = None if request.stop is None else handle.ranks.stop(request.stop)
+    return SequenceState(prompt, most, frozenset(eos), stop, sampling=request.sampling, index=index)
+
+
+def _completion(sequence: SequenceState) -> Completion:
+    tokens = sequence.new_tokens
+    if sequence.aborted:
+        reason = "aborted"
+    elif tokens[-1] in sequence.eos_token_ids:
+        reason = "eos"
+    else:
+        reason = "length" if sequence.remaining <= 0 else "stop"
+    return Completion(tokens, reason, sequence.steps, sequence.accepted, sequence.preemptions)

@@ -1,0 +1,288 @@
+"""What runs in place of transformers' own decoding loop: from generate's arguments to sequences and back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from specmemo_kernels.engine.decode import GreedyVerifier, SequenceState, Verifier
+from specmemo_kernels.engine.scheduler import submit_all
+from specmemo_kernels.integrations.hf.processors import needs_whole_batch, row_processors
+from specmemo_kernels.integrations.hf.verifier import ProcessedVerifier, put_back, row_generators
+
+if TYPE_CHECKING:
+    from specmemo_kernels.integrations.hf.handle import SpecMemo
+
+Tensor = torch.Tensor
+
+_UNDERSTOOD = {"attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position", "logits_to_keep"}
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of generate, past transformers' own preparation (``_sample``'s arguments)."""
+
+    input_ids: Tensor
+    logits_processor: Any
+    stopping_criteria: StoppingCriteriaList
+    config: Any
+    synced_gpus: bool
+    streamer: Any
+    model_kwargs: dict[str, Any]
+
+    @property
+    def wants(self) -> Callable[[str], bool]:
+        """Whether an ``output_...`` of the returned dict was asked for."""
+        return lambda name: bool(self.config.return_dict_in_generate and getattr(self.config, name))
+
+    @property
+    def attention_mask(self) -> Tensor:
+        mask = self.model_kwargs.get("attention_mask")
+        return torch.ones_like(self.input_ids) if mask is None else mask
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        found = (c.eos_token_id.flatten().tolist() for c in self.stopping_criteria if type(c) is EosTokenCriteria)
+        return frozenset(token for ids in found for token in ids)
+
+    @property
+    def max_length(self) -> int | None:
+        """Length of a row, padding included, at which it ends; ``None`` without a limit."""
+        return min((c.max_length for c in self.stopping_criteria if type(c) is MaxLengthCriteria), default=None)
+
+    @property
+    def other_criteria(self) -> StoppingCriteriaList:
+        """The criteria that the sequence state doesn't cover by itself."""
+        covered = (MaxLengthCriteria, EosTokenCriteria)
+        return StoppingCriteriaList([c for c in self.stopping_criteria if type(c) not in covered])
+
+
+class Generator:
+    """Runs generate's greedy and sampling calls speculatively; others get the model's own loop, with one warning."""
+
+    def __init__(self, handle: SpecMemo) -> None:
+        self.handle = handle
+        self._warned: set[str] = set()
+
+    def sample(
+        self,
+        own_sample: Callable[..., Any],
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """``GenerationMixin._sample`` with the model's own as ``own_sample``."""
+        call = _Call(
+            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs
+        )
+        if reason := self._unsupported(call):
+            if reason not in self._warned:
+                self._warned.add(reason)
+                warnings.warn(f"specmemo: {reason}; the model's own generate runs instead", UserWarning, stacklevel=4)
+            return own_sample(
+                input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
+            )
+        self.handle.acquire()
+        try:
+            with self.handle.ranks.guarded():
+                return self._generate(call)
+        finally:
+            self.handle.free()
+
+    def _unsupported(self, call: _Call) -> str:
+        """Why this call can't be run speculatively, or an empty string."""
+        reason = _unsupported_arguments(call) or self._unsupported_prompts(call)
+        return reason or self.unsupported_model(call.max_length)
+
+    def unsupported_model(self, max_length: int | None) -> str:
+        """Why the model can't speculate as it is now, up to ``max_length`` tokens, or an empty string."""
+        if self.handle.model.training:
+            return "the model is in training mode; call model.eval() first"
+        if max_length is not None and self.handle.rope_changes(max_length):
+            return "the rotary embedding changes with the length on the way"
+        if max_length is not None and self.handle.cache_drops(max_length):
+            return f"the model's own cache keeps only {self.handle.facts.cached_tokens} tokens"
+        return self.handle.changed()
+
+    def _unsupported_prompts(self, call: _Call) -> str:
+        ids, mask = call.input_ids, call.attention_mask
+        vocabulary = self.handle.model.get_input_embeddings().weight.shape[0]
+        if not ids.numel():
+            return f"input_ids has the shape {list(ids.shape)} and no tokens"
+        if (outside := ids[(ids < 0) | (ids >= vocabulary)]).numel():
+            return f"input_ids has the token {int(outside[0])}, which is not one of 0 to {vocabulary - 1}"
+        if mask.shape != ids.shape:
+            return f"the attention_mask has the shape {list(mask.shape)}, not {list(ids.shape)} as input_ids"
+        if not bool(mask[:, -1].all()):
+            return "the attention_mask hides the last token of a prompt (padding on the right)"
+        if any(self.handle.facts.windows) and bool((mask[:, 1:] < mask[:, :-1]).any()):
+            return "the attention_mask hides tokens inside a prompt, and the model's sliding window counts them"
+        if not _usual_positions(call):
+            return "own position_ids are not supported"
+        return ""
+
+    def _generate(self, call: _Call) -> Any:
+        device = call.input_ids.device
+        if call.config.do_sample:
+            self.handle.ranks.agree_on_random_state(device)
+        generators = row_generators(device, len(call.input_ids)) if call.config.do_sample else None
+        verifier = self._verifier(call, generators)
+        kept = verifier.scores if isinstance(verifier, ProcessedVerifier) and call.wants("output_scores") else None
+        sequences = self._sequences(call, kept)
+        scheduler = self.handle.scheduler(sequences, verifier)
+        columns = _Columns(call, sequences)
+        try:
+            submit_all(scheduler, sequences)
+            while not scheduler.idle:
+                self.handle.ranks.step(sequences, scheduler.decoder.pool)
+                scheduler.step()
+                columns.put()
+        finally:
+            scheduler.close()
+            if generators is not None:
+                put_back(device, generators)
+        columns.end()
+        self.handle.ranks.finish(sequences)
+        return self._result(call, columns.padded(), verifier)
+
+    def _sequences(self, call: _Call, scores: list[Tensor] | None) -> list[SequenceState]:
+        limit = (call.max_length or 0) - call.input_ids.shape[1]
+        mask, eos = call.attention_mask.bool(), call.eos_token_ids
+        return [
+            SequenceState(
+                prompt=call.input_ids[row][mask[row]].tolist(),
+                max_new_tokens=limit,
+                eos_token_ids=eos,
+                stop=self.handle.ranks.stop(_stop(call, row, scores)) if call.other_criteria else None,
+                index=row,
+            )
+            for row in range(call.input_ids.shape[0])
+        ]
+
+    def _verifier(self, call: _Call, generators: Sequence[torch.Generator] | None) -> Verifier:
+        scores, logits = call.wants("output_scores"), call.wants("output_logits")
+        if not call.logits_processor and not scores and not logits and not generators:
+            return GreedyVerifier(self.handle.target, self.handle.backend)
+        rows = range(call.input_ids.shape[0])
+        processors = [row_processors(call.logits_processor, row) for row in rows]
+        return ProcessedVerifier(self.handle.target, processors, call.input_ids, scores or logits, generators)
+
+    def _result(self, call: _Call, ids: Tensor, verifier: Verifier) -> Any:
+        if not call.config.return_dict_in_generate:
+            return ids
+        new = ids.shape[1] - call.input_ids.shape[1]
+        kept = verifier if isinstance(verifier, ProcessedVerifier) else None
+        # Its fields are annotated as LongTensor and one-element tuples; transformers itself puts these there.
+        result: Any = GenerateDecoderOnlyOutput
+        return result(
+            sequences=ids,
+            scores=tuple(kept.scores[:new]) if kept and call.wants("output_scores") else None,
+            logits=tuple(kept.logits[:new]) if kept and call.wants("output_logits") else None,
+        )
+
+
+def _unsupported_arguments(call: _Call) -> str:
+    config, kwargs, batch = call.config, call.model_kwargs, call.input_ids.shape[0]
+    cache = kwargs.get("past_key_values")
+    extra = sorted(k for k, v in kwargs.items() if k not in _UNDERSTOOD and not _is_empty(v))
+    whole = needs_whole_batch((*call.logits_processor, *call.other_criteria)) if batch > 1 else []
+    checks = (
+        (call.synced_gpus, "synced_gpus (FSDP, ZeRO-3) is not supported"),
+        (bool(getattr(config, "is_assistant", False)), "the target model reads its assistant's scores and cache"),
+        (cache is not None and cache.get_seq_length() > 0, "past_key_values can't be continued; pass all tokens"),
+        # An empty cache that the caller passes is filled, as the caller may go on with it.
+        (getattr(cache, "_is_user_defined", False), "past_key_values was passed; leave it out to speculate"),
+        (
+            config.cache_implementation is not None,
+            f"cache_implementation={config.cache_implementation!r} was asked for",
+        ),
+        (not kwargs.get("use_cache", True), "use_cache=False was asked for"),
+        (call.wants("output_attentions"), "output_attentions needs the attention weights"),
+        (call.wants("output_hidden_states"), "output_hidden_states needs every layer's states"),
+        (batch > 1 and (call.wants("output_scores") or call.wants("output_logits")), "scores of a batch are not kept"),
+        (bool(extra), f"the arguments {extra} are not supported"),
+        (call.max_length is None, "there is no max_length"),
+        (bool(whole), f"{' and '.join(whole)} may hold state or compare rows, which needs all rows of a batch at once"),
+        (
+            batch > 1 and bool(call.other_criteria) and not call.eos_token_ids,
+            "batches with own criteria need an eos_token_id",
+        ),
+        (
+            any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in call.logits_processor),
+            "classifier-free guidance runs the model by itself",
+        ),
+    )
+    return next((reason for failed, reason in checks if failed), "")
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether an argument holds nothing: transformers passes an empty dict where a prompt has no images."""
+    return value is None or (isinstance(value, dict | list | tuple) and not value)
+
+
+def _usual_positions(call: _Call) -> bool:
+    """Whether the position ids are the ones that follow from the attention mask."""
+    positions = call.model_kwargs.get("position_ids")
+    if positions is None:
+        return True
+    mask = call.attention_mask
+    expected = (mask.long().cumsum(-1) - 1)[mask.bool()]
+    return positions.shape == mask.shape and torch.equal(positions[mask.bool()].long(), expected)
+
+
+def _stop(call: _Call, row: int, scores: list[Tensor] | None) -> Callable[[list[int]], bool]:
+    """The call's own criteria for one row, with ids and scores as transformers passes them.
+
+    Args:
+        scores: grows by a row ``[1, V]`` for each token, before the criteria see the token; ``None``: not kept.
+    """
+    padded, criteria = call.input_ids[row], call.other_criteria
+    real = int(call.attention_mask[row].sum())
+
+    def stop(tokens: list[int]) -> bool:
+        new = torch.tensor(tokens[real:], dtype=padded.dtype, device=padded.device)
+        kept = None if scores is None else tuple(scores[: len(new)])
+        return bool(criteria(torch.cat([padded, new])[None], kept)[0])
+
+    return stop
+
+
+class _Columns:
+    """The output ``[B, L + new]`` as it grows; streamers get it column by column, as transformers sends it."""
+
+    def __init__(self, call: _Call, sequences: Sequence[SequenceState]) -> None:
+        self.call, self.sequences, self.sent = call, sequences, 0
+        pad = call.config._pad_token_tensor
+        self.pad = 0 if pad is None else int(pad)
+
+    def put(self) -> None:
+        """Send the columns that every row has reached (a finished row is padded)."""
+        if self.call.streamer is None:
+            return
+        rows = [s.new_tokens for s in self.sequences]
+        ready = min((len(r) for r, s in zip(rows, self.sequences, strict=True) if not s.finished), default=None)
+        for column in range(self.sent, max(map(len, rows)) if ready is None else ready):
+            values = [r[column] if column < len(r) else self.pad for r in rows]
+            self.call.streamer.put(torch.tensor(values))
+            self.sent += 1
+
+    def end(self) -> None:
+        if self.call.streamer is not None:
+            self.call.streamer.end()
+
+    def padded(self) -> Tensor:
+        """Prompt and output of all rows, short ones padded behind."""
+        rows = [torch.tensor(s.new_tokens, dtype=torch.int64) for s in self.sequences]
+        new = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.pad)
+        return torch.cat([self.call.input_ids, new.to(self.call.input_ids.device)], dim=1)

@@ -1,0 +1,229 @@
+"""``patch`` and ``unpatch`` for transformers models."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from specmemo_kernels import ops
+from specmemo_kernels.arguments import flag, integer, wrong_type
+from specmemo_kernels.cache.kv_storage import page_dtype
+from specmemo_kernels.drafting.base import Drafter, OffloadingDrafter
+from specmemo_kernels.drafting.medusa import MedusaDrafter
+from specmemo_kernels.integrations.distributed.ranks import digest
+from specmemo_kernels.integrations.distributed.tensor_parallel import ranks_of
+from specmemo_kernels.integrations.hf.attach import attach
+from specmemo_kernels.integrations.hf.checks import check_drafter, check_modules, check_numbers
+from specmemo_kernels.integrations.hf.draft import DraftModel, HFDraftModel
+from specmemo_kernels.integrations.hf.equivalence import evaluation
+from specmemo_kernels.integrations.hf.graph import graph_use
+from specmemo_kernels.integrations.hf.handle import SpecMemo, Unpatched
+from specmemo_kernels.integrations.hf.plan import (
+    kernel_blocks,
+    make_chooser,
+    make_drafter,
+    make_plan,
+)
+from specmemo_kernels.integrations.hf.probe import check_config, probe
+from specmemo_kernels.integrations.hf.sharing import register, unregister, without_others
+from specmemo_kernels.integrations.hf.target import lm_head_hook
+from specmemo_kernels.ops.weight_codes import check_bits
+from specmemo_kernels.planning.host_allocator import release_host_memory, return_large_blocks
+from specmemo_kernels.planning.memory_plan import parse_bytes
+from specmemo_kernels.tree.draft_tree import DraftTree, tree_argument
+
+
+class PatchedGeneration:
+    """Mixed into a patched model's class: generate's greedy mode runs the speculative loop."""
+
+    specmemo: SpecMemo
+
+    def _sample(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not input_ids.numel() and kwargs.get("inputs_embeds") is None:
+            raise ValueError(f"input_ids has shape {list(input_ids.shape)}; give at least one row of one token")
+        # Another thread may unpatch the model between any two lines, which changes its class back.
+        cls, handle = type(self), vars(self).get("specmemo")
+        own = partial(_plain_class(cls)._sample, self)  # type: ignore[attr-defined]
+        if handle is None:
+            return own(input_ids, *args, **kwargs)
+        try:
+            return handle.generator.sample(own, input_ids, *args, **kwargs)
+        except Unpatched:
+            return own(input_ids, *args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles are plain, unpatched models (loading one doesn't need this package)."""
+        state = {k: v for k, v in vars(self).items() if k != "specmemo"}
+        head = self.get_output_embeddings()  # type: ignore[attr-defined]
+        state["_modules"] = {k: _without_hook(v) if v is head else v for k, v in state["_modules"].items()}
+        return object.__new__, (_plain_class(type(self)),), state
+
+
+def _without_hook(head: nn.Module) -> nn.Module:
+    """The same lm_head, its parameters shared, less our hook."""
+    twin = copy.copy(head)
+    hooks = head._forward_pre_hooks
+    twin._forward_pre_hooks = type(hooks)((k, hook) for k, hook in hooks.items() if hook is not lm_head_hook)
+    return twin
+
+
+def _plain_class(cls: type) -> type:
+    """The class that was patched; one that isn't patched itself."""
+    order = cls.__mro__
+    return order[order.index(PatchedGeneration) + 1] if PatchedGeneration in order else cls
+
+
+def patch(
+    model: Any,
+    heads: str | Path | nn.Module | dict[str, torch.Tensor] | Drafter | DraftModel,
+    *,
+    memory_budget: int | str | None = None,
+    tree: DraftTree | Sequence[Sequence[int]] | int | None = None,
+    backend: str | None = None,
+    page_size: int = 16,
+    prefill_chunk: int = 256,
+    max_batch_size: int = 8,
+    kv_dtype: str | None = None,
+    head_bits: int | None = None,
+    keep_free: int | str | None = None,
+    reuse_prefix: bool = True,
+    graph: bool | None = None,
+    rank_timeout: float = 60.0,
+) -> SpecMemo:
+    """Make ``model.generate`` speculate: the same tokens, in fewer steps, inside a memory budget.
+
+    Args:
+        model: a decoder of transformers with an lm_head, loaded.
+        heads: Medusa heads (a folder, a hub id, a module, a dict of tensors); ``"prompt-lookup"``, which needs no
+            weights; a smaller causal language model with the same vocabulary, or :class:`DraftModel` to say more about
+            one; or any :class:`Drafter`.
+        memory_budget: bytes (or ``"2GiB"``) of generation memory: everything but the model's own weights.
+            ``None``: no limit, each call takes what its lengths need.
+        tree: a :class:`DraftTree`, a list of rank paths (as Medusa publishes them), or a number of nodes;
+            ``None`` takes the best nodes for the heads' accuracies and the device, which is known by name or
+            measured once per process, in about a second (``specmemo probe`` keeps that); heads that this tree
+            doesn't use are dropped. Prompt lookup and draft models get a chain unless a tree is given. Of a tree that
+            isn't given each step verifies the part that pays, by what was accepted lately and by measured times.
+        backend: ``"reference"``, ``"cpu"``, ``"triton"`` or ``None`` (by device).
+        page_size: tokens per page of the KV cache.
+        prefill_chunk: most prompt tokens per forward pass; the plan may lower it to keep the budget.
+        max_batch_size: most sequences decoded at once; the plan may lower it. Further rows wait for their turn.
+        kv_dtype: ``"int8"`` or ``"fp8"`` stores keys and values in pages as 8-bit codes with a scale per token and
+            head: about twice the tokens in the same memory, at a small error, so that the tokens may differ from the
+            model's own. ``None`` (default): in the model's dtype. Never chosen for you.
+        head_bits: 4 keeps the heads' own vocabulary matrices as 4-bit codes with a float16 scale per 64, about a
+            quarter of 16-bit ones; packed while loading, a few rows at a time. Heads only guess, so no token changes;
+            the guesses get slightly worse. ``None`` (default): as stored.
+        keep_free: bytes (or ``"512MiB"``) of the device's memory to leave to others. Every few steps it is looked at;
+            below the mark generation gives up, one after the other, nodes of the tree, pages that nobody needs yet, the
+            heads, and sequences, which wait in host memory; it takes them back when there is a quarter more again.
+            ``None``: only when an allocation fails, which either way costs a step's time and no token.
+        reuse_prefix: keep the pages of finished sequences until they are needed otherwise, so that a prompt that
+            begins like an earlier text (the next turn of a conversation) is computed from there on alone. They are
+            dropped when the model's weights, modules, adapters or hooks are seen to have changed; after changes that
+            can't be seen (:mod:`specmemo_kernels.integrations.hf.signature`) call
+            ``model.specmemo.release()``.
+        graph: run whole steps, from the heads' guesses to the commit, without asking the host, each launched before
+            the tokens of the one before are read; on a GPU from a CUDA graph. ``None``: on a GPU, where the model and
+            the drafter allow it (``model.specmemo.graphs.reason`` says why not); ``True``: or else an error, on a CPU
+            too, where nothing is gained by it; ``False``: never. Steps that can't be part of it (prompts on their way,
+            sampling, logits processors, too few pages, ...) are made one by one and counted in
+            ``stats.eager_reasons``.
+        rank_timeout: of a tensor parallel model (``from_pretrained(..., tp_plan="auto")`` under ``torchrun``; every
+            rank makes the same calls): seconds after which a rank that hears nothing of another one raises.
+
+    Returns:
+        The handle, also ``model.specmemo``; ``with patch(...):`` unpatches at the end.
+
+    Raises:
+        UnsupportedModel, HeadsError, BudgetError, RankError, TypeError, ValueError: with the value and the limit; the
+            model is as before.
+    """
+    if isinstance(getattr(model, "specmemo", None), SpecMemo):
+        raise ValueError("the model is patched already; call specmemo_kernels.unpatch(model) first")
+    page_size, prefill_chunk = integer("page_size", page_size), integer("prefill_chunk", prefill_chunk)
+    max_batch_size, tree = integer("max_batch_size", max_batch_size), tree_argument(tree)
+    flag("reuse_prefix", reuse_prefix)
+    flag("graph", graph, or_none=True)
+    if not isinstance(backend, str | None):
+        raise wrong_type("backend", backend, "'reference', 'cpu', 'triton' or None")
+    if not hasattr(model, "generate") or not hasattr(model, "get_output_embeddings"):
+        raise ValueError(f"patch needs a transformers model with generate and an lm_head, got {type(model).__name__}")
+    check_config(model.config)
+    check_modules(model)
+    budget = None if memory_budget is None else parse_bytes(memory_budget)
+    free = None if keep_free is None else parse_bytes(keep_free, "keep_free")
+    page_dtype(kv_dtype)
+    check_bits(head_bits)
+    name = ops.backend_name(backend, model.get_input_embeddings().weight.device)
+    ranks = ranks_of(model, rank_timeout)
+    undo: list[Callable[[], None]] = []
+    try:
+        with ranks.guarded(), evaluation(model):
+            undo.append(attach(model))
+            limits: dict[str, Any] = {"budget": budget, "page_size": page_size, "prefill_chunk": prefill_chunk}
+            limits |= {"max_sequences": max_batch_size, "kv_dtype": kv_dtype}
+            if ranks.size > 1:
+                if free is not None:
+                    raise ValueError(f"keep_free is {keep_free}; one of {ranks.size} ranks can't give up memory alone")
+                own = {"tree": tree, "backend": name, "reuse_prefix": reuse_prefix, "graph": graph}
+                ranks.same(digest(model) | limits | own | {"head_bits": head_bits})
+            undo.append(ranks.whole_heads(model))
+            facts = probe(model)
+            check_numbers(facts, name)
+            if budget is not None and facts.device.type == "cpu":
+                return_large_blocks()
+            drafter, accuracy = make_drafter(without_others(heads), model, facts, name, head_bits, ranks)
+            check_drafter(drafter)
+            if isinstance(drafter, HFDraftModel):
+                undo.append(drafter.detach)
+                drafter.keeps_pages = reuse_prefix
+            graphs = graph_use(graph, model, facts, drafter, name)
+            drafter, plan, graphs = make_plan(model, facts, drafter, accuracy, name, tree, graphs, limits, ranks)
+            bits = drafter.heads.head_bits if isinstance(drafter, MedusaDrafter) else None
+            plan = replace(plan, kernels=kernel_blocks(facts, name, page_size, kv_dtype), head_bits=bits)
+            target = ranks.target(model, facts, name)
+            handle = SpecMemo(model, facts, drafter, plan, target, ranks, name, graphs, free, reuse_prefix)
+            if tree is None:
+                handle.chooser = make_chooser(model, facts, drafter, accuracy, plan, graphs, ranks)
+    except BaseException:
+        for step in (*undo, ranks.close):
+            step()
+        raise
+    cls = type(model)
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    model.__class__ = type(cls.__name__, (PatchedGeneration, cls), names)
+    model.specmemo = handle
+    register(handle)
+    handle.undo_steps = [*undo, partial(_make_plain, model), partial(unregister, handle)]
+    if facts.device.type == "cpu":
+        release_host_memory()
+    if isinstance(drafter, OffloadingDrafter):
+        handle.undo_steps.append(drafter.restore)
+    handle.undo_steps.append(ranks.close)
+    return handle
+
+
+def _make_plain(model: Any) -> None:
+    model.__class__ = _plain_class(type(model))
+    del model.specmemo
+
+
+def unpatch(model: Any) -> None:
+    """Undo :func:`patch`; a model that isn't patched stays as it is.
+
+    Waits for the generation of another thread. Calls of ``generate`` that wait meanwhile run the model's own method.
+
+    Raises:
+        RuntimeError: a generation of this thread isn't over.
+    """
+    handle = getattr(model, "__dict__", {}).get("specmemo")
+    if isinstance(handle, SpecMemo):
+        handle.undo()

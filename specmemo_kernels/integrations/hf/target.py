@@ -1,0 +1,179 @@
+"""A transformers model as the target of the speculative loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from specmemo_kernels import ops
+from specmemo_kernels.cache.kv_storage import LayerKV
+from specmemo_kernels.engine.decode import TargetOutput
+from specmemo_kernels.forward.batch import TreeBatch
+from specmemo_kernels.forward.step_attention import StepAttention
+from specmemo_kernels.integrations.hf.attention import Windows, attention_call
+from specmemo_kernels.integrations.hf.mask import pass_mask
+from specmemo_kernels.planning.host_allocator import free_library_buffers
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a one-token forward pass showed (:func:`specmemo_kernels.integrations.hf.probe.probe`).
+
+    Attributes:
+        layers: what each attention layer stores per token.
+        num_qo_heads: query heads of each layer.
+        hidden_size, dtype: of the lm_head's input. device: where tokens go in, and hidden states are kept.
+        vocab_size: rows of the lm_head.
+        plain_lm_head: the lm_head is an ``nn.Linear`` whose output order the model keeps, so that
+            :func:`ops.lm_head_argmax` finds the model's own token; else logits are made by the model.
+        exact_lm_head: its output is the model's logits as they are, so that those of one row can be had alone.
+        windows: the sliding window of each layer's attention mask, ``None`` for a layer that sees all tokens.
+        cached_tokens: the most tokens that generate's own cache keeps of a layer whose mask lets it see more, so that
+            longer texts come out differently there; ``None`` if it keeps all that is seen.
+    """
+
+    layers: tuple[LayerKV, ...]
+    num_qo_heads: tuple[int, ...]
+    hidden_size: int
+    vocab_size: int
+    dtype: torch.dtype
+    device: torch.device
+    plain_lm_head: bool
+    exact_lm_head: bool
+    windows: tuple[int | None, ...] = ()
+    cached_tokens: int | None = None
+
+
+class HFTarget:
+    """Runs ``model`` on packed nodes and captures what goes into its lm_head.
+
+    Implements :class:`specmemo_kernels.engine.decode.TargetModel`.
+    """
+
+    static = True
+
+    def __init__(self, model: nn.Module, facts: ModelFacts, backend: str | None) -> None:
+        self.model, self.facts, self.backend = model, facts, backend
+        self.device, self.vocab_size = facts.device, facts.vocab_size
+        self._windows = dict(enumerate(facts.windows))
+        self._most_rows = 0
+        self._spread = len({facts.device, *(layer.device for layer in facts.layers)}) > 1
+
+    def forward(self, batch: TreeBatch, attention: StepAttention, keep: Tensor | None, logits: bool) -> TargetOutput:
+        if self.device.type == "cpu" and len(batch.tokens) > self._most_rows:
+            self._most_rows = len(batch.tokens)
+            free_library_buffers()
+        by_model = not self.facts.plain_lm_head or (logits and not self.facts.exact_lm_head)
+        # Of a model on several devices the kept rows lie on the last one, an index would be sent to the first.
+        rows = keep.tolist() if keep is not None and self._spread else keep
+        # Without gradients' bookkeeping: a twentieth of a small model's step.
+        with torch.inference_mode(), tapped(cut=not by_model) as tap:
+            output = run_packed(self.model, batch.tokens.clamp(min=0), batch.positions, attention, rows, self._windows)
+        return TargetOutput(tap.hidden.to(self.device), output[0].to(self.device) if by_model else None)
+
+    def argmax(self, output: TargetOutput) -> Tensor:
+        if output.logits is not None:
+            return output.logits.argmax(dim=-1)
+        weight, bias = lm_head(self.model)
+        hidden = output.hidden.to(weight.device)
+        return ops.lm_head_argmax(hidden, weight, bias, backend=self.backend).to(self.device)
+
+    def row_logits(self, output: TargetOutput, row: int) -> Tensor:
+        if output.logits is not None:
+            return output.logits[row]
+        weight, bias = lm_head(self.model)
+        return nn.functional.linear(output.hidden[row : row + 1].to(weight.device), weight, bias)[0].to(self.device)
+
+
+def lm_head(model: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight ``[V, hidden_size]`` and bias ``[V]`` (or ``None``) of a model's lm_head, detached.
+
+    Of an lm_head that is divided over ranks, this rank's rows.
+    """
+    head = model.get_output_embeddings()
+    bias = getattr(head, "bias", None)
+    return local_part(head.weight).detach(), None if bias is None else local_part(bias).detach()
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a distributed tensor; of others all."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def run_packed(
+    model: Any,
+    tokens: Tensor,
+    positions: Tensor,
+    call: Any,
+    keep: Tensor | list[int] | None,
+    windows: Windows | None = None,
+) -> Tensor:
+    """The logits ``[1, K, V]`` of one forward pass over packed nodes (``tokens`` and ``positions`` ``[N]`` int64).
+
+    ``call`` stands in for attention; ``keep`` (``[K]`` int64, or a list; default all) are the rows for the lm_head.
+    ``windows`` are those of the layers' masks, by layer; default what they pass to their attention function.
+    """
+    with attention_call(call, windows):
+        output = model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            attention_mask=_mask(tokens.device),
+            use_cache=False,
+            logits_to_keep=0 if keep is None else keep,
+            return_dict=True,
+        )
+    logits: Tensor = output.logits
+    return logits
+
+
+@cache
+def _mask(device: torch.device) -> Tensor:
+    """The mask of passes over packed nodes; whatever it holds isn't read."""
+    with torch.inference_mode(False):
+        return pass_mask(device)
+
+
+@dataclass
+class LmHeadTap:
+    """What a forward pass sent to its lm_head; with ``cut`` the lm_head itself gets no rows, so no logits are made."""
+
+    cut: bool
+    hidden: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+_tap: ContextVar[LmHeadTap | None] = ContextVar("specmemo_lm_head_tap", default=None)
+
+
+def lm_head_hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Forward-pre-hook of a patched model's lm_head: does nothing but in a context that taps it."""
+    tap = _tap.get()
+    if tap is None:
+        return None
+    tap.hidden = args[0][0]
+    return (args[0][:, :0], *args[1:]) if tap.cut else None
+
+
+def current_tap() -> LmHeadTap | None:
+    """The tap of this context."""
+    return _tap.get()
+
+
+@contextmanager
+def tapped(cut: bool) -> Iterator[LmHeadTap]:
+    """Tap the lm_head of a patched model in this context (thread, task) alone."""
+    tap = LmHeadTap(cut)
+    token = _tap.set(tap)
+    try:
+        yield tap
+    finally:
+        _tap.reset(token)

@@ -1,0 +1,1 @@
+"""Device and model sizes, predicted bytes and seconds, and the memory plan."""

@@ -1,0 +1,105 @@
+"""The memory of other ways to generate, part by part, so that savings are stated against something.
+
+Both functions count what :mod:`specmemo_kernels.planning.footprint` counts: bytes of live tensors at the worst
+moment, without the model's own weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specmemo_kernels.planning.footprint import HeadsSpec, page_token_bytes, pass_row_bytes
+from specmemo_kernels.planning.model_spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is to be generated.
+
+    Attributes:
+        context: tokens per sequence when it ends, prompt and answer.
+        batch: sequences that are wanted at once.
+        prompt: tokens of the prompt; half of the context unless said otherwise.
+    """
+
+    context: int
+    batch: int = 1
+    prompt: int = 0
+
+    def __post_init__(self) -> None:
+        if self.prompt == 0:
+            object.__setattr__(self, "prompt", max(1, self.context // 2))
+        if self.batch < 1 or not 1 <= self.prompt < self.context:
+            raise ValueError(
+                f"a workload needs batch >= 1 and 1 <= prompt < context, got batch {self.batch}, prompt {self.prompt}, "
+                f"context {self.context}"
+            )
+
+    @property
+    def new_tokens(self) -> int:
+        return self.context - self.prompt
+
+
+@dataclass(frozen=True)
+class MedusaRun:
+    """Medusa as published (FasterDecoding/Medusa): five heads with a vocabulary matrix each, ``mc_sim_7b_63``.
+
+    Attributes:
+        nodes: of the tree, root included. leaves, depth: its paths and their length below the root.
+    """
+
+    heads: HeadsSpec = field(default_factory=HeadsSpec)
+    nodes: int = 64
+    leaves: int = 42
+    depth: int = 4
+
+
+def plain_parts(spec: ModelSpec, workload: Workload, tp: int = 1) -> dict[str, int]:
+    """transformers' own greedy ``generate`` without padding: a growing cache, fused attention, last logits alone.
+
+    The worst moment is a layer of the prefill (the cache holds the prompt); or of the last step, where a layer's old
+    and new keys, then values, exist side by side while they are concatenated; or the logits of a step, in the model's
+    dtype and copied to float32. ``tp`` divides the cache and a layer as in :func:`page_token_bytes` and
+    :func:`pass_row_bytes`.
+    """
+    batch, row = workload.batch, pass_row_bytes(spec, tp)
+    kv = page_token_bytes(spec, None, tp)
+    full = batch * workload.context * kv
+    logits = batch * spec.vocab_size * (spec.dtype_bytes + 4)
+    moments = (
+        {"kv_cache": batch * workload.prompt * kv, "activations": batch * workload.prompt * row, "logits": 0},
+        {"kv_cache": full + full // (2 * spec.num_layers), "activations": batch * row, "logits": 0},
+        {"kv_cache": full, "activations": 3 * batch * spec.hidden_size * spec.dtype_bytes, "logits": logits},
+    )
+    return max(moments, key=lambda parts: sum(parts.values()))
+
+
+def medusa_parts(spec: ModelSpec, workload: Workload, run: MedusaRun | None = None, tp: int = 1) -> dict[str, int]:
+    """Medusa as published: what its own code allocates, at its worst moment.
+
+    - the cache for ``max_position_embeddings`` tokens at once (``initialize_past_key_values``), candidates included;
+    - all heads with their vocabulary matrices, used by the tree or not;
+    - prefill: attention as matrices ``[heads, L, L]``, at the softmax once in float32 and twice in the model's
+      dtype; then logits of every prompt row, the model's and each head's, the heads' twice (list and stack);
+    - a step: the same logits for every node, then gathered for every path of the tree.
+    """
+    run = run or MedusaRun()
+    size, batch, length = spec.dtype_bytes, workload.batch, workload.prompt
+    vocab_row = spec.vocab_size * size
+    heads = run.heads.num_heads
+    scores = batch * (spec.num_qo_heads // tp) * length**2 * (4 + 2 * size)
+    logits = batch * length * vocab_row * (1 + 2 * heads)
+    gathered = run.leaves * (run.depth + 1) * vocab_row * (1 + heads)
+    step = batch * (run.nodes * vocab_row * (1 + 2 * heads) + gathered)
+    hidden = batch * length * 3 * spec.hidden_size * size
+    moments = (
+        {"attention_scores": scores, "activations": hidden + batch * length * 4 * spec.hidden_size * size},
+        {"logits": logits, "activations": hidden},
+        {"logits": step, "activations": batch * run.nodes * pass_row_bytes(spec, tp)},
+        {"activations": batch * length * pass_row_bytes(spec, tp)},
+    )
+    held = {
+        "kv_cache": batch * max(spec.max_context, workload.context) * page_token_bytes(spec, None, tp),
+        "heads": run.heads.nbytes(spec, heads, tp),
+    }
+    return held | max(moments, key=lambda parts: sum(parts.values()))

@@ -1,0 +1,211 @@
+"""The profile of a device of this machine: measured, known by name, or kept from an earlier measurement."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from specmemo_kernels.backends.kernel_target import target_of_gpu
+from specmemo_kernels.planning.device import KNOWN_DEVICES, Curve, DeviceProfile, same_name
+from specmemo_kernels.planning.host_memory import host_memory
+
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+_SIDE = 1536
+_FEW_ROWS = (1, 4, 16, 64)
+_SMALL_SIDE = 384
+#: Matrices of so many bytes in all, more than caches hold, are multiplied a twelfth at a time.
+_BYTES, _TURNS = 112 << 20, 12
+#: Operators of a layer of transformers' own Llama, as torch dispatches them in a step with a cache.
+_LAYER_OPERATORS = 55
+
+
+def probe(device: str = "cpu", seconds: float = 3.0) -> DeviceProfile:
+    """Measure a torch device of this machine, in about ``seconds``.
+
+    Bandwidth by copying far more than caches hold; products of several row counts with matrices that take turns, so
+    that none is found in a cache, large ones and small ones; operators by the layers of a tiny transformers Llama. Each
+    figure is the best of several runs: what the device can do when nobody disturbs it.
+
+    Raises:
+        ValueError: no such device here, or neither a CPU nor a CUDA or HIP device.
+    """
+    import torch
+
+    where = _resolved(device)
+    with _as_value_error(device):
+        torch.empty(1, device=where)
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {device!r}: only cpu and cuda devices can be measured")
+    on_cpu = where.type == "cpu"
+    sync: Callable[[], None] = (lambda: None) if on_cpu else functools.partial(torch.cuda.synchronize, where)
+    names = ["float32", "bfloat16"] if on_cpu else ["float32", "float16", "bfloat16"]
+    share = seconds / (len(names) * (len(_ROWS) + len(_FEW_ROWS)) + 4)
+    with torch.inference_mode():
+        curves = {name: _linear_curve(torch, where, name, _SIDE, _ROWS, share, sync) for name in names}
+        small = {name: _linear_curve(torch, where, name, _SMALL_SIDE, _FEW_ROWS, share, sync) for name in names}
+        big = torch.zeros(2, 2**24 if on_cpu else 2**28, dtype=torch.float32, device=where)
+        read_rate = big.nbytes / _best(lambda: big[0].copy_(big[1]), 2 * share, sync)
+        launch = _launch_seconds(torch, where, 2 * share, sync)
+    rates = {name: 2 * rows / cost for name, points in curves.items() for rows, cost in points[-1:]}
+    common: dict[str, Any] = {"read_rate": read_rate, "matmul_rate": rates, "launch_seconds": launch, "curves": curves}
+    common["matrix_seconds"] = {name: _beyond(small[name], curves[name]) for name in names}
+    if on_cpu:
+        return DeviceProfile(_machine(torch), host_memory(), overlaps=False, source="measured", **common)
+    properties = torch.cuda.get_device_properties(where)
+    shared = int(getattr(properties, "shared_memory_per_block_optin", 0))
+    common |= {"shared_memory": shared, "kernel_target": _kernel_target(where), "source": "measured"}
+    return DeviceProfile(properties.name, properties.total_memory, **common)
+
+
+def _kernel_target(where: Any) -> str | None:
+    """The rule of block sizes for a GPU, ``None`` where the kernels don't run on it."""
+    try:
+        return target_of_gpu(where)
+    except ValueError:
+        return None
+
+
+def _linear_curve(
+    torch: Any, where: Any, name: str, side: int, counts: tuple[int, ...], share: float, sync: Callable[[], None]
+) -> Curve:
+    """Seconds per weight of square matrices at some row counts."""
+    dtype = getattr(torch, name)
+    each = max(1, _BYTES // (_TURNS * side**2 * dtype.itemsize))
+    weights = [[torch.ones(side, side, dtype=dtype, device=where) for _ in range(each)] for _ in range(_TURNS)]
+    points = []
+    for rows in counts:
+        x, turns = torch.ones(rows, side, dtype=dtype, device=where), itertools.cycle(weights)
+
+        def products(x: Any = x, turns: Any = turns) -> None:
+            for weight in next(turns):
+                torch.nn.functional.linear(x, weight)
+
+        points.append((rows, _best(products, share, sync, least=_TURNS) / (each * side**2)))
+    return tuple(points)
+
+
+def _beyond(small: Curve, large: Curve) -> Curve:
+    """Seconds that a small matrix takes beyond its weights' share of a large one's."""
+    each = dict(large)
+    return tuple((rows, max(0.0, seconds - each[rows]) * _SMALL_SIDE**2) for rows, seconds in small)
+
+
+def _launch_seconds(torch: Any, where: Any, share: float, sync: Callable[[], None]) -> float:
+    """Host time per operator: what six more layers of a tiny Llama add to a step, divided by their operators."""
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+    seconds = []
+    for layers in (2, 8):
+        config = LlamaConfig(
+            vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=256,
+        )  # fmt: skip
+        with torch.random.fork_rng(devices=[]):  # the caller's seed is for other things
+            model = LlamaForCausalLM(config).to(where).eval()
+        ids, cache = torch.zeros(1, 8, dtype=torch.int64, device=where), DynamicCache(config=config)
+        # The cache grows by a token a step, too little to be seen.
+        step = functools.partial(model, past_key_values=cache, logits_to_keep=1)
+        step(ids)
+        seconds.append(_best(functools.partial(step, ids[:, :1]), share / 2, sync))
+    return max(seconds[1] - seconds[0], 1e-9) / (6 * _LAYER_OPERATORS)
+
+
+def _best(call: Callable[[], Any], share: float, sync: Callable[[], None], least: int = 3) -> float:
+    """Seconds of the fastest of as many calls as ``share`` seconds hold, at least ``least``, after one to warm up."""
+    call()
+    sync()
+    best, ends, count = float("inf"), time.perf_counter() + share, 0
+    while count < least or time.perf_counter() < ends:
+        start = time.perf_counter()
+        call()
+        sync()
+        best, count = min(best, time.perf_counter() - start), count + 1
+    return best
+
+
+def _machine(torch: Any) -> str:
+    """The processor and the threads that torch uses, which is what a CPU profile is valid for."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = platform.processor() or platform.machine()
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+@contextmanager
+def _as_value_error(device: str) -> Iterator[None]:
+    """Torch's errors about a device that isn't there become a ValueError that names it."""
+    try:
+        yield
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device!r}: {str(error).splitlines()[0]}") from error
+
+
+def _resolved(device: str) -> Any:
+    """The torch device with the index that torch would take; a CPU has none."""
+    import torch
+
+    with _as_value_error(device):
+        where = torch.device(device)
+    if where.type == "cpu":
+        return torch.device("cpu")
+    if where.type == "cuda" and where.index is None:
+        try:
+            return torch.device("cuda", torch.cuda.current_device())
+        except (RuntimeError, AssertionError):  # no GPU here
+            return torch.device("cuda", 0)
+    return where
+
+
+def cache_file(device: str) -> Path:
+    """Where `specmemo probe` keeps the profile of a torch device: the user's cache folder (XDG base directories).
+
+    Spellings of one device share a file: ``"cuda"`` is the current GPU.
+    """
+    base = os.environ.get("XDG_CACHE_HOME")
+    folder = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
+    return folder / "specmemo_kernels" / f"device-{str(_resolved(device)).replace(':', '-')}.json"
+
+
+@functools.cache
+def profile_of(device: str) -> DeviceProfile:
+    """The profile of a torch device of this process: cached by `specmemo probe`, known by name, or probed in a second.
+
+    Probes once per process at most, and writes no file. A cached CPU profile counts only for the same processor and
+    number of threads; a GPU's profile only for the same name and about the same memory, as cards of one name differ
+    in it and then in more (a GeForce RTX 3060 has 8 or 12 GB). ``memory`` is what the device has here.
+
+    Raises:
+        ValueError: no such device here.
+    """
+    import torch
+
+    where = _resolved(device)
+    if str(where) != device:
+        return profile_of(str(where))
+    profiles = [] if where.type == "cpu" else list(KNOWN_DEVICES.values())
+    with suppress(OSError, ValueError):  # not measured yet
+        profiles.insert(0, DeviceProfile.load(cache_file(device)))
+    if where.type == "cpu":
+        name, memory = _machine(torch), host_memory()
+    else:
+        with _as_value_error(device):
+            name, memory = torch.cuda.get_device_name(where), torch.cuda.get_device_properties(where).total_memory
+    for profile in profiles:
+        if same_name(profile.name, name) and (where.type == "cpu" or _same_size(profile.memory, memory)):
+            return replace(profile, memory=memory)
+    return probe(device, seconds=0.7)
+
+
+def _same_size(expected: int, memory: int) -> bool:
+    """Drivers and error correction keep up to a tenth of a GPU's memory."""
+    return abs(memory - expected) <= expected // 10

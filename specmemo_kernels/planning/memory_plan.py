@@ -1,0 +1,212 @@
+"""The memory plan: what generation may use, part by part, decided before anything is allocated.
+
+:func:`divide_budget` divides a budget for a loaded model and a tree, on what was measured of it; plans for models that
+needn't be loaded are :mod:`specmemo_kernels.planning.planner`'s.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import asdict, dataclass, field
+
+from specmemo_kernels.backends.kernel_config import KernelConfig
+from specmemo_kernels.planning.footprint import GenerationShape, Load, fixed_parts, page_parts
+from specmemo_kernels.tree.draft_tree import DraftTree
+
+_UNITS = {"": 1, "B": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+
+
+class BudgetError(ValueError):
+    """The budget can't hold what was asked for; the message names the part, the limit and what to do."""
+
+
+def parse_bytes(size: int | str, name: str = "memory_budget") -> int:
+    """``"2GiB"``, ``"512 MB"``, ``"1000"`` or a number of bytes; ``name`` is the argument's.
+
+    Raises:
+        ValueError: not a size, or not positive.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", str(size))
+    count = float(match[1]) * _UNITS.get(match[2], math.nan) if match else math.nan
+    if not 1 <= count < math.inf:
+        raise ValueError(f"{name} is {size!r}, expected bytes or a size such as '2GiB' or '512MB'")
+    return int(count)
+
+
+def format_bytes(size: float) -> str:
+    """``1536`` as ``"1.5 KiB"``."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
+def format_at_least(size: int) -> str:
+    """``size`` as :func:`format_bytes` writes it, rounded up, so that it is enough when given as a budget."""
+    unit = 1024 ** next(power for power in range(4) if size < 1024 ** (power + 1) or power == 3)
+    # What is shown has one decimal for KiB and MiB, two for GiB.
+    decimals = {1: 1, 1024: 10, 1024**2: 10}.get(unit, 100)
+    return format_bytes(math.ceil(size * decimals / unit) * unit / decimals)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What generation may use.
+
+    Attributes:
+        tree: the tree of a step, root included; pruned for the device and the budget.
+        max_sequences: sequences decoded at once; more wait for a free place.
+        page_size: tokens per page. max_pages: the most pages there will ever be (``None``: no budget was given, a
+            call of generate gets what its lengths need).
+        prefill_chunk: most prompt tokens per forward pass.
+        budget: bytes that the parts may take together, or ``None``. Plans of :func:`plan_memory` count the model's
+            weights among the parts, those of patching don't.
+        parts: bytes of each part at most; with a budget their sum stays within it. Prompts of more rows than
+            ``max_sequences`` add their ids, 24 bytes per padded token.
+        heads: Medusa heads to load, where the plan chose them. head_bits: 4 where their own vocabulary matrices are in
+            4-bit codes, ``None`` where they are as stored.
+        kv_dtype: of keys and values in pages, ``None`` for the model's own; ``"int8"`` and ``"fp8"`` are codes with
+            scales, never chosen unasked.
+        tokens_per_step, tokens_per_second, step_seconds: predicted, where the plan knows the device.
+        reasons: what decided, in sentences.
+        kernels: the GPU kernels' block sizes, one per class of sequences (of the widest heads, where layers differ);
+            ``None`` where other kernels run.
+    """
+
+    tree: DraftTree
+    max_sequences: int
+    page_size: int
+    max_pages: int | None
+    prefill_chunk: int
+    budget: int | None
+    parts: dict[str, int] = field(default_factory=dict)
+    heads: int | None = None
+    head_bits: int | None = None
+    kv_dtype: str | None = None
+    tokens_per_step: float | None = None
+    tokens_per_second: float | None = None
+    step_seconds: float | None = None
+    reasons: tuple[str, ...] = ()
+    kernels: tuple[KernelConfig, ...] | None = None
+
+    @property
+    def num_pages(self) -> int | None:
+        """The same as ``max_pages``."""
+        return self.max_pages
+
+    @property
+    def total_bytes(self) -> int:
+        """Predicted peak: all parts together."""
+        return sum(self.parts.values())
+
+    @property
+    def generation_bytes(self) -> int:
+        """All parts but the model's weights, which is what ``patch(memory_budget=...)`` bounds."""
+        return self.total_bytes - self.parts.get("weights", 0)
+
+    @property
+    def max_nodes(self) -> int:
+        """Scratch slots: the nodes of one step over all sequences."""
+        return self.tree.size * self.max_sequences
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens that the pages hold, over all sequences."""
+        return None if self.max_pages is None else self.max_pages * self.page_size
+
+    def to_json(self) -> dict[str, object]:
+        """A plain dict for ``json.dump``; the tree as rank paths."""
+        return asdict(self) | {"tree": [list(path) for path in self.tree.paths]}
+
+    def __str__(self) -> str:
+        pages = "as needed"
+        if self.max_pages is not None:
+            pages = f"{counted(self.max_pages, 'page')} of {counted(self.page_size, 'token')}"
+        speed: tuple[str, ...] = ()
+        if self.tokens_per_second is not None:
+            speed = (f"predicted {self.tokens_per_second:.1f} tokens/s, {self.tokens_per_step:.2f} tokens per step",)
+        return "; ".join(
+            (
+                f"budget {'none' if self.budget is None else format_bytes(self.budget)}",
+                f"tree of {counted(self.tree.size, 'node')}, depth {self.tree.max_depth}",
+                f"KV: {pages}" + (f" in {self.kv_dtype}" if self.kv_dtype in ("int8", "fp8") else ""),
+                *((f"the heads' own lm_heads in {self.head_bits} bits",) if self.head_bits is not None else ()),
+                f"prefill chunk {self.prefill_chunk}",
+                f"at most {counted(self.max_sequences, 'sequence')} at once",
+                ", ".join(f"{name} {format_bytes(size)}" for name, size in self.parts.items()),
+                *speed,
+            )
+        )
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def divide_budget(
+    shape: GenerationShape,
+    tree: DraftTree,
+    *,
+    budget: int | None,
+    page_size: int,
+    max_sequences: int = 8,
+    prefill_chunk: int = 256,
+    kv_dtype: str | None = None,
+) -> MemoryPlan:
+    """Divide ``budget`` bytes: heads, scratch and a forward pass first, pages get the rest.
+
+    ``kv_dtype`` is what ``shape`` was made for; the plan only says so.
+
+    Under pressure the prefill chunk shrinks before anything else (it costs little speed), down to the nodes of a
+    step; then fewer sequences run at once.
+
+    Raises:
+        BudgetError: not even one page fits.
+    """
+    if budget is None:
+        parts = fixed_parts(shape, Load(tree.size, max_sequences, prefill_chunk, page_size))
+        return MemoryPlan(tree, max_sequences, page_size, None, prefill_chunk, None, parts, kv_dtype=kv_dtype)
+    loads = [
+        Load(tree.size, sequences, chunk, page_size)
+        for sequences in _halvings(max_sequences, 1)
+        for chunk in _halvings(prefill_chunk, min(32, prefill_chunk))
+    ]
+    for load in loads:
+        parts, page = fixed_parts(shape, load), page_parts(shape, load)
+        left, page_bytes = budget - sum(parts.values()), sum(page.values())
+        # A quarter for pages is the least that keeps a large chunk or batch from starving the cache.
+        if left >= max(page_bytes, budget // 4) or (load == loads[-1] and left >= page_bytes):
+            pages = left // page_bytes
+            parts = {name: parts.get(name, 0) + pages * page.get(name, 0) for name in parts | page}
+            return MemoryPlan(tree, load.sequences, page_size, pages, load.chunk, budget, parts, kv_dtype=kv_dtype)
+    raise BudgetError(_too_small(budget, page_size, parts, page_bytes, shape.coded_head_bytes))
+
+
+def _too_small(
+    budget: int, page_size: int, parts: dict[str, int], page_bytes: int, coded_head_bytes: int | None
+) -> str:
+    """Which parts the least plan has, how much is missing for it, and what would do."""
+    least = sum(parts.values()) + page_bytes
+    needed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+    largest = max(parts, key=lambda name: parts[name])
+    instead = ", or heads='prompt-lookup', which has no weights" if parts["heads"] else ""
+    if coded_head_bytes is not None and least - parts["heads"] + coded_head_bytes <= budget:
+        instead = f", or head_bits=4, with which the heads take {format_bytes(coded_head_bytes)}" + instead
+    return (
+        f"memory_budget {format_bytes(budget)} is too small for one page of {page_size} tokens "
+        f"({format_bytes(page_bytes)}) beside {needed}: {format_bytes(least - budget)} missing, the largest part is "
+        f"{largest}; give at least {format_at_least(least)}, or a smaller tree or fewer heads{instead}"
+    )
+
+
+def _halvings(start: int, least: int) -> list[int]:
+    values = [start]
+    while values[-1] > least:
+        values.append(max(least, values[-1] // 2))
+    return values

@@ -1,0 +1,250 @@
+"""What memory and time of generation depend on of a model: read from a configuration, without its weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from specmemo_kernels.planning.model_config import DTYPE_BYTES, quantised_bits, read_sizes
+
+#: Bytes of a configuration that are read; with the tables of large tokenizers they have some 100 KB.
+_LONGEST_CONFIG = 16 << 20
+
+
+def ranks_share(queries: int, keys: int, ranks: int) -> bool:
+    """Whether ``ranks`` ranks can each have as many whole query heads and as many key/value heads as the next one: a
+    share of the latter, or, where there are fewer of them than ranks, one that several ranks hold.
+    """
+    return ranks >= 1 and queries % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The sizes of a decoder of transformers.
+
+    Attributes:
+        hidden_size, num_layers, vocab_size, num_qo_heads, num_kv_heads, head_dim, v_head_dim: as their names say;
+            ``num_kv_heads`` and the dimensions are those of keys and values as attention receives them.
+        attention_weights: matrix elements of one layer's attention.
+        intermediate_size: width of a dense feed-forward layer. dense_layers: how many layers have one.
+        gated: feed-forward layers have two matrices into the middle (gate and up) instead of one.
+        num_experts, experts_per_token, expert_size, shared_size: of the other layers, mixtures of experts.
+        ffn_tensors, expert_tensors: how many tensors of the middle's width a dense layer and an expert hold at once.
+        norm_weights, bias_weights: vector elements of one layer.
+        tied: the lm_head is the embedding.
+        dtype: of activations, keys and values, and of weights that aren't quantised.
+        weight_bits: bits per quantised element, scales and zero points included; ``None``: as ``dtype``.
+        quantised: ``"layers"``: the layers' matrices; ``"experts"``: those of experts alone.
+        max_context: the longest sequence the model was made for.
+    """
+
+    name: str
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    attention_weights: int
+    intermediate_size: int
+    dense_layers: int
+    gated: bool
+    num_experts: int
+    experts_per_token: int
+    expert_size: int
+    shared_size: int
+    ffn_tensors: int
+    expert_tensors: int
+    norm_weights: int
+    bias_weights: int
+    tied: bool
+    dtype: str
+    weight_bits: float | None
+    quantised: str
+    max_context: int
+
+    @property
+    def dtype_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """All layers' keys and values: ``layers * kv heads * (head_dim + v_head_dim) * bytes``."""
+        return self.num_layers * self.num_kv_heads * (self.head_dim + self.v_head_dim) * self.dtype_bytes
+
+    def kv_heads_of_rank(self, tp: int) -> int:
+        """Of one of ``tp`` ranks; a head is whole, so at least one."""
+        return max(1, self.num_kv_heads // tp)
+
+    def layer_weights_of_rank(self, tp: int, whole: float | None = None) -> float:
+        """Matrix elements of all layers (``whole``; ``None``: :attr:`layer_weights`) on one of ``tp`` ranks: its share,
+        and where ranks outnumber the key/value heads the rest of those that it holds whole.
+        """
+        rows = (self.kv_heads_of_rank(tp) - self.num_kv_heads / tp) * (self.head_dim + self.v_head_dim)
+        return (self.layer_weights if whole is None else whole) / tp + self.num_layers * self.hidden_size * rows
+
+    @property
+    def _ffn_matrices(self) -> int:
+        return 3 if self.gated else 2
+
+    @property
+    def dense_ffn_weights(self) -> int:
+        """Of one dense layer: ``(2 or 3) * hidden * intermediate``."""
+        return self._ffn_matrices * self.hidden_size * self.intermediate_size
+
+    @property
+    def expert_weights(self) -> int:
+        """Of one expert."""
+        return self._ffn_matrices * self.hidden_size * self.expert_size
+
+    @property
+    def moe_layers(self) -> int:
+        return self.num_layers - self.dense_layers
+
+    @property
+    def shared_weights(self) -> int:
+        """Of one mixture layer, what every token uses: the shared expert and the router."""
+        return self._ffn_matrices * self.hidden_size * self.shared_size + self.num_experts * self.hidden_size
+
+    @property
+    def layer_weights(self) -> int:
+        """Matrix elements of all layers."""
+        mixture = self.num_experts * self.expert_weights + self.shared_weights
+        return (
+            self.num_layers * self.attention_weights
+            + self.dense_layers * self.dense_ffn_weights
+            + self.moe_layers * mixture
+        )
+
+    @property
+    def layer_matrices(self) -> int:
+        """Matrices that a token meets in all layers; attention's taken to be four."""
+        experts = self.moe_layers * (self.experts_per_token + bool(self.shared_size))
+        return 4 * self.num_layers + self._ffn_matrices * (self.dense_layers + experts)
+
+    @property
+    def vocab_weights(self) -> int:
+        """Elements of one vocabulary matrix."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def parameters(self) -> int:
+        """All of the model."""
+        vectors = self.num_layers * (self.norm_weights + self.bias_weights) + self.hidden_size
+        return self.layer_weights + self.vocab_weights * (1 if self.tied else 2) + vectors
+
+    @property
+    def weight_bytes(self) -> int:
+        """All of the model; what quantisation leaves out (embeddings, lm_head, norms) in ``dtype``."""
+        few = self._quantised_weights
+        return int((self.parameters - few) * self.dtype_bytes + few * (self.weight_bits or 0) / 8)
+
+    @property
+    def _quantised_weights(self) -> int:
+        if self.weight_bits is None:
+            return 0
+        experts = self.moe_layers * self.num_experts * self.expert_weights
+        return self.layer_weights if self.quantised == "layers" else experts
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Mean over the layers' matrices."""
+        few = self._quantised_weights
+        plain = (self.layer_weights - few) * self.dtype_bytes
+        return (plain + few * (self.weight_bits or 0) / 8) / self.layer_weights
+
+    def read_weights(self, rows: int) -> float:
+        """Matrix elements of the layers that a pass over ``rows`` rows reads.
+
+        With ``k`` of ``E`` experts per token, ``E * (1 - (1 - k/E)**rows)`` experts are met on average if each is as
+        likely as the next.
+        """
+        met = 0.0
+        if self.num_experts:
+            met = self.num_experts * (1 - (1 - self.experts_per_token / self.num_experts) ** rows)
+        mixture = met * self.expert_weights + self.shared_weights
+        dense = self.num_layers * self.attention_weights + self.dense_layers * self.dense_ffn_weights
+        return dense + self.moe_layers * mixture
+
+    @property
+    def active_weights(self) -> int:
+        """Matrix elements of the layers that one token multiplies with."""
+        mixture = self.experts_per_token * self.expert_weights + self.shared_weights
+        dense = self.num_layers * self.attention_weights + self.dense_layers * self.dense_ffn_weights
+        return dense + self.moe_layers * mixture
+
+    def with_weights(self, bits: float) -> ModelSpec:
+        """The same model with its layers' matrices in ``bits`` bits (scales included)."""
+        return replace(self, weight_bits=bits, quantised="layers")
+
+    def with_dtype(self, dtype: str) -> ModelSpec:
+        """The same model loaded in ``dtype``.
+
+        Raises:
+            ValueError: a dtype whose size isn't known.
+        """
+        if dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPE_BYTES)}")
+        return replace(self, dtype=dtype)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def load(cls, source: str | Path) -> Self:
+        """From a ``config.json``, a folder with one, or a hub id (looked up by transformers).
+
+        Raises:
+            ValueError: not a configuration of a decoder; the message names source and field.
+            OSError: no such file, folder or id.
+        """
+        path = Path(source)
+        file = path / "config.json" if path.is_dir() else path
+        if file.is_file():
+            return cls.from_config(_read_json(file), name=str(source))
+        if path.suffix == ".json" or path.is_dir():
+            raise FileNotFoundError(f"there is no {file}; give a config.json, a folder with one, or a hub id")
+        from transformers import AutoConfig
+
+        return cls.from_config(AutoConfig.from_pretrained(source), name=str(source))
+
+    @classmethod
+    def from_config(cls, config: Any, name: str | None = None) -> Self:
+        """From a configuration of transformers, or the dict of a ``config.json``.
+
+        Raises:
+            ValueError: a field is missing, or a quantisation whose size isn't known; the message names it.
+        """
+        if not isinstance(config, Mapping):
+            config = config.to_dict()
+        text: Mapping[str, Any] = config.get("text_config") or config
+        if not isinstance(text, Mapping):
+            raise ValueError(f"text_config of {name or 'the configuration'} is {text!r}, expected an object")
+        where = name or str(text.get("model_type", "model"))
+        try:
+            quantisation = config.get("quantization_config") or text.get("quantization_config")
+            bits, what = quantised_bits(quantisation) if quantisation else (None, "layers")
+            return cls(**read_sizes(text, where), weight_bits=bits, quantised=what)
+        except (ArithmeticError, AttributeError, KeyError, TypeError) as error:  # a field of another type
+            raise ValueError(f"the configuration of {where} can't be read: {type(error).__name__}: {error}") from error
+
+
+def _read_json(file: Path) -> Mapping[str, Any]:
+    """The object in a JSON file; of a file of weights only the beginning is read.
+
+    Raises:
+        ValueError: the file holds something else; the message names it.
+    """
+    with file.open("rb") as stream:
+        content = stream.read(_LONGEST_CONFIG)
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{file} holds a {type(found).__name__}, expected the JSON object of a config.json")
+    return found

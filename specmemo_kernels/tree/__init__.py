@@ -1,0 +1,1 @@
+"""Draft trees: their shape, their acceptance, and how much of one pays."""
