@@ -1,6 +1,6 @@
 # Every target sets up what it needs in $(VENV) first: a machine with Python 3.11 or 3.12 and a C++ compiler will do.
 #
-#   make demo | test | lint | models | bench | gpu | clean
+#   make demo | test | lint | docs | models | bench | gpu | clean
 #   make test TORCH=torch==2.12.0        another torch than the CPU build of constraints-cpu.txt
 #   make test TESTS=python_tests/test_cli.py ARGS=-x
 #   make demo PYTHON=python3.12 ARGS="--turns 3"
@@ -17,12 +17,13 @@ TESTS ?= python_tests
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 LINTERS := ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5
+DOC_TOOLS := mkdocs==1.6.1 mkdocs-material==9.8.1 mkdocstrings==1.0.8 mkdocstrings-python==2.0.11
 # One stamp per choice of torch, so that another choice installs again.
 STAMP := $(VENV)/installed-$(firstword $(shell echo '$(TORCH)' | cksum))
 BUILT_FROM := pyproject.toml setup.py CMakeLists.txt constraints-cpu.txt $(wildcard csrc/* csrc/*/*)
 CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.hpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.hpp)
 
-.PHONY: demo test lint models bench gpu clean install
+.PHONY: demo test lint docs models bench gpu clean install
 
 demo: $(STAMP)
 	$(BIN)/specmemo demo $(ARGS)
@@ -39,6 +40,11 @@ lint: $(STAMP) $(VENV)/linters
 # Tries every causal language model type of the installed transformers; writes docs/models.json and docs/models.md.
 models: $(STAMP)
 	$(BIN)/python python_tests/family_outcomes.py
+
+# Pages for reading in build/docs; a warning is an error. The package is read, not imported.
+docs: $(VENV)/doc-tools
+	$(BIN)/python docs/figures.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Where MT-Bench's questions and Medusa's published files lie; without them the benchmark makes do with library files
 # and the heads' published accuracies.
@@ -98,4 +104,9 @@ endif
 
 $(VENV)/linters: Makefile | $(BIN)/python
 	$(PIP) install --quiet $(LINTERS)
+	touch $@
+
+# ruff formats signatures.
+$(VENV)/doc-tools: Makefile | $(BIN)/python
+	$(PIP) install --quiet $(DOC_TOOLS) $(filter ruff==%,$(LINTERS))
 	touch $@

@@ -196,7 +196,7 @@ def measured() -> DeviceProfile:
 
 
 def test_probe(measured: DeviceProfile) -> None:
-    assert measured.memory == device_probe._host_memory() > 2**28
+    assert measured.memory == device_probe.host_memory() > 2**28
     assert measured.launch_seconds > 0
     assert measured.read_rate > 0
     assert not measured.overlaps

@@ -177,6 +177,39 @@ def test_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         whole(handle)
 
 
+@pytest.mark.parametrize(
+    "failure", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: out of memory")]
+)
+def test_memory_that_runs_out_while_capturing(failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like any other failed allocation: less is used, no token is lost, and later steps are captured again."""
+
+    class Short(Recording):
+        failures = 0
+
+        def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+            if Short.failures:
+                return super().__call__(run)
+            Short.failures += 1
+            try:
+                raise failure
+            finally:
+                raise RuntimeError("operation failed due to a previous error during capture")
+
+    model, made = tiny_model("llama", seed=11), []
+    inputs = batch((9, 14))
+    expected = greedy(model, inputs, 120)
+    captures(monkeypatch, lambda: made.append(Short()) or made[-1])  # type: ignore[func-returns-value]
+    with sk.patch(model, oracle(model, inputs), tree=TREE, graph=True) as handle:
+        handle.governor.look_every = 1
+        assert torch.equal(greedy(model, inputs, 120), expected)
+        assert handle.stats.retries == handle.stats.shrinks == Short.failures == 1
+        assert handle.stats.grows == 1
+        assert "memory is scarce" in handle.stats.eager_reasons
+        assert not any("captured" in reason for reason in handle.stats.eager_reasons)
+        assert made[-1].replayed > 5, "steps are captured once there is memory again"
+        whole(handle)
+
+
 def test_few_steps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last used ones; the others are made and captured again when they are wanted."""
     model = tiny_model("llama", seed=11)

@@ -1,0 +1,360 @@
+"""Writes the figures of ``bench/results/*.json`` into the marked blocks of README.md and docs/.
+
+A block looks like ``<!-- figure: NAME -->...<!-- end -->``: a number inside a sentence, or a whole table.
+
+    python docs/figures.py            rewrites the blocks
+    python docs/figures.py --check    exits with status 1 if a block is out of date
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+BLOCK = re.compile(r"(<!-- figure: ([a-z][\w.]*) -->)(.*?)(<!-- end -->)", re.DOTALL)
+MIB = 1024**2
+Row = dict[str, Any]
+
+
+def pages() -> list[Path]:
+    """Every file that may hold blocks."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def load(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]], source: str) -> str:
+    """A Markdown table with a caption that names machine, date and file."""
+    lines = [header, ["---"] * len(header), *rows]
+    body = "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+    return f"\n\n{body}\n\n{caption(source)}\n\n"
+
+
+def caption(source: str) -> str:
+    """Where a result comes from."""
+    env = load(source)["environment"]
+    processor, _, threads = env["processor"].rpartition(", torch uses ")
+    threads = threads.replace("1 threads", "1 thread")
+    return (
+        f"*{processor}, {threads}, torch {env['torch']}, transformers {env['transformers']}, {env['date']}; "
+        f"`bench/results/{source}.json`*"
+    )
+
+
+def mib(size: float) -> str:
+    return f"{size / MIB:.1f} MiB"
+
+
+def saved(share: float) -> str:
+    """A share of the memory as what it saves: 0.18 is ``-82 %``."""
+    return "" if share > 0.995 else f" ({share - 1:+.0%})".replace("%", "\u00a0%")
+
+
+# --- against Medusa as published -------------------------------------------------------------------------------------
+
+
+def frontier_name(row: Row) -> str:
+    if row["budget"] is not None:
+        return f"specmemo, `memory_budget` {mib(row['budget'])}"
+    return {
+        "plain generate": "plain `generate`",
+        "Medusa, our tree": "Medusa, the tree planned here",
+        "this, no budget": "specmemo, no budget",
+    }.get(row["system"], row["system"])
+
+
+def frontier(source: str, heads: bool) -> str:
+    rows = []
+    for row in load(source)["rows"]:
+        name = [frontier_name(row)]
+        if heads:
+            name.append("" if row["heads"] == "none" else row["heads"].split(", ")[1])
+        memory = mib(row["peak_generation_bytes"]) + saved(row["memory_vs_medusa"])
+        speed = f"{row['tokens_per_s']:.0f} ({row['speed_vs_medusa']:.2f}x)"
+        rows.append([*name, row["nodes"], memory, speed, f"{row['tokens_per_step']:.2f}"])
+    header = ["", *(["heads"] if heads else []), "nodes", "generation memory", "tokens/s", "tokens per step"]
+    return table(header, rows, source)
+
+
+def headline() -> dict[str, str]:
+    """The three figures at the top of the README."""
+    rows = load("frontier_bundled")["rows"]
+    plain, medusa, best = rows[0], rows[1], rows[-1]
+    batch = {(r["drafter"], r["batch"], r["dtype"]): r for r in load("batch_cpu")["rows"]}
+    many, plain_many = batch["medusa", 8, "fp32"], batch["none (plain HF)", 8, "fp32"]
+    ops = attention_ratios("bf16")
+    return {
+        "headline.memory": f"{1 - best['memory_vs_medusa']:.0%}".replace("%", " %"),
+        "headline.speed": f"{best['speed_vs_medusa']:.1f} times",
+        "headline.mib": f"{mib(best['peak_generation_bytes'])} instead of {mib(medusa['peak_generation_bytes'])}",
+        "headline.plain": f"{best['tokens_per_s'] / plain['tokens_per_s']:.1f} times",
+        "headline.batch": f"{many['vs_plain']:.1f} times",
+        "headline.batch_memory": (
+            f"{mib(many['peak_generation_bytes'])} instead of {mib(plain_many['peak_generation_bytes'])}"
+        ),
+        "headline.ops": f"{min(ops):.1f} to {max(ops):.1f} times",
+        "headline.shapes": str(len(ops)),
+    }
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+def steps() -> str:
+    parts = ["model matmuls", "attention", "other model operators", "head", "verify", "commit", "host"]
+    rows = [
+        [
+            f"{row['shape'].upper()}, {row['dtype']}",
+            row["nodes"],
+            *(f"{row['parts_ms'][part]:.2f}" for part in parts),
+            f"{row['step_ms']:.1f}",
+        ]
+        for row in load("step_cpu")["rows"]
+    ]
+    header = ["model", "nodes", *(part.replace("head", "heads, lm_head") for part in parts), "step"]
+    return table(header, rows, "step_cpu")
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+DRAFTERS = {"medusa": "Medusa heads", "lookup": "prompt lookup", "draft": "draft model"}
+PLAIN = "none (plain HF)"
+
+
+def batches() -> str:
+    data = load("batch_cpu")["rows"]
+    by = {(r["drafter"], r["batch"], r["dtype"]): r for r in data}
+    rows = []
+    for dtype in ("fp32", "bf16"):
+        for batch in sorted({r["batch"] for r in data}):
+            plain = by[PLAIN, batch, dtype]
+            cells = [by[name, batch, dtype] for name in DRAFTERS]
+            rows.append(
+                [
+                    f"{dtype}, {batch}",
+                    f"{plain['tokens_per_s']:.0f}",
+                    *(f"{r['tokens_per_s']:.0f} ({r['vs_plain']:.2f}x)" for r in cells),
+                    mib(plain["peak_generation_bytes"]),
+                    mib(by["medusa", batch, dtype]["peak_generation_bytes"]),
+                ]
+            )
+    header = ["dtype, batch", "plain `generate`", *DRAFTERS.values(), "memory, plain", "memory, heads"]
+    return table(header, rows, "batch_cpu")
+
+
+def batch_scaling() -> str:
+    by = {(r["drafter"], r["batch"], r["dtype"]): r for r in load("batch_cpu")["rows"]}
+    rows = []
+    for name, title in DRAFTERS.items():
+        cells = [by[name, 8, dtype] for dtype in ("fp32", "bf16")]
+        rows.append([title, *(f"{r[key]:.1f}" for r in cells for key in ("scaling", "allowed"))])
+    header = ["", "float32, measured", "float32, roofline", "bfloat16, measured", "bfloat16, roofline"]
+    return table(header, rows, "batch_cpu")
+
+
+def batch_values() -> dict[str, str]:
+    data = load("batch_cpu")
+    by = {(r["drafter"], r["batch"], r["dtype"]): r for r in data["rows"]}
+    again = [r["scaling"] / r["allowed"] for r in data["again"]["rows"] if r["batch"] == 8]
+    differ = [by[name, batch, "bf16"]["rows_that_differ"] for name in DRAFTERS for batch in (1, 2, 4, 8, 10, 16)]
+    plain = [by[PLAIN, batch, "bf16"]["rows_that_differ"] for batch in (8, 16)]
+    all_prompts = load("batch_bf16")["rows"]
+    lossless = load("batch_lossless")["rows"]
+    same = all(r["exact_match"] == 1 for r in lossless)
+    ties = all(r["rows_that_differ"] == r["near_ties"] for r in [*all_prompts, *by.values()] if r["dtype"] == "bf16")
+    return {
+        "batch.again": f"{min(again):.1f} to {max(again):.1f}",
+        "batch.assisted": f"{by['draft (HF assisted)', 1, 'fp32']['vs_plain']:.2f}",
+        "batch.differ": f"{min(differ)} or {max(differ)}",
+        "batch.differ_plain": f"{min(plain)}" if min(plain) == max(plain) else f"{min(plain)} and {max(plain)}",
+        "batch.differ_all": " or ".join(map(str, sorted({r["rows_that_differ"] for r in all_prompts}))),
+        "batch.near_ties": "every" if ties else "NOT every",
+        "batch.lossless": "exactly" if same else "NOT exactly",
+    }
+
+
+# --- smaller results -------------------------------------------------------------------------------------------------
+
+
+def adaptive() -> str:
+    rows = [
+        [
+            row["planned_nodes"],
+            f"{row['adaptive_nodes']:.1f}",
+            f"{row['static_tokens_per_s']:.0f}",
+            f"{row['adaptive_tokens_per_s']:.0f}",
+            f"{row['ratio']:.2f}x",
+            row["prompts"],
+        ]
+        for row in load("adapt")["rows"]
+    ]
+    header = ["planned nodes", "nodes verified (mean)", "whole tree, tokens/s", "chosen part, tokens/s", "", "prompts"]
+    return table(header, rows, "adapt")
+
+
+def chat_values() -> dict[str, str]:
+    rows = load("chat")["rows"]
+    second = [row for row in rows if row["turn"] == 2]
+    same = sum(row["equals_fresh"] and row["equals_plain"] for row in rows)
+    held = [row for row in rows if "held_pages" in row]
+    return {
+        "chat.prompt": f"{int(median(row['prompt_tokens'] for row in second))}",
+        "chat.reused": f"{median(row['reused'] for row in second):.0f}",
+        "chat.seconds": f"{median(row['seconds'] for row in second):.2f}",
+        "chat.fresh": f"{median(row['fresh_seconds'] for row in second):.2f}",
+        "chat.same": f"{same} of {len(rows)}",
+        "chat.held": f"{sum(row['held_pages'] == row['planned_pages'] for row in held)} of {len(held)}",
+    }
+
+
+def quality_values() -> dict[str, str]:
+    pages = {row["kv_dtype"]: row for row in load("kv_quality")["rows"]}
+    plain, coded = load("head_quality")["rows"]
+    values = {
+        "heads.stored": f"{plain['tokens_per_step']:.2f}",
+        "heads.coded": f"{coded['tokens_per_step']:.2f}",
+        "heads.loss": f"{1 - coded['tokens_per_step_ratio']:.1%}".replace("%", " %"),
+        "heads.same": "the same tokens" if load("head_quality")["same"] else "other tokens",
+    }
+    for name, row in pages.items():
+        values[f"kv.{name}.changed"] = f"{row['changed']} of {row['continuations']}"
+        values[f"kv.{name}.rate"] = f"{row['first_changes_per_1000_tokens']:.1f}"
+    return values
+
+
+def ranks() -> str:
+    rows = [
+        [
+            row["batch"],
+            f"{row['step_seconds'] * 1e3:.0f} ms",
+            f"{row['share']:.0%}".replace("%", " %"),
+            row["messages"],
+            f"{row['alone_seconds'] * 1e3:.0f} ms",
+        ]
+        for row in load("ranks_cpu")["steps"]
+    ]
+    header = ["sequences", "step", "inside collectives", "messages a step", "the same messages alone"]
+    return table(header, rows, "ranks_cpu")
+
+
+# --- operators -------------------------------------------------------------------------------------------------------
+
+
+def attention_ratios(dtype: str) -> list[float]:
+    """Speed over that of the best SDPA, by shape; the row of three nodes is of another series."""
+    rows = load("ops_cpu")["rows"]
+    return [r["vs_best"] for r in rows if r["op"] == "tree_attention" and r["dtype"] == dtype and r["tree"] != 3]
+
+
+def attention_rows() -> str:
+    runs = load("ops_cpu_first_table")["runs"]
+    rows = []
+    for nodes in (1, 3, 8, 25, 32):
+        found = [r for run in runs for r in run if r["op"] == "tree_attention" and r["tree"] == nodes]
+        mid = {key: median(r[key] for r in found) for key in found[0] if key.startswith(("ms", "vs_", "floor"))}
+        rows.append(
+            [
+                nodes,
+                f"{mid['ms']:.2f}",
+                f"{mid['ms_near']:.2f}",
+                f"{mid['vs_best']:.1f}x",
+                f"{mid['vs_sdpa']:.3g}x" if mid["vs_sdpa"] >= 10 else f"{mid['vs_sdpa']:.1f}x",
+                f"{mid['floor_fraction']:.2f}",
+            ]
+        )
+    header = ["nodes", "ms", "ms, pages in cache", "vs the best SDPA", "vs SDPA as usually called", "of the floor"]
+    return table(header, rows, "ops_cpu_first_table")
+
+
+def ops_values() -> dict[str, str]:
+    runs = load("ops_cpu_first_table")["runs"]
+    first = [r for run in runs for r in run]
+
+    def mid(op: str, nodes: int, key: str) -> float:
+        return median(r[key] for r in first if r["op"] == op and r["tree"] == nodes)
+
+    floor = [r["floor_fraction"] for r in first if r["op"] == "tree_attention" and r["tree"] == 1]
+    every = [ratio for dtype in ("bf16", "fp32") for ratio in attention_ratios(dtype)]
+    values = {
+        "ops.argmax": f"{mid('lm_head_argmax', 25, 'vs_best'):.1f} (25 nodes) to "
+        f"{mid('lm_head_argmax', 1, 'vs_best'):.1f} (one node)",
+        "ops.commit": f"{1 / mid('commit_paged_kv', 3, 'vs_best'):.1f} times (three nodes) and "
+        f"{1 / mid('commit_paged_kv', 1, 'vs_best'):.1f} times (one node)",
+        "ops.commit_ms": f"{mid('commit_paged_kv', 3, 'ms'):.1f} ms",
+        "ops.floor": f"{min(floor):.2f} to {max(floor):.2f}",
+        "ops.faster": f"{sum(ratio > 1 for ratio in every)} of {len(every)}",
+    }
+    for dtype in ("bf16", "fp32"):
+        found = attention_ratios(dtype)
+        values[f"ops.{dtype}"] = f"{min(found):.1f} to {max(found):.1f}"
+    return values
+
+
+def compiled() -> dict[str, str]:
+    rows = load("aot")["rows"]
+    return {
+        "aot.variants": str(len(rows)),
+        "aot.targets": ", ".join(f"`{name}`" for name in dict.fromkeys(row["target"] for row in rows)),
+        "aot.spills": str(sum(row["spills"] > 0 for row in rows)),
+        "aot.problems": str(sum(bool(row["problem"]) for row in rows)),
+    }
+
+
+def figures() -> dict[str, str]:
+    """What each block holds, by its name."""
+    return {
+        "frontier.bundled": frontier("frontier_bundled", heads=False),
+        "frontier.125m": frontier("frontier_125m", heads=True),
+        "steps": steps(),
+        "batches": batches(),
+        "batch.scaling": batch_scaling(),
+        "adaptive": adaptive(),
+        "ranks": ranks(),
+        "attention": attention_rows(),
+        "chat.source": f"\n\n{caption('chat')}\n\n",
+        "kv.source": f"\n\n{caption('kv_quality')}\n\n",
+        "heads.source": f"\n\n{caption('head_quality')}\n\n",
+        **headline(),
+        **batch_values(),
+        **chat_values(),
+        **quality_values(),
+        **ops_values(),
+        **compiled(),
+    }
+
+
+def filled(text: str, values: dict[str, str]) -> str:
+    """``text`` with the present figure in each block.
+
+    Raises:
+        KeyError: a block's name is unknown.
+    """
+    return BLOCK.sub(lambda m: m[1] + values[m[2]] + m[4], text)
+
+
+def main() -> int:
+    values, stale = figures(), []
+    for page in pages():
+        old = page.read_text()
+        new = filled(old, values)
+        if new != old:
+            stale.append(page)
+            if "--check" not in sys.argv:
+                page.write_text(new)
+    check = "--check" in sys.argv
+    for page in stale:
+        print(f"{page.relative_to(ROOT)}: {'out of date; run python docs/figures.py' if check else 'rewritten'}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
