@@ -21,7 +21,7 @@ import specmemo_kernels
 @contextmanager
 def other_version(rank: int) -> Iterator[None]:
     """Rank 1 runs another transformers."""
-    from specmemo_kernels.integrations import ranks
+    from specmemo_kernels.integrations.distributed import ranks
 
     before = ranks.version
     if rank == 1:

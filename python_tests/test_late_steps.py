@@ -19,7 +19,8 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 
 import specmemo_kernels as sk
 from specmemo_kernels.engine.step_graph import StepCache
-from specmemo_kernels.integrations import hf, hf_graph, hf_plan
+from specmemo_kernels.integrations.hf import patch, plan
+from specmemo_kernels.integrations.hf.graph import GraphUse
 
 TREE = sk.DraftTree.from_paths(_bushy_paths(14))
 PAUSES = {"a prompt is being computed beside", "pages are scarce"}
@@ -299,9 +300,9 @@ def test_peak_within_the_plan() -> None:
 
 def test_graphs_take_a_small_part_of_a_budget(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, as if this were one: without a budget, or with a large one, there are graphs; else a reason."""
-    wanted = hf_graph.GraphUse(wanted=True)
-    monkeypatch.setattr(hf, "graph_use", lambda *_: wanted)
-    monkeypatch.setattr(hf_plan, "GRAPH_SHARE", 0.001)
+    wanted = GraphUse(wanted=True)
+    monkeypatch.setattr(patch, "graph_use", lambda *_: wanted)
+    monkeypatch.setattr(plan, "GRAPH_SHARE", 0.001)
     for budget, reason in (
         (None, ""),
         ("900MiB", ""),

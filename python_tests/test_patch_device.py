@@ -9,7 +9,7 @@ import torch
 from tiny_models import VOCAB, OracleDrafter, tiny_model
 
 import specmemo_kernels as sk
-from specmemo_kernels.integrations import hf_device
+from specmemo_kernels.integrations.hf import device as hf_device
 from specmemo_kernels.planning.device import GIB, DeviceProfile
 
 #: The model's 2 layers launch 243 operators: 0.2 ms, beside which a row is nothing (or everything).

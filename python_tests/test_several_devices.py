@@ -158,7 +158,7 @@ def test_a_step_has_arrived_when_its_own_stream_got_there(machine: Machine, monk
     emitted = torch.tensor([[3, 4, 1, 1]])
     steps = SimpleNamespace(load=lambda _: None, launch=lambda *_: (emitted, True))
     decoder = SimpleNamespace(
-        sequences=[sequence], tree=tree, next_tree=lambda: tree, target=SimpleNamespace(device=SECOND),
+        sequences=[sequence], tree=tree, next_tree=lambda: tree, target=SimpleNamespace(device=SECOND), slots_ahead=3,
         pool=SimpleNamespace(block_table=torch.zeros(1, 4), page_size=16), stats=SimpleNamespace(graph_steps=0),
     )  # fmt: skip
     unpinned = torch.empty
@@ -250,6 +250,7 @@ def test_patching_finds_what_was_probed(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: measured.name)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=measured.memory))
     monkeypatch.setattr(device_probe, "_machine", lambda _: measured.name)
+    monkeypatch.setattr(probe_command, "torch_device", torch.device)
     monkeypatch.setattr(probe_command, "probe", lambda *_: measured)
     monkeypatch.setattr(device_probe, "probe", lambda *_, **__: pytest.fail("measured again"))
     device_probe.profile_of.cache_clear()

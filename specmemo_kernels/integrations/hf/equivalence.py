@@ -55,7 +55,8 @@ def check_equivalence(model: Any, device: torch.device, vocab_size: int, cut: bo
     :func:`specmemo_kernels.integrations.hf.probe.probe`.
 
     Args:
-        cut: run the lm_head on no rows, which foreign hooks may not expect.
+        model: its vocabulary has ``vocab_size`` tokens; they go in on ``device``.
+        cut: run the lm_head on no rows, where nothing comes after it.
 
     Raises:
         UnsupportedModel: the model's attention masks can't be expressed, or the hidden states differ.
@@ -64,6 +65,7 @@ def check_equivalence(model: Any, device: torch.device, vocab_size: int, cut: bo
     positions = torch.arange(len(tokens), device=device)
     with unsupported_errors(model):
         windows = _observe_masks(model, tokens, positions, cut)
+        masks = MaskFacts(tuple(windows[layer] for layer in sorted(windows)), _cached_tokens(model, windows))
         own = _own_hidden(model, tokens, positions, cut)
         order = torch.tensor(_ORDER, device=device)
         with tapped(cut) as tap:
@@ -77,7 +79,7 @@ def check_equivalence(model: Any, device: torch.device, vocab_size: int, cut: bo
             f"{type(model).__name__} computes other hidden states for packed nodes than for a prompt (relative "
             f"distance {distance:.2g}, at most {limit} by rounding); something beside attention mixes tokens"
         )
-    return MaskFacts(tuple(windows[layer] for layer in sorted(windows)), _cached_tokens(model, windows))
+    return masks
 
 
 def _prompt(config: Any, vocab_size: int) -> Tensor:

@@ -71,7 +71,7 @@ def window_of(module: nn.Module, rule: MaskRule, device: torch.device) -> int | 
         q, k = (index.to(device) for index in _pairs(window))
         sees = _sees(rule, q, k)
     except (IndexError, RuntimeError, TypeError) as error:
-        raise unsupported(module, f"has an attention mask that depends on more than positions ({error})") from error
+        raise unsupported(module, "has an attention mask that depends on more than positions") from error
     expected = (k <= q) & (q - k < (window or 2 * _FAR))
     if wrong := (sees != expected).nonzero().flatten().tolist():
         verb = "sees" if sees[wrong[0]] else "doesn't see"

@@ -75,12 +75,11 @@ def probe(model: Any) -> ModelFacts:
         )
     if not len(ramp.values):
         raise UnsupportedModel(f"{type(model).__name__} makes its logits without its lm_head ({type(head).__name__})")
-    foreign = bool(foreign_code(model))
-    masks = check_equivalence(model, device, len(ramp.values), cut=not foreign)
-    plain = type(head) is nn.Linear and _rows_are_plain(head.weight) and not foreign
+    plain = type(head) is nn.Linear and _rows_are_plain(head.weight) and not foreign_code(model)
     exact = torch.equal(logits, ramp.values)
     # Below float32 a soft cap makes ties of different logits, so there nothing may come after the lm_head.
     rises = bool((logits.diff() >= 0).all()) and tap.hidden.dtype == torch.float32
+    masks = check_equivalence(model, device, len(ramp.values), cut=plain and exact)
     return ModelFacts(
         layers=tuple(seen.layers[i] for i in expected),
         num_qo_heads=tuple(seen.num_qo_heads[i] for i in expected),
