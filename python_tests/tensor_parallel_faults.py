@@ -97,7 +97,7 @@ def faults(folder: Path, last: str) -> dict[str, Any]:
         found["consumer, once more"] = run(model)
     with start(model) as handle:
         found["asked"] = caught(lambda: handle.ranks.ask(fails(KeyError("what a person types"))))
-    found["unpatched"] = caught(lambda: handle.ranks.first(1.0))
+    found["unpatched"] = caught(lambda: handle.ranks.broadcast_scalar(1.0))
     with start(model, timeout=2.0):
         found |= {last: run(model, last), f"{last}, once more": run(model)}
     found["groups"] = [before, groups()]

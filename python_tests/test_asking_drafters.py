@@ -10,7 +10,7 @@ from toy_model import PROMPTS, decoder, empty, finish, same_as_plain
 
 from specmemo_kernels.engine.decode import SequenceState
 from specmemo_kernels.tree.acceptance import RunningAcceptance
-from specmemo_kernels.tree.choice import Outlook, PassSeconds, TreeChooser
+from specmemo_kernels.tree.choice import DraftBacklog, PassSeconds, TreeChooser
 from specmemo_kernels.tree.draft_tree import DraftTree
 
 CHAIN = DraftTree.chain(4)
@@ -40,7 +40,7 @@ class Clock:
         length, known, end = self.prompt + 1, 0, self.prompt + self.new
         while length < end:
             behind = length - 1 - known
-            outlook = Outlook(behind, end - length)
+            outlook = DraftBacklog(behind, end - length)
             tree = self.chooser.tree_for(1, lambda outlook=outlook: outlook).truncated(end - length - 1)
             accepted = 0
             while accepted < tree.max_depth and self.random.random() < self.right:
@@ -107,7 +107,7 @@ def test_catching_up_pays_for_many_tokens_and_not_for_few() -> None:
             pays = catch_up + remaining * step / tokens < remaining * TARGET.at(1)
             fresh = chooser_for(0.8)
             assert best.size > 1
-            assert (fresh.tree_for(1, lambda b=behind, r=remaining: Outlook(b, r)).size > 1) == pays
+            assert (fresh.tree_for(1, lambda b=behind, r=remaining: DraftBacklog(b, r)).size > 1) == pays
 
 
 @pytest.mark.parametrize(("prompt", "new"), [(30, 200), (400, 48), (3000, 48)])

@@ -200,7 +200,7 @@ def test_memory_that_runs_out_while_capturing(failure: Exception, monkeypatch: p
     expected = greedy(model, inputs, 120)
     captures(monkeypatch, lambda: made.append(Short()) or made[-1])  # type: ignore[func-returns-value]
     with sk.patch(model, oracle(model, inputs), tree=TREE, graph=True) as handle:
-        handle.governor.look_every = 1
+        handle.memory_pressure.look_every = 1
         assert torch.equal(greedy(model, inputs, 120), expected)
         assert handle.stats.retries == handle.stats.shrinks == Short.failures == 1
         assert handle.stats.grows == 1

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from specmemo_kernels.drafting import base
 from specmemo_kernels.forward import batch
-from specmemo_kernels.planning.footprint import KEPT_LAYOUTS, GenerationShape, Load, PassBytes, fixed_parts, page_parts
+from specmemo_kernels.planning.footprint import (
+    KEPT_LAYOUTS,
+    GenerationShape,
+    PassBytes,
+    StepSize,
+    fixed_parts,
+    page_parts,
+)
 
 moments = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**5)), min_size=1, max_size=20)
 rows = st.integers(1, 600)
@@ -60,7 +67,7 @@ def test_passes_that_tell_nothing(few: tuple[int, list[int]], many: tuple[int, l
 SHAPE = GenerationShape(
     kv_bytes_per_token=1000, head_bytes=77, forward=PassBytes(50, 300), logits=PassBytes(5, 70), state_bytes=11
 )
-LOAD = Load(tree_size=6, sequences=3, chunk=40, page_size=16)
+LOAD = StepSize(tree_size=6, sequences=3, chunk=40, page_size=16)
 
 
 def test_rows_of_a_pass() -> None:

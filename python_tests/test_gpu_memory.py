@@ -70,21 +70,21 @@ def test_heads_leave_and_come_back() -> None:
     expected = greedy(model, inputs, 80)
     with sk.patch(model, heads(), tree=8, keep_free="1MiB") as handle:
         own = handle.drafter.nbytes
-        governor, seen, step = handle.governor, [], Scheduler.step
-        governor.look_every = 1
+        memory_pressure, seen, step = handle.memory_pressure, [], Scheduler.step
+        memory_pressure.look_every = 1
 
         class Falling(DeviceMonitor):
             looks = 0
 
             def free(self) -> int:
                 self.looks += 1
-                return 0 if self.looks <= 2 * len(governor.levels) - 2 else super().free()
+                return 0 if self.looks <= 2 * len(memory_pressure.levels) - 2 else super().free()
 
-        governor.monitor = Falling([torch.device("cuda", 0)])
+        memory_pressure.monitor = Falling([torch.device("cuda", 0)])
 
         def watched(scheduler: Scheduler) -> list[object]:
             result = step(scheduler)
-            seen.append((governor.level.heads, handle.drafter.nbytes))
+            seen.append((memory_pressure.level.heads, handle.drafter.nbytes))
             return result
 
         with pytest.MonkeyPatch.context() as patch:
@@ -93,4 +93,4 @@ def test_heads_leave_and_come_back() -> None:
         assert {held for there, held in seen if not there} == {0}
         assert {held for there, held in seen if there} == {own}
         assert handle.stats.swaps > 0
-        assert governor.shrunk == 0
+        assert memory_pressure.shrunk == 0

@@ -55,7 +55,7 @@ class Texts(RuleBasedStateMachine):
             return
         earlier = data.draw(st.sampled_from(self.said))
         tokens = earlier[: data.draw(st.integers(0, len(earlier)))] + more
-        expected = self.pool.known(tokens)
+        expected = self.pool.cached_prefix_len(tokens)
         slot = self.pool.open()
         known = self.pool.reuse(slot, tokens)
         assert known == expected < len(tokens)
@@ -97,22 +97,22 @@ class Texts(RuleBasedStateMachine):
         pool = PagedKVPool(
             [LAYER], num_pages=num_pages, page_size=self.pool.page_size, max_sequences=3, max_nodes=1, keep=True
         )
-        known = [self.pool.known(tokens) for tokens in self.said]
-        pool.take_kept(self.pool)
-        assert pool.kept_pages == min(num_pages, self.pool.kept_pages)
-        if self.pool.kept_pages <= num_pages:
-            assert [pool.known(tokens) for tokens in self.said] == known
+        known = [self.pool.cached_prefix_len(tokens) for tokens in self.said]
+        pool.take_cached(self.pool)
+        assert pool.cached_pages == min(num_pages, self.pool.cached_pages)
+        if self.pool.cached_pages <= num_pages:
+            assert [pool.cached_prefix_len(tokens) for tokens in self.said] == known
         self.pool = pool
 
     @rule()
     def forget(self) -> None:
         if self.open:
             with pytest.raises(RuntimeError, match=f"{len(self.open)} sequences are open"):
-                self.pool.forget()
+                self.pool.clear_cache()
             return
-        self.pool.forget()
-        assert self.pool.kept_pages == 0
-        assert not any(self.pool.known(tokens) for tokens in self.said)
+        self.pool.clear_cache()
+        assert self.pool.cached_pages == 0
+        assert not any(self.pool.cached_prefix_len(tokens) for tokens in self.said)
 
     @invariant()
     def everybody_reads_his_own_text(self) -> None:
@@ -138,11 +138,11 @@ def test_kept_pages_go_oldest_first_and_texts_from_their_end() -> None:
         slot = pool.open()
         pool.reserve(slot, len(tokens))
         pool.close(slot, tokens)
-    assert (pool.kept_pages, pool.free_pages) == (5, 6)
+    assert (pool.cached_pages, pool.free_pages) == (5, 6)
     slot = pool.open()
     for pages, spared in ((1, 6), (2, 4), (3, 2), (4, 0)):
         pool.reserve(slot, 2 * pages)
-        assert (pool.known([*old, 0]), pool.known([*new, 0])) == (spared, 4)
+        assert (pool.cached_prefix_len([*old, 0]), pool.cached_prefix_len([*new, 0])) == (spared, 4)
     pool.close(slot)
     pool.check_integrity()
 

@@ -186,8 +186,8 @@ def test_scarce_memory(model: PreTrainedModel) -> None:
     inputs = batch((9, 30))
     expected = greedy(model, inputs, 60)
     with sk.patch(model, oracle(model, inputs, 60, 0.2), tree=TREE, keep_free=1000, graph=True) as handle:
-        governor, script = handle.governor, [5000] * 8 + [0] * 2 + [5000] * 1000
-        governor.look_every = 1
+        memory_pressure, script = handle.memory_pressure, [5000] * 8 + [0] * 2 + [5000] * 1000
+        memory_pressure.look_every = 1
 
         class Scripted:
             def free(self) -> int:
@@ -196,7 +196,7 @@ def test_scarce_memory(model: PreTrainedModel) -> None:
             def give_back(self) -> None:
                 """Nothing to give."""
 
-        governor.monitor = Scripted()  # type: ignore[assignment]
+        memory_pressure.monitor = Scripted()  # type: ignore[assignment]
         assert torch.equal(greedy(model, inputs, 60), expected)
         stats = handle.stats
         assert stats.shrinks == 1

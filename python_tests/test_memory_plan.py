@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from specmemo_kernels.planning.footprint import GenerationShape, Load, PassBytes, fixed_parts, page_parts
+from specmemo_kernels.planning.footprint import GenerationShape, PassBytes, StepSize, fixed_parts, page_parts
 from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan, divide_budget, format_bytes, parse_bytes
 from specmemo_kernels.tree.draft_tree import DraftTree
 
@@ -99,8 +99,8 @@ def test_a_plan_stays_within_its_budget(problem: dict[str, object], budget: int)
     assert budget - sum(plan.parts.values()) < sum(page.values()), "one more page would have fitted"
 
 
-def load_of(plan: MemoryPlan) -> Load:
-    return Load(plan.tree.size, plan.max_sequences, plan.prefill_chunk, plan.page_size)
+def load_of(plan: MemoryPlan) -> StepSize:
+    return StepSize(plan.tree.size, plan.max_sequences, plan.prefill_chunk, plan.page_size)
 
 
 def check_parts(plan: MemoryPlan, problem: dict[str, object]) -> None:
@@ -176,7 +176,7 @@ def test_the_chunk_gives_way_before_the_batch() -> None:
 
 def test_exact_edge() -> None:
     """One byte less than one page and the least of everything else is refused; that much is accepted."""
-    load = Load(tree_size=5, sequences=1, chunk=32, page_size=16)
+    load = StepSize(tree_size=5, sequences=1, chunk=32, page_size=16)
     least = sum(fixed_parts(SHAPE, load).values()) + sum(page_parts(SHAPE, load).values())
     assert least > SHAPE.head_bytes + 5 * 1024 + 32 * 4096 + 16 * 1024
     plan = divide_budget(SHAPE, TREES[1], budget=least, page_size=16)

@@ -19,7 +19,7 @@ from specmemo_kernels.drafting.draft_model import DraftModelDrafter
 from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
 from specmemo_kernels.engine.decode import SequenceState, SpecDecoder
-from specmemo_kernels.engine.pressure import Governor, Level, is_out_of_memory, levels
+from specmemo_kernels.engine.pressure import DegradationLevel, MemoryPressureController, is_out_of_memory, levels
 from specmemo_kernels.engine.sampled import SampledVerifier
 from specmemo_kernels.engine.scheduler import Scheduler, submit_all
 from specmemo_kernels.tree.draft_tree import DraftTree
@@ -76,7 +76,7 @@ class Run:
             for prompt, sampling in zip(self.prompts, self.samplings, strict=True)
         ]
 
-    def scheduler(self, answers: Answers, governor: Governor | None = None) -> Scheduler:
+    def scheduler(self, answers: Answers, memory_pressure: MemoryPressureController | None = None) -> Scheduler:
         pool = PagedKVPool(
             TARGET.layers, num_pages=self.pages, page_size=4, max_sequences=3, max_nodes=3 * self.tree.size,
             kv_dtype=self.kv_dtype,
@@ -85,7 +85,7 @@ class Run:
         if isinstance(drafter, PagedDrafter):
             drafter.allocate(self.pages, 4, 3, 5)
         spec = SpecDecoder(TARGET, drafter, self.tree, pool, verifier, prefill_chunk=5, backend="cpu")
-        return Scheduler(spec, 3, governor=governor)
+        return Scheduler(spec, 3, memory_pressure=memory_pressure)
 
     def undisturbed(self) -> Answers:
         """All tokens of each sequence; without drafts, but where these have a say in the tokens."""
@@ -96,9 +96,9 @@ class Run:
         return [state.tokens for state in states]
 
 
-def patient(swap: bool = False) -> Governor:
+def patient(swap: bool = False) -> MemoryPressureController:
     """Any number of tries, none with less than everything."""
-    return Governor([Level(99, 5, True, True, 3)] * 10_000, swap=swap)
+    return MemoryPressureController([DegradationLevel(99, 5, True, True, 3)] * 10_000, swap=swap)
 
 
 SAMPLED = (Sampling(seed=1), None, Sampling(temperature=0.7, top_k=5, top_p=0.9, seed=2))
@@ -157,10 +157,10 @@ def test_a_failure_shrinks_and_changes_nothing(part: int) -> None:
             mode.failures
             == scheduler.decoder.stats.retries
             == scheduler.decoder.stats.shrinks
-            == scheduler.governor.shrunk
+            == scheduler.memory_pressure.shrunk
         )
         empty(scheduler.decoder.pool)
-    assert scheduler.governor.level.max_tree == 2
+    assert scheduler.memory_pressure.level.max_tree == 2
 
 
 @pytest.mark.parametrize("swap", [False, True])
@@ -169,8 +169,8 @@ def test_many_failures(swap: bool) -> None:
     run = replace(RUNS["preempted"], samplings=SAMPLED, new_tokens=60, pages=30)
     expected = run.undisturbed()
     states = run.states()
-    governor = Governor(levels(4, 5, 3, heads=False), swap=swap, look_every=1)
-    scheduler = run.scheduler(expected, governor)
+    memory_pressure = MemoryPressureController(levels(4, 5, 3, heads=False), swap=swap, look_every=1)
+    scheduler = run.scheduler(expected, memory_pressure)
     submit_all(scheduler, states)
     with FailingAllocations(lambda site: site in (*range(900, 904), *range(2800, 2803))) as mode:
         while not scheduler.idle:
@@ -193,11 +193,11 @@ def test_memory_that_does_not_come_back(begins: int) -> None:
     submit_all(scheduler, states)
     with FailingAllocations(lambda site: site >= begins), pytest.raises(torch.OutOfMemoryError) as failure:
         scheduler.run()
-    assert "nothing left to give up (Level(max_tree=1" in failure.value.__notes__[0]
+    assert "nothing left to give up (DegradationLevel(max_tree=1" in failure.value.__notes__[0]
     assert all(state.tokens == answer[: len(state.tokens)] for state, answer in zip(states, expected, strict=True))
     empty(scheduler.decoder.pool)
     states = run.states()
-    again = Scheduler(scheduler.decoder, 3, governor=scheduler.governor, max_pages=run.pages)
+    again = Scheduler(scheduler.decoder, 3, memory_pressure=scheduler.memory_pressure, max_pages=run.pages)
     submit_all(again, states)
     again.run()
     assert [state.tokens for state in states] == expected

@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING
 from specmemo_kernels.planning.baselines import Workload, medusa_parts
 from specmemo_kernels.planning.cost import Pass, medusa_speed, pass_seconds, plain_speed
 from specmemo_kernels.planning.device import GIB, KNOWN_DEVICES, DeviceProfile, known_device
-from specmemo_kernels.planning.footprint import HeadsSpec, Load, fixed_parts, page_parts, predicted_shape
+from specmemo_kernels.planning.footprint import HeadsSpec, StepSize, fixed_parts, page_parts, predicted_shape
 from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan, parse_bytes
 from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.planning.planner import choose, minimum_budget, plan_memory, problem_of, smallest_budget
@@ -72,7 +72,7 @@ def brute_force(
                     for page in (16, 32, 64):
                         pages = at_once * math.ceil((work.context + count) / page)
                         shape = predicted_shape(TOY, heads, count, kv_dtype=kv_dtype)
-                        load = Load(size, at_once, chunk, page)
+                        load = StepSize(size, at_once, chunk, page)
                         total = TOY.weight_bytes + sum(fixed_parts(shape, load).values())
                         total += pages * (page_parts(shape, load)["kv_pages"] + 24 * page + 8 * at_once)
                         if total <= budget and depth == count:

@@ -14,7 +14,7 @@ from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.planning.baselines import MedusaRun, Workload, medusa_parts, plain_parts
 from specmemo_kernels.planning.footprint import (
     HeadsSpec,
-    Load,
+    StepSize,
     fixed_parts,
     page_parts,
     pass_row_bytes,
@@ -75,7 +75,7 @@ def test_pages_of_full_size_models(name: str, kv_dtype: str | None) -> None:
         PagedKVPool(
             [layer] * spec.num_layers, num_pages=300, page_size=16, max_sequences=4, max_nodes=88, kv_dtype=kv_dtype
         )
-    shape, load = predicted_shape(spec, HeadsSpec(), 4, kv_dtype=kv_dtype), Load(22, 4, 256, 16)
+    shape, load = predicted_shape(spec, HeadsSpec(), 4, kv_dtype=kv_dtype), StepSize(22, 4, 256, 16)
     predicted = fixed_parts(shape, load)["tree_scratch"] + 300 * page_parts(shape, load)["kv_pages"]
     assert close(predicted, tracker.peak)
 
@@ -152,7 +152,7 @@ def test_patched_generation(
         handle.release()
         with MemoryTracker() as tracker:
             model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
-    load = Load(tree, batch, min(chunk, batch * prompt), page)
+    load = StepSize(tree, batch, min(chunk, batch * prompt), page)
     pages = batch * -(-(prompt + new + nodes.max_depth) // page)
     # The cpu backend's own workspace isn't torch's: the tracker doesn't see it, test_cpu_kernels weighs it.
     shape = predicted_shape(spec, HeadsSpec(), 0, split_size=0, kv_dtype=kv_dtype)

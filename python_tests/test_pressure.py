@@ -18,7 +18,7 @@ import specmemo_kernels as sk
 from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.engine.memory_monitor import free_bytes
-from specmemo_kernels.engine.pressure import Governor, levels
+from specmemo_kernels.engine.pressure import MemoryPressureController, levels
 from specmemo_kernels.engine.scheduler import submit_all
 
 
@@ -57,12 +57,12 @@ def test_hysteresis() -> None:
     """
     moves = []
     monitor = Scripted([50, 50, 50, 50, 110, 110, *[130] * 4, 90, 90, *[130] * 8])
-    governor = Governor(levels(4, 16, 1, False), monitor=monitor, keep_free=100, look_every=1)
+    memory_pressure = MemoryPressureController(levels(4, 16, 1, False), monitor=monitor, keep_free=100, look_every=1)
     for _ in range(17):
-        move = governor.review()
+        move = memory_pressure.review()
         if move < 0:
-            assert governor.shrink(1)
-        moves.append((move, governor.shrunk))
+            assert memory_pressure.shrink(1)
+        moves.append((move, memory_pressure.shrunk))
     down, still = [(-1, 1), (-1, 2)], [(0, 2)] * 2
     assert moves == [*down, *still, *[(0, 2)] * 3, (1, 1), (-1, 2), *[(0, 2)] * 7, (1, 1)]
     assert monitor.given_back == 3
@@ -70,11 +70,11 @@ def test_hysteresis() -> None:
 
 def test_looks_are_rare() -> None:
     monitor = Scripted([1000])
-    governor = Governor(levels(4, 16, 1, False), monitor=monitor, keep_free=100)
+    memory_pressure = MemoryPressureController(levels(4, 16, 1, False), monitor=monitor, keep_free=100)
     asked = []
     monitor.free = lambda: asked.append(1) or 1000  # type: ignore[method-assign, func-returns-value]
     for _ in range(64):
-        governor.review()
+        memory_pressure.review()
     assert len(asked) == 4
 
 
@@ -90,7 +90,9 @@ def test_shrinks_and_grows_back(swap: bool, drafter: object) -> None:
     down = len(ladder) - 1
     monitor = Scripted([*[0] * 2 * down, 1000])
     states = run.states()
-    scheduler = run.scheduler(expected, Governor(ladder, monitor=monitor, keep_free=100, swap=swap, look_every=1))
+    scheduler = run.scheduler(
+        expected, MemoryPressureController(ladder, monitor=monitor, keep_free=100, swap=swap, look_every=1)
+    )
     submit_all(scheduler, states)
     pool, held = scheduler.decoder.pool, []
     while not scheduler.idle:
@@ -98,7 +100,7 @@ def test_shrinks_and_grows_back(swap: bool, drafter: object) -> None:
         pool.check_integrity()
         running = len(scheduler.active)
         pages = getattr(scheduler.decoder.drafter, "page_bytes", 0)
-        held.append((scheduler.governor.shrunk, pool.max_nodes, pool.page_bytes, running, pages))
+        held.append((scheduler.memory_pressure.shrunk, pool.max_nodes, pool.page_bytes, running, pages))
     assert [state.tokens for state in states] == expected
     assert [shrunk for shrunk, *_ in held[:down]] == list(range(1, down + 1)), "one notch at each look"
     least, last = held[down - 1], held[-1]
@@ -122,7 +124,7 @@ def test_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PagedKVPool, "swap_out", none_left)
     run = Run(pages=9, new_tokens=14)
     expected, states = run.undisturbed(), run.states()
-    scheduler = run.scheduler(expected, Governor(levels(4, 5, 3, False), swap=True))
+    scheduler = run.scheduler(expected, MemoryPressureController(levels(4, 5, 3, False), swap=True))
     submit_all(scheduler, states)
     scheduler.run()
     assert [state.tokens for state in states] == expected
@@ -194,7 +196,7 @@ def test_a_transformers_model(kwargs: dict[str, object], monkeypatch: pytest.Mon
 
     expected = generated()
     with sk.patch(model, heads(), tree=4, prefill_chunk=8) as handle:
-        handle.governor.levels = handle.governor.levels[:1] * 1000
+        handle.memory_pressure.levels = handle.memory_pressure.levels[:1] * 1000
         with failing_everywhere(monkeypatch) as mode:
             assert torch.equal(generated(), expected)
         assert handle.stats.retries == mode.failures > 100
@@ -232,8 +234,8 @@ def test_keep_free() -> None:
     expected = greedy(model, inputs, 40)
     with sk.patch(model, heads(), tree=6, keep_free=free_bytes(torch.device("cpu")) * 100) as handle:
         assert torch.equal(greedy(model, inputs, 40), expected)
-        assert handle.stats.shrinks == handle.governor.shrunk > 3
-        assert handle.governor.level.max_tree == 1
+        assert handle.stats.shrinks == handle.memory_pressure.shrunk > 3
+        assert handle.memory_pressure.level.max_tree == 1
     with sk.patch(model, heads(), tree=6, keep_free="1B") as handle:
         assert torch.equal(greedy(model, inputs, 40), expected)
         assert handle.stats.shrinks == 0

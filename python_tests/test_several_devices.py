@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import specmemo_kernels as sk
 from specmemo_kernels.engine import overlap as late_steps
-from specmemo_kernels.engine.overlap import LateSteps
+from specmemo_kernels.engine.overlap import OverlappedSteps
 from specmemo_kernels.engine.step_graph import CudaCapture
 from specmemo_kernels.planning import device_probe
 from specmemo_kernels.planning.device import GIB, DeviceProfile
@@ -168,7 +168,7 @@ def test_a_step_has_arrived_when_its_own_stream_got_there(machine: Machine, monk
         return unpinned(*sizes, dtype=dtype)
 
     monkeypatch.setattr(late_steps.torch, "empty", empty)
-    late = LateSteps(steps)  # type: ignore[arg-type]
+    late = OverlappedSteps(steps)  # type: ignore[arg-type]
     late._launch(decoder)  # type: ignore[arg-type]
     assert recorded == ["stream 1"]
     assert machine.current == 0

@@ -58,7 +58,7 @@ class PagedKVPool(KVStorage):
         A failed allocation leaves a pool without pages, which can be resized again. Kept pages are gone either way.
         """
         assert not self._pages, f"sequences {sorted(self._pages)} are open; their pages would be lost"
-        self.forget()
+        self.clear_cache()
         for pages in (0, num_pages):
             with torch.inference_mode(False):
                 tables = self.block_table.new_zeros(len(self._free_slots), pages)
@@ -93,7 +93,7 @@ class PagedKVPool(KVStorage):
         return len(self._free_pages) + len(self._kept)
 
     @property
-    def kept_pages(self) -> int:
+    def cached_pages(self) -> int:
         """Free pages whose content is known: it serves whoever begins the same, until the page is needed otherwise."""
         return len(self._kept)
 
@@ -156,7 +156,7 @@ class PagedKVPool(KVStorage):
         if self._index is not None:
             self._index.drop(page)
 
-    def known(self, tokens: Sequence[int]) -> int:
+    def cached_prefix_len(self, tokens: Sequence[int]) -> int:
         """How many of the first ``tokens`` needn't be computed, because pages hold their keys and values."""
         return self._index.match(tokens)[1] if self._index is not None else 0
 
@@ -202,7 +202,7 @@ class PagedKVPool(KVStorage):
                     self._free_pages.append(page)
         self._free_slots.append(slot)
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Drop what is known about pages, while no sequence is open.
 
         Raises:
@@ -215,7 +215,7 @@ class PagedKVPool(KVStorage):
         self._free_pages.extend(self._kept)
         self._kept.clear()
 
-    def take_kept(self, other: PagedKVPool) -> None:
+    def take_cached(self, other: PagedKVPool) -> None:
         """Copy the kept pages of ``other``, a pool of the same layers, as many as fit, the newest first.
 
         This pool must be unused; both exist while it happens.

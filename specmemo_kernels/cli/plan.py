@@ -26,8 +26,8 @@ from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.planning.planner import choose, problem_of, smallest_budget
 from specmemo_kernels.planning.search import (
     MAX_NODES,
-    Choice,
-    Problem,
+    PlanCandidate,
+    PlanRequest,
     candidates,
     fastest,
     frontier,
@@ -158,12 +158,12 @@ def heads_of(options: PlanOptions, spec: ModelSpec) -> tuple[HeadsSpec, Accuracy
     return sizes, found.accuracy or DEFAULT_ACCURACY
 
 
-def alternatives(problem: Problem, choices: list[Choice], plan: MemoryPlan) -> list[Row]:
+def alternatives(problem: PlanRequest, choices: list[PlanCandidate], plan: MemoryPlan) -> list[Row]:
     """The plan, what nearly the same speed costs at least, and what other ways to generate cost."""
     spec, device, work, tp = problem.spec, problem.device, problem.workload, problem.tp
     weights = weight_bytes(spec, tp)
 
-    def row(name: str, choice: Choice) -> Row:
+    def row(name: str, choice: PlanCandidate) -> Row:
         return Row(
             name, choice.total_bytes - weights, choice.total_bytes, choice.tokens_per_step, choice.speed,
             choice.heads, choice.tree_size, choice.chunk, choice.sequences,
@@ -202,7 +202,9 @@ def alternatives(problem: Problem, choices: list[Choice], plan: MemoryPlan) -> l
     ]
 
 
-def show(console: Console, problem: Problem, choices: list[Choice], plan: MemoryPlan, rows: list[Row]) -> None:
+def show(
+    console: Console, problem: PlanRequest, choices: list[PlanCandidate], plan: MemoryPlan, rows: list[Row]
+) -> None:
     """The plan part by part, why, and the alternatives. Everything is predicted."""
     spec, work = problem.spec, problem.workload
     where = problem.device.name + (f", each of {problem.tp} ranks" if problem.tp > 1 else "")
@@ -239,7 +241,7 @@ def show(console: Console, problem: Problem, choices: list[Choice], plan: Memory
         console.print(line, soft_wrap=True)
 
 
-def _against_medusa(choices: list[Choice], rows: list[Row]) -> str:
+def _against_medusa(choices: list[PlanCandidate], rows: list[Row]) -> str:
     """The least memory that keeps 96 % of Medusa's speed, beside Medusa's."""
     medusa, weights = rows[-1], rows[-1].total_bytes - rows[-1].generation_bytes
     wanted = RETAIN * medusa.speed.tokens_per_second
@@ -254,7 +256,7 @@ def _against_medusa(choices: list[Choice], rows: list[Row]) -> str:
     )
 
 
-def _gains(problem: Problem, rows: list[Row]) -> list[str]:
+def _gains(problem: PlanRequest, rows: list[Row]) -> list[str]:
     """Against plain generate with the same batch, and of the batch against one sequence."""
     best, plain, work = rows[0].speed.tokens_per_second, rows[-2].speed.tokens_per_second, problem.workload
     batch = f", {work.batch} sequences" if work.batch > 1 else ""
@@ -267,7 +269,7 @@ def _gains(problem: Problem, rows: list[Row]) -> list[str]:
     return lines
 
 
-def messages_of(problem: Problem, row: Row) -> tuple[Message, ...]:
+def messages_of(problem: PlanRequest, row: Row) -> tuple[Message, ...]:
     """What the ranks tell each other in a step of ``row``; nothing for a single device."""
     if problem.tp == 1:
         return ()
@@ -275,7 +277,7 @@ def messages_of(problem: Problem, row: Row) -> tuple[Message, ...]:
     return step_messages(problem.spec, run, problem.heads)
 
 
-def _communication(problem: Problem, row: Row) -> dict[str, str]:
+def _communication(problem: PlanRequest, row: Row) -> dict[str, str]:
     messages = messages_of(problem, row)
     if not messages:
         return {}
@@ -301,7 +303,7 @@ def _chosen(plan: MemoryPlan, dtype: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-def to_json(problem: Problem, choices: list[Choice], plan: MemoryPlan, rows: list[Row]) -> dict[str, Any]:
+def to_json(problem: PlanRequest, choices: list[PlanCandidate], plan: MemoryPlan, rows: list[Row]) -> dict[str, Any]:
     """Everything that is printed, and the frontier; bytes and seconds."""
 
     def point(row: Row) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from specmemo_kernels.cli.errors import UserError
 from specmemo_kernels.cli.plan import RETAIN, Row
 from specmemo_kernels.planning.footprint import weight_bytes
 from specmemo_kernels.planning.memory_plan import MemoryPlan
-from specmemo_kernels.planning.search import Choice, Problem, frontier
+from specmemo_kernels.planning.search import PlanCandidate, PlanRequest, frontier
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +33,7 @@ def check_plot(path: Path) -> None:
     check_output("--plot", path)
 
 
-def draw(path: Path, problem: Problem, choices: list[Choice], plan: MemoryPlan, rows: list[Row]) -> None:
+def draw(path: Path, problem: PlanRequest, choices: list[PlanCandidate], plan: MemoryPlan, rows: list[Row]) -> None:
     """Write the frontier and the alternatives as a picture; the ending of ``path`` decides its format.
 
     Raises:
@@ -65,7 +65,7 @@ def draw(path: Path, problem: Problem, choices: list[Choice], plan: MemoryPlan, 
         plt.close(figure)
 
 
-def _curve(axes: Axes, problem: Problem, choices: list[Choice]) -> None:
+def _curve(axes: Axes, problem: PlanRequest, choices: list[PlanCandidate]) -> None:
     """The frontier as steps, and the line of 96 % of its highest speed."""
     weights = weight_bytes(problem.spec, problem.tp)
     best = frontier(choices)

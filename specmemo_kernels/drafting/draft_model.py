@@ -102,8 +102,8 @@ class DraftModelDrafter:
         """
         old, self._rows, self._prefill_chunk = self._pool, {}, prefill_chunk
         self._sizes, self._pool = (num_pages, page_size, max_sequences), None
-        if old is not None and old.kept_pages:
-            self._own_pool().take_kept(old)
+        if old is not None and old.cached_pages:
+            self._own_pool().take_cached(old)
 
     def release(self) -> None:
         """Give the pages back; all sequences are forgotten."""
@@ -136,7 +136,7 @@ class DraftModelDrafter:
         if slot in self._rows:
             known = self._rows[slot].settle(tokens)
         else:
-            known = self._pool.known(tokens) if self._pool is not None else 0
+            known = self._pool.cached_prefix_len(tokens) if self._pool is not None else 0
         return len(tokens) - 1 - known
 
     def propose(self, inputs: DraftInput) -> Tensor:

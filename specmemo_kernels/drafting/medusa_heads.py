@@ -33,7 +33,7 @@ class ResidualBlock(nn.Module):
         return hidden + nn.functional.silu(self.linear(hidden))
 
 
-class CodedLinear(nn.Module):
+class Int4Linear(nn.Module):
     """A linear layer with a matrix of 4-bit codes (:mod:`specmemo_kernels.ops.weight_codes`); not for training.
 
     Buffers: ``codes`` ``[out_features, 32 * G]`` uint8 and ``scales`` ``[out_features, G]`` float16; zeros when new.
@@ -102,7 +102,7 @@ class MedusaHeads(nn.ModuleList):
             if own_lm_head:
                 coded = head_bits is not None
                 layers.append(
-                    CodedLinear(hidden_size, vocab_size) if coded else nn.Linear(hidden_size, vocab_size, bias=False)
+                    Int4Linear(hidden_size, vocab_size) if coded else nn.Linear(hidden_size, vocab_size, bias=False)
                 )
             self.append(nn.Sequential(*layers))
 
@@ -128,14 +128,14 @@ class MedusaHeads(nn.ModuleList):
         if not self.own_lm_head:
             return shared
         own = self._layers(head)[self.num_layers]
-        if isinstance(own, CodedLinear):
+        if isinstance(own, Int4Linear):
             return own.matrix().to(self.linear(head, 0).weight.dtype)
         return cast(nn.Linear, own).weight
 
     def own_tensors(self, head: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What head ``head``'s own lm_head is kept as: its matrix and ``None``, or codes and scales."""
         own = self._layers(head)[self.num_layers]
-        return (own.codes, own.scales) if isinstance(own, CodedLinear) else (cast(nn.Linear, own).weight, None)
+        return (own.codes, own.scales) if isinstance(own, Int4Linear) else (cast(nn.Linear, own).weight, None)
 
     def coded_bytes(self) -> int | None:
         """What the own matrices would take in 4 bits; ``None`` if there are none, or they are."""
@@ -207,7 +207,7 @@ class MedusaHeads(nn.ModuleList):
             linear.weight = nn.Parameter(mine, requires_grad=False)
             return linear
         with torch.device("meta"):
-            coded = CodedLinear(self.hidden_size, len(mine))
+            coded = Int4Linear(self.hidden_size, len(mine))
         coded.codes, coded.scales = mine, scales[first:last].to(device, copy=True)
         return coded
 

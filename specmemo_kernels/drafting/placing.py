@@ -11,13 +11,13 @@ def can_offload(drafter: Drafter) -> bool:
     return isinstance(drafter, PagedDrafter) or (isinstance(drafter, OffloadingDrafter) and drafter.offloadable)
 
 
-class DrafterPlace:
+class DrafterResidency:
     """Keeps ``drafter`` where :meth:`put` says, with as many pages as the target's ``pool``."""
 
     def __init__(self, drafter: Drafter, pool: PagedKVPool) -> None:
         self.drafter, self.pool = drafter, pool
 
-    def put(self, there: bool, prefill_chunk: int) -> None:
+    def ensure(self, there: bool, prefill_chunk: int) -> None:
         """On its device, or (``there`` false) out of it; what fails on the way is done by the next call."""
         if isinstance(self.drafter, OffloadingDrafter):
             if there:

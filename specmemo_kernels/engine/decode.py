@@ -14,16 +14,16 @@ import torch
 
 from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting.base import Drafter, PagedDrafter, StatefulDrafter
-from specmemo_kernels.engine.overlap import LateSteps, slots_ahead
+from specmemo_kernels.engine.overlap import OverlappedSteps, slots_ahead
 from specmemo_kernels.engine.prefill import Chunk, first_trees, next_chunk
 from specmemo_kernels.engine.propose import propose
-from specmemo_kernels.engine.sequence import Parked, SequenceState
+from specmemo_kernels.engine.sequence import SequenceState, SwappedSequence
 from specmemo_kernels.engine.stats import DecodeStats
 from specmemo_kernels.engine.verify import GreedyVerifier, Verdict, Verifier
-from specmemo_kernels.forward.batch import TreeBatch, side_by_side
+from specmemo_kernels.forward.batch import TreeBatch, concat_batches
 from specmemo_kernels.forward.step_attention import StepAttention, commit_accepted
 from specmemo_kernels.forward.target import TargetModel, TargetOutput
-from specmemo_kernels.tree.choice import Outlook, TreeChooser
+from specmemo_kernels.tree.choice import DraftBacklog, TreeChooser
 from specmemo_kernels.tree.draft_tree import DraftTree
 
 Tensor = torch.Tensor
@@ -74,7 +74,7 @@ class SpecDecoder:
         backend: str | None = None,
         stats: DecodeStats | None = None,
         chooser: TreeChooser | None = None,
-        late: LateSteps | None = None,
+        late: OverlappedSteps | None = None,
         agree: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.chooser, self.late, self.agree = chooser, late, agree
@@ -94,7 +94,7 @@ class SpecDecoder:
     def admit(self, sequences: Sequence[SequenceState]) -> None:
         """Give sequences pages for their context; what kept ones don't hold the next steps compute, chunk by chunk.
 
-        What was parked is copied back: such a sequence goes on where it was.
+        A swapped sequence is copied back and continues where it was.
 
         Raises:
             OutOfPages: one doesn't fit; none of this call was admitted.
@@ -105,13 +105,13 @@ class SpecDecoder:
             for sequence in sequences:
                 sequence.slot, sequence.computed = self.pool.open(), 0
                 opened.append(sequence)
-                if sequence.parked is None:  # else pages of its own are written to
+                if sequence.swapped is None:  # else pages of its own are written to
                     sequence.computed = self.pool.reuse(sequence.slot, sequence.context)
                 self.pool.reserve(sequence.slot, len(sequence.context))
-                parked = sequence.parked
-                if parked is not None:
-                    self.pool.swap_in(sequence.slot, parked.pages)
-                hidden = None if parked is None else parked.hidden
+                swapped = sequence.swapped
+                if swapped is not None:
+                    self.pool.swap_in(sequence.slot, swapped.pages)
+                hidden = None if swapped is None else swapped.hidden
                 restored.append(None if hidden is None else hidden.to(self.target.device))
         except BaseException:
             for sequence in opened:
@@ -119,18 +119,20 @@ class SpecDecoder:
                 sequence.slot = -1
             raise
         for sequence, hidden in zip(sequences, restored, strict=True):
-            if sequence.parked is None:
+            if sequence.swapped is None:
                 self.stats.reused_tokens += sequence.computed
             else:
-                sequence.computed = sequence.parked.pages.tokens
-            sequence.parked, sequence.hidden = None, hidden
+                sequence.computed = sequence.swapped.pages.tokens
+            sequence.swapped, sequence.hidden = None, hidden
             (self.prefilling if hidden is None else self.sequences).append(sequence)
 
-    def park(self, sequence: SequenceState) -> None:
+    def swap_out(self, sequence: SequenceState) -> None:
         """Copy an open sequence's keys, values and hidden state to host memory (:meth:`release` frees its pages)."""
         running = sequence.hidden is not None
         pages = self.pool.swap_out(sequence.slot, len(sequence.context) if running else sequence.computed)
-        sequence.parked = Parked(pages, None if sequence.hidden is None else sequence.hidden.to("cpu", copy=True))
+        sequence.swapped = SwappedSequence(
+            pages, None if sequence.hidden is None else sequence.hidden.to("cpu", copy=True)
+        )
 
     def start(self, sequences: Sequence[SequenceState]) -> None:
         """Admit sequences and compute their context to the end, while the others wait; they join the next steps.
@@ -213,7 +215,7 @@ class SpecDecoder:
         """What the next step verifies of each running sequence, if it wants that many tokens."""
         tree = self.tree
         if self.chooser is not None:
-            tree = self.chooser.tree_for(len(self.sequences), self._outlook)
+            tree = self.chooser.tree_for(len(self.sequences), self._backlog)
         return tree.pruned(min(tree.size, self.max_tree))
 
     def _step_tree(self) -> DraftTree:
@@ -226,8 +228,8 @@ class SpecDecoder:
             return 0
         return sum(self.drafter.behind(sequence.slot, sequence.tokens) for sequence in self.sequences)
 
-    def _outlook(self) -> Outlook:
-        return Outlook(self._behind(), sum(s.remaining for s in self.sequences) / len(self.sequences))
+    def _backlog(self) -> DraftBacklog:
+        return DraftBacklog(self._behind(), sum(s.remaining for s in self.sequences) / len(self.sequences))
 
     def _forward(self, trees: TreeBatch | None, timed: _Timed | None = None) -> list[SequenceState]:
         """One forward pass over trees and the next chunk, and everything that follows from it."""
@@ -240,7 +242,7 @@ class SpecDecoder:
             # The plan counts the larger of a chunk and all trees.
             room = self.prefill_chunk if trees is None else max(self.prefill_chunk, self.pool.max_nodes) - nodes
             chunk = next_chunk(self.prefilling, room, self.pool, device)
-            batch = chunk.batch if trees is None else side_by_side(trees, chunk.batch)
+            batch = chunk.batch if trees is None else concat_batches(trees, chunk.batch)
             keep = torch.cat([torch.arange(nodes, device=device), nodes + chunk.last_rows])
         assert batch is not None, "there is nothing to compute"
         output = self.target.forward(
@@ -252,7 +254,7 @@ class SpecDecoder:
         last: list[int] = []
         if fresh:
             first = first_trees(fresh, self.pool, device)
-            all_trees = first if trees is None else side_by_side(trees, first)
+            all_trees = first if trees is None else concat_batches(trees, first)
         if all_trees is not None:
             verdict = self.verifier(all_trees, [*running, *fresh], output.rows(nodes + len(fresh)))
             emitted, last = verdict.emitted, verdict.last[: len(running)]
@@ -306,7 +308,7 @@ class SpecDecoder:
             taken = [sequence.take(tokens) for sequence, tokens in zip(takers, emitted, strict=True)]
         except BaseException:
             for sequence, length in zip(takers, before, strict=True):
-                sequence.untake(length)
+                sequence.rollback(length)
             raise
         if running:
             accepted = [len(tokens) - 1 for tokens in emitted[: len(running)]]

@@ -34,8 +34,8 @@ def slots_ahead(tree: DraftTree, late: bool) -> int:
 
     Args:
         tree: the largest tree of a step; the nodes of its longest path are written behind the newest token.
-        late: steps are launched before the step before has been read (:class:`LateSteps`), so that several paths may
-            follow each other.
+        late: a step is launched before the previous one has been read (:class:`OverlappedSteps`), so that several paths
+            may follow each other.
     """
     return _AHEAD * (tree.max_depth + 1) - 1 if late else tree.max_depth
 
@@ -51,7 +51,7 @@ class _Flight:
     usual: bool
 
 
-class LateSteps:
+class OverlappedSteps:
     """The steady-state steps of one decoder.
 
     Args:

@@ -1,4 +1,4 @@
-"""When memory gets scarce: what is given up, in which order, and when it is taken back."""
+"""Degradation under memory pressure: the levels in order, and when the level changes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in text for words in known)
 
 
-def raise_exhausted(error: BaseException, level: Level) -> NoReturn:
+def raise_exhausted(error: BaseException, level: DegradationLevel) -> NoReturn:
     """Raise a failed allocation that ``level`` couldn't avoid, with the remedy in a note.
 
     Raises:
@@ -60,8 +60,8 @@ def raise_exhausted(error: BaseException, level: Level) -> NoReturn:
 
 
 @dataclass(frozen=True)
-class Level:
-    """What generation may use.
+class DegradationLevel:
+    """What generation may use at one level of degradation.
 
     Attributes:
         max_tree: nodes that a step verifies per sequence. prefill_chunk: prompt tokens per forward pass.
@@ -78,11 +78,11 @@ class Level:
     max_sequences: int
 
 
-def levels(max_tree: int, prefill_chunk: int, max_sequences: int, heads: bool) -> tuple[Level, ...]:
+def levels(max_tree: int, prefill_chunk: int, max_sequences: int, heads: bool) -> tuple[DegradationLevel, ...]:
     """From everything to the least: rows of a forward pass, down to one node per sequence; pages that nobody needs yet;
     the drafter, if it can go (``heads``); sequences, down to one.
     """
-    found = [Level(max_tree, prefill_chunk, True, True, max_sequences)]
+    found = [DegradationLevel(max_tree, prefill_chunk, True, True, max_sequences)]
     while found[-1].max_tree > 1 or found[-1].prefill_chunk > _LEAST_CHUNK:
         chunk = max(min(_LEAST_CHUNK, prefill_chunk), found[-1].prefill_chunk // 2)
         found.append(replace(found[-1], max_tree=max(1, found[-1].max_tree // 2), prefill_chunk=chunk))
@@ -94,22 +94,22 @@ def levels(max_tree: int, prefill_chunk: int, max_sequences: int, heads: bool) -
     return tuple(found)
 
 
-class Governor:
-    """Where on the way from everything to the least generation is. It outlives a single generation.
+class MemoryPressureController:
+    """The degradation level in force. It outlives a single generation.
 
     Args:
         levels: of :func:`levels`.
-        monitor: tells how much memory is free; ``None``: only failed allocations shrink, and growing is tried now and
-            then (if it fails, the step is tried again smaller).
+        monitor: reads the free memory; ``None``: only failed allocations lower the level, and raising it is tried from
+            time to time (if that fails, the step is retried at the lower level).
         keep_free: bytes below which the engine shrinks.
         swap: whether a preempted sequence's pages are copied to host memory; ``None``: where that isn't the memory that
             pages are in anyway.
-        look_every: steps between looks.
+        look_every: polling interval in steps.
     """
 
     def __init__(
         self,
-        levels: Sequence[Level],
+        levels: Sequence[DegradationLevel],
         *,
         monitor: MemoryMonitor | None = None,
         keep_free: int = 0,
@@ -122,7 +122,7 @@ class Governor:
         self._patience, self._grown, self._pressed = _PATIENCE, False, False
 
     @property
-    def level(self) -> Level:
+    def level(self) -> DegradationLevel:
         """What may be used now."""
         return self.levels[self._place]
 

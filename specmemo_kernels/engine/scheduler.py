@@ -8,10 +8,16 @@ from collections import deque
 from collections.abc import Sequence
 
 from specmemo_kernels.cache.paged_kv import OutOfPages
-from specmemo_kernels.drafting.placing import DrafterPlace, can_offload
+from specmemo_kernels.drafting.placing import DrafterResidency, can_offload
 from specmemo_kernels.engine.decode import SpecDecoder
 from specmemo_kernels.engine.memory_monitor import give_back
-from specmemo_kernels.engine.pressure import Governor, Level, is_out_of_memory, levels, raise_exhausted
+from specmemo_kernels.engine.pressure import (
+    DegradationLevel,
+    MemoryPressureController,
+    is_out_of_memory,
+    levels,
+    raise_exhausted,
+)
 from specmemo_kernels.engine.sequence import SequenceState
 
 #: New tokens of a sequence for which pages are allocated at once, where no budget bounds the pages. Whoever writes
@@ -25,22 +31,22 @@ def first_tokens(max_new_tokens: int, emitted: int = 0) -> int:
 
 
 class Scheduler:
-    """Admits sequences in the order they came, beside those that run, and takes pages back when they get scarce.
+    """Continuous batching: admits sequences in order of arrival and preempts the youngest when pages run out.
 
-    A sequence is admitted when a place is free and the pages that it needs now are: its context and one step, not the
-    worst case of its whole length. Contexts are computed in chunks inside the steps of the running sequences. When the
-    running sequences can't all grow, the youngest gives its pages back and waits at its place in the order. They are
-    copied to host memory and back, or, where that is the same memory or can't be had, computed anew; nothing that it
-    emitted changes. The oldest is never preempted for a younger one, so everybody is served.
+    A sequence is admitted when a row is free and there are pages for its context and one step, not for the worst case
+    of its whole length. Prefill runs in chunks inside the steps of the running sequences. When the running sequences
+    can't all grow, the youngest is preempted and waits at its place in the order. Its pages are swapped out to host
+    memory, or recomputed where pages are in host memory anyway or none is left. Emitted tokens never change. The oldest
+    sequence is never preempted for a younger one, so no sequence starves.
 
-    An allocation that fails inside a step changes no sequence: the governor gives something up and the step is tried
-    again. What it gives up is really freed: scratch and activations with the tree, the pool's unused pages by a smaller
-    pool, for which all that is alive is parked in host memory for a moment, the drafter by moving to the host.
+    An allocation that fails inside a step changes no sequence: the degradation level goes down and the step is retried.
+    What a lower level gives up is freed: scratch and activations with the tree, spare pages by a smaller pool, for
+    which all sequences are swapped out for a moment, the drafter by moving it to the host.
 
     Args:
         decoder: with nothing running; the scheduler alone admits to it.
         max_sequences: most sequences at once, within the rows of the decoder's block table.
-        governor: says what may be used; ``None``: one of its own that only reacts to failed allocations.
+        memory_pressure: the degradation level in force; ``None``: a controller that only reacts to failed allocations.
         max_pages: pages that the pool may be given when memory is plenty; ``None``: those that it has.
         growing: pages are allocated as they are needed (:func:`first_tokens`), up to ``max_pages``; else all at once.
 
@@ -53,19 +59,22 @@ class Scheduler:
         decoder: SpecDecoder,
         max_sequences: int,
         *,
-        governor: Governor | None = None,
+        memory_pressure: MemoryPressureController | None = None,
         max_pages: int | None = None,
         growing: bool = False,
     ) -> None:
         rows = decoder.pool.block_table.shape[0]
         if not 1 <= max_sequences <= rows:
             raise ValueError(f"max_sequences is {max_sequences}, the pool has {rows} rows; give 1 to {rows}")
-        if governor is None:
+        if memory_pressure is None:
             can_go = can_offload(decoder.drafter)
-            governor = Governor(levels(decoder.tree.size, decoder.prefill_chunk, max_sequences, can_go))
-        self.governor, self.max_pages, self.growing = governor, max_pages or decoder.pool.num_pages, growing
-        self._applied: Level | None = None
-        self._drafter = DrafterPlace(decoder.drafter, decoder.pool)
+            memory_pressure = MemoryPressureController(
+                levels(decoder.tree.size, decoder.prefill_chunk, max_sequences, can_go)
+            )
+        self.memory_pressure, self.growing = memory_pressure, growing
+        self.max_pages = max_pages or decoder.pool.num_pages
+        self._applied: DegradationLevel | None = None
+        self._residency = DrafterResidency(decoder.drafter, decoder.pool)
         self.decoder, self.max_sequences = decoder, max_sequences
         self._waiting: list[SequenceState] = []
         self._arrivals = 0
@@ -151,7 +160,7 @@ class Scheduler:
             self._stepping = True
             try:
                 ended = self._drop_aborted()
-                move = self.governor.review()
+                move = self.memory_pressure.review()
                 self.decoder.stats.grows += move > 0
                 if move < 0:
                     self._shrink()
@@ -181,7 +190,7 @@ class Scheduler:
         """One step of the decoder, tried again with less as long as allocations fail and something is left."""
         while True:
             try:
-                self._adapt(self.governor.level)
+                self._adapt(self.memory_pressure.level)
                 self._admit()
                 self._make_room()
                 return self.decoder.step()
@@ -189,16 +198,16 @@ class Scheduler:
                 if not is_out_of_memory(error):
                     raise
                 if not self._shrink():
-                    raise_exhausted(error, self.governor.level)
+                    raise_exhausted(error, self.memory_pressure.level)
             # Here the error is gone, and with it the frames that held the failed pass's tensors.
             self.decoder.stats.retries += 1
 
     def _shrink(self) -> bool:
-        moved = self.governor.shrink(min(self.max_sequences, len(self.active) + len(self._waiting)))
+        moved = self.memory_pressure.shrink(min(self.max_sequences, len(self.active) + len(self._waiting)))
         self.decoder.stats.shrinks += moved
         return moved
 
-    def _adapt(self, level: Level) -> None:
+    def _adapt(self, level: DegradationLevel) -> None:
         """Make everything as the level says; what fails on the way is done by the next try."""
         if level is self._applied:
             return
@@ -206,24 +215,24 @@ class Scheduler:
         decoder, places = self.decoder, min(level.max_sequences, self.max_sequences)
         decoder.max_tree, decoder.prefill_chunk = level.max_tree, level.prefill_chunk
         if decoder.late is not None:
-            decoder.late.scarce = self.governor.shrunk > 0
+            decoder.late.scarce = self.memory_pressure.shrunk > 0
             if decoder.late.scarce:
                 decoder.settle()
                 decoder.late.steps.clear()
         nodes = min(level.max_tree, decoder.tree.size) * places
-        if decoder.pool.max_nodes < nodes or (self.governor.shrunk and decoder.pool.max_nodes > nodes):
+        if decoder.pool.max_nodes < nodes or (self.memory_pressure.shrunk and decoder.pool.max_nodes > nodes):
             decoder.pool.resize_scratch(nodes)
         while len(self.active) > places:
             self._preempt(self.active[-1])
         pages = self._pages_wanted(level, places)
         if decoder.pool.num_pages != pages:
             self._resize(pages)
-        self._drafter.put(level.heads, level.prefill_chunk)
-        if self.governor.shrunk:
+        self._residency.ensure(level.heads, level.prefill_chunk)
+        if self.memory_pressure.shrunk:
             give_back({kv.device for kv in decoder.pool.layers})
         self._applied = level
 
-    def _pages_wanted(self, level: Level, places: int) -> int:
+    def _pages_wanted(self, level: DegradationLevel, places: int) -> int:
         """All that may be needed, or pages for the next step of the sequences that may run and all of the oldest."""
         first = sorted((*self.active, *self._waiting), key=_arrival)[:places]
         if level.spare_pages or not first:
@@ -253,7 +262,7 @@ class Scheduler:
 
         The sequences keep their pages.
         """
-        level, pool = self.governor.level, self.decoder.pool
+        level, pool = self.memory_pressure.level, self.decoder.pool
         if not self.growing or not level.spare_pages:
             return False
         self.decoder.settle()
@@ -261,27 +270,27 @@ class Scheduler:
         if pages <= pool.num_pages:
             return False
         pool.grow(pages)
-        self._drafter.put(level.heads, level.prefill_chunk)
+        self._residency.ensure(level.heads, level.prefill_chunk)
         return True
 
     def _drop_aborted(self) -> list[SequenceState]:
         self._end_aborted()
         gone = [s for s in (*self._waiting, *self.active) if s.finished]
         for sequence in gone:
-            sequence.parked = None
+            sequence.swapped = None
         self._waiting = [s for s in self._waiting if not s.finished]
         self.decoder.release(gone)
         return gone
 
     def _admit(self) -> None:
         """The next ones in order, while there is room for their next step."""
-        pool, level = self.decoder.pool, self.governor.level
+        pool, level = self.decoder.pool, self.memory_pressure.level
         places = min(self.max_sequences, level.max_sequences)
         while self._waiting and (active := len(self.active)) < places:
             sequence = self._waiting[0]
             if not active and self._most_pages(sequence) > pool.num_pages:  # after the pool has shrunk
                 self._resize(self._most_pages(sequence))
-                self._drafter.put(level.heads, level.prefill_chunk)
+                self._residency.ensure(level.heads, level.prefill_chunk)
             if active and not self._fits(sequence):
                 return
             self.decoder.admit([sequence])
@@ -292,7 +301,7 @@ class Scheduler:
         pool = self.decoder.pool
         growing = sum(self._most_pages(s) > pool.held_pages(s.slot) for s in self.active)
         missing = self._next_pages(sequence) + growing - pool.free_pages
-        if missing > 0 and sequence.parked is None:  # a parked one gets pages of its own
+        if missing > 0 and sequence.swapped is None:  # a swapped sequence gets pages of its own
             missing -= pool.shared_pages(sequence.context)
         return missing <= 0
 
@@ -312,15 +321,15 @@ class Scheduler:
         self.decoder.settle()
         if sequence.slot < 0:  # it had ended, as we know now
             return
-        layers, swap = self.decoder.pool.layers, self.governor.swap
+        layers, swap = self.decoder.pool.layers, self.memory_pressure.swap
         if swap or (swap is None and any(layer.device.type != "cpu" for layer in layers)):
             try:
-                self.decoder.park(sequence)
+                self.decoder.swap_out(sequence)
                 self.decoder.stats.swaps += 1
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-        if sequence.parked is None:
+        if sequence.swapped is None:
             there = len(sequence.context) if sequence.hidden is not None else sequence.computed
             sequence.lost = max(sequence.lost, there)
         self.decoder.release([sequence])

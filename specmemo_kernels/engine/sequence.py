@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Parked:
+class SwappedSequence:
     """A preempted sequence in host memory: its pages, and its hidden state if it took steps already."""
 
     pages: HostPages
@@ -38,7 +38,7 @@ class SequenceState:
         computed: its first tokens, as many as have their keys and values in pages (while it has any). lost: how many
             had, before its pages were taken without a copy.
         hidden: ``[hidden_size]``, the target's state that its newest token came from, while it takes steps.
-        parked: what of it waits in host memory, after its pages were taken.
+        swapped: its copy in host memory while it is swapped out.
         finished, aborted: it emits nothing more; on its own account, or because somebody wanted so.
         arrival: its place in the order of a scheduler.
         steps, accepted, preemptions: verification steps it took part in, drafts accepted in them, and how often its
@@ -56,7 +56,7 @@ class SequenceState:
     computed: int = field(default=0, init=False)
     lost: int = field(default=0, init=False)
     hidden: torch.Tensor | None = field(default=None, init=False, repr=False)
-    parked: Parked | None = field(default=None, init=False, repr=False)
+    swapped: SwappedSequence | None = field(default=None, init=False, repr=False)
     finished: bool = False
     aborted: bool = field(default=False, init=False)
     arrival: int = field(default=0, init=False)
@@ -107,7 +107,7 @@ class SequenceState:
                 return count
         return len(emitted)
 
-    def untake(self, length: int) -> None:
+    def rollback(self, length: int) -> None:
         """Take back all tokens but the first ``length``, which a failed step had appended."""
         del self.tokens[length:]
         self.finished = self.aborted

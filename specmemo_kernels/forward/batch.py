@@ -45,7 +45,7 @@ class TreeBatch:
         return self.seq_lens.shape[0]
 
     @property
-    def num_undecided(self) -> int:
+    def num_scratch_nodes(self) -> int:
         """The first nodes, as many as wait for a verdict: those of the trees, but roots alone are always accepted."""
         return self.num_tree_nodes if self.max_depth else 0
 
@@ -53,7 +53,7 @@ class TreeBatch:
     def decided(self) -> tuple[Tensor, Tensor, Tensor]:
         """``block_table``, ``seq_lens`` and ``qo_indptr`` of the sequences whose nodes don't wait, rows counted from
         their first."""
-        if not self.num_undecided:
+        if not self.num_scratch_nodes:
             return self.block_table, self.seq_lens, self.qo_indptr
         first = self.num_trees
         return self.block_table[first:], self.seq_lens[first:], self.qo_indptr[first:] - self.num_tree_nodes
@@ -150,7 +150,7 @@ def chunk_batch(chunks: Sequence[Tensor], starts: Sequence[int], block_table: Te
     )
 
 
-def side_by_side(trees: TreeBatch, other: TreeBatch) -> TreeBatch:
+def concat_batches(trees: TreeBatch, other: TreeBatch) -> TreeBatch:
     """One batch of both; ``trees`` has no chunks, ``other`` has trees or chunks alone.
 
     The rows of ``other`` follow those of ``trees``; its chunks get rows of zeros in the tree mask, which are causal.

@@ -44,7 +44,7 @@ class StepAttention:
             max_seq_len=batch.max_seq_len, k_scales=k_scales, v_scales=v_scales,
             min_qo_len=None if batch.tree is None else batch.tree.size, backend=self.backend,
         )  # fmt: skip
-        if waiting := batch.num_undecided:
+        if waiting := batch.num_scratch_nodes:
             pool.k_scratch[layer][:waiting] = k[:waiting]
             pool.v_scratch[layer][:waiting] = v[:waiting]
             k, v = k[waiting:], v[waiting:]
@@ -58,7 +58,7 @@ class StepAttention:
 def commit_accepted(pool: PagedKVPool, trees: TreeBatch, index: Tensor, length: Tensor, backend: str | None) -> None:
     """Write what the trees accepted (``accept_index``, ``accept_length``) from scratch to pages, behind the sequences'
     tokens, where a failed step may leave it. Roots alone are there already."""
-    for group in pool.groups if trees.num_undecided else ():
+    for group in pool.groups if trees.num_scratch_nodes else ():
         device = group.k_pages.device
         there = trees.to(device)
         ops.commit_paged_kv(

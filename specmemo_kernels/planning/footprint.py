@@ -47,7 +47,7 @@ class PassBytes:
         """The bound for ``rows`` rows, in bytes."""
         return self.fixed + rows * self.per_row
 
-    def or_other(self, other: PassBytes) -> PassBytes:
+    def elementwise_max(self, other: PassBytes) -> PassBytes:
         """A bound for either of two passes."""
         return PassBytes(max(self.fixed, other.fixed), max(self.per_row, other.per_row))
 
@@ -120,7 +120,7 @@ class GenerationShape:
 
 
 @dataclass(frozen=True)
-class Load:
+class StepSize:
     """What runs at once: ``sequences`` trees of ``tree_size`` nodes, prompts in chunks of at most ``chunk`` rows."""
 
     tree_size: int
@@ -139,7 +139,7 @@ class Load:
         return max(self.chunk, self.nodes)
 
 
-def fixed_parts(shape: GenerationShape, load: Load) -> dict[str, int]:
+def fixed_parts(shape: GenerationShape, load: StepSize) -> dict[str, int]:
     """Bytes by part, pages and what grows with them left out."""
     # A step's rows are trees and chunks of prompts side by side. Of a prompt the last row gets logits, of trees all.
     step = shape.forward.at(load.rows) + shape.logits.at(load.nodes)
@@ -167,7 +167,7 @@ def fixed_parts(shape: GenerationShape, load: Load) -> dict[str, int]:
     return parts
 
 
-def page_parts(shape: GenerationShape, load: Load) -> dict[str, int]:
+def page_parts(shape: GenerationShape, load: StepSize) -> dict[str, int]:
     """Bytes by part that each page adds."""
     tokens = load.page_size
     split = -(-load.rows * tokens * shape.split_row_bytes // shape.split_size) if shape.split_size else 0
@@ -185,7 +185,7 @@ def page_parts(shape: GenerationShape, load: Load) -> dict[str, int]:
     return parts
 
 
-def equal_length_metadata(load: Load, pages: int) -> int:
+def equal_length_metadata(load: StepSize, pages: int) -> int:
     """Bytes of ids and block tables for ``pages`` pages of sequences of one length, where nothing is padded."""
     return pages * (load.page_size * _TOKEN_BYTES + load.sequences * _TABLE_BYTES)
 

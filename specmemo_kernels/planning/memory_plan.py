@@ -11,7 +11,7 @@ import re
 from dataclasses import asdict, dataclass, field
 
 from specmemo_kernels.backends.kernel_config import KernelConfig
-from specmemo_kernels.planning.footprint import GenerationShape, Load, fixed_parts, page_parts
+from specmemo_kernels.planning.footprint import GenerationShape, StepSize, fixed_parts, page_parts
 from specmemo_kernels.tree.draft_tree import DraftTree
 
 _UNITS = {"": 1, "B": 1} | {
@@ -170,10 +170,10 @@ def divide_budget(
         BudgetError: not even one page fits.
     """
     if budget is None:
-        parts = fixed_parts(shape, Load(tree.size, max_sequences, prefill_chunk, page_size))
+        parts = fixed_parts(shape, StepSize(tree.size, max_sequences, prefill_chunk, page_size))
         return MemoryPlan(tree, max_sequences, page_size, None, prefill_chunk, None, parts, kv_dtype=kv_dtype)
     loads = [
-        Load(tree.size, sequences, chunk, page_size)
+        StepSize(tree.size, sequences, chunk, page_size)
         for sequences in _halvings(max_sequences, 1)
         for chunk in _halvings(prefill_chunk, min(32, prefill_chunk))
     ]

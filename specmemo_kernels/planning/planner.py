@@ -24,8 +24,8 @@ from specmemo_kernels.planning.memory_plan import (
 from specmemo_kernels.planning.model_spec import ModelSpec, ranks_share
 from specmemo_kernels.planning.search import (
     PAGE_SIZES,
-    Choice,
-    Problem,
+    PlanCandidate,
+    PlanRequest,
     candidates,
     fastest,
     least_bytes,
@@ -51,7 +51,7 @@ def problem_of(
     max_nodes: int = 64,
     workspace_bytes: int = 0,
     kv_dtype: str | None = None,
-) -> Problem:
+) -> PlanRequest:
     """What :func:`plan_memory` and :func:`minimum_budget` work on, from what a caller has.
 
     Args:
@@ -70,7 +70,7 @@ def problem_of(
         model = ModelSpec.load(model) if isinstance(model, str | Path) else ModelSpec.from_config(model)
     check_ranks(model, tp)
     profile = known_device(device) if isinstance(device, str) else device
-    problem = Problem(
+    problem = PlanRequest(
         on_device(model, profile), profile, workload, heads or HeadsSpec(), accuracy, tp, max_nodes, workspace_bytes,
         kv_dtype,
     )  # fmt: skip
@@ -78,7 +78,7 @@ def problem_of(
     return problem
 
 
-def _kernels(problem: Problem, page_size: int) -> tuple[KernelConfig, ...] | None:
+def _kernels(problem: PlanRequest, page_size: int) -> tuple[KernelConfig, ...] | None:
     """The block sizes that the GPU's kernels will have, ``None`` on other devices.
 
     Raises:
@@ -114,7 +114,7 @@ def plan_memory(
     return choose(problem, candidates(problem), budget)
 
 
-def choose(problem: Problem, choices: list[Choice], budget: int | str | None) -> MemoryPlan:
+def choose(problem: PlanRequest, choices: list[PlanCandidate], budget: int | str | None) -> MemoryPlan:
     """:func:`plan_memory` over choices that are there already."""
     asked = problem.device.memory if budget is None else parse_bytes(budget)
     limit = min(asked, problem.device.memory)
@@ -144,7 +144,7 @@ def minimum_budget(model: Model | Any, device: Device, workload: Workload, retai
     return smallest_budget(candidates(problem), retain)
 
 
-def smallest_budget(choices: list[Choice], retain: float) -> int:
+def smallest_budget(choices: list[PlanCandidate], retain: float) -> int:
     """:func:`minimum_budget` over choices that are there already."""
     if not 0 <= retain <= 1:
         raise ValueError(f"retain is {retain}, it must lie within 0..1")
@@ -152,7 +152,9 @@ def smallest_budget(choices: list[Choice], retain: float) -> int:
     return min(c.total_bytes for c in choices if c.speed.tokens_per_second >= wanted)
 
 
-def _reasons(problem: Problem, choices: list[Choice], best: Choice, free: Choice, asked: int) -> list[str]:
+def _reasons(
+    problem: PlanRequest, choices: list[PlanCandidate], best: PlanCandidate, free: PlanCandidate, asked: int
+) -> list[str]:
     """Why this tree, whether memory or the device decided, and what was adapted."""
     device = problem.device
     alike = [c for c in choices if (c.sequences, c.chunk) == (best.sequences, best.chunk)]
@@ -179,7 +181,7 @@ def _reasons(problem: Problem, choices: list[Choice], best: Choice, free: Choice
     return lines
 
 
-def _nothing_fits(problem: Problem, choices: list[Choice], limit: int) -> str:
+def _nothing_fits(problem: PlanRequest, choices: list[PlanCandidate], limit: int) -> str:
     """Which parts the least plan has, how much is missing, and what would do."""
     spec = problem.spec
     least = min(choices, key=lambda c: c.total_bytes)

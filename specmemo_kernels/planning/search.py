@@ -10,7 +10,7 @@ from specmemo_kernels.planning.cost import Speed, decode_pass, generation_speed,
 from specmemo_kernels.planning.device import DeviceProfile
 from specmemo_kernels.planning.footprint import (
     HeadsSpec,
-    Load,
+    StepSize,
     equal_length_metadata,
     fixed_parts,
     page_parts,
@@ -41,7 +41,7 @@ _SPLIT_SIZE = 512
 
 
 @dataclass(frozen=True)
-class Problem:
+class PlanRequest:
     """What a plan is wanted for.
 
     Attributes:
@@ -71,7 +71,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlanCandidate:
     """One way to run a workload.
 
     Attributes:
@@ -103,20 +103,20 @@ def on_device(spec: ModelSpec, device: DeviceProfile) -> ModelSpec:
     return spec if dtype == spec.dtype else replace(spec, dtype=dtype)
 
 
-def tree_paths(problem: Problem, heads: int, size: int) -> list[tuple[int, ...]]:
+def tree_paths(problem: PlanRequest, heads: int, size: int) -> list[tuple[int, ...]]:
     """The best ``size - 1`` paths of the first ``heads`` heads, best first; ranks beyond the table extrapolated."""
     ranks = min(RANKS, problem.spec.vocab_size)
     table = [row[:ranks] for row in extrapolated(problem.accuracy[:heads], ranks)]
     return best_first_paths(table, size - 1) if heads else []
 
 
-def parts_of(problem: Problem, choice: Choice) -> dict[str, int]:
+def parts_of(problem: PlanRequest, choice: PlanCandidate) -> dict[str, int]:
     """Bytes of every part of one choice, on one rank."""
     return _parts(problem, choice.heads, choice.tree_size, choice.sequences, choice.chunk, choice.page_size)[0]
 
 
 def _parts(
-    problem: Problem, heads: int, tree_size: int, sequences: int, chunk: int, page_size: int
+    problem: PlanRequest, heads: int, tree_size: int, sequences: int, chunk: int, page_size: int
 ) -> tuple[dict[str, int], int]:
     """The parts, and the pages in them: what ``sequences`` need whose last tree ends behind the context."""
     spec, gpu = problem.spec, problem.device.kernel_target is not None
@@ -124,7 +124,7 @@ def _parts(
         spec, problem.heads, heads, tp=problem.tp, split_size=_SPLIT_SIZE if gpu else 0,
         workspace_bytes=problem.workspace_bytes, kv_dtype=problem.kv_dtype,
     )  # fmt: skip
-    load = Load(tree_size, sequences, min(chunk, sequences * problem.workload.prompt), page_size)
+    load = StepSize(tree_size, sequences, min(chunk, sequences * problem.workload.prompt), page_size)
     each = -(-(problem.workload.context + heads) // page_size)
     fixed, page = fixed_parts(shape, load), page_parts(shape, load)
     parts = {"weights": weight_bytes(spec, problem.tp)} | fixed
@@ -137,7 +137,7 @@ def _parts(
     return parts, sequences * each
 
 
-def least_bytes(problem: Problem) -> int:
+def least_bytes(problem: PlanRequest) -> int:
     """What one sequence of plain decoding needs at least."""
     return min(sum(_parts(problem, 0, 1, 1, CHUNKS[0], page)[0].values()) for page in PAGE_SIZES)
 
@@ -147,7 +147,7 @@ def batch_limits(batch: int) -> list[int]:
     return sorted({-(-batch // rounds) for rounds in range(1, batch + 1)}, reverse=True)
 
 
-def shapes_of_trees(problem: Problem) -> Iterator[tuple[int, int, float]]:
+def shapes_of_trees(problem: PlanRequest) -> Iterator[tuple[int, int, float]]:
     """``(heads, tree_size, tokens per step)`` of every tree worth asking about; plain decoding first.
 
     Trees that don't use their last head are left out: with one head less they are the same.
@@ -162,7 +162,7 @@ def shapes_of_trees(problem: Problem) -> Iterator[tuple[int, int, float]]:
                 yield heads, count + 1, expected_tokens_per_step(paths[:count], table)
 
 
-def candidates(problem: Problem) -> list[Choice]:
+def candidates(problem: PlanRequest) -> list[PlanCandidate]:
     """All choices: heads x tree x batch limit x chunk, each with the page size that needs least."""
     work, found = problem.workload, []
     trees = list(shapes_of_trees(problem))
@@ -181,26 +181,26 @@ def candidates(problem: Problem) -> list[Choice]:
                 best = totals.index(min(totals))
                 speed = generation_speed(work, prefill[chunk], step, tokens, sequences)
                 page, pages = PAGE_SIZES[best], options[best][1]
-                found.append(Choice(heads, size, sequences, chunk, page, pages, totals[best], tokens, speed))
+                found.append(PlanCandidate(heads, size, sequences, chunk, page, pages, totals[best], tokens, speed))
     return found
 
 
-def fastest(choices: Sequence[Choice], budget: float) -> Choice | None:
+def fastest(choices: Sequence[PlanCandidate], budget: float) -> PlanCandidate | None:
     """The fastest choice within ``budget`` bytes, the smallest of equally fast ones; ``None`` where nothing fits."""
     fitting = [c for c in choices if c.total_bytes <= budget]
     return max(fitting, key=lambda c: (c.speed.tokens_per_second, -c.total_bytes), default=None)
 
 
-def frontier(choices: Sequence[Choice]) -> list[Choice]:
+def frontier(choices: Sequence[PlanCandidate]) -> list[PlanCandidate]:
     """The choices that nothing of the same size or smaller outruns, smallest first."""
-    kept: list[Choice] = []
+    kept: list[PlanCandidate] = []
     for choice in sorted(choices, key=lambda c: (c.total_bytes, -c.speed.tokens_per_second)):
         if not kept or choice.speed.tokens_per_second > kept[-1].speed.tokens_per_second:
             kept.append(choice)
     return kept
 
 
-def best_tree(problem: Problem, with_heads: bool) -> tuple[Choice, Choice, Choice]:
+def best_tree(problem: PlanRequest, with_heads: bool) -> tuple[PlanCandidate, PlanCandidate, PlanCandidate]:
     """The tree of at least one draft with the most tokens per second of decoding, the largest one with the same heads
     that is nearly as fast (:data:`HEADROOM`), and plain decoding beside them.
 
@@ -208,10 +208,10 @@ def best_tree(problem: Problem, with_heads: bool) -> tuple[Choice, Choice, Choic
     costs what Medusa heads cost; else it is taken to be free.
     """
 
-    def timed(heads: int, size: int, tokens: float) -> Choice:
+    def timed(heads: int, size: int, tokens: float) -> PlanCandidate:
         run = decode_pass(problem.workload, 1, size, heads if with_heads else 0)
         step = pass_seconds(problem.spec, problem.device, run, problem.heads, problem.tp, problem.kv_dtype)
-        return Choice(heads, size, 1, 0, 0, 0, 0, tokens, Speed(step, tokens / step))
+        return PlanCandidate(heads, size, 1, 0, 0, 0, 0, tokens, Speed(step, tokens / step))
 
     plain, *trees = (timed(*tree) for tree in shapes_of_trees(problem))
     best = max(trees, key=lambda c: (c.speed.tokens_per_second, -c.tree_size), default=plain)

@@ -38,7 +38,7 @@ class PassSeconds:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class DraftBacklog:
     """What asking the drafter has before it: how many tokens of all sequences, the newest ones apart, it would have to
     compute first (``behind``), and how many more each sequence may write (``remaining``, on average)."""
 
@@ -59,7 +59,7 @@ class _RunningMean:
         self.value += (beyond - self.value) * max(_NEWEST, 1 / self._count)
 
 
-class _BesidePasses:
+class _StepOverhead:
     """What steps take beyond the known seconds of their passes, by the passes' rows.
 
     The known ones were measured once and can be off by more than two sizes of a tree differ.
@@ -123,14 +123,14 @@ class TreeChooser:
         self.sizes = range(1, tree.size) if sizes is None else sizes
         self._root = tree.pruned(1)
         # Beyond known times: seconds of a step, seconds of a drafter's pass, and the share of its catching up.
-        self._beside, self._asking, self._catching_up = _BesidePasses(), _RunningMean(), _RunningMean()
+        self._beside, self._asking, self._catching_up = _StepOverhead(), _RunningMean(), _RunningMean()
         self._choices: dict[int, _Choice] = {}
         self._fresh: set[int] = set()
         self._steps = self._looked = 0
         self._since = 0.0  # seconds since a step last verified the whole tree to see what it is worth
         self._next: dict[int, DraftTree] = {}
 
-    def tree_for(self, sequences: int, outlook: Callable[[], Outlook] = Outlook) -> DraftTree:
+    def tree_for(self, sequences: int, outlook: Callable[[], DraftBacklog] = DraftBacklog) -> DraftTree:
         """What the next step of so many sequences verifies; the same until :meth:`stepped`.
 
         Args:
@@ -143,7 +143,7 @@ class TreeChooser:
             self._next[sequences] = self._choose(sequences, outlook)
         return self._next[sequences]
 
-    def _choose(self, sequences: int, outlook: Callable[[], Outlook]) -> DraftTree:
+    def _choose(self, sequences: int, outlook: Callable[[], DraftBacklog]) -> DraftTree:
         choice, spare = self._choices[sequences], _EXPLORATION * self._since
         look = self._steps - self._looked >= _REVIEW and choice.look <= spare and choice.part.size < self.tree.size
         if not look and choice.part.size == 1:
@@ -167,7 +167,7 @@ class TreeChooser:
         Args:
             seconds: how long it took beside the drafter, if it did nothing else.
             drafting: how long the drafter took.
-            behind: as :class:`Outlook` has it, before the step.
+            behind: as :class:`DraftBacklog` has it, before the step.
         """
         sequences = len(last)
         looked = self.tree_for(sequences) is self.tree

@@ -28,7 +28,7 @@ _PROJECTIONS = ("q_proj", *_KEYS_AND_VALUES, "o_proj")
 
 
 @dataclass
-class WholeHeads:
+class ReplicatedKVHeads:
     """What was done to a model so that this rank has whole heads; :meth:`undo` takes it back.
 
     Only weights change: of each projection the parameter, a distributed one as before, has this rank's head as its part

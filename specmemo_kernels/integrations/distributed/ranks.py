@@ -29,8 +29,8 @@ class RankError(RuntimeError):
     """Another rank is gone, silent, failed, or isn't doing what this one does; nothing was returned."""
 
 
-class Ranks:
-    """One process, which need not ask anybody; :class:`team.Team` is several."""
+class SingleRank:
+    """One process, which need not ask anybody; :class:`team.RankGroup` is several."""
 
     rank, size = 0, 1
 
@@ -42,18 +42,18 @@ class Ranks:
         """:meth:`decide` for what may take any time, such as what a person types."""
         return choose()
 
-    def first(self, value: float) -> float:
+    def broadcast_scalar(self, value: float) -> float:
         """Rank 0's number."""
         return value
 
-    def together(self, what: str, do: Callable[[], Any]) -> Any:
+    def run_on_all(self, what: str, do: Callable[[], Any]) -> Any:
         """``do()`` on every rank; if it fails anywhere, all ranks raise."""
         return do()
 
-    def same(self, facts: Mapping[str, object]) -> None:
+    def assert_same(self, facts: Mapping[str, object]) -> None:
         """Raise :class:`RankError` unless these are the same everywhere."""
 
-    def most(self, shape: GenerationShape) -> GenerationShape:
+    def max_over_ranks(self, shape: GenerationShape) -> GenerationShape:
         """A shape that is enough for every rank."""
         return shape
 

@@ -1,8 +1,8 @@
 """What the ranks of one model tell each other through the host, so that all of them decide the same.
 
-Every rank runs the same program and comes to the same points in the same order. All that is said while tokens are made
-has one shape, four numbers of every rank for every rank (:meth:`Team._meet`): a rank that failed can say so wherever
-the others are, and what differs is seen before it is used.
+Every rank runs the same program and reaches the same points in the same order. Every message during generation has one
+shape, four numbers of every rank for every rank (:meth:`RankGroup._meet`). So a failed rank can report its failure
+wherever the others are, and a difference between ranks is detected before it is used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
 from specmemo_kernels.engine.pressure import is_out_of_memory
 from specmemo_kernels.engine.sequence import SequenceState
-from specmemo_kernels.integrations.distributed.ranks import RankError, Ranks, Stop
+from specmemo_kernels.integrations.distributed.ranks import RankError, SingleRank, Stop
 from specmemo_kernels.planning.cost import CHECKSUM_BYTES
 from specmemo_kernels.planning.footprint import GenerationShape, PassBytes
 
@@ -39,7 +39,7 @@ _COMPARED = 64
 _LOST = re.compile(r"gloo|connection (was )?(closed|reset)|time(d |)out|broken pipe|pair closure", re.IGNORECASE)
 
 
-class Team(Ranks):
+class RankGroup(SingleRank):
     """Several processes that make the same calls.
 
     A collective that fails, or takes longer than the timeout, is a :class:`RankError` on the others; so is every later
@@ -93,7 +93,7 @@ class Team(Ranks):
 
     def ask(self, choose: Callable[[], Any]) -> Any:
         if self.rank:
-            while not self.first(0.0):
+            while not self.broadcast_scalar(0.0):
                 pass
             return self.decide(choose)
         over = threading.Event()
@@ -101,7 +101,7 @@ class Team(Ranks):
         def keep_waiting() -> None:
             with suppress(RankError):  # said again below
                 while not over.wait(min(1.0, self.timeout / 4)):
-                    self.first(0.0)
+                    self.broadcast_scalar(0.0)
 
         thread = threading.Thread(target=keep_waiting)
         with self.guarded():
@@ -111,10 +111,10 @@ class Team(Ranks):
             finally:
                 over.set()
                 thread.join()
-        self.first(1.0)
+        self.broadcast_scalar(1.0)
         return self.decide(lambda: answer)
 
-    def together(self, what: str, do: Callable[[], Any]) -> Any:
+    def run_on_all(self, what: str, do: Callable[[], Any]) -> Any:
         error: Exception | None = None
         result = None
         try:
@@ -129,7 +129,7 @@ class Team(Ranks):
             raise RankError(f"{what} failed on rank {failed[0]}: {failed[1]}")
         return result
 
-    def same(self, facts: Mapping[str, object]) -> None:
+    def assert_same(self, facts: Mapping[str, object]) -> None:
         mine = {name: str(value) for name, value in facts.items()}
         everybody = self.exchange(mine)
         for rank, theirs in enumerate(everybody):
@@ -141,7 +141,7 @@ class Team(Ranks):
                         "all ranks the same versions, files and arguments"
                     )
 
-    def most(self, shape: GenerationShape) -> GenerationShape:
+    def max_over_ranks(self, shape: GenerationShape) -> GenerationShape:
         everybody = self.exchange(shape)
         found: dict[str, Any] = {}
         for field in fields(GenerationShape):
@@ -178,7 +178,7 @@ class Team(Ranks):
     # -- while tokens are made ---------------------------------------------------------------------------------------
 
     def step(self, sequences: Sequence[SequenceState], pool: PagedKVPool, aborted: Sequence[int] = ()) -> list[int]:
-        pages = pool.num_pages, pool.free_pages, pool.kept_pages
+        pages = pool.num_pages, pool.free_pages, pool.cached_pages
         first = self._meet(_STEP, len(sequences), _checksum(sequences, pages), told=len(aborted))
         if not first[-1]:
             return []
@@ -200,13 +200,13 @@ class Team(Ranks):
     def finish(self, sequences: Sequence[SequenceState]) -> None:
         self._meet(_DONE, len(sequences), _checksum(sequences))
 
-    def first(self, value: float) -> float:
+    def broadcast_scalar(self, value: float) -> float:
         bits = struct.unpack("q", struct.pack("d", value))[0]
         number: float = struct.unpack("d", struct.pack("q", self._meet(_VALUE, told=bits)[-1]))[0]
         return number
 
     def stop(self, own: Stop) -> Stop:
-        return lambda tokens: bool(self.first(float(own(tokens))))
+        return lambda tokens: bool(self.broadcast_scalar(float(own(tokens))))
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         """Rank 0's content of a tensor in host memory, whose size all know."""

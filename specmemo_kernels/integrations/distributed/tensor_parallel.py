@@ -27,9 +27,9 @@ from specmemo_kernels import ops
 from specmemo_kernels.arguments import positive_number
 from specmemo_kernels.drafting.medusa_heads import MedusaHeads
 from specmemo_kernels.forward.target import TargetOutput
-from specmemo_kernels.integrations.distributed.key_heads import WholeHeads
-from specmemo_kernels.integrations.distributed.ranks import Ranks
-from specmemo_kernels.integrations.distributed.team import Team
+from specmemo_kernels.integrations.distributed.key_heads import ReplicatedKVHeads
+from specmemo_kernels.integrations.distributed.ranks import SingleRank
+from specmemo_kernels.integrations.distributed.team import RankGroup
 from specmemo_kernels.integrations.hf.attention import UnsupportedModel
 from specmemo_kernels.integrations.hf.target import HFTarget, ModelFacts, lm_head
 from specmemo_kernels.tree.choice import TreeChooser
@@ -38,13 +38,13 @@ from specmemo_kernels.tree.draft_tree import DraftTree
 Tensor = torch.Tensor
 
 
-class TensorParallel(Team):
+class TensorParallel(RankGroup):
     """The ranks that hold one tensor parallel model.
 
     Args:
         model: some of its parameters are distributed tensors.
         mesh: of these.
-        timeout: as of :class:`Team`.
+        timeout: as of :class:`RankGroup`.
 
     Attributes:
         rows: this rank's part ``[first, last)`` of the vocabulary.
@@ -76,7 +76,7 @@ class TensorParallel(Team):
         self.rows = sum(counts[: self.rank]), sum(counts[: self.rank + 1])
 
     def whole_heads(self, model: Any) -> Callable[[], None]:
-        heads = WholeHeads()
+        heads = ReplicatedKVHeads()
         heads.install(model, self.rank, self.size)
         return heads.undo
 
@@ -148,7 +148,7 @@ class _ShardedTarget(HFTarget):
 class _TeamChooser(TreeChooser):
     """Learns from rank 0's clock."""
 
-    def __init__(self, team: Team, *args: Any) -> None:
+    def __init__(self, team: RankGroup, *args: Any) -> None:
         super().__init__(*args)
         self._team = team
 
@@ -160,7 +160,7 @@ class _TeamChooser(TreeChooser):
         drafting: float | None = None,
         behind: int = 0,
     ) -> None:
-        seconds, drafting = (None if own is None else self._team.first(own) for own in (seconds, drafting))
+        seconds, drafting = (None if own is None else self._team.broadcast_scalar(own) for own in (seconds, drafting))
         super().stepped(tree, last, seconds, drafting, behind)
 
 
@@ -182,7 +182,7 @@ def best_of_ranks(candidates: Tensor, counts: Sequence[int], k: int) -> tuple[Te
     return best[..., 0], best[..., 1].long()
 
 
-def ranks_of(model: Any, timeout: float) -> Ranks:
+def ranks_of(model: Any, timeout: float) -> SingleRank:
     """The team that holds ``model``, or one process if its parameters aren't distributed.
 
     Raises:
@@ -192,8 +192,8 @@ def ranks_of(model: Any, timeout: float) -> Ranks:
     """
     timeout = positive_number("rank_timeout", timeout, hint=" (seconds)")
     if not (dist.is_available() and dist.is_initialized()):
-        return Ranks()
+        return SingleRank()
     from torch.distributed.tensor import DTensor
 
     mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
-    return Ranks() if mesh is None or mesh.size() == 1 else TensorParallel(model, mesh, timeout)
+    return SingleRank() if mesh is None or mesh.size() == 1 else TensorParallel(model, mesh, timeout)

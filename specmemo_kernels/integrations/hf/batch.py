@@ -92,12 +92,12 @@ class BatchRun:
         self._sent = [0] * len(self._sequences)
         if not self._sequences:
             return
-        handle.acquire(self)
+        handle.lock(self)
         try:
             with handle.ranks.guarded():
                 self._scheduler = self._start(handle)
         except BaseException:
-            handle.free()
+            handle.unlock()
             raise
 
     def _start(self, handle: SpecMemo) -> Scheduler:
@@ -187,7 +187,7 @@ class BatchRun:
             try:
                 scheduler.close()
             finally:
-                self._handle.free()
+                self._handle.unlock()
 
     def completions(self) -> list[Completion]:
         """What became of each request, in the order of the input.

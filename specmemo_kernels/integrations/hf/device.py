@@ -13,7 +13,7 @@ from specmemo_kernels.planning.device_probe import profile_of
 from specmemo_kernels.planning.footprint import HeadsSpec
 from specmemo_kernels.planning.model_config import DTYPE_BYTES
 from specmemo_kernels.planning.model_spec import ModelSpec
-from specmemo_kernels.planning.search import Problem, best_tree, tree_paths
+from specmemo_kernels.planning.search import PlanRequest, best_tree, tree_paths
 from specmemo_kernels.tree.acceptance import Accuracy, best_first_paths
 from specmemo_kernels.tree.draft_tree import DraftTree
 
@@ -53,7 +53,7 @@ def device_tree(
         rates = dict(profile.matmul_rate) | {dtype: min(profile.matmul_rate.values())}
         profile = dataclasses.replace(profile, matmul_rate=rates)
     work = Workload(max(2, min(_CONTEXT, spec.max_context)))
-    problem = Problem(spec, profile, work, heads, known, tp, kv_dtype=kv_dtype)
+    problem = PlanRequest(spec, profile, work, heads, known, tp, kv_dtype=kv_dtype)
     best, largest, plain = best_tree(problem, with_heads)
     gain = best.speed.tokens_per_second / plain.speed.tokens_per_second
     cost = best.speed.step_seconds / plain.speed.step_seconds

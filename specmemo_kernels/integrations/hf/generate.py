@@ -93,12 +93,12 @@ class Generator:
             return own_sample(
                 input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
             )
-        self.handle.acquire()
+        self.handle.lock()
         try:
             with self.handle.ranks.guarded():
                 return self._generate(call)
         finally:
-            self.handle.free()
+            self.handle.unlock()
 
     def _unsupported(self, call: _Call) -> str:
         """Why this call can't be run speculatively, or an empty string."""

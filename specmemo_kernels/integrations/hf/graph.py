@@ -8,7 +8,7 @@ from typing import Any
 
 from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting.base import Drafter, StaticDrafter
-from specmemo_kernels.engine.overlap import LateSteps
+from specmemo_kernels.engine.overlap import OverlappedSteps
 from specmemo_kernels.engine.step_graph import CudaCapture, StepCache
 from specmemo_kernels.forward.target import TargetModel
 from specmemo_kernels.integrations.hf.target import ModelFacts
@@ -28,7 +28,9 @@ class GraphUse:
     must: bool = False
     _steps: StepCache | None = field(default=None, init=False, repr=False)
 
-    def late_steps(self, target: TargetModel, drafter: Drafter, pool: PagedKVPool, backend: str) -> LateSteps | None:
+    def overlapped_steps(
+        self, target: TargetModel, drafter: Drafter, pool: PagedKVPool, backend: str
+    ) -> OverlappedSteps | None:
         """What makes the steps of one decoder; graphs of earlier ones serve again while they are for the same."""
         if not self.wanted or not isinstance(drafter, StaticDrafter):
             return None
@@ -38,7 +40,7 @@ class GraphUse:
             capture = partial(CudaCapture, device) if device.type == "cuda" else None
             steps = StepCache(target, drafter, pool, pool.block_table.shape[0], backend, capture)
             self._steps = steps
-        return LateSteps(steps, self.must)
+        return OverlappedSteps(steps, self.must)
 
     def clear(self) -> None:
         """Let go of everything that is kept."""

@@ -15,11 +15,11 @@ from specmemo_kernels.drafting.placing import can_offload
 from specmemo_kernels.engine.decode import SpecDecoder, Verifier
 from specmemo_kernels.engine.memory_monitor import DeviceMonitor
 from specmemo_kernels.engine.overlap import slots_ahead
-from specmemo_kernels.engine.pressure import Governor, is_out_of_memory, levels, raise_exhausted
+from specmemo_kernels.engine.pressure import MemoryPressureController, is_out_of_memory, levels, raise_exhausted
 from specmemo_kernels.engine.scheduler import Scheduler, first_tokens
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.stats import DecodeStats
-from specmemo_kernels.integrations.distributed.ranks import Ranks
+from specmemo_kernels.integrations.distributed.ranks import SingleRank
 from specmemo_kernels.integrations.hf.changes import ModelGuard
 from specmemo_kernels.integrations.hf.draft import HFDraftModel
 from specmemo_kernels.integrations.hf.generate import Generator
@@ -45,10 +45,10 @@ class SpecMemo:
         plan: what generation may use (:class:`MemoryPlan`).
         stats: what was counted since patching or ``stats.reset()`` (:class:`DecodeStats`).
         drafter: what proposes tokens.
-        ranks: what the processes of a tensor parallel model tell each other (:class:`Ranks`).
+        ranks: what the processes of a tensor parallel model tell each other (:class:`SingleRank`).
         backend: name of the operators' backend.
         reuse_prefix: keep the pages of finished sequences for those that begin the same.
-        governor: what of the plan may be used now (``governor.level``), and when memory is looked at.
+        memory_pressure: what of the plan may be used now (``memory_pressure.level``), and when memory is looked at.
         chooser: says how much of the plan's tree a step verifies, where nobody asked for a tree.
         graphs: whether steps run one ahead of the host, from graphs on a GPU, and if not why (``graphs.reason``). Why a
             single step wasn't is in ``stats.eager_reasons``.
@@ -62,7 +62,7 @@ class SpecMemo:
         drafter: Drafter,
         plan: MemoryPlan,
         target: HFTarget,
-        ranks: Ranks,
+        ranks: SingleRank,
         backend: str,
         graphs: GraphUse,
         keep_free: int | None = None,
@@ -71,7 +71,7 @@ class SpecMemo:
         self.model, self.facts, self.drafter, self.plan, self.target = model, facts, drafter, plan, target
         self.ranks, self.backend, self.reuse_prefix, self.graphs = ranks, backend, reuse_prefix, graphs
         steps_down = levels(plan.tree.size, plan.prefill_chunk, plan.max_sequences, can_offload(drafter))
-        self.governor = Governor(
+        self.memory_pressure = MemoryPressureController(
             # What one rank alone gave up the others would not know of.
             steps_down if ranks.size == 1 else steps_down[:1],
             monitor=None if keep_free is None else DeviceMonitor({layer.device for layer in facts.layers}),
@@ -106,13 +106,13 @@ class SpecMemo:
         decoder = SpecDecoder(
             self.target, self.drafter, plan.tree, pool, verifier,
             prefill_chunk=plan.prefill_chunk, backend=self.backend, stats=self.stats, chooser=self.chooser,
-            late=self.graphs.late_steps(self.target, self.drafter, pool, self.backend),
+            late=self.graphs.overlapped_steps(self.target, self.drafter, pool, self.backend),
             agree=self.ranks.agree_on_guesses(self.drafter),
         )  # fmt: skip
         return Scheduler(
             decoder,
             min(len(sequences), plan.max_sequences),
-            governor=self.governor,
+            memory_pressure=self.memory_pressure,
             max_pages=self.pages_for(lengths),
             growing=growing,
         )
@@ -155,7 +155,7 @@ class SpecMemo:
         wanted, sequences = self.pages_for(lengths), min(len(lengths), self.plan.max_sequences)
         self._forget_if_changed()
         while True:
-            level = self.governor.level
+            level = self.memory_pressure.level
             pages = wanted if level.spare_pages else -(-max(lengths) // self.plan.page_size)
             nodes = min(level.max_tree, self.plan.tree.size) * min(sequences, level.max_sequences)
             try:
@@ -164,8 +164,8 @@ class SpecMemo:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                if not self.governor.shrink(sequences):
-                    raise_exhausted(error, self.governor.level)
+                if not self.memory_pressure.shrink(sequences):
+                    raise_exhausted(error, self.memory_pressure.level)
                 self.stats.shrinks += 1
                 continue
             assert self._pool is not None
@@ -181,7 +181,7 @@ class SpecMemo:
     def _replace_pool(self, pages: int, sequences: int, nodes: int) -> None:
         """A new pool, into which the kept pages of the old one are copied if both fit the plan at once."""
         self.graphs.clear()
-        if self._pool is not None and self._pool.kept_pages and self.governor.level.spare_pages:
+        if self._pool is not None and self._pool.cached_pages and self.memory_pressure.level.spare_pages:
             if self._both_fit(pages, sequences):
                 try:
                     return self._new_pool(pages, sequences, nodes)
@@ -217,8 +217,8 @@ class SpecMemo:
                 keep=self.reuse_prefix,
             )
             if old is not None:
-                pool.take_kept(old)
-            if isinstance(self.drafter, PagedDrafter) and self.governor.level.heads:
+                pool.take_cached(old)
+            if isinstance(self.drafter, PagedDrafter) and self.memory_pressure.level.heads:
                 self.drafter.allocate(pages, plan.page_size, sequences, plan.prefill_chunk)
         self._pool = pool
 
@@ -228,12 +228,12 @@ class SpecMemo:
             return
         signature = ModelSignature(self.model)
         if self._pool is not None and signature != self._signature:
-            self._pool.forget()
+            self._pool.clear_cache()
             self.graphs.clear()
         self._signature = signature
 
-    def acquire(self, run: BatchRun | None = None) -> None:
-        """Wait until no other thread generates, and keep others waiting until :meth:`free`.
+    def lock(self, run: BatchRun | None = None) -> None:
+        """Wait until no other thread generates, and keep others waiting until :meth:`unlock`.
 
         Args:
             run: the batch that holds the model meanwhile.
@@ -254,8 +254,8 @@ class SpecMemo:
         self._generating = threading.get_ident()
         self._run = None if run is None else weakref.ref(run)
 
-    def free(self) -> None:
-        """The end of what :meth:`acquire` began."""
+    def unlock(self) -> None:
+        """The end of what :meth:`lock` began."""
         self._generating = self._run = None
         self._lock.release()
 
@@ -289,13 +289,13 @@ class SpecMemo:
             RuntimeError: a generation of this thread isn't over.
         """
         try:
-            self.acquire()
+            self.lock()
         except Unpatched:  # which has released everything
             return
         try:
             self._release()
         finally:
-            self.free()
+            self.unlock()
 
     def _release(self) -> None:
         self.graphs.clear()
@@ -329,7 +329,7 @@ class SpecMemo:
             RuntimeError: a generation of this thread isn't over.
         """
         try:
-            self.acquire()
+            self.lock()
         except Unpatched:
             return
         try:
@@ -338,7 +338,7 @@ class SpecMemo:
                 self.undo_steps.pop(0)()
             self._unpatched = True
         finally:
-            self.free()
+            self.unlock()
 
     def __exit__(self, *_: object) -> None:
         """Unpatch; a batch of this thread that is still open is closed first."""

@@ -174,7 +174,7 @@ def patch(
                 if free is not None:
                     raise ValueError(f"keep_free is {keep_free}; one of {ranks.size} ranks can't give up memory alone")
                 own = {"tree": tree, "backend": name, "reuse_prefix": reuse_prefix, "graph": graph}
-                ranks.same(digest(model) | limits | own | {"head_bits": head_bits})
+                ranks.assert_same(digest(model) | limits | own | {"head_bits": head_bits})
             undo.append(ranks.whole_heads(model))
             facts = probe(model)
             check_numbers(facts, name)

@@ -16,7 +16,7 @@ from specmemo_kernels.drafting.load_heads import load_heads
 from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
 from specmemo_kernels.engine.step_graph import MAX_STEPS
-from specmemo_kernels.integrations.distributed.ranks import Ranks, heads_digest
+from specmemo_kernels.integrations.distributed.ranks import SingleRank, heads_digest
 from specmemo_kernels.integrations.hf.attention import UnsupportedModel
 from specmemo_kernels.integrations.hf.device import device_tree
 from specmemo_kernels.integrations.hf.draft import DraftModel, HFDraftModel, is_language_model, load_draft_model
@@ -38,7 +38,7 @@ GRAPH_SIZES = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64))
 
 
 def make_drafter(
-    heads: Any, model: Any, facts: ModelFacts, backend: str, head_bits: int | None, ranks: Ranks
+    heads: Any, model: Any, facts: ModelFacts, backend: str, head_bits: int | None, ranks: SingleRank
 ) -> tuple[Drafter, Accuracy]:
     """The drafter behind ``heads``, and the accuracies to build its tree from.
 
@@ -61,11 +61,11 @@ def make_drafter(
     # Of what is divided over ranks no device need hold the whole.
     device = facts.device if ranks.size == 1 else torch.device("cpu")
     sizes = facts.hidden_size, facts.vocab_size
-    loaded = ranks.together(
+    loaded = ranks.run_on_all(
         "loading heads", lambda: load_heads(heads, *sizes, dtype=facts.dtype, device=device, head_bits=head_bits)
     )
     if ranks.size > 1:
-        ranks.same(heads_digest(loaded))
+        ranks.assert_same(heads_digest(loaded))
     accuracy = getattr(loaded, "cumulative_topk_accuracy", None) or DEFAULT_ACCURACY
     shared = ranks.lm_head(model)
     if shared[0].is_meta and not loaded.own_lm_head:
@@ -98,7 +98,7 @@ def make_plan(
     tree: DraftTree | int | None,
     graphs: GraphUse,
     limits: dict[str, Any],
-    ranks: Ranks,
+    ranks: SingleRank,
 ) -> tuple[Drafter, MemoryPlan, GraphUse]:
     """The plan for ``patch``'s ``tree``, the drafter with the heads that it uses, and what becomes of graphs: unless
     they must be, not more than a share of the budget goes to them.
@@ -137,7 +137,7 @@ def device_plan(
     backend: str,
     graphs: GraphUse,
     limits: dict[str, Any],
-    ranks: Ranks,
+    ranks: SingleRank,
 ) -> tuple[Drafter, MemoryPlan]:
     """The plan with the tree that suits the device, or as much of it as the budget holds; heads go with the depth.
 
@@ -186,7 +186,7 @@ def make_chooser(
     accuracy: Accuracy,
     plan: MemoryPlan,
     graphs: GraphUse,
-    ranks: Ranks,
+    ranks: SingleRank,
 ) -> TreeChooser:
     """What decides how much of the plan's tree a step verifies, in a few sizes where each takes a graph; times a few
     forward passes.
@@ -196,10 +196,10 @@ def make_chooser(
     rows = max(plan.prefill_chunk, plan.max_nodes)
     own = None
     if isinstance(drafter, HFDraftModel):
-        own = time_passes(drafter.hf_model, drafter.facts, rows, ranks.first)
+        own = time_passes(drafter.hf_model, drafter.facts, rows, ranks.broadcast_scalar)
     prior = [[0.5]] * plan.tree.max_depth if getattr(drafter, "prefers_chain", False) else accuracy
     sizes = GRAPH_SIZES if graphs.wanted else None
-    seconds = time_passes(model, facts, rows, ranks.first)
+    seconds = time_passes(model, facts, rows, ranks.broadcast_scalar)
     return ranks.chooser(plan.tree, RunningAcceptance(plan.tree, prior), seconds, own, sizes)
 
 
@@ -220,7 +220,7 @@ def generation_shape(
     graphs: GraphUse,
     page_size: int,
     kv_dtype: str | None,
-    ranks: Ranks,
+    ranks: SingleRank,
 ) -> GenerationShape:
     """What the plan has to know, measured where it depends on the model's code; a drafter's own pages hold no codes.
 
@@ -236,7 +236,7 @@ def generation_shape(
     if isinstance(drafter, HFDraftModel):
         own_forward, own_logits = measure_passes(drafter.hf_model, drafter.facts)
         kept = max(kept, measure_libraries(drafter.hf_model, drafter.facts))
-        forward, logits = forward.or_other(own_forward), logits.or_other(own_logits)
+        forward, logits = forward.elementwise_max(own_forward), logits.elementwise_max(own_logits)
     shape = GenerationShape(
         kv_bytes_per_token=sum(layer.page_bytes_per_token(kv_dtype) for layer in facts.layers),
         scratch_bytes_per_node=sum(layer.bytes_per_token for layer in facts.layers),
@@ -254,4 +254,4 @@ def generation_shape(
         kept_steps=MAX_STEPS if graphs.wanted else 0,
         graphs=graphs.wanted and facts.device.type == "cuda",
     )
-    return ranks.most(shape)
+    return ranks.max_over_ranks(shape)
