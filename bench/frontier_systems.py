@@ -171,7 +171,7 @@ class OurSystem:
 
     def forget(self) -> None:
         if self.handle._pool is not None:
-            self.handle._pool.forget()
+            self.handle._pool.clear_cache()
 
     def reset(self) -> None:
         self.handle.stats.reset()

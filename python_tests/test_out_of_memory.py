@@ -127,7 +127,7 @@ def test_every_site_of_every_step(name: str, swap: bool, monkeypatch: pytest.Mon
     states, scheduler = run.states(), run.scheduler(expected, patient(swap))
     submit_all(scheduler, states)
     # A copy to the host that fails isn't tried again: the tokens are computed anew.
-    with failing_everywhere(monkeypatch, sparing="park") as mode:
+    with failing_everywhere(monkeypatch, sparing="swap_out") as mode:
         while not scheduler.idle:
             before = [list(state.tokens) for state in states]
             scheduler.step()
