@@ -78,7 +78,7 @@ def check(inputs: dict[str, Any], outputs: dict[str, torch.Tensor], dtype: torch
 
 
 def our_call(inputs: dict[str, Any]) -> Callable[[torch.Tensor, torch.Tensor], Any]:
-    """``tree_attention`` of pages of keys and values, called as a decoder calls it, without a dictionary.
+    """``tree_attention`` of pages of keys and values, called as the engine calls it (:func:`ops.kernels`).
 
     Of cases like :func:`attention_case`'s, which have neither a window nor other extras.
     """
@@ -87,10 +87,12 @@ def our_call(inputs: dict[str, Any]) -> Callable[[torch.Tensor, torch.Tensor], A
     )
     scale, max_qo_len, max_seq_len = (inputs[name] for name in ("scale", "max_qo_len", "max_seq_len"))
 
+    attend = ops.kernels("cpu", q.device).tree_attention
+
     def call(k_pages: torch.Tensor, v_pages: torch.Tensor) -> Any:
-        return ops.tree_attention(
+        return attend(
             q, k_new, v_new, k_pages, v_pages, block_table, seq_lens, qo_indptr, tree_mask,
-            scale=scale, max_qo_len=max_qo_len, max_seq_len=max_seq_len, backend="cpu",
+            scale, None, None, None, max_qo_len, max_seq_len, False, None, None, None,
         )  # fmt: skip
 
     return call
@@ -159,8 +161,10 @@ def commit_row(
     index = torch.arange(nodes - kept, nodes, dtype=torch.int32).repeat(batch, 1)
     count = torch.full((batch,), kept - 1, dtype=torch.int32)
 
+    commit = ops.kernels("cpu", k.device).commit_paged_kv
+
     def run(k: torch.Tensor, v: torch.Tensor, table: torch.Tensor) -> None:
-        ops.commit_paged_kv(k, v, k_pages, v_pages, table, lengths, bounds, index, count, backend="cpu")
+        commit(k, v, k_pages, v_pages, table, lengths, bounds, index, count, None, None)
 
     table = tables[0]
     run(k, v, table)
@@ -188,7 +192,7 @@ def lm_head_row(
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(rows, hidden_size, generator=g).to(dtype)
     weight = (torch.randn(vocab, hidden_size, generator=g) / hidden_size**0.5).to(dtype)
-    run = lambda: ops.lm_head_argmax(hidden, weight, backend="cpu")  # noqa: E731
+    run = functools.partial(ops.kernels("cpu", hidden.device).lm_head_argmax, hidden, weight, None)
     exact = hidden.double() @ weight.double().T
     # The chosen token's exact logit may lie below the best by the rounding of two logits, no more.
     short = (exact.amax(1) - exact.gather(1, run()[:, None])[:, 0]).amax()
@@ -293,7 +297,8 @@ def test_tree_attention(benchmark: Any, side: str, tree: int) -> None:
     inputs = attention_inputs(attention_case("llama3-8b", 4096, 1, tree), torch.bfloat16)
     problem = op_peers.dense(inputs)
     if side == "ours":
-        run: Callable[[], torch.Tensor] = lambda: ops.tree_attention(**inputs, backend="cpu")[0]  # type: ignore[arg-type]  # noqa: E731
+        call = our_call(inputs)
+        run: Callable[[], torch.Tensor] = lambda: call(inputs["k_pages"], inputs["v_pages"])[0]  # noqa: E731
     else:
         peer = op_peers.PEERS[side](problem)
         run = lambda: problem.rows(peer(problem.k, problem.v))  # noqa: E731

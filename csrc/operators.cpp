@@ -1,12 +1,11 @@
-// Plain C functions rather than pybind11's: between two layers' products nothing of a call is in a core's caches, and
-// fetching pybind11's way of reading twenty arguments takes longer than attention over a hundred tokens.
+// Plain C functions rather than pybind11's: between the products of two layers no code of a call is in a core's caches,
+// and fetching pybind11's code for twenty arguments takes longer than attention over a hundred tokens.
 #include "operators.h"
 
 #include <new>
 #include <stdexcept>
 #include <string>
 
-#include "calls.h"
 #include "kernels.h"
 #include "paged_rows.h"
 #include "tensors.h"
@@ -157,7 +156,6 @@ py::object verify(Arguments a) {
       PyTuple_Pack(3, index.tensor.ptr(), length.tensor.ptr(), bonus.tensor.ptr()));
 }
 
-py::object all_layouts(Arguments a, Py_ssize_t count) { return layouts(a, count); }
 
 // Without a result (and without an error) a function returns None.
 template <class Function>
@@ -182,11 +180,6 @@ PyObject* fixed(PyObject*, Arguments arguments, Py_ssize_t count) {
   return PyErr_Format(PyExc_TypeError, "%zd arguments given, expected %d", count, expected);
 }
 
-template <py::object (*function)(Arguments, Py_ssize_t)>
-PyObject* any(PyObject*, Arguments arguments, Py_ssize_t count) {
-  return guarded([&] { return function(arguments, count); });
-}
-
 PyCFunction fast(PyObject* (*function)(PyObject*, Arguments, Py_ssize_t)) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
@@ -195,7 +188,6 @@ PyCFunction fast(PyObject* (*function)(PyObject*, Arguments, Py_ssize_t)) {
 
 void add_operators(py::module_& module) {
   static PyMethodDef methods[] = {
-      {"layouts", fast(any<all_layouts>), METH_FASTCALL, nullptr},
       {"tree_attention", fast(fixed<tree_attention, 19>), METH_FASTCALL, nullptr},
       {"append_paged_kv", fast(fixed<append_paged_kv, 9>), METH_FASTCALL, nullptr},
       {"commit_paged_kv", fast(fixed<commit_paged_kv, 11>), METH_FASTCALL, nullptr},
@@ -203,7 +195,6 @@ void add_operators(py::module_& module) {
       {nullptr, nullptr, 0, nullptr},
   };
   if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();
-  add_shortened_type(module);
 }
 
 }  // namespace specmemo

@@ -1,5 +1,6 @@
 #include "tensors.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -34,13 +35,12 @@ constexpr int kMaxDims = 3;  // of tensors made here
 
 struct Torch {
   const ExchangeApi* exchange;
-  const void *tensor, *parameter;  // types and functions, which live as long as the interpreter
-  PyObject* num_threads;
+  PyObject* num_threads;  // lives as long as the interpreter
 };
 
 std::atomic<bool> fill_new{false};
 
-// Found when the first tensor comes, by when somebody has imported torch.
+// Looked up with the first tensor, after which torch is certainly imported.
 const Torch& torch() {
   static const Torch found = [] {
     const py::object module = py::module_::import("torch"), tensor = module.attr("Tensor");
@@ -48,24 +48,20 @@ const Torch& torch() {
     const auto* api = capsule.get_pointer<const ExchangeApi>();
     while (api != nullptr && api->major != kMajor) api = api->previous;
     if (api == nullptr) throw py::import_error("this torch exchanges tensors by another version of DLPack than 1");
-    return Torch{api, tensor.ptr(), module.attr("nn").attr("Parameter").ptr(),
-                 py::object(module.attr("get_num_threads")).release().ptr()};
+    return Torch{api, py::object(module.attr("get_num_threads")).release().ptr()};
   }();
   return found;
 }
 
 }  // namespace
 
-bool is_plain(const PyObject* value) {
-  const void* type = Py_TYPE(value);
-  return type == torch().tensor || type == torch().parameter;
-}
-
-bool try_view(PyObject* tensor, TensorView* out) { return torch().exchange->view(tensor, out) == 0; }
-
 TensorView view(py::handle tensor) {
   TensorView result{};
-  if (!tensor.is_none() && !try_view(tensor.ptr(), &result)) throw py::error_already_set();
+  if (tensor.is_none()) return result;
+  if (torch().exchange->view(tensor.ptr(), &result) != 0) throw py::error_already_set();
+  if (result.data == nullptr && std::find(result.shape, result.shape + result.ndim, 0) == result.shape + result.ndim)
+    throw py::value_error("backend 'cpu' takes tensors with memory of their own, not a wrapped or fake " +
+                         std::string(Py_TYPE(tensor.ptr())->tp_name));
   return result;
 }
 

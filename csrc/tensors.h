@@ -32,13 +32,7 @@ struct TensorView {  // DLTensor
   }
 };
 
-// Whether this is a tensor or parameter of torch's own, not one of a class derived from them.
-bool is_plain(const PyObject* value);
-
-// False, with a Python error, for what can't be seen so.
-bool try_view(PyObject* tensor, TensorView* out);
-
-// The view lives as long as the tensor isn't changed. None gives zeros.
+// Valid until the tensor changes; zeros for None. ValueError for tensors without memory of their own (wrapped, fake).
 TensorView view(pybind11::handle tensor);
 
 // The kernels' name of a tensor's type; ValueError if they have none.

@@ -204,7 +204,7 @@ def test_memory_that_runs_out_while_capturing(failure: Exception, monkeypatch: p
         assert torch.equal(greedy(model, inputs, 120), expected)
         assert handle.stats.retries == handle.stats.shrinks == Short.failures == 1
         assert handle.stats.grows == 1
-        assert "memory is scarce" in handle.stats.eager_reasons
+        assert "memory is low" in handle.stats.eager_reasons
         assert not any("captured" in reason for reason in handle.stats.eager_reasons)
         assert made[-1].replayed > 5, "steps are captured once there is memory again"
         whole(handle)

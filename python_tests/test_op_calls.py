@@ -1,72 +1,43 @@
-"""Operators take the short way to their kernels only where nobody would miss the long one."""
+"""Operators through torch's dispatcher, and the engine's direct calls around it."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from cases import AttentionCase, attention_inputs
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specmemo_kernels import ops
 from specmemo_kernels.backends import _cpu
-from specmemo_kernels.ops import checks, layouts, schema
+from specmemo_kernels.ops import schema
 
 Tensor = torch.Tensor
+CPU = torch.device("cpu")
 
 
-class Listener(TorchDispatchMode):
-    """Writes down what passes the dispatcher."""
+class Recorder(TorchDispatchMode):
+    """Records the operators that pass the dispatcher."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.heard: list[str] = []
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.heard.append(str(func))
+        self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
-class FunctionListener(TorchFunctionMode):
+class FunctionRecorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture(params=["compiled", "python"])
-def checked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was checked and what went through torch's dispatcher, by a tree_attention that remembers nothing yet."""
-    heard: list[str] = []
-
-    class Dispatched:
-        called = torch.ops.specmemo.tree_attention
-
-        def __call__(self, *args: Any) -> Any:
-            heard.append("dispatch")
-            return self.called(*args)
-
-        def __getattr__(self, name: str) -> Any:  # torch looks for its overloads
-            return getattr(self.called, name)
-
-    def check(*args: Any) -> None:
-        heard.append("check")
-        checks.tree_attention(*args)
-
-    if request.param == "python":
-        monkeypatch.setattr(layouts, "_cpu", None)
-        monkeypatch.setattr(schema, "layouts", layouts.layouts_in_python)
-    operator = schema.Operator("tree_attention", check)
-    monkeypatch.setattr(ops, "_tree_attention", operator)
-    monkeypatch.setattr(ops, "tree_attention", operator.shortens(inspect.unwrap(ops.tree_attention)))
-    monkeypatch.setattr(torch.ops.specmemo, "tree_attention", Dispatched())
-    return heard
 
 
 @pytest.fixture
@@ -79,13 +50,11 @@ def attend(inputs: dict[str, Any]) -> Callable[[], Tensor]:
     return lambda: ops.tree_attention(**inputs, backend="cpu")[0]
 
 
-def test_the_same_result(checked: list[str], attend: Callable[[], Tensor]) -> None:
-    long = attend()
-    assert checked == ["check", "dispatch"]
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            assert torch.equal(attend(), long)
-    assert checked == ["check", "dispatch"]
+def positional(inputs: dict[str, Any]) -> list[Any]:
+    """The arguments in the order of the schema, without the backend."""
+    bound = inspect.signature(ops.tree_attention).bind(**inputs)
+    bound.apply_defaults()
+    return [*bound.arguments.values()][:-1]
 
 
 @contextlib.contextmanager
@@ -94,103 +63,70 @@ def profiled() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("watch", [torch.enable_grad, Listener, FunctionListener, profiled])
-def test_who_listens_is_heard(checked: list[str], attend: Callable[[], Tensor], watch: Any) -> None:
-    with torch.no_grad():
-        attend()
-        assert checked == ["check"]
-        with watch():
-            attend()
-        heard = checked[1:]
-        assert set(heard) == {"dispatch"}, "a mode for functions calls it once more"
-        attend()
-    assert checked[1:] == heard
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_direct_calls_give_the_same_result(inputs: dict[str, Any], backend: str) -> None:
+    direct = ops.kernels(backend, CPU).tree_attention(*positional(inputs))
+    for ours, expected in zip(direct, ops.tree_attention(**inputs, backend=backend), strict=True):
+        assert torch.equal(ours, expected)
 
 
-@torch.inference_mode()
-def test_what_passed_is_not_checked_again_and_all_else_is(checked: list[str], inputs: dict[str, Any]) -> None:
-    ops.tree_attention(**inputs)
+@pytest.mark.parametrize("watch", [Recorder, FunctionRecorder, profiled])
+def test_direct_calls_go_through_the_dispatcher_while_it_is_observed(inputs: dict[str, Any], watch: Any) -> None:
+    direct = ops.kernels("cpu", CPU)
+    with watch():
+        observed = ops.kernels("cpu", CPU)
+        assert observed is not direct
+        out = observed.tree_attention(*positional(inputs))[0]
+    assert ops.kernels("cpu", CPU) is direct
+    assert torch.equal(out, direct.tree_attention(*positional(inputs))[0])
+
+
+def test_an_observed_engine_shows_the_operators(inputs: dict[str, Any]) -> None:
+    with torch.inference_mode(), Recorder() as recorder:
+        ops.kernels("cpu", CPU).tree_attention(*positional(inputs))
+    assert "specmemo.tree_attention.default" in recorder.names
+
+
+def test_every_call_is_checked(inputs: dict[str, Any]) -> None:
     for name, value in [("q", inputs["q"].half()), ("q", inputs["q"][:, :3]), ("window", 0), ("softcap", -1.0)]:
         for _ in range(2):
-            checked.clear()
             with pytest.raises(ValueError, match=name):
                 ops.tree_attention(**inputs | {name: value})
-            assert checked == ["check"]
-    checked.clear()
-    ops.tree_attention(**inputs | {"scale": 0.3, "max_seq_len": None})
-    ops.tree_attention(**inputs | {"max_seq_len": 500})
-    ops.tree_attention(**inputs | {"max_seq_len": 501})
-    assert checked == ["check"], "how long sequences may be changes at every step, and isn't checked"
+    ops.tree_attention(**inputs)
 
 
 @torch.inference_mode()
-def test_each_backend_is_remembered_for_itself(checked: list[str], inputs: dict[str, Any]) -> None:
+def test_each_backend_by_its_name(inputs: dict[str, Any]) -> None:
     results = {name: ops.tree_attention(**inputs, backend=name)[0] for name in ("reference", "cpu") * 2}
-    assert checked == ["check"] * 2
     assert torch.equal(results["cpu"], ops.tree_attention(**inputs)[0])
     assert not torch.equal(results["cpu"], results["reference"])
     with pytest.raises(ops.BackendUnavailable, match="unknown backend 'fast'"):
         ops.tree_attention(**inputs, backend="fast")
+    with pytest.raises(ops.BackendUnavailable, match="unknown backend 'fast'"):
+        ops.kernels("fast", CPU)
 
 
-@torch.inference_mode()
-def test_only_so_much_is_remembered(checked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schema, "_REMEMBERED", 2)
-    for nodes in (3, 4, 5, 3, 3):
-        ops.tree_attention(**attention_inputs(AttentionCase("calls", (9,), (nodes,), head_dim=16), torch.float32))
-    assert checked == ["check"] * 4, "the third kind makes the first two forgotten"
+class Derived(Tensor):
+    """A class of its own over the same memory."""
 
 
-def _two(first: Any, second: Any = 2, *, third: Any, backend: Any = None) -> tuple[str, Any, Any, Any, Any]:
-    return "long", first, second, third, backend
-
-
-def _short(first: Any, second: Any, third: Any) -> tuple[str, Any, Any, Any]:
-    return "short", first, second, third
-
-
-def test_arguments_come_in_the_order_of_the_parameters() -> None:
-    """However they are given; what doesn't fit goes to the function itself, whose error it is."""
-    op = layouts.shortened(_two, (), {layouts.layouts(1, 2, 3, None): _short})
-    assert op(1, third=3) == op(1, 2, third=3) == ("short", 1, 2, 3)
-    assert op(third=4, backend=None, first=5) == ("short", 5, 2, 4)
-    assert op(1, **{"".join("third"): 3}) == ("long", 1, 2, 3, None), "a name made at run time"
-    assert op(1, third=-3) == ("long", 1, 2, -3, None)
-    assert op(1, 2, third=3, backend="cpu") == ("long", 1, 2, 3, "cpu")
-    assert op(1, third=[]) == ("long", 1, 2, [], None)
-    for args, kwargs in [
-        ((1,), {}),
-        ((1, 2, 3), {"third": 3}),
-        ((1,), {"third": 3, "fourth": 4}),
-        ((1,), {"first": 1, "third": 3}),
-    ]:
-        with pytest.raises(TypeError, match=r"_two\(\)"):
-            op(*args, **kwargs)
-
-
-def test_an_answer_that_fails_is_an_error() -> None:
-    def fails() -> bool:
-        raise RuntimeError("no answer")
-
-    with pytest.raises(RuntimeError, match="no answer"):
-        layouts.shortened(_two, (fails,), {})(1, third=3)
-
-
-def test_a_short_function_is_still_that_function() -> None:
-    op = ops.commit_paged_kv
-    assert isinstance(op, _cpu.Shortened)
-    assert op.__name__ == "commit_paged_kv"
-    assert op.__doc__ == inspect.unwrap(op).__doc__
-    assert [*inspect.signature(op).parameters][-2:] == ["v_scales", "backend"]
-    assert copy.deepcopy(op) is op
-    assert pickle.loads(pickle.dumps(op)) is op
+def test_tensors_without_memory_are_refused(inputs: dict[str, Any]) -> None:
+    """Fake and wrapped tensors hold no elements that a kernel could read; derived classes do."""
+    attend = ops.kernels("cpu", CPU).tree_attention
+    derived = attend(*positional(inputs | {"q": inputs["q"].as_subclass(Derived)}))
+    assert torch.equal(derived[0], attend(*positional(inputs))[0])
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(inputs["q"])
+    with pytest.raises(ValueError, match="memory of their own"):
+        attend(*positional(inputs | {"q": fake}))
 
 
 def test_parameters_are_those_of_the_schema() -> None:
     """Kernels get their arguments in this order."""
-    for name in schema.SCHEMAS.keys() - {"lm_head_topk"}:  # that one isn't shortened: it looks at the value of k
+    for name in schema.SCHEMAS:
         expected = [argument.name for argument in getattr(torch.ops.specmemo, name).default._schema.arguments]
         assert [*inspect.signature(getattr(ops, name)).parameters] == expected
+    assert set(ops.Kernels.__annotations__) == set(schema.SCHEMAS)
 
 
 def test_a_wrong_number_of_arguments_is_an_error() -> None:
@@ -200,9 +136,9 @@ def test_a_wrong_number_of_arguments_is_an_error() -> None:
 
 
 def test_a_dispatch_mode_sees_the_operator(attend: Callable[[], Tensor]) -> None:
-    with torch.inference_mode(), Listener() as listener:
+    with torch.inference_mode(), Recorder() as recorder:
         attend()
-    assert "specmemo.tree_attention.default" in listener.heard
+    assert "specmemo.tree_attention.default" in recorder.names
 
 
 def test_a_profile_shows_the_operator(attend: Callable[[], Tensor]) -> None:

@@ -199,7 +199,7 @@ def test_topk_limit() -> None:
 @pytest.fixture
 def fresh_dispatch() -> Iterator[None]:
     """What dispatch remembers is forgotten before and after."""
-    caches = (dispatch._load, dispatch._default, dispatch._backend_for)
+    caches = (dispatch._load, dispatch._default, dispatch.implementation)
     for cache in caches:
         cache.cache_clear()
     yield

@@ -1,23 +1,7 @@
-"""The C++ module (csrc/bindings.cpp), used by backends/cpu.py and ops/layouts.py."""
-
-from collections.abc import Callable, Hashable
-from typing import Any
+"""The C++ module (csrc/bindings.cpp), used by backends/cpu.py."""
 
 from torch import Tensor
 
-class Shortened:
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        names: tuple[str, ...],
-        defaults: tuple[Any, ...],
-        positional: int,
-        listeners: tuple[Callable[[], Any], ...],
-        kernels: dict[Hashable, Callable[..., Any]],
-    ) -> None: ...
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-def layouts(*values: object) -> bytes | None: ...
 def tree_attention(*args: object) -> tuple[Tensor, Tensor]: ...
 def attention_workspace(dtype: int, kv: int, num_qo_heads: int, num_kv_heads: int, k_dim: int, v_dim: int) -> int: ...
 def append_paged_kv(*args: object) -> None: ...

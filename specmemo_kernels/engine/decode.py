@@ -1,7 +1,7 @@
-"""The speculative loop: draft trees, verify them in one forward pass beside chunks of prompts, commit the accepted.
+"""The speculative loop: draft trees, verify them in one forward pass beside prompt chunks, commit the accepted nodes.
 
-A step is a transaction: tensors are made first, then the sequences change, on the host alone. Whatever fails on the
-way, an allocation above all, leaves every sequence as it was, and the step can be tried again.
+A step is a transaction: all tensors are made first, then the sequences change, on the host alone. A failure before
+that, an allocation above all, leaves every sequence as it was, and the step can be retried.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting.base import Drafter, PagedDrafter, StatefulDrafter
 from specmemo_kernels.engine.overlap import OverlappedSteps, slots_ahead
-from specmemo_kernels.engine.prefill import Chunk, first_trees, next_chunk
+from specmemo_kernels.engine.prefill import Chunk, next_chunk
 from specmemo_kernels.engine.propose import propose
-from specmemo_kernels.engine.sequence import SequenceState, SwappedSequence
+from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.stats import DecodeStats
+from specmemo_kernels.engine.tree_pass import tree_pass
 from specmemo_kernels.engine.verify import GreedyVerifier, Verdict, Verifier
-from specmemo_kernels.forward.batch import TreeBatch, concat_batches
-from specmemo_kernels.forward.step_attention import StepAttention, commit_accepted
+from specmemo_kernels.forward.batch import TreeBatch
 from specmemo_kernels.forward.target import TargetModel, TargetOutput
 from specmemo_kernels.tree.choice import DraftBacklog, TreeChooser
 from specmemo_kernels.tree.draft_tree import DraftTree
@@ -32,9 +32,9 @@ __all__ = ["GreedyVerifier", "SequenceState", "SpecDecoder", "TargetModel", "Tar
 
 
 @dataclass(frozen=True)
-class _Timed:
-    """When a step ``started`` (``time.perf_counter``), the seconds that its drafter took (``drafting``), and how many
-    tokens it was ``behind`` before."""
+class _StepTiming:
+    """``started``: ``time.perf_counter()``; ``drafting``: seconds of the drafter; ``behind``: tokens it had to
+    compute first."""
 
     started: float
     drafting: float
@@ -47,19 +47,19 @@ class SpecDecoder:
     Args:
         target: the model.
         drafter: fills the tree.
-        tree: the widest tree a step may verify.
+        tree: the largest tree of a step.
         pool: pages; every open sequence holds a row of its block table.
         verifier: decides what is accepted.
         prefill_chunk: most prompt tokens per forward pass.
         backend: of the operators.
         stats: counters to add to.
-        chooser: takes the part of the tree that pays for the sequences at hand; ``None``: always all of it.
-        late: runs steps one ahead of the host, wherever it can; ``None``: each step is read before the next one.
-        agree: as of :func:`propose`.
+        chooser: prunes the tree to what pays for the current sequences; ``None``: every step verifies all of it.
+        overlapped: launches each step before the previous one has been read; ``None``: steps are read one by one.
+        agree: as in :func:`propose`.
 
     Attributes:
-        sequences: those that take steps. prefilling: those whose context is being computed, in the order of admission.
-        max_tree: most nodes that a step verifies of each sequence, below the tree's size while memory is scarce.
+        sequences: those that take steps. prefilling: those whose context is computed, in the order of admission.
+        max_tree: most nodes per sequence, below the tree's size while memory is low (:meth:`limit`).
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class SpecDecoder:
         backend: str | None = None,
         stats: DecodeStats | None = None,
         chooser: TreeChooser | None = None,
-        late: OverlappedSteps | None = None,
+        overlapped: OverlappedSteps | None = None,
         agree: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.chooser, self.late, self.agree = chooser, late, agree
+        self.chooser, self.overlapped, self.agree = chooser, overlapped, agree
         self.target, self.drafter, self.tree, self.pool, self.verifier = target, drafter, tree, pool, verifier
         self.prefill_chunk, self.backend = prefill_chunk, backend
         self.stats = stats if stats is not None else DecodeStats()
@@ -86,13 +86,22 @@ class SpecDecoder:
         self.max_tree = tree.size
         self._ended: list[SequenceState] = []
 
+    def limit(self, max_tree: int, prefill_chunk: int, *, memory_low: bool) -> None:
+        """Bound the next steps; steps in flight are drained and their graphs freed where memory is low."""
+        self.max_tree, self.prefill_chunk = max_tree, prefill_chunk
+        if self.overlapped is not None:
+            self.overlapped.suspended = memory_low
+            if memory_low:
+                self.drain()
+                self.overlapped.steps.clear()
+
     @property
     def slots_ahead(self) -> int:
-        """Slots behind a sequence's last token that candidates may come to need."""
-        return slots_ahead(self.tree, self.late is not None)
+        """KV slots that a sequence may need behind its last token."""
+        return slots_ahead(self.tree, self.overlapped is not None)
 
     def admit(self, sequences: Sequence[SequenceState]) -> None:
-        """Give sequences pages for their context; what kept ones don't hold the next steps compute, chunk by chunk.
+        """Allocate pages for the sequences' contexts; the next steps compute what cached pages don't hold.
 
         A swapped sequence is copied back and continues where it was.
 
@@ -100,42 +109,38 @@ class SpecDecoder:
             OutOfPages: one doesn't fit; none of this call was admitted.
         """
         opened: list[SequenceState] = []
-        restored: list[Tensor | None] = []
+        hidden_states: list[Tensor | None] = []
         try:
             for sequence in sequences:
-                sequence.slot, sequence.computed = self.pool.open(), 0
+                sequence.open(self.pool.open(), 0)
                 opened.append(sequence)
-                if sequence.swapped is None:  # else pages of its own are written to
-                    sequence.computed = self.pool.reuse(sequence.slot, sequence.context)
-                self.pool.reserve(sequence.slot, len(sequence.context))
                 swapped = sequence.swapped
+                if swapped is None:  # a swapped sequence writes to its pages, so it shares none
+                    sequence.open(sequence.slot, self.pool.reuse(sequence.slot, sequence.context))
+                self.pool.reserve(sequence.slot, len(sequence.context))
                 if swapped is not None:
                     self.pool.swap_in(sequence.slot, swapped.pages)
                 hidden = None if swapped is None else swapped.hidden
-                restored.append(None if hidden is None else hidden.to(self.target.device))
+                hidden_states.append(None if hidden is None else hidden.to(self.target.device))
         except BaseException:
             for sequence in opened:
                 self.pool.close(sequence.slot, sequence.tokens[: sequence.computed])
-                sequence.slot = -1
+                sequence.close()
             raise
-        for sequence, hidden in zip(sequences, restored, strict=True):
+        for sequence, hidden in zip(sequences, hidden_states, strict=True):
             if sequence.swapped is None:
                 self.stats.reused_tokens += sequence.computed
             else:
-                sequence.computed = sequence.swapped.pages.tokens
-            sequence.swapped, sequence.hidden = None, hidden
+                sequence.resume(hidden)
             (self.prefilling if hidden is None else self.sequences).append(sequence)
 
     def swap_out(self, sequence: SequenceState) -> None:
         """Copy an open sequence's keys, values and hidden state to host memory (:meth:`release` frees its pages)."""
-        running = sequence.hidden is not None
-        pages = self.pool.swap_out(sequence.slot, len(sequence.context) if running else sequence.computed)
-        sequence.swapped = SwappedSequence(
-            pages, None if sequence.hidden is None else sequence.hidden.to("cpu", copy=True)
-        )
+        tokens = sequence.computed if sequence.hidden is None else len(sequence.context)
+        sequence.swap_out(self.pool.swap_out(sequence.slot, tokens))
 
     def start(self, sequences: Sequence[SequenceState]) -> None:
-        """Admit sequences and compute their context to the end, while the others wait; they join the next steps.
+        """Admit sequences and compute their whole contexts now; they join the next steps.
 
         Raises:
             OutOfPages: a prompt doesn't fit; no sequence of this call was started.
@@ -149,7 +154,7 @@ class SpecDecoder:
             raise
 
     def reserve(self, sequence: SequenceState) -> None:
-        """Make sure of the pages that a running sequence may fill in the next step.
+        """Reserve the pages that a running sequence may fill in the next step.
 
         Raises:
             OutOfPages: not enough are free; the sequence keeps what it had.
@@ -160,17 +165,18 @@ class SpecDecoder:
     def step(self) -> list[SequenceState]:
         """One forward pass: a tree for each running sequence, and the next chunk of the contexts still to be computed.
 
-        Returns the sequences that ended (their pages are free). Where steps run ahead (``late``), what is read is the
-        pass before.
+        Returns the finished sequences, whose pages are free. With ``overlapped``, they are those of the pass before.
 
         Raises:
             OutOfPages: the accepted tokens might not fit.
-            Exception: of the target, the drafter, the verifier, a ``stop``, or for want of memory. Either way nothing
-                was emitted and the step may be tried again.
+            Exception: of the target, the drafter, the verifier or a ``stop``, or a failed allocation. Nothing was
+                emitted, and the step can be retried.
         """
-        reason = self.late.why_not(self) if self.late is not None and self.sequences else "nobody takes steps"
-        if self.late is not None and (reason is None or self.late.under_way):
-            self._ended += self.late.step(self, launch=reason is None)
+        reason: str | None = "there are no running sequences"
+        if self.overlapped is not None and self.sequences:
+            reason = self.overlapped.why_not(self)
+        if self.overlapped is not None and (reason is None or self.overlapped.in_flight):
+            self._ended += self.overlapped.step(self, launch=reason is None)
         elif self.sequences:
             started = time.perf_counter()
             for sequence in self.sequences:
@@ -178,52 +184,52 @@ class SpecDecoder:
             tree = self._step_tree()
             behind = self._behind() if self.chooser is not None and tree.size > 1 else 0
             trees, drafting = propose(self.drafter, tree, self.sequences, self.pool, self.target, self.agree)
-            self._ended += self._forward(trees, _Timed(started, drafting, behind))
-            if self.late is not None and reason is not None:
+            self._ended += self._forward(trees, _StepTiming(started, drafting, behind))
+            if self.overlapped is not None and reason is not None:
                 self.stats.eager_reasons[reason] = self.stats.eager_reasons.get(reason, 0) + 1
         elif self.prefilling:
             self._ended += self._forward(None)
         ended, self._ended = self._ended, []
         return ended
 
-    def settle(self) -> None:
-        """Read all that is under way, before something is done with the sequences; the next step tells who ended."""
-        while self.late is not None and self.late.under_way:
-            self._ended += self.late.step(self, launch=False)
+    def drain(self) -> None:
+        """Read all steps in flight; :meth:`step` returns the sequences that they finished."""
+        while self.overlapped is not None and self.overlapped.in_flight:
+            self._ended += self.overlapped.step(self, launch=False)
 
     def release(self, sequences: Sequence[SequenceState]) -> None:
-        """Take sequences out, whatever state they are in; their pages are free at once."""
-        gone = {id(sequence) for sequence in sequences}
+        """Remove sequences in any state; their pages are free at once."""
+        removed = {id(sequence) for sequence in sequences}
         for sequence in (*self.prefilling, *self.sequences):
-            if id(sequence) in gone:
+            if id(sequence) in removed:
                 self.pool.close(sequence.slot, sequence.tokens[: sequence.computed])
                 if isinstance(self.drafter, StatefulDrafter):
                     self.drafter.close(sequence.slot)
-                sequence.slot, sequence.hidden = -1, None
-        self.prefilling = [s for s in self.prefilling if id(s) not in gone]
-        self.sequences = [s for s in self.sequences if id(s) not in gone]
+                sequence.close()
+        self.prefilling = [s for s in self.prefilling if id(s) not in removed]
+        self.sequences = [s for s in self.sequences if id(s) not in removed]
 
     def abort(self) -> None:
-        """Close all sequences, whatever state they are in."""
+        """Close all sequences, and drop the steps in flight."""
         for sequence in (*self.sequences, *self.prefilling):
-            sequence.finished = True
+            sequence.finish()
         self.release([*self.sequences, *self.prefilling])
-        if self.late is not None:
-            self.late.drop()
+        if self.overlapped is not None:
+            self.overlapped.drop()
 
     def next_tree(self) -> DraftTree:
-        """What the next step verifies of each running sequence, if it wants that many tokens."""
+        """The tree of the next step, before it is truncated to the sequences' remaining tokens."""
         tree = self.tree
         if self.chooser is not None:
             tree = self.chooser.tree_for(len(self.sequences), self._backlog)
         return tree.pruned(min(tree.size, self.max_tree))
 
     def _step_tree(self) -> DraftTree:
-        """The same without nodes deeper than the tokens anybody still wants."""
+        """:meth:`next_tree` without nodes deeper than any sequence's remaining tokens."""
         return self.next_tree().truncated(max(s.remaining for s in self.sequences) - 1)
 
     def _behind(self) -> int:
-        """Tokens of the running sequences, the newest ones apart, that the drafter doesn't know yet."""
+        """Tokens of the running sequences that the drafter has to compute before it drafts."""
         if not isinstance(self.drafter, PagedDrafter):
             return 0
         return sum(self.drafter.behind(sequence.slot, sequence.tokens) for sequence in self.sequences)
@@ -231,56 +237,29 @@ class SpecDecoder:
     def _backlog(self) -> DraftBacklog:
         return DraftBacklog(self._behind(), sum(s.remaining for s in self.sequences) / len(self.sequences))
 
-    def _forward(self, trees: TreeBatch | None, timed: _Timed | None = None) -> list[SequenceState]:
-        """One forward pass over trees and the next chunk, and everything that follows from it."""
-        device, batch = self.target.device, trees
-        chunk: Chunk | None = None
-        keep: Tensor | None = None
+    def _forward(self, trees: TreeBatch | None, timing: _StepTiming | None = None) -> list[SequenceState]:
+        """Run one pass over trees and the next chunk, and change the sequences accordingly; returns the finished."""
         running = self.sequences if trees is not None else []
-        nodes = 0 if trees is None else trees.num_tree_nodes
+        nodes, depth = (0, 0) if trees is None else (trees.num_tree_nodes, trees.max_depth)
+        chunk: Chunk | None = None
         if self.prefilling:
             # The plan counts the larger of a chunk and all trees.
             room = self.prefill_chunk if trees is None else max(self.prefill_chunk, self.pool.max_nodes) - nodes
-            chunk = next_chunk(self.prefilling, room, self.pool, device)
-            batch = chunk.batch if trees is None else concat_batches(trees, chunk.batch)
-            keep = torch.cat([torch.arange(nodes, device=device), nodes + chunk.last_rows])
-        assert batch is not None, "there is nothing to compute"
-        output = self.target.forward(
-            batch, StepAttention(self.pool, batch, self.backend), keep, logits=self.verifier.needs_logits
-        )
-        fresh = chunk.fresh if chunk is not None else []
-        all_trees, hidden = trees, output.hidden
-        emitted: list[list[int]] = []
-        last: list[int] = []
-        if fresh:
-            first = first_trees(fresh, self.pool, device)
-            all_trees = first if trees is None else concat_batches(trees, first)
-        if all_trees is not None:
-            verdict = self.verifier(all_trees, [*running, *fresh], output.rows(nodes + len(fresh)))
-            emitted, last = verdict.emitted, verdict.last[: len(running)]
-            if trees is not None:
-                hidden = self._commit(trees, verdict, hidden)
-        depth = 0 if trees is None else trees.max_depth
+            chunk = next_chunk(self.prefilling, room, self.pool, self.target.device)
+        taking = [*running, *(chunk.fresh if chunk is not None else ())]
+
+        def verify(batch: TreeBatch, output: TargetOutput) -> Verdict:
+            return self.verifier(batch, taking, output)
+
+        logits = self.verifier.needs_logits
+        verdict, hidden = tree_pass(self.target, self.pool, self.backend, trees, chunk, verify, logits=logits)
+        emitted = [] if verdict is None else verdict.emitted
         finished = self.advance(running, emitted, nodes, depth, hidden.unbind(0), chunk)
-        if self.chooser is not None and timed is not None and trees is not None and trees.tree is not None:
-            rest = time.perf_counter() - timed.started - timed.drafting
-            self.chooser.stepped(trees.tree, last, rest if chunk is None else None, timed.drafting, timed.behind)
+        if self.chooser is not None and timing is not None and verdict is not None and trees is not None and trees.tree:
+            rest = time.perf_counter() - timing.started - timing.drafting
+            last = verdict.last[: len(running)]
+            self.chooser.stepped(trees.tree, last, rest if chunk is None else None, timing.drafting, timing.behind)
         return finished
-
-    def _commit(self, trees: TreeBatch, verdict: Verdict, hidden: Tensor) -> Tensor:
-        """Write what the running sequences accepted behind their tokens, where a failed step may leave it.
-
-        Returns their last accepted nodes' hidden states, and behind them the kept rows of chunks.
-        """
-        count, nodes = trees.num_trees, trees.num_tree_nodes
-        index, length = verdict.accept_index[:count], verdict.accept_length[:count]
-        commit_accepted(self.pool, trees, index, length, self.backend)
-        if not trees.max_depth:  # each tree is its root
-            return hidden
-        last = trees.last_rows(index, length)
-        if len(hidden) > nodes:
-            last = torch.cat([last, torch.arange(nodes, len(hidden), dtype=last.dtype, device=last.device)])
-        return hidden[last.long()]
 
     def advance(
         self,
@@ -291,23 +270,22 @@ class SpecDecoder:
         hidden: Sequence[Tensor] | None,
         chunk: Chunk | None = None,
     ) -> list[SequenceState]:
-        """The step's only part that changes sequences: all of them, or, if somebody's ``stop`` fails, none.
+        """Change the sequences after a pass: all of them, or none if a ``stop`` fails.
 
         Args:
-            running: of the running sequences those that the step was for. nodes, depth: all their trees' nodes, and
-                how deep each is.
-            emitted: their tokens, and behind them the first ones of prompts that ``chunk`` completed.
-            hidden: the states that the newest of these tokens came from; ``None``: a later step tells.
+            running: the sequences whose trees were verified. nodes, depth: all nodes of these trees, and their depth.
+            emitted: their tokens, and behind them the first tokens of the prompts that ``chunk`` completed.
+            hidden: the states that predicted the newest of these tokens; ``None``: a later step has them.
 
-        Returns those that ended.
+        Returns the finished sequences.
         """
         fresh, ended = (chunk.fresh, chunk.ended) if chunk is not None else ([], [])
         takers = [*running, *fresh]
-        before = [len(sequence.tokens) for sequence in takers]
+        lengths = [len(sequence.tokens) for sequence in takers]
         try:
             taken = [sequence.take(tokens) for sequence, tokens in zip(takers, emitted, strict=True)]
         except BaseException:
-            for sequence, length in zip(takers, before, strict=True):
+            for sequence, length in zip(takers, lengths, strict=True):
                 sequence.rollback(length)
             raise
         if running:
@@ -315,17 +293,14 @@ class SpecDecoder:
             self.stats.record_step(accepted, nodes, depth)
             self.stats.tokens += sum(taken[: len(running)])
             for sequence, drafts in zip(running, accepted, strict=True):
-                sequence.steps += 1
-                sequence.accepted += drafts
-                sequence.computed += drafts + 1
+                sequence.record_step(drafts)
         for sequence, size in chunk.parts if chunk is not None else ():
-            again = min(size, max(0, sequence.lost - sequence.computed))
-            sequence.computed += size
-            self.stats.recomputed_tokens += again
-            self.stats.prefill_tokens += size - again
+            recomputed = sequence.record_prefill(size)
+            self.stats.recomputed_tokens += recomputed
+            self.stats.prefill_tokens += size - recomputed
             self.stats.slots_written += size
         for sequence, state in zip([*running, *ended], hidden, strict=True) if hidden is not None else ():
-            sequence.hidden = state
+            sequence.set_hidden(state)
         joined = {id(sequence) for sequence in ended}
         self.prefilling = [s for s in self.prefilling if id(s) not in joined]
         self.sequences = [*self.sequences, *ended]

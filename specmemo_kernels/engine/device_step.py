@@ -16,9 +16,9 @@ from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting.base import StaticDrafter, candidate_columns, fill_tree
 from specmemo_kernels.engine.propose import only_tokens
 from specmemo_kernels.engine.sequence import SequenceState
+from specmemo_kernels.engine.tree_pass import tree_pass
 from specmemo_kernels.engine.verify import GreedyVerifier
 from specmemo_kernels.forward.batch import TreeLayout, tree_batch, tree_layout
-from specmemo_kernels.forward.step_attention import StepAttention, commit_accepted
 from specmemo_kernels.forward.target import TargetModel
 from specmemo_kernels.tree.draft_tree import DraftTree
 
@@ -82,7 +82,7 @@ class DeviceStep:
         target: whose ``static`` is true.
 
     Attributes:
-        emitted: ``[sequences, depth + 3]`` int64, what the last :meth:`run` found (:meth:`GreedyVerifier.decide`).
+        emitted: ``[sequences, depth + 3]`` int64, the rows of the last :meth:`run` (:class:`DeviceVerdict`).
     """
 
     def __init__(
@@ -137,13 +137,12 @@ class DeviceStep:
             drafts = only_tokens(fill_tree(self._roots, candidates, self._columns), self.target.vocab_size)
         table = self.pool.block_table.index_select(0, self._slots)
         batch = tree_batch(self.tree, drafts, self._seq_lens, table, shape.max_seq_len, self._layout)
-        output = self.target.forward(batch, StepAttention(self.pool, batch, self.backend), None, logits=False)
-        index, length, bonus, rows = self.verifier.decide(batch, output)
-        commit_accepted(self.pool, batch, index, length, self.backend)
-        hidden = output.hidden.index_select(0, batch.last_rows(index, length))
-        lengths = self._seq_lens + length + 1
-        # Nothing is allocated from here on, so nothing fails half-way.
-        self.emitted.copy_(rows)
-        self._roots.copy_(bonus)
+        verify = self.verifier.verify_on_device
+        verdict, hidden = tree_pass(self.target, self.pool, self.backend, batch, None, verify)
+        assert verdict is not None, "the step has trees"
+        lengths = self._seq_lens + verdict.accept_length + 1
+        # Nothing is allocated below, so no failure leaves the state half changed.
+        self.emitted.copy_(verdict.rows)
+        self._roots.copy_(verdict.bonus_token)
         self._seq_lens.copy_(lengths)
         self._hidden.copy_(hidden)

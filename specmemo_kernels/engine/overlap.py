@@ -1,9 +1,9 @@
-"""Steps that run one ahead of what the host knows: a step is launched before the tokens of the one before are read.
+"""Overlap scheduling: a step is launched before the tokens of the previous one are read.
 
-While the set of sequences stays as it is, each step begins where the last one left off, on the device
-(:class:`specmemo_kernels.engine.device_step.DeviceStep`). The host reads a step's tokens while the next one runs;
-what that one computed for a sequence that turns out to have ended is discarded. Every other change of the batch waits
-until the steps in flight have been read.
+While the set of sequences stays the same, each step starts from the state that the previous one left on the device
+(:class:`specmemo_kernels.engine.device_step.DeviceStep`). The host reads a step's tokens while the next one runs; what
+the next one computed for a finished sequence is discarded. Before any other change of the batch, steps in flight are
+drained.
 """
 
 from __future__ import annotations
@@ -25,66 +25,66 @@ from specmemo_kernels.tree.draft_tree import DraftTree
 if TYPE_CHECKING:
     from specmemo_kernels.engine.decode import SpecDecoder
 
-#: Steps launched and not read yet, at most.
+#: Most steps in flight.
 _AHEAD = 2
 
 
-def slots_ahead(tree: DraftTree, late: bool) -> int:
+def slots_ahead(tree: DraftTree, overlapped: bool) -> int:
     """KV slots that a sequence may need behind its last token.
 
     Args:
         tree: the largest tree of a step; the nodes of its longest path are written behind the newest token.
-        late: a step is launched before the previous one has been read (:class:`OverlappedSteps`), so that several paths
-            may follow each other.
+        overlapped: several steps' paths may follow each other (:class:`OverlappedSteps`).
     """
-    return _AHEAD * (tree.max_depth + 1) - 1 if late else tree.max_depth
+    return _AHEAD * (tree.max_depth + 1) - 1 if overlapped else tree.max_depth
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """A step under way: whose it is, and its findings on their way to the host."""
+    """A step in flight. ``rows``: its verdict in host memory, complete after ``arrived``; ``timed``: its duration
+    is that of a usual step."""
 
     sequences: list[SequenceState]
     tree: DraftTree
-    found: torch.Tensor
+    rows: torch.Tensor
     arrived: torch.cuda.Event | None
-    usual: bool
+    timed: bool
 
 
 class OverlappedSteps:
     """The steady-state steps of one decoder.
 
     Args:
-        steps: the device's side, perhaps shared with decoders that come later.
-        must: raise where a step can't be captured; else steps are taken one by one from then on.
+        steps: the device's side, possibly shared with later decoders.
+        must: raise where a step can't be captured; else steps run eagerly from then on.
 
     Attributes:
-        scarce: memory is; set by who watches it. Nothing is launched then.
+        suspended: launch nothing; set by the decoder when memory is low.
     """
 
     def __init__(self, steps: StepCache, must: bool = False) -> None:
-        self.steps, self.must, self.scarce = steps, must, False
+        self.steps, self.must, self.suspended = steps, must, False
         self._flights: deque[_Flight] = deque()
         self._read_at: float | None = None
 
     @property
-    def under_way(self) -> bool:
-        """Whether there are tokens that haven't been read."""
+    def in_flight(self) -> bool:
+        """Whether launched steps haven't been read."""
         return bool(self._flights)
 
     def why_not(self, decoder: SpecDecoder) -> str | None:
-        """Why the decoder's next step can't be launched now, or ``None``: then there are pages for it."""
+        """Why the decoder's next step can't be launched now; ``None`` if it can, with its pages reserved."""
         if decoder.prefilling:
             return "a prompt is being computed beside"
-        if self.scarce or decoder.max_tree < decoder.tree.size:
-            return "memory is scarce"
+        if self.suspended or decoder.max_tree < decoder.tree.size:
+            return "memory is low"
         if not decoder.verifier.is_greedy(decoder.sequences):
             return "tokens are drawn or processed on the host"
         if not self.steps.target.static:
-            return "the target decides on the host"
+            return "the target's forward pass needs the host"
         if self.steps.failed:
             return self.steps.failed
-        if self._flights and not _same(self._flights[-1].sequences, decoder.sequences):
+        if self._flights and self._flights[-1].sequences != decoder.sequences:
             return "the set of sequences has changed"
         if all(sequence.remaining <= len(self._flights) for sequence in decoder.sequences):
             return "all sequences are about to end"
@@ -93,14 +93,14 @@ class OverlappedSteps:
             for sequence in decoder.sequences:
                 decoder.pool.reserve(sequence.slot, len(sequence.tokens) + ahead)
         except OutOfPages:
-            return "pages are scarce"
+            return "too few pages are free"
         return None
 
     def step(self, decoder: SpecDecoder, launch: bool) -> list[SequenceState]:
-        """Launch a step, if that is wanted, and read the one before; returns the sequences that this one finished.
+        """Launch a step if ``launch``, and read the previous one; returns the sequences that it finished.
 
         Raises:
-            Exception: of the target, the drafter or a ``stop``, or for want of memory; the step may be tried again.
+            Exception: of the target, the drafter or a ``stop``, or a failed allocation; the step can be retried.
         """
         if launch and len(self._flights) < _AHEAD:
             try:
@@ -114,7 +114,7 @@ class OverlappedSteps:
         return []
 
     def drop(self) -> None:
-        """Wait for what is under way, and forget it: nothing is written any more."""
+        """Wait for the steps in flight and discard them."""
         for flight in self._flights:
             if flight.arrived is not None:
                 flight.arrived.synchronize()
@@ -131,31 +131,31 @@ class OverlappedSteps:
         shape = StepShape(len(sequences), tree.size, tree.max_depth, decoder.tree.width, bound)
         device = decoder.target.device
         on_gpu = device.type == "cuda"
-        # Made before anything runs: what was computed and couldn't be kept would be lost.
-        found = torch.empty(len(sequences), tree.max_depth + 3, dtype=torch.int64, pin_memory=on_gpu)
+        # Allocated before the launch: a failure afterwards would lose the step.
+        rows = torch.empty(len(sequences), tree.max_depth + 3, dtype=torch.int64, pin_memory=on_gpu)
         arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-        emitted, usual = self.steps.launch(shape, tree)
+        emitted, timed = self.steps.launch(shape, tree)
         decoder.stats.graph_steps += 1
-        if not usual or not self._flights:
+        if not timed or not self._flights:
             self._read_at = None
-        found.copy_(emitted, non_blocking=True)
+        rows.copy_(emitted, non_blocking=True)
         if arrived is not None:
             arrived.record(torch.cuda.current_stream(device))  # the copy's stream, whatever device is current
-        self._flights.append(_Flight(sequences, tree, found, arrived, usual))
+        self._flights.append(_Flight(sequences, tree, rows, arrived, timed))
 
     def _read(self, decoder: SpecDecoder) -> list[SequenceState]:
-        """What the oldest step found becomes the host's knowledge; if that fails, it can be tried again."""
+        """Apply the oldest step's verdict to the sequences; a failure leaves it in flight, to be retried."""
         flight = self._flights[0]
         if flight.arrived is not None:
             flight.arrived.synchronize()
-        emitted, last = read_rows(flight.found)
+        emitted, last = read_rows(flight.rows)
         running = {id(sequence) for sequence in decoder.sequences}
         rows = [row for row, sequence in enumerate(flight.sequences) if id(sequence) in running]
         if not rows:
             self._flights.popleft()
             return []
         hidden = None
-        if len(self._flights) == 1:  # the last one: the host takes over
+        if len(self._flights) == 1:  # the last one: the next step may run from the host
             states = self.steps.hidden(len(flight.sequences))
             hidden = [states[row] for row in rows]
         alive, accepted = [flight.sequences[row] for row in rows], [emitted[row] for row in rows]
@@ -166,11 +166,7 @@ class OverlappedSteps:
         return finished
 
     def _seconds(self, flight: _Flight) -> float | None:
-        """What the step took, where it had the device for itself and another one was read before it."""
+        """The step's duration: from the previous step's end to its own, where both are usual steps."""
         now, before = time.perf_counter(), self._read_at
-        self._read_at = now if flight.usual else None
-        return now - before if before is not None and flight.usual else None
-
-
-def _same(some: list[SequenceState], others: list[SequenceState]) -> bool:
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+        self._read_at = now if flight.timed else None
+        return now - before if before is not None and flight.timed else None

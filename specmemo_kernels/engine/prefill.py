@@ -1,4 +1,4 @@
-"""Chunks of prompts: which parts of whose context one forward pass computes."""
+"""Chunked prefill: the prompt tokens that one forward pass computes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Chunk:
-    """Parts of prompts that one forward pass computes: ``(sequence, size)`` in order, and the metadata of their rows.
+    """The prompt tokens that one forward pass computes.
 
-    ``ended`` are those whose context it completes: first the ``fresh`` ones, whose first token is to be found, then
-    those that come back and have their newest token already. ``last_rows`` are their last rows in the chunk.
+    Attributes:
+        parts: ``(sequence, size)`` in the order of their rows.
+        batch: the rows' metadata.
+        fresh: sequences whose prompt it completes and whose first token is to be found.
+        ended: these, and behind them preempted sequences whose context it completes.
+        last_rows: ``[len(ended)]`` int64, the last row of each of ``ended`` in the chunk.
+        first_trees: the last rows of ``fresh`` as single-node trees for the verifier; ``None`` without any.
     """
 
     parts: list[tuple[SequenceState, int]]
@@ -28,10 +33,11 @@ class Chunk:
     fresh: list[SequenceState]
     ended: list[SequenceState]
     last_rows: Tensor
+    first_trees: TreeBatch | None
 
 
 def next_chunk(prefilling: Sequence[SequenceState], room: int, pool: PagedKVPool, device: torch.device) -> Chunk:
-    """The next ``room`` rows at most of the contexts still to be computed, oldest first."""
+    """Pick the next tokens, at most ``room``, of the contexts still to be computed, oldest first."""
     parts = []
     for sequence in prefilling:
         if size := min(room, len(sequence.context) - sequence.computed):
@@ -44,11 +50,12 @@ def next_chunk(prefilling: Sequence[SequenceState], room: int, pool: PagedKVPool
     done = [(s, end - 1) for (s, size), end in zip(parts, ends, strict=True) if s.computed + size == len(s.context)]
     done.sort(key=lambda item: item[0].emitted > 0)
     rows = torch.tensor([row for _, row in done], dtype=torch.int64, device=device)
-    return Chunk(parts, batch, [s for s, _ in done if not s.emitted], [s for s, _ in done], rows)
+    fresh = [s for s, _ in done if not s.emitted]
+    first = _first_trees(fresh, pool, device) if fresh else None
+    return Chunk(parts, batch, fresh, [s for s, _ in done], rows, first)
 
 
-def first_trees(fresh: Sequence[SequenceState], pool: PagedKVPool, device: torch.device) -> TreeBatch:
-    """For the verifier: the last row of each new prompt as a tree without drafts."""
+def _first_trees(fresh: Sequence[SequenceState], pool: PagedKVPool, device: torch.device) -> TreeBatch:
     roots = torch.tensor([s.prompt[-1] for s in fresh], device=device)[:, None]
     lengths = torch.tensor([len(s.prompt) - 1 for s in fresh], dtype=torch.int32, device=device)
     table = pool.block_table[torch.tensor([s.slot for s in fresh], device=device)]

@@ -80,7 +80,7 @@ def walk(
 
     Args:
         choose: the target's token at a node, given the tokens that this step emitted before; asked once per emitted
-            token, in order, and not again after the sequence's end (see :meth:`SequenceState.decide`).
+            token, in order, and not again after the sequence's end (see :meth:`SequenceState.memoised_token`).
 
     Returns:
         The accepted path (node ids, root first) and the token that the target writes at each of its nodes.
@@ -88,7 +88,7 @@ def walk(
     path: list[int] = [0]
     tokens: list[int] = []
     while True:
-        token = sequence.decide(len(tokens), partial(choose, path[-1], tokens))
+        token = sequence.memoised_token(len(tokens), partial(choose, path[-1], tokens))
         tokens.append(token)
         if token in sequence.eos_token_ids or len(tokens) >= sequence.remaining or len(path) > max_depth:
             return path, tokens
@@ -134,8 +134,8 @@ def _typical(
     rule: TypicalAcceptance,
 ) -> Path:
     """The longest path of typical candidates, of equally long ones the likeliest; the token after it is drawn."""
-    if sequence.decided:
-        return walk(sequence, parents, drafts, sequence.decided - 1, _nothing_to_choose)
+    if sequence.num_memoised:
+        return walk(sequence, parents, drafts, sequence.num_memoised - 1, _nothing_to_choose)
     log_chance = {0: 0.0}
     depth = {0: 0}
     children: dict[int, list[int]] = {}
@@ -159,4 +159,4 @@ def _typical(
     path.reverse()
     bonus = draw(sampling.probabilities(logits(last)), sequence.random(sampling))
     tokens = [*(drafts[node] for node in path[1:]), bonus]
-    return path, [sequence.decide(ahead, partial(int, token)) for ahead, token in enumerate(tokens)]
+    return path, [sequence.memoised_token(ahead, partial(int, token)) for ahead, token in enumerate(tokens)]

@@ -20,38 +20,37 @@ from specmemo_kernels.engine.pressure import (
 )
 from specmemo_kernels.engine.sequence import SequenceState
 
-#: New tokens of a sequence for which pages are allocated at once, where no budget bounds the pages. Whoever writes
-#: more gets pages for twice as many as it has written.
+#: New tokens of a sequence for which pages are allocated at once where no budget bounds the pages. A sequence that
+#: reaches the end of its pages gets pages for twice the tokens that it has emitted.
 FIRST_TOKENS = 4096
 
 
 def first_tokens(max_new_tokens: int, emitted: int = 0) -> int:
-    """New tokens that a sequence without a budget gets pages for, once it has written ``emitted``."""
+    """New tokens for which a sequence without a budget has pages, after it emitted ``emitted``."""
     return min(max_new_tokens, max(FIRST_TOKENS, 2 * emitted))
 
 
 class Scheduler:
     """Continuous batching: admits sequences in order of arrival and preempts the youngest when pages run out.
 
-    A sequence is admitted when a row is free and there are pages for its context and one step, not for the worst case
-    of its whole length. Prefill runs in chunks inside the steps of the running sequences. When the running sequences
-    can't all grow, the youngest is preempted and waits at its place in the order. Its pages are swapped out to host
-    memory, or recomputed where pages are in host memory anyway or none is left. Emitted tokens never change. The oldest
-    sequence is never preempted for a younger one, so no sequence starves.
+    A sequence is admitted when a row is free and there are pages for its context and one step; pages for the rest of
+    its length are not reserved. Prefill runs in chunks inside the steps of the running sequences. When pages run out,
+    the youngest sequence is preempted and waits in order of arrival. Its pages are swapped out to host memory, or
+    recomputed where they are in host memory already or the copy can't be allocated. Emitted tokens never change. The
+    oldest sequence is never preempted for a younger one, so no sequence starves.
 
     An allocation that fails inside a step changes no sequence: the degradation level goes down and the step is retried.
-    What a lower level gives up is freed: scratch and activations with the tree, spare pages by a smaller pool, for
-    which all sequences are swapped out for a moment, the drafter by moving it to the host.
+    A lower level frees memory: scratch and activations with a smaller tree, spare pages with a smaller pool (all
+    sequences are preempted for the reallocation), the drafter by moving it to the host.
 
     Args:
-        decoder: with nothing running; the scheduler alone admits to it.
+        decoder: without sequences; only the scheduler admits to it.
         max_sequences: most sequences at once, within the rows of the decoder's block table.
         memory_pressure: the degradation level in force; ``None``: a controller that only reacts to failed allocations.
-        max_pages: pages that the pool may be given when memory is plenty; ``None``: those that it has.
-        growing: pages are allocated as they are needed (:func:`first_tokens`), up to ``max_pages``; else all at once.
+        max_pages: most pages of the pool when memory isn't low; ``None``: its current number.
+        growing: allocate pages as they are needed (:func:`first_tokens`), up to ``max_pages``; else all at once.
 
-    :meth:`abort` may be called from anywhere, also from another thread or a sequence's own ``stop``; everything else
-    belongs to one thread.
+    :meth:`abort` may be called from any thread and from a sequence's ``stop``; everything else belongs to one thread.
     """
 
     def __init__(
@@ -67,9 +66,9 @@ class Scheduler:
         if not 1 <= max_sequences <= rows:
             raise ValueError(f"max_sequences is {max_sequences}, the pool has {rows} rows; give 1 to {rows}")
         if memory_pressure is None:
-            can_go = can_offload(decoder.drafter)
+            offloadable = can_offload(decoder.drafter)
             memory_pressure = MemoryPressureController(
-                levels(decoder.tree.size, decoder.prefill_chunk, max_sequences, can_go)
+                levels(decoder.tree.size, decoder.prefill_chunk, max_sequences, offloadable)
             )
         self.memory_pressure, self.growing = memory_pressure, growing
         self.max_pages = max_pages or decoder.pool.num_pages
@@ -83,11 +82,11 @@ class Scheduler:
         self._aborting: deque[SequenceState] = deque()
 
     def submit(self, sequence: SequenceState) -> None:
-        """Queue a sequence behind all that came before.
+        """Queue a sequence.
 
         Raises:
-            OutOfPages: it could never run, not even alone.
-            ValueError: its prompt is empty, or it wants no tokens.
+            OutOfPages: it doesn't fit the pool even alone.
+            ValueError: its prompt is empty, or ``max_new_tokens`` is below 1.
         """
         pool = self.decoder.pool
         if not sequence.prompt or sequence.max_new_tokens < 1:
@@ -95,50 +94,50 @@ class Scheduler:
                 f"a request has {len(sequence.prompt)} prompt tokens and max_new_tokens {sequence.max_new_tokens}; "
                 "both must be at least 1"
             )
-        most = self.most_slots(len(sequence.prompt), sequence.max_new_tokens)
-        if pool.pages_for(most) > self.max_pages:
+        slots = self.most_slots(len(sequence.prompt), sequence.max_new_tokens)
+        if pool.pages_for(slots) > self.max_pages:
             raise OutOfPages(
-                f"a prompt of {len(sequence.prompt)} and {sequence.max_new_tokens} new tokens may take {most} slots, "
+                f"a prompt of {len(sequence.prompt)} and {sequence.max_new_tokens} new tokens may take {slots} slots, "
                 f"the pool has {self.max_pages * pool.page_size}; shorten the prompt or max_new_tokens, or raise "
                 "memory_budget"
             )
         self._arrivals += 1
-        sequence.arrival = self._arrivals
+        sequence.queue(self._arrivals)
         self._waiting.append(sequence)
 
     def most_slots(self, prompt: int, new_tokens: int) -> int:
-        """Slots that a sequence may come to need, those of candidates behind its last token included."""
+        """Most slots that a sequence needs, candidates behind its last token included."""
         return prompt + new_tokens + self.decoder.slots_ahead
 
     @property
     def waiting(self) -> tuple[SequenceState, ...]:
-        """Those without pages, next one first."""
+        """Sequences without pages, in order of arrival."""
         return tuple(self._waiting)
 
     @property
     def active(self) -> tuple[SequenceState, ...]:
-        """Those that hold pages, in the order they came."""
+        """Sequences with pages, in order of arrival."""
         return tuple(sorted((*self.decoder.sequences, *self.decoder.prefilling), key=_arrival))
 
     @property
     def idle(self) -> bool:
-        """Whether nobody is left."""
+        """Whether there are no sequences."""
         return not (self._waiting or self.decoder.sequences or self.decoder.prefilling)
 
     def abort(self, sequence: SequenceState) -> None:
-        """End a sequence; what it emitted stays with it. One that has ended stays as it is.
+        """End a sequence and keep what it emitted; a finished one stays as it is.
 
-        Its pages are free on return, or, during a step, when that step ends. Only the thread that steps changes
-        sequences: one that another thread aborts meanwhile may get the tokens of the step.
+        Its pages are free on return, or at the end of a step in progress. Only the stepping thread changes sequences:
+        a sequence aborted by another thread may still get that step's tokens.
         """
         self._aborting.append(sequence)
         self._take_aborts()
 
     def _take_aborts(self) -> None:
-        """End what :meth:`abort` noted, unless another thread steps, which does so when its step is over."""
+        """Apply the aborts noted so far; a thread in the middle of a step applies them at its end."""
         while self._aborting and self._lock.acquire(blocking=False):
             try:
-                if self._stepping:  # called by a `stop` of this step, which drops it at its end
+                if self._stepping:  # called from a `stop` inside this step
                     return self._end_aborted()
                 self._drop_aborted()
             finally:
@@ -146,15 +145,13 @@ class Scheduler:
 
     def _end_aborted(self) -> None:
         while self._aborting:
-            sequence = self._aborting.popleft()
-            if not sequence.finished:
-                sequence.aborted = sequence.finished = True
+            self._aborting.popleft().abort()
 
     def step(self) -> list[SequenceState]:
-        """Admit whom there is room for, then one forward pass; returns the sequences that ended, also the aborted.
+        """Admit the sequences that fit, then run one forward pass; returns the finished and aborted sequences.
 
-        After an exception (of the model, the drafter or a ``stop``, or of an allocation when nothing is left to give
-        up) only :meth:`close` is left.
+        After an exception (of the model, the drafter or a ``stop``, or of an allocation at the lowest degradation
+        level) the scheduler can only be closed.
         """
         with self._lock:
             self._stepping = True
@@ -168,11 +165,11 @@ class Scheduler:
             finally:
                 self._stepping = False
             ended += self._drop_aborted()
-        self._take_aborts()  # of those that came too late for the line above
+        self._take_aborts()  # aborts noted since the line above
         return ended
 
     def run(self) -> None:
-        """Steps until nobody is left; whatever happens, all pages are free afterwards."""
+        """Step until all sequences are finished; all pages are free afterwards, also after an exception."""
         try:
             while not self.idle:
                 self.step()
@@ -180,14 +177,14 @@ class Scheduler:
             self.close()
 
     def close(self) -> None:
-        """Abort everybody."""
+        """Abort all sequences."""
         with self._lock:
             self._aborting.extend((*self._waiting, *self.active))
             self._drop_aborted()
             self.decoder.abort()
 
     def _step(self) -> list[SequenceState]:
-        """One step of the decoder, tried again with less as long as allocations fail and something is left."""
+        """One step of the decoder, retried at lower degradation levels while allocations fail."""
         while True:
             try:
                 self._adapt(self.memory_pressure.level)
@@ -199,7 +196,7 @@ class Scheduler:
                     raise
                 if not self._shrink():
                     raise_exhausted(error, self.memory_pressure.level)
-            # Here the error is gone, and with it the frames that held the failed pass's tensors.
+            # The error is freed here, and with it the frames that held the failed pass's tensors.
             self.decoder.stats.retries += 1
 
     def _shrink(self) -> bool:
@@ -208,17 +205,12 @@ class Scheduler:
         return moved
 
     def _adapt(self, level: DegradationLevel) -> None:
-        """Make everything as the level says; what fails on the way is done by the next try."""
+        """Apply a degradation level; after a failure the next call completes it."""
         if level is self._applied:
             return
         self._applied = None
         decoder, places = self.decoder, min(level.max_sequences, self.max_sequences)
-        decoder.max_tree, decoder.prefill_chunk = level.max_tree, level.prefill_chunk
-        if decoder.late is not None:
-            decoder.late.scarce = self.memory_pressure.shrunk > 0
-            if decoder.late.scarce:
-                decoder.settle()
-                decoder.late.steps.clear()
+        decoder.limit(level.max_tree, level.prefill_chunk, memory_low=self.memory_pressure.shrunk > 0)
         nodes = min(level.max_tree, decoder.tree.size) * places
         if decoder.pool.max_nodes < nodes or (self.memory_pressure.shrunk and decoder.pool.max_nodes > nodes):
             decoder.pool.resize_scratch(nodes)
@@ -233,39 +225,36 @@ class Scheduler:
         self._applied = level
 
     def _pages_wanted(self, level: DegradationLevel, places: int) -> int:
-        """All that may be needed, or pages for the next step of the sequences that may run and all of the oldest."""
+        """Pages that may be needed; without spare pages, those of the oldest sequence and one step of the others."""
         first = sorted((*self.active, *self._waiting), key=_arrival)[:places]
         if level.spare_pages or not first:
-            most = min(self.max_pages, sum(map(self._most_pages, first))) if self.growing else self.max_pages
-            return max(most, self.decoder.pool.num_pages)
+            pages = min(self.max_pages, sum(map(self._most_pages, first))) if self.growing else self.max_pages
+            return max(pages, self.decoder.pool.num_pages)
         return min(self.max_pages, max(self._most_pages(first[0]), sum(map(self._next_pages, first))))
 
     def _most_pages(self, sequence: SequenceState) -> int:
-        """Pages that a sequence may come to need, as far as they are allocated ahead."""
+        """Most pages that a sequence needs, as far as they are allocated ahead."""
         tokens = sequence.max_new_tokens
         if self.growing:
             tokens = first_tokens(tokens, sequence.emitted)
         return self.decoder.pool.pages_for(self.most_slots(len(sequence.prompt), tokens))
 
     def _next_pages(self, sequence: SequenceState) -> int:
-        """Pages for its context and one step."""
+        """Pages for a sequence's context and one step."""
         return self.decoder.pool.pages_for(len(sequence.context) + 1 + self.decoder.tree.max_depth)
 
     def _resize(self, pages: int) -> None:
-        """Another number of pages in the pool; everybody waits meanwhile, and is admitted again in order."""
+        """Reallocate the pool: preempts all sequences, which are readmitted in order."""
         for sequence in reversed(self.active):
             self._preempt(sequence)
         self.decoder.pool.resize(pages)
 
     def _grow(self) -> bool:
-        """More pages for the running sequences, where pages are allocated as they are needed; ``False``: none.
-
-        The sequences keep their pages.
-        """
+        """Allocate more pages for the running sequences, which keep theirs; ``False`` if the pool may not grow."""
         level, pool = self.memory_pressure.level, self.decoder.pool
         if not self.growing or not level.spare_pages:
             return False
-        self.decoder.settle()
+        self.decoder.drain()
         pages = self._pages_wanted(level, min(level.max_sequences, self.max_sequences))
         if pages <= pool.num_pages:
             return False
@@ -275,15 +264,15 @@ class Scheduler:
 
     def _drop_aborted(self) -> list[SequenceState]:
         self._end_aborted()
-        gone = [s for s in (*self._waiting, *self.active) if s.finished]
-        for sequence in gone:
-            sequence.swapped = None
+        aborted = [s for s in (*self._waiting, *self.active) if s.finished]
+        for sequence in aborted:
+            sequence.finish()
         self._waiting = [s for s in self._waiting if not s.finished]
-        self.decoder.release(gone)
-        return gone
+        self.decoder.release(aborted)
+        return aborted
 
     def _admit(self) -> None:
-        """The next ones in order, while there is room for their next step."""
+        """Admit waiting sequences in order while there are pages for their next step."""
         pool, level = self.decoder.pool, self.memory_pressure.level
         places = min(self.max_sequences, level.max_sequences)
         while self._waiting and (active := len(self.active)) < places:
@@ -297,7 +286,7 @@ class Scheduler:
             del self._waiting[0]
 
     def _fits(self, sequence: SequenceState) -> bool:
-        """Whether there are pages for its next step, and one left for each who runs already and may need another."""
+        """Whether there are pages for its next step, and one more for each running sequence that may still grow."""
         pool = self.decoder.pool
         growing = sum(self._most_pages(s) > pool.held_pages(s.slot) for s in self.active)
         missing = self._next_pages(sequence) + growing - pool.free_pages
@@ -306,7 +295,7 @@ class Scheduler:
         return missing <= 0
 
     def _make_room(self) -> None:
-        """Pages for what each running sequence may accept in this step, oldest first; the youngest make way."""
+        """Reserve each running sequence's pages for this step, oldest first; preempt the youngest for them."""
         for sequence in self.active:
             while any(sequence is s for s in self.decoder.sequences):
                 try:
@@ -317,9 +306,9 @@ class Scheduler:
                         self._preempt(self.active[-1])
 
     def _preempt(self, sequence: SequenceState) -> None:
-        """Take a sequence's pages, with a copy in host memory if it may and can be had."""
-        self.decoder.settle()
-        if sequence.slot < 0:  # it had ended, as we know now
+        """Free a sequence's pages and requeue it; copy them to host memory first where that is allowed and fits."""
+        self.decoder.drain()
+        if sequence.slot < 0:  # finished in a step just read
             return
         layers, swap = self.decoder.pool.layers, self.memory_pressure.swap
         if swap or (swap is None and any(layer.device.type != "cpu" for layer in layers)):
@@ -329,17 +318,14 @@ class Scheduler:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-        if sequence.swapped is None:
-            there = len(sequence.context) if sequence.hidden is not None else sequence.computed
-            sequence.lost = max(sequence.lost, there)
+        sequence.preempt()
         self.decoder.release([sequence])
-        sequence.preemptions += 1
         self.decoder.stats.preemptions += 1
         bisect.insort(self._waiting, sequence, key=_arrival)
 
 
 def submit_all(scheduler: Scheduler, sequences: Sequence[SequenceState]) -> None:
-    """Queue sequences in their order; if one is refused, none stays.
+    """Queue sequences in order; if one is refused, none stays queued.
 
     Raises:
         OutOfPages, ValueError: as :meth:`Scheduler.submit`.

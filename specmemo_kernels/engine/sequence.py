@@ -1,4 +1,4 @@
-"""One sequence on its way: its tokens, its limits, and what was counted for it."""
+"""The state of one sequence while it is generated, and every change to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SwappedSequence:
-    """A preempted sequence in host memory: its pages, and its hidden state if it took steps already."""
+    """A preempted sequence in host memory: its pages, and its hidden state if it was past its prompt."""
 
     pages: HostPages
     hidden: torch.Tensor | None
@@ -24,25 +24,24 @@ class SwappedSequence:
 
 @dataclass(eq=False)
 class SequenceState:
-    """One sequence being generated; two are equal only if they are the same object.
+    """One sequence being generated; compared by identity. Only its own methods change it.
 
     Attributes:
-        prompt: its tokens, padding excluded; at least one.
-        max_new_tokens: where it ends at the latest.
-        eos_token_ids: emitting one of these ends it (they may occur in the prompt).
-        stop: asked after each new token; gets all tokens so far, ``True`` ends the sequence.
-        sampling: how its tokens are drawn; ``None``: greedily.
-        index: the caller's name for it (a row of the batch).
-        slot: its row of the block table while it runs, else -1.
+        prompt: its tokens without padding; at least one.
+        max_new_tokens: upper bound of the emitted tokens.
+        eos_token_ids: emitting one of these ends the sequence (they may occur in the prompt).
+        stop: called after each new token with all tokens so far; ``True`` ends the sequence.
+        sampling: how tokens are drawn; ``None``: greedily.
+        index: the caller's row.
+        slot: its row of the block table while it is open, else -1.
         tokens: prompt and output so far.
-        computed: its first tokens, as many as have their keys and values in pages (while it has any). lost: how many
-            had, before its pages were taken without a copy.
-        hidden: ``[hidden_size]``, the target's state that its newest token came from, while it takes steps.
+        computed: leading tokens whose keys and values are in pages.
+        lost: the most tokens that were in pages and have to be recomputed after a preemption.
+        hidden: ``[hidden_size]``, the target's state that predicted the newest token; ``None`` before the first token.
         swapped: its copy in host memory while it is swapped out.
-        finished, aborted: it emits nothing more; on its own account, or because somebody wanted so.
-        arrival: its place in the order of a scheduler.
-        steps, accepted, preemptions: verification steps it took part in, drafts accepted in them, and how often its
-            pages were taken for others.
+        finished, aborted: it emits nothing more: completed, or aborted on request.
+        arrival: its position in the scheduler's order.
+        steps, accepted, preemptions: verification steps, drafts accepted in them, and preemptions.
     """
 
     prompt: list[int]
@@ -64,14 +63,14 @@ class SequenceState:
     accepted: int = field(default=0, init=False)
     preemptions: int = field(default=0, init=False)
     _random: torch.Generator | None = field(default=None, init=False, repr=False)
-    _decided: list[int] = field(default_factory=list, init=False, repr=False)
-    _decided_from: int = field(default=0, init=False, repr=False)
+    _memo: list[int] = field(default_factory=list, init=False, repr=False)
+    _memo_start: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
 
     def random(self, sampling: Sampling) -> torch.Generator:
-        """Its own source of random numbers."""
+        """The sequence's own random generator."""
         if self._random is None:
             self._random = sampling.generator()
         return self._random
@@ -82,21 +81,56 @@ class SequenceState:
 
     @property
     def emitted(self) -> int:
-        """How many tokens it emitted so far."""
+        """Number of tokens emitted so far."""
         return len(self.tokens) - len(self.prompt)
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still be emitted."""
+        """Number of tokens that may still be emitted."""
         return self.max_new_tokens - self.emitted
 
     @property
     def context(self) -> list[int]:
-        """What has to be in pages before it can take steps: all tokens but the newest emitted one."""
+        """The tokens that must be in pages before the first step: all but the newest emitted one."""
         return self.tokens[:-1] if self.emitted else self.tokens
 
+    def queue(self, arrival: int) -> None:
+        self.arrival = arrival
+
+    def open(self, slot: int, computed: int) -> None:
+        """Hold row ``slot`` of the block table, whose pages contain the first ``computed`` tokens."""
+        self.slot, self.computed = slot, computed
+
+    def resume(self, hidden: torch.Tensor | None) -> None:
+        """Continue from the copy in host memory, which is dropped; ``hidden`` is its state on the device."""
+        assert self.swapped is not None, "the sequence is not swapped out"
+        self.computed, self.hidden, self.swapped = self.swapped.pages.tokens, hidden, None
+
+    def swap_out(self, pages: HostPages) -> None:
+        """Keep ``pages`` and a copy of the hidden state in host memory."""
+        self.swapped = SwappedSequence(pages, None if self.hidden is None else self.hidden.to("cpu", copy=True))
+
+    def close(self) -> None:
+        """Give up the row and the state on the device."""
+        self.slot, self.hidden = -1, None
+
+    def preempt(self) -> None:
+        """Count a preemption, and without a copy in host memory the tokens that must be recomputed."""
+        if self.swapped is None:
+            self.lost = max(self.lost, len(self.context) if self.hidden is not None else self.computed)
+        self.preemptions += 1
+
+    def abort(self) -> None:
+        """End the sequence on request; one that is finished stays as it is."""
+        if not self.finished:
+            self.aborted = self.finished = True
+
+    def finish(self) -> None:
+        """Emit nothing more and drop the copy in host memory."""
+        self.finished, self.swapped = True, None
+
     def take(self, emitted: Sequence[int]) -> int:
-        """Append tokens until one ends the sequence, none if it has ended; returns how many were taken."""
+        """Append tokens until one ends the sequence; returns how many were taken, 0 for a finished sequence."""
         if self.finished:
             return 0
         for count, token in enumerate(emitted, start=1):
@@ -108,24 +142,39 @@ class SequenceState:
         return len(emitted)
 
     def rollback(self, length: int) -> None:
-        """Take back all tokens but the first ``length``, which a failed step had appended."""
+        """Remove all tokens behind the first ``length``, which a failed step appended."""
         del self.tokens[length:]
         self.finished = self.aborted
 
+    def record_step(self, drafts: int) -> None:
+        """Count a verification step that accepted ``drafts`` drafts; they and the root are in pages now."""
+        self.steps += 1
+        self.accepted += drafts
+        self.computed += drafts + 1
+
+    def record_prefill(self, size: int) -> int:
+        """Count ``size`` more tokens of the context in pages; returns how many of them were recomputed."""
+        recomputed = min(size, max(0, self.lost - self.computed))
+        self.computed += size
+        return recomputed
+
+    def set_hidden(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
+
     @property
-    def decided(self) -> int:
-        """How many tokens behind the newest one are known already (:meth:`decide`)."""
-        return max(0, self._decided_from + len(self._decided) - len(self.tokens))
+    def num_memoised(self) -> int:
+        """Number of tokens behind the newest one that are chosen already (:meth:`memoised_token`)."""
+        return max(0, self._memo_start + len(self._memo) - len(self.tokens))
 
-    def decide(self, ahead: int, choose: Callable[[], int]) -> int:
-        """The token ``ahead`` places behind the newest one's successor, from ``choose`` or as it was decided before.
+    def memoised_token(self, ahead: int, choose: Callable[[], int]) -> int:
+        """The token ``ahead`` places behind the next one: as chosen before, else from ``choose``.
 
-        A step that fails behind its verdict is tried again, perhaps with a smaller tree. What was drawn or processed
-        is kept until it is taken, so that the second try neither draws again nor shows a processor the same twice.
+        A step that fails after sampling is retried, perhaps with a smaller tree. Drawn or processed tokens are kept
+        until they are taken, so that a retry neither draws again nor calls a processor twice.
         """
-        if not self.decided:
-            self._decided_from, self._decided = len(self.tokens), []
-        place = len(self.tokens) + ahead - self._decided_from
-        if place == len(self._decided):
-            self._decided.append(choose())
-        return self._decided[place]
+        if not self.num_memoised:
+            self._memo_start, self._memo = len(self.tokens), []
+        position = len(self.tokens) + ahead - self._memo_start
+        if position == len(self._memo):
+            self._memo.append(choose())
+        return self._memo[position]

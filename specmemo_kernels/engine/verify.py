@@ -1,4 +1,4 @@
-"""What a target model is to the loop, and how the loop decides which candidates are accepted."""
+"""Verification: which candidates of a step are accepted."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a step accepted (see :func:`ops.verify_tree_greedy`).
+    """What a step accepted: the tensors of :func:`specmemo_kernels.ops.verify_tree_greedy`, and on the host
 
-    On the host: ``emitted``, the tokens of each sequence, and ``last``, the last node of its accepted path.
+    ``emitted``: the tokens of each sequence; ``last``: the last node of its accepted path.
     """
 
     accept_index: Tensor
@@ -30,15 +30,28 @@ class Verdict:
     last: list[int]
 
 
+@dataclass(frozen=True)
+class DeviceVerdict:
+    """What a step accepted, on the device.
+
+    ``rows`` ``[B, max_depth + 3]`` int64: the path's tokens (padded), ``accept_length`` and the last accepted node.
+    """
+
+    accept_index: Tensor
+    accept_length: Tensor
+    bonus_token: Tensor
+    rows: Tensor
+
+
 class Verifier(Protocol):
-    """Decides which nodes are accepted. ``needs_logits``: it asks for rows of logits, not for the best tokens alone."""
+    """Decides which nodes are accepted. ``needs_logits``: it reads rows of logits, not only the best tokens."""
 
     needs_logits: bool
 
     def __call__(self, batch: TreeBatch, sequences: Sequence[SequenceState], output: TargetOutput) -> Verdict: ...
 
     def is_greedy(self, sequences: Sequence[SequenceState]) -> bool:
-        """Whether for these sequences nothing counts but the target's best tokens."""
+        """Whether the verdict for these sequences depends on the target's best tokens alone."""
 
 
 class GreedyVerifier:
@@ -53,27 +66,31 @@ class GreedyVerifier:
         return True
 
     def __call__(self, batch: TreeBatch, sequences: Sequence[SequenceState], output: TargetOutput) -> Verdict:
-        index, length, bonus, found = self.decide(batch, output)
-        emitted, last = read_rows(found)  # the one transfer to the host
-        return Verdict(index, length, bonus, emitted, last)
+        found = self.verify_on_device(batch, output)
+        emitted, last = read_rows(found.rows)  # the one transfer to the host
+        return Verdict(found.accept_index, found.accept_length, found.bonus_token, emitted, last)
 
-    def decide(self, batch: TreeBatch, output: TargetOutput) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The verdict's tensors, and ``[B, max_depth + 3]`` int64 for the host (:func:`read_rows`)."""
+    def verify_on_device(self, batch: TreeBatch, output: TargetOutput) -> DeviceVerdict:
+        """The verdict without a transfer to the host."""
         assert batch.parents is not None, "a prefill chunk has no tree to verify"
         target_tokens = self.target.argmax(output)
-        if not batch.max_depth:  # roots alone: there is nothing to walk
+        if not batch.max_depth:  # single-node trees: nothing to verify
             length = torch.zeros(batch.num_trees, dtype=torch.int32, device=target_tokens.device)
-            return length[:, None], length, target_tokens, torch.nn.functional.pad(target_tokens[:, None], (0, 2))
-        index, length, bonus = ops.verify_tree_greedy(
-            batch.tokens, target_tokens, batch.parents, batch.qo_indptr, max_depth=batch.max_depth, backend=self.backend
+            rows = torch.nn.functional.pad(target_tokens[:, None], (0, 2))
+            return DeviceVerdict(length[:, None], length, target_tokens, rows)
+        kernels = ops.kernels(self.backend, target_tokens.device)
+        index, length, bonus = kernels.verify_tree_greedy(
+            batch.tokens, target_tokens, batch.parents, batch.qo_indptr, batch.max_depth
         )
         # The path's own tokens are what the target wrote at each accepted node.
         node = (batch.qo_indptr[:-1, None] + index.clamp(min=0)).long()
         last = index.gather(1, length[:, None].long()).long()
-        return index, length, bonus, torch.cat([target_tokens[node], length[:, None].long(), last], dim=1)
+        return DeviceVerdict(
+            index, length, bonus, torch.cat([target_tokens[node], length[:, None].long(), last], dim=1)
+        )
 
 
-def read_rows(found: Tensor) -> tuple[list[list[int]], list[int]]:
-    """Of each sequence the emitted tokens and the last accepted node, from what :meth:`GreedyVerifier.decide` found."""
-    rows = found.tolist()
-    return [row[: row[-2] + 1] for row in rows], [row[-1] for row in rows]
+def read_rows(rows: Tensor) -> tuple[list[list[int]], list[int]]:
+    """Each sequence's emitted tokens and its last accepted node, from :attr:`DeviceVerdict.rows`."""
+    host_rows = rows.tolist()
+    return [row[: row[-2] + 1] for row in host_rows], [row[-1] for row in host_rows]

@@ -46,13 +46,13 @@ class TreeBatch:
 
     @property
     def num_scratch_nodes(self) -> int:
-        """The first nodes, as many as wait for a verdict: those of the trees, but roots alone are always accepted."""
+        """Nodes held in scratch until verified: those of all trees, none of single-node trees."""
         return self.num_tree_nodes if self.max_depth else 0
 
     @cached_property
-    def decided(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``block_table``, ``seq_lens`` and ``qo_indptr`` of the sequences whose nodes don't wait, rows counted from
-        their first."""
+    def append_metadata(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``block_table``, ``seq_lens`` and ``qo_indptr`` of the sequences whose nodes are appended at once; rows are
+        counted from the first of them."""
         if not self.num_scratch_nodes:
             return self.block_table, self.seq_lens, self.qo_indptr
         first = self.num_trees

@@ -1,4 +1,4 @@
-"""What every attention layer calls during a step: attention over the pages, then the new keys' way to memory."""
+"""Attention of one pass over the pages, and the writes of its keys and values to scratch slots and pages."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import torch
 from specmemo_kernels import ops
 from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.forward.batch import TreeBatch
+from specmemo_kernels.ops import checks
 
 Tensor = torch.Tensor
 
 
 class StepAttention:
-    """Attention of one forward pass.
+    """Attention of all layers in one forward pass.
 
-    Prefill chunks go straight to pages, and so do roots where no tree has more. Nodes of other trees go to scratch
-    slots, where they wait for the verdict: a rejected candidate never reaches a page. Where pages are quantised, that
-    happens on the way into them.
+    Prefill chunks and single-node trees are written to pages at once. Nodes of larger trees go to scratch slots until
+    they are verified, so a rejected candidate never reaches a page. Quantised pages are quantised at that write.
     """
 
     def __init__(self, pool: PagedKVPool, batch: TreeBatch, backend: str | None) -> None:
         self.pool, self.batch, self.backend = pool, batch, backend
+        self._kernels = ops.kernels(backend, pool.device)
 
     def __call__(
         self,
@@ -38,32 +39,37 @@ class StepAttention:
         pool, batch = self.pool, self.batch.to(q.device)
         k_pages, v_pages = pool.k_pages[layer], pool.v_pages[layer]
         k_scales, v_scales = pool.k_scales[layer], pool.v_scales[layer]
-        out, _ = ops.tree_attention(
+        arguments = (
             q, k, v, k_pages, v_pages, batch.block_table, batch.seq_lens, batch.qo_indptr, batch.tree_mask,
-            scale=scale, window=window, softcap=softcap, sinks=sinks, max_qo_len=batch.max_qo_len,
-            max_seq_len=batch.max_seq_len, k_scales=k_scales, v_scales=v_scales,
-            min_qo_len=None if batch.tree is None else batch.tree.size, backend=self.backend,
+            scale, window, softcap, sinks, batch.max_qo_len, batch.max_seq_len, False, k_scales, v_scales,
+            None if batch.tree is None else batch.tree.size,
         )  # fmt: skip
-        if waiting := batch.num_scratch_nodes:
-            pool.k_scratch[layer][:waiting] = k[:waiting]
-            pool.v_scratch[layer][:waiting] = v[:waiting]
-            k, v = k[waiting:], v[waiting:]
+        if batch.tree is None:  # passes with prompts; the tensors of the steps behind them are laid out alike
+            checks.tree_attention(*arguments)
+        out, _ = self._kernels.tree_attention(*arguments)
+        if scratch := batch.num_scratch_nodes:
+            pool.k_scratch[layer][:scratch] = k[:scratch]
+            pool.v_scratch[layer][:scratch] = v[:scratch]
+            k, v = k[scratch:], v[scratch:]
         if k.shape[0]:
-            ops.append_paged_kv(
-                k, v, k_pages, v_pages, *batch.decided, k_scales=k_scales, v_scales=v_scales, backend=self.backend
-            )
+            self._kernels.append_paged_kv(k, v, k_pages, v_pages, *batch.append_metadata, k_scales, v_scales)
         return out
 
 
 def commit_accepted(pool: PagedKVPool, trees: TreeBatch, index: Tensor, length: Tensor, backend: str | None) -> None:
-    """Write what the trees accepted (``accept_index``, ``accept_length``) from scratch to pages, behind the sequences'
-    tokens, where a failed step may leave it. Roots alone are there already."""
+    """Copy the accepted nodes from scratch slots to pages, behind the sequences' tokens.
+
+    A step that fails later leaves these slots unused. Single-node trees were already appended.
+
+    Args:
+        index, length: ``accept_index`` and ``accept_length`` of :func:`specmemo_kernels.ops.verify_tree_greedy`.
+    """
+    kernels = ops.kernels(backend, pool.device)
     for group in pool.groups if trees.num_scratch_nodes else ():
         device = group.k_pages.device
-        there = trees.to(device)
-        ops.commit_paged_kv(
+        batch = trees.to(device)
+        kernels.commit_paged_kv(
             group.k_scratch, group.v_scratch, group.k_pages, group.v_pages,
-            there.block_table, there.seq_lens, there.qo_indptr,
-            index.to(device), length.to(device), k_scales=group.k_scales, v_scales=group.v_scales,
-            backend=backend,
+            batch.block_table, batch.seq_lens, batch.qo_indptr, index.to(device), length.to(device),
+            group.k_scales, group.v_scales,
         )  # fmt: skip

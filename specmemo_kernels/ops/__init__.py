@@ -1,9 +1,8 @@
 """The operators: tree attention over a paged KV cache and what goes with it.
 
-Every function here checks its arguments and calls ``torch.ops.specmemo.<name>``, so all of them trace, compile and
-pass ``torch.library.opcheck``; where nothing traces, profiles or wants gradients (``torch.inference_mode``,
-``torch.no_grad``) the kernel is called without that detour. ``backend`` is ``"reference"``, ``"cpu"``, ``"triton"`` or
-``None`` (by device).
+Every operator here checks its arguments and calls ``torch.ops.specmemo.<name>``, so all of them trace, compile and
+pass ``torch.library.opcheck``. :func:`kernels` returns a backend's functions without checks and dispatcher, for an
+engine that calls them in every layer. ``backend`` is ``"reference"``, ``"cpu"``, ``"triton"`` or ``None`` (by device).
 
 Shapes (B sequences, N nodes of all sequences packed in one row, T nodes of one sequence):
 
@@ -38,12 +37,14 @@ from __future__ import annotations
 
 import torch
 
-from specmemo_kernels.ops import checks, schema
+from specmemo_kernels.ops import schema
 from specmemo_kernels.ops.dispatch import (
     BackendUnavailable,
+    Kernels,
     backend_name,
     fixed_workspace,
     kernel_configs,
+    kernels,
     split_workspace,
     unavailable,
     unsuited,
@@ -51,17 +52,15 @@ from specmemo_kernels.ops.dispatch import (
 
 Tensor = torch.Tensor
 
-(_tree_attention, _append_paged_kv, _commit_paged_kv, _verify_tree_greedy, _lm_head_argmax, _lm_head_topk) = (
-    schema.Operator(name, getattr(checks, name)) for name in schema.SCHEMAS
-)
-
 __all__ = [
     "BackendUnavailable",
+    "Kernels",
     "append_paged_kv",
     "backend_name",
     "commit_paged_kv",
     "fixed_workspace",
     "kernel_configs",
+    "kernels",
     "lm_head_argmax",
     "lm_head_topk",
     "schema",
@@ -73,7 +72,6 @@ __all__ = [
 ]
 
 
-@_tree_attention.shortens
 def tree_attention(
     q: Tensor,
     k_new: Tensor,
@@ -126,15 +124,14 @@ def tree_attention(
     Raises:
         ValueError: a shape, dtype or device that doesn't fit; the message names the argument and both values.
     """
-    result: tuple[Tensor, Tensor] = _tree_attention(
-        q, k_new, v_new, k_pages, v_pages, block_table, seq_lens, qo_indptr, tree_mask,
+    result: tuple[Tensor, Tensor] = schema.call(
+        "tree_attention", q, k_new, v_new, k_pages, v_pages, block_table, seq_lens, qo_indptr, tree_mask,
         scale, window, softcap, sinks, max_qo_len, max_seq_len, invariant, k_scales, v_scales,
         min_qo_len, backend,
     )  # fmt: skip
     return result
 
 
-@_append_paged_kv.shortens
 def append_paged_kv(
     k_new: Tensor,
     v_new: Tensor,
@@ -153,10 +150,11 @@ def append_paged_kv(
     ``k_pages`` and ``v_pages`` are changed in place, with quantised pages ``k_scales`` and ``v_scales`` too. Arguments
     and errors as in :func:`tree_attention`.
     """
-    _append_paged_kv(k_new, v_new, k_pages, v_pages, block_table, seq_lens, qo_indptr, k_scales, v_scales, backend)
+    schema.call(
+        "append_paged_kv", k_new, v_new, k_pages, v_pages, block_table, seq_lens, qo_indptr, k_scales, v_scales, backend
+    )
 
 
-@_commit_paged_kv.shortens
 def commit_paged_kv(
     k_scratch: Tensor,
     v_scratch: Tensor,
@@ -182,13 +180,12 @@ def commit_paged_kv(
             ``seq_lens, seq_lens + 1, ...``; -1 writes nothing.
         k_scales, v_scales: ``[num_layers, num_pages, page_size, num_kv_heads]`` with quantised pages, changed in place.
     """
-    _commit_paged_kv(
-        k_scratch, v_scratch, k_pages, v_pages, block_table, seq_lens, qo_indptr, accept_index, accept_length,
-        k_scales, v_scales, backend,
+    schema.call(
+        "commit_paged_kv", k_scratch, v_scratch, k_pages, v_pages, block_table, seq_lens, qo_indptr,
+        accept_index, accept_length, k_scales, v_scales, backend,
     )  # fmt: skip
 
 
-@_verify_tree_greedy.shortens
 def verify_tree_greedy(
     draft_tokens: Tensor,
     target_tokens: Tensor,
@@ -212,13 +209,12 @@ def verify_tree_greedy(
         ``accept_index`` ``[B, max_depth + 1]`` int32 (padded with -1), ``accept_length`` ``[B]`` int32 (drafts only;
         -1 for a sequence without nodes) and ``bonus_token`` ``[B]`` int64 (-1 likewise).
     """
-    result: tuple[Tensor, Tensor, Tensor] = _verify_tree_greedy(
-        draft_tokens, target_tokens, parents, qo_indptr, max_depth, backend
+    result: tuple[Tensor, Tensor, Tensor] = schema.call(
+        "verify_tree_greedy", draft_tokens, target_tokens, parents, qo_indptr, max_depth, backend
     )
     return result
 
 
-@_lm_head_argmax.shortens
 def lm_head_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
     """``argmax(hidden @ weight.T + bias)`` per row, without a ``[N, V]`` tensor.
 
@@ -235,7 +231,7 @@ def lm_head_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *
     Raises:
         ValueError: a shape, dtype or device that doesn't fit, or a vocabulary of no tokens.
     """
-    tokens: Tensor = _lm_head_argmax(hidden, weight, bias, backend)
+    tokens: Tensor = schema.call("lm_head_argmax", hidden, weight, bias, backend)
     return tokens
 
 
@@ -264,5 +260,5 @@ def lm_head_topk(
     limit = min((*weight.shape[:1], 64))
     if not 1 <= k <= limit:
         raise ValueError(f"lm_head_topk: k is {k}, it must be between 1 and {limit}")
-    result: tuple[Tensor, Tensor] = _lm_head_topk(hidden, weight, bias, k, scales, backend)
+    result: tuple[Tensor, Tensor] = schema.call("lm_head_topk", hidden, weight, bias, k, scales, backend)
     return result

@@ -1,7 +1,6 @@
 """Argument checks of the operators: metadata only, no device synchronisation, messages with both values.
 
-Each takes the operator's arguments in order, without the backend, and looks at nothing but what
-:func:`specmemo_kernels.ops.layouts.layouts` tells apart: what passed isn't checked again.
+Each takes the operator's arguments in order, without the backend.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Which implementation runs: the one named, or the best for the tensor's device. The one place that decides."""
+"""The choice of an operator's implementation: the backend named, or the best one for the tensors' device."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any, Protocol
 
 import torch
 
@@ -140,11 +141,55 @@ def backend_name(requested: str | None, device: torch.device) -> str:
     return name
 
 
+class Kernels(Protocol):
+    """The operators of one backend. Arguments: those of :mod:`specmemo_kernels.ops`, all by position, no backend."""
+
+    tree_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    append_paged_kv: Callable[..., None]
+    commit_paged_kv: Callable[..., None]
+    verify_tree_greedy: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    lm_head_argmax: Callable[..., torch.Tensor]
+    lm_head_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def kernels(backend: str | None, device: torch.device) -> Kernels:
+    """The operators of ``backend`` for tensors on ``device``, for an engine that calls them in every layer.
+
+    The functions check no arguments. They bypass torch's dispatcher, which takes longer than attention over a thousand
+    tokens, unless a dispatch mode, tracer or profiler is active now.
+
+    Args:
+        backend: ``None`` for the best one.
+
+    Raises:
+        BackendUnavailable, ValueError: as :func:`backend_name`.
+    """
+    return _dispatched(backend) if _dispatcher_active() else implementation(backend, device)
+
+
+def _dispatcher_active() -> bool:
+    """Whether a dispatch or function mode, a tracer or a profiler sees the calls of this thread."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._is_tracing()
+        or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    )
+
+
 @functools.cache
-def _backend_for(requested: str | None, device: torch.device) -> ModuleType:
-    return _load(backend_name(requested, device))
+def implementation(backend: str | None, device: torch.device) -> Kernels:
+    """The module of ``backend``, whose functions bypass torch's dispatcher in any case."""
+    module: Any = _load(backend_name(backend, device))
+    return module  # type: ignore[no-any-return]
 
 
-def backend_for(requested: str | None, device: torch.device) -> ModuleType:
-    """The module that implements the operators for ``device``."""
-    return _backend_for(requested, device)
+@functools.cache
+def _dispatched(backend: str | None) -> Kernels:
+    """The same operators through torch's dispatcher."""
+
+    def through(name: str) -> Callable[..., Any]:
+        return lambda *args: getattr(torch.ops.specmemo, name)(*args, backend)
+
+    calls: Any = SimpleNamespace(**{name: through(name) for name in Kernels.__annotations__})
+    return calls  # type: ignore[no-any-return]

@@ -65,7 +65,7 @@ class SingleRank:
         scales: Tensor | None = None, backend: str | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """:func:`ops.lm_head_topk` over the whole vocabulary, ``weight`` and ``bias`` being this rank's rows of it."""
-        return ops.lm_head_topk(hidden, weight, bias, k=k, scales=scales, backend=backend)
+        return ops.kernels(backend, hidden.device).lm_head_topk(hidden, weight, bias, k, scales)
 
     def whole_heads(self, model: Any) -> Callable[[], None]:
         """Give this rank all rows of its key/value heads, where it has some of them; returns what undoes it."""

@@ -95,7 +95,7 @@ class TensorParallel(RankGroup):
         # float64 holds any value and any token exactly. Ranks send tensors of one size; the rest of them isn't read.
         mine = hidden.new_zeros((len(hidden), k, 2), dtype=torch.float64)
         if here:
-            values, tokens = ops.lm_head_topk(hidden, weight, bias, k=here, scales=scales, backend=backend)
+            values, tokens = ops.kernels(backend, hidden.device).lm_head_topk(hidden, weight, bias, here, scales)
             mine[:, :here, 0] = values.double()
             mine[:, :here, 1] = (tokens + self.rows[0]).double()
         values, tokens = best_of_ranks(self._gather(mine), self._counts, k)

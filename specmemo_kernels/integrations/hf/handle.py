@@ -106,7 +106,7 @@ class SpecMemo:
         decoder = SpecDecoder(
             self.target, self.drafter, plan.tree, pool, verifier,
             prefill_chunk=plan.prefill_chunk, backend=self.backend, stats=self.stats, chooser=self.chooser,
-            late=self.graphs.overlapped_steps(self.target, self.drafter, pool, self.backend),
+            overlapped=self.graphs.overlapped_steps(self.target, self.drafter, pool, self.backend),
             agree=self.ranks.agree_on_guesses(self.drafter),
         )  # fmt: skip
         return Scheduler(

@@ -85,7 +85,8 @@ class HFTarget:
             return output.logits.argmax(dim=-1)
         weight, bias = lm_head(self.model)
         hidden = output.hidden.to(weight.device)
-        return ops.lm_head_argmax(hidden, weight, bias, backend=self.backend).to(self.device)
+        kernels = ops.kernels(self.backend, weight.device)
+        return kernels.lm_head_argmax(hidden, weight, bias).to(self.device)
 
     def row_logits(self, output: TargetOutput, row: int) -> Tensor:
         if output.logits is not None:
