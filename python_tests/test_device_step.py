@@ -200,7 +200,7 @@ def test_memory_that_runs_out_while_capturing(failure: Exception, monkeypatch: p
     expected = greedy(model, inputs, 120)
     captures(monkeypatch, lambda: made.append(Short()) or made[-1])  # type: ignore[func-returns-value]
     with sk.patch(model, oracle(model, inputs), tree=TREE, graph=True) as handle:
-        handle.memory_pressure.look_every = 1
+        handle.memory_pressure.poll_every = 1
         assert torch.equal(greedy(model, inputs, 120), expected)
         assert handle.stats.retries == handle.stats.shrinks == Short.failures == 1
         assert handle.stats.grows == 1
@@ -222,7 +222,7 @@ def test_few_steps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         kept = handle.graphs._steps
         assert kept is not None
         assert len({shape for shape, _ in launches}) > 2
-        assert list(kept._kept) == list(dict.fromkeys(shape for shape, _ in launches[::-1]))[1::-1]
+        assert list(kept._steps) == list(dict.fromkeys(shape for shape, _ in launches[::-1]))[1::-1]
 
 
 def test_the_step_traces_without_values() -> None:

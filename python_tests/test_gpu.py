@@ -230,7 +230,7 @@ def test_generation_from_graphs(family: str, lengths: tuple[int, ...]) -> None:
         assert kept is not None
         assert kept.failed == ""
         assert stats.graph_steps > 0.8 * stats.steps
-        assert sum(step.replay is not None for step in kept._kept.values()) >= 1
+        assert sum(step.replay is not None for step in kept._steps.values()) >= 1
         assert handle.bytes_by_part["graphs"] <= handle.plan.parts["graphs"]
         assert torch.equal(greedy(model, inputs, 60), expected)
         pool = handle._pool

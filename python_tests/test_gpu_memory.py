@@ -71,7 +71,7 @@ def test_heads_leave_and_come_back() -> None:
     with sk.patch(model, heads(), tree=8, keep_free="1MiB") as handle:
         own = handle.drafter.nbytes
         memory_pressure, seen, step = handle.memory_pressure, [], Scheduler.step
-        memory_pressure.look_every = 1
+        memory_pressure.poll_every = 1
 
         class Falling(DeviceMonitor):
             looks = 0

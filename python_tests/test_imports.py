@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import specmemo_kernels
+from specmemo_kernels.engine.sequence import SequenceState
 
 PACKAGE = Path(specmemo_kernels.__file__).parent
 NAME = "specmemo_kernels"
@@ -193,3 +195,16 @@ def test_lazy_names_are_the_public_ones() -> None:
     assert specmemo_kernels.DraftTree.__module__ == f"{NAME}.tree.draft_tree"
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         specmemo_kernels.nonsense  # noqa: B018
+
+
+def test_only_a_sequence_changes_its_fields() -> None:
+    """Every change of a sequence is a method of its class."""
+    fields = {f.name for f in dataclasses.fields(SequenceState)}
+    for file in sorted((PACKAGE / "engine").glob("*.py")):
+        if file.name == "sequence.py":
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            for target in (inner for t in targets if t is not None for inner in ast.walk(t)):
+                if isinstance(target, ast.Attribute) and target.attr in fields and isinstance(target.value, ast.Name):
+                    assert target.value.id == "self", f"{file.name}:{node.lineno} assigns {ast.unparse(target)}"  # type: ignore[attr-defined]

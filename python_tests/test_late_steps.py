@@ -187,13 +187,13 @@ def test_scarce_memory(model: PreTrainedModel) -> None:
     expected = greedy(model, inputs, 60)
     with sk.patch(model, oracle(model, inputs, 60, 0.2), tree=TREE, keep_free=1000, graph=True) as handle:
         memory_pressure, script = handle.memory_pressure, [5000] * 8 + [0] * 2 + [5000] * 1000
-        memory_pressure.look_every = 1
+        memory_pressure.poll_every = 1
 
         class Scripted:
             def free(self) -> int:
                 return script.pop(0)
 
-            def give_back(self) -> None:
+            def release_cached(self) -> None:
                 """Nothing to give."""
 
         memory_pressure.monitor = Scripted()  # type: ignore[assignment]

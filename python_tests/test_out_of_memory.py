@@ -169,7 +169,7 @@ def test_many_failures(swap: bool) -> None:
     run = replace(RUNS["preempted"], samplings=SAMPLED, new_tokens=60, pages=30)
     expected = run.undisturbed()
     states = run.states()
-    memory_pressure = MemoryPressureController(levels(4, 5, 3, heads=False), swap=swap, look_every=1)
+    memory_pressure = MemoryPressureController(levels(4, 5, 3, heads=False), swap=swap, poll_every=1)
     scheduler = run.scheduler(expected, memory_pressure)
     submit_all(scheduler, states)
     with FailingAllocations(lambda site: site in (*range(900, 904), *range(2800, 2803))) as mode:

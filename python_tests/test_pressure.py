@@ -31,7 +31,7 @@ class Scripted:
     def free(self) -> int:
         return self.script.pop(0) if len(self.script) > 1 else self.script[0]
 
-    def give_back(self) -> None:
+    def release_cached(self) -> None:
         self.given_back += 1
 
 
@@ -57,7 +57,7 @@ def test_hysteresis() -> None:
     """
     moves = []
     monitor = Scripted([50, 50, 50, 50, 110, 110, *[130] * 4, 90, 90, *[130] * 8])
-    memory_pressure = MemoryPressureController(levels(4, 16, 1, False), monitor=monitor, keep_free=100, look_every=1)
+    memory_pressure = MemoryPressureController(levels(4, 16, 1, False), monitor=monitor, keep_free=100, poll_every=1)
     for _ in range(17):
         move = memory_pressure.review()
         if move < 0:
@@ -91,7 +91,7 @@ def test_shrinks_and_grows_back(swap: bool, drafter: object) -> None:
     monitor = Scripted([*[0] * 2 * down, 1000])
     states = run.states()
     scheduler = run.scheduler(
-        expected, MemoryPressureController(ladder, monitor=monitor, keep_free=100, swap=swap, look_every=1)
+        expected, MemoryPressureController(ladder, monitor=monitor, keep_free=100, swap=swap, poll_every=1)
     )
     submit_all(scheduler, states)
     pool, held = scheduler.decoder.pool, []

@@ -1,8 +1,8 @@
-"""The C++ operators (``csrc/``): this module hands tensors over; :mod:`specmemo_kernels.ops` checked the arguments.
+"""The C++ operators (``csrc/``). Arguments are not checked here.
 
-Built with the package; importing this module fails with ``ImportError`` where it was not. The kernels run on the
-threads that torch uses (``torch.get_num_threads()``) and the best instruction set of the machine;
-``SPECMEMO_CPU_ISA`` (``avx512bf16``, ``avx512``, ``avx2``, ``baseline``) forces one.
+Importing this module raises ``ImportError`` where the C++ module was not built. The kernels run on torch's threads
+(``torch.get_num_threads()``) and with the best instruction set of the machine; ``SPECMEMO_CPU_ISA`` (``avx512bf16``,
+``avx512``, ``avx2``, ``baseline``) forces one.
 """
 
 from __future__ import annotations
@@ -20,16 +20,12 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def isa() -> str:
-    """The instruction set in use and the thread pool, for reports."""
+    """The instruction set and the thread pool in use."""
     return f"{_cpu.isa()} on {_cpu.thread_runtime()}"
 
 
 def check_device(tensor: Tensor) -> None:
-    """Refuse what the kernels can't compute with.
-
-    Raises:
-        ValueError: another dtype.
-    """
+    """Raise ``ValueError`` for a dtype that the kernels don't have."""
     if tensor.dtype not in _DTYPES:
         raise ValueError(
             f"the cpu backend takes float32, bfloat16 or float16 tensors, not {tensor.dtype}; "
@@ -38,18 +34,18 @@ def check_device(tensor: Tensor) -> None:
 
 
 #: Online softmax over 64-key blocks, splits of 512 tokens merged in order: the same bits in any batch. ``max_qo_len``,
-#: ``max_seq_len`` and ``min_qo_len`` are for launches on a device; here the exact lengths are at hand. Blocks and
-#: splits lie at fixed places whatever the number of nodes; ``invariant`` keeps sequences of up to 8 rows (nodes times
-#: query heads per KV head) from a kernel that sums in another order.
+#: ``max_seq_len`` and ``min_qo_len`` are ignored: the exact lengths are on the host. Blocks and splits have fixed
+#: positions; ``invariant`` excludes the kernel for up to 8 rows (nodes times query heads per KV head), which sums in
+#: another order.
 tree_attention = _cpu.tree_attention
 
-#: Copy every new row to its sequence's pages, or quantise it on the way.
+#: Copy (or quantise) every new row to its sequence's pages.
 append_paged_kv = _cpu.append_paged_kv
 
-#: Copy the accepted nodes of all layers from the scratch slots to their pages, or quantise them on the way.
+#: Copy (or quantise) the accepted nodes of all layers from scratch slots to pages.
 commit_paged_kv = _cpu.commit_paged_kv
 
-#: Walk each tree from its root along children that equal what the target wrote.
+#: Follow, in each tree, the children that equal the target's tokens.
 verify_tree_greedy = _cpu.verify_tree_greedy
 
 
@@ -61,9 +57,9 @@ def fixed_workspace(
     v_head_dim: int,
     page_dtype: torch.dtype | None = None,
 ) -> int:
-    """Bytes that :func:`tree_attention` works in on all threads, however long the context; kept between calls.
+    """Bytes of :func:`tree_attention`'s buffers on all threads, kept between calls and independent of the context.
 
-    ``page_dtype``: that of quantised pages, whose codes are turned back a block at a time.
+    ``page_dtype``: that of quantised pages, which are dequantised a block at a time.
     """
     kv = 0 if page_dtype is None else _KV_TYPES[page_dtype]
     each = _cpu.attention_workspace(_DTYPES[dtype], kv, num_qo_heads, num_kv_heads, head_dim, v_head_dim)
@@ -80,9 +76,9 @@ def split_workspace(
     page_size: int,
     page_dtype: torch.dtype | None = None,
 ) -> tuple[int, int]:
-    """Tokens per split, and bytes of one row in one split where splits are kept until all are done.
+    """Tokens per split, and bytes per row and split; ``(0, 0)`` where a thread merges each split at once.
 
-    That is where one sequence's KV heads are too few for the threads; else a thread merges each split at once.
+    Splits are kept where one sequence has fewer KV heads than there are threads.
     """
     if num_kv_heads >= torch.get_num_threads():
         return 0, 0
@@ -91,7 +87,7 @@ def split_workspace(
 
 
 def lm_head_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The best token of each row; logits exist a few at a time, in registers."""
+    """The best token of each row."""
     return lm_head_topk(hidden, weight, bias, 1)[1][:, 0]
 
 

@@ -1,7 +1,7 @@
-"""A steady-state step that never asks the host: draft, forward, verify, commit, and what the next step begins with.
+"""A steady-state step without host reads: draft, run the pass, and update the next step's inputs.
 
-Every tensor that outlives a step stays where it is and keeps its size, so a GPU can replay the step from a graph. The
-same function runs anywhere.
+Tensors that outlive a step keep their address and size, so a GPU can replay the step from a graph. The same code runs
+eagerly on any device.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class StepShape:
-    """What sizes a step's tensors; steps of one shape differ in what these hold.
+    """The sizes of a step's tensors.
 
     Attributes:
-        sequences, nodes: how many trees of how many nodes. depth, width: of the trees.
-        max_seq_len: no sequence has more tokens in pages; GPU launches are sized by it.
+        sequences, nodes: number of trees and of nodes per tree. depth, width: of the trees.
+        max_seq_len: upper bound of the tokens in pages of any sequence; sizes GPU launches.
     """
 
     sequences: int
@@ -42,19 +42,19 @@ class StepShape:
 
 
 class StepState:
-    """What one step leaves to the next, in the first rows of tensors that stay where they are.
+    """The inputs of the next step, in the first rows of tensors with fixed addresses.
 
     Args:
-        sequences: the most that step together.
-        hidden: ``[..., hidden_size]``, of the states' size, dtype and device.
+        sequences: most sequences per step.
+        hidden: ``[..., hidden_size]``, gives size, dtype and device of the states.
 
     Attributes:
         slots: ``[S]`` int64, rows of the pool's block table. roots: ``[S]`` int64, the newest tokens.
-        seq_lens: ``[S]`` int32, tokens in pages. hidden: ``[S, hidden_size]``, the states that the roots came from.
+        seq_lens: ``[S]`` int32, tokens in pages. hidden: ``[S, hidden_size]``, the states that predicted the roots.
     """
 
     def __init__(self, sequences: int, hidden: Tensor) -> None:
-        with torch.inference_mode(False):  # else they couldn't be written outside of inference mode later
+        with torch.inference_mode(False):  # inference tensors can't be written outside of inference mode
             self.slots = torch.zeros(sequences, dtype=torch.int64, device=hidden.device)
             self.roots = torch.zeros_like(self.slots)
             self.seq_lens = torch.zeros_like(self.slots, dtype=torch.int32)
@@ -65,21 +65,21 @@ class StepState:
         return sum(tensor.nbytes for tensor in (self.slots, self.roots, self.seq_lens, self.hidden))
 
     def load(self, sequences: Sequence[SequenceState]) -> None:
-        """The first rows become what the host knows of ``sequences``, which all take steps."""
-        known = [[s.slot, s.tokens[-1], len(s.tokens) - 1] for s in sequences]
-        numbers = on_device(torch.tensor(known), self.hidden.device)
+        """Copy the host's state of ``sequences`` to the first rows."""
+        rows = [[s.slot, s.tokens[-1], len(s.tokens) - 1] for s in sequences]
+        numbers = on_device(torch.tensor(rows), self.hidden.device)
         count = len(sequences)
-        for mine, column in zip((self.slots, self.roots, self.seq_lens), numbers.unbind(1), strict=True):
-            mine[:count].copy_(column)
+        for tensor, column in zip((self.slots, self.roots, self.seq_lens), numbers.unbind(1), strict=True):
+            tensor[:count].copy_(column)
         self.hidden[:count].copy_(torch.stack([s.hidden for s in sequences if s.hidden is not None]))
 
 
 class DeviceStep:
-    """One step of a shape over ``state``; its trees may change between steps (:meth:`use`).
+    """One step of a shape over ``state``; the tree may change between steps (:meth:`use`).
 
     Args:
         shape: of ``tree``, whose width may be smaller.
-        target: whose ``static`` is true.
+        target: with ``static`` true.
 
     Attributes:
         emitted: ``[sequences, depth + 3]`` int64, the rows of the last :meth:`run` (:class:`DeviceVerdict`).
@@ -106,30 +106,29 @@ class DeviceStep:
             self.emitted = torch.zeros(count, shape.depth + 3, dtype=torch.int64, device=device)
 
     def _parts(self, tree: DraftTree) -> tuple[Tensor, ...]:
-        """Where its candidates stand, and its layout."""
+        """The tree's candidate columns and its layout."""
         device = self._roots.device
         layout = tree_layout(tree, self.shape.sequences, device)
         return candidate_columns(tree, self.shape.width, device), *(getattr(layout, f.name) for f in fields(layout))
 
-    def _own(self) -> tuple[Tensor, ...]:
+    def _buffers(self) -> tuple[Tensor, ...]:
         return self._columns, *(getattr(self._layout, f.name) for f in fields(self._layout))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its own tensors."""
-        return sum(tensor.nbytes for tensor in (*self._own(), self.emitted))
+        """Bytes of the step's own tensors."""
+        return sum(tensor.nbytes for tensor in (*self._buffers(), self.emitted))
 
     def use(self, tree: DraftTree) -> None:
-        """The next steps verify ``tree``, which has this shape."""
+        """Verify ``tree``, which has this shape, in the next steps."""
         if tree == self.tree:
             return
-        for mine, theirs in zip(self._own(), self._parts(tree), strict=True):
-            mine.copy_(theirs)
+        for buffer, part in zip(self._buffers(), self._parts(tree), strict=True):
+            buffer.copy_(part)
         self.tree = tree
 
     def run(self) -> None:
-        """The step. Whatever fails on the way, ``state`` is as before; pages have changed behind the sequences' ends
-        alone."""
+        """Run the step. After a failure ``state`` is unchanged; pages differ only behind the sequences' ends."""
         shape = self.shape
         drafts = self._roots[:, None]
         if shape.depth:

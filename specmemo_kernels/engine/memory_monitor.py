@@ -1,4 +1,4 @@
-"""How much memory this process may still take, per device."""
+"""Free memory of this process, by device."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from specmemo_kernels.planning.host_memory import host_free
 
 
 class MemoryMonitor(Protocol):
-    """Asked between steps, every few of them."""
+    """Reads and increases the free memory between steps."""
 
     def free(self) -> int:
-        """Bytes that may still be taken, on the device that has the least."""
+        """Free bytes on the device with the least."""
 
-    def give_back(self) -> None:
-        """Return what an allocator keeps for later, so that others find it free."""
+    def release_cached(self) -> None:
+        """Return memory cached by allocators to the device."""
 
 
 class DeviceMonitor:
-    """Asks the driver, on a CPU the kernel.
+    """Reads the GPU driver, and the operating system for a CPU.
 
     Args:
         devices: those that hold a model and its pages.
@@ -40,12 +40,12 @@ class DeviceMonitor:
     def free(self) -> int:
         return min(free_bytes(device) for device in self.devices)
 
-    def give_back(self) -> None:
-        give_back(self.devices)
+    def release_cached(self) -> None:
+        release_cached(self.devices)
 
 
-def give_back(devices: Iterable[torch.device]) -> None:
-    """Return what allocators and libraries hold without need to the devices."""
+def release_cached(devices: Iterable[torch.device]) -> None:
+    """Return memory cached by allocators and libraries to the devices."""
     kinds = {device.type for device in devices}
     if "cuda" in kinds:
         torch.cuda.empty_cache()
@@ -54,9 +54,9 @@ def give_back(devices: Iterable[torch.device]) -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that this process may still take on a device.
+    """Bytes that this process may still allocate on a device.
 
-    Of a GPU within the share that ``torch.cuda.set_per_process_memory_fraction`` allows; of a CPU as
+    On a GPU within ``torch.cuda.set_per_process_memory_fraction``; on a CPU
     :func:`specmemo_kernels.planning.host_memory.host_free`.
     """
     if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""What a step verifies: the drafter's guesses in the tree of every running sequence."""
+"""Drafting: the drafter's candidates as one tree per running sequence."""
 
 from __future__ import annotations
 
@@ -26,21 +26,23 @@ def propose(
     target: TargetModel,
     agree: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[TreeBatch, float]:
-    """Let the drafter fill the tree; what isn't a token becomes -1 for the walk and 0 for the embedding.
+    """Fill the tree with the drafter's candidates; values outside the vocabulary become -1.
 
-    A tree of the root alone needs no drafter. ``agree`` turns this process's guesses ``[B, T]`` into those that all
-    processes of the target verify.
+    A one-node tree skips the drafter.
+
+    Args:
+        agree: maps this process's candidates ``[B, T]`` to those that all ranks of the target verify.
 
     Returns:
         The trees, and the seconds that the drafter took.
 
     Raises:
-        TypeError: the drafter's answer isn't a tensor.
-        ValueError: it isn't ``[sequences, tree nodes]`` int64.
+        TypeError: the drafter didn't return a tensor.
+        ValueError: its tensor isn't ``[sequences, tree nodes]`` int64.
     """
     slots, tokens = [s.slot for s in sequences], [s.tokens for s in sequences]
-    known = [slots, [t[-1] for t in tokens], [len(t) - 1 for t in tokens]]
-    rows, roots, lengths = torch.tensor(known, device=target.device)
+    columns = [slots, [t[-1] for t in tokens], [len(t) - 1 for t in tokens]]
+    rows, roots, lengths = torch.tensor(columns, device=target.device)
     longest = max(map(len, tokens)) - 1
     if tree.size == 1:
         return tree_batch(tree, roots[:, None], lengths.int(), pool.block_table[rows], longest), 0.0
@@ -59,7 +61,7 @@ def propose(
             f"expected {expected} torch.int64 (sequences, tree nodes)"
         )
     draft = only_tokens(draft if agree is None else agree(draft), target.vocab_size)
-    if draft.device.type == "cpu":  # elsewhere a look at it would make the host wait
+    if draft.device.type == "cpu":  # reading it from a GPU would block the host
         tree, draft = _without_empty_depths(tree, draft)
     draft = draft.to(target.device)
     draft[:, 0] = roots
@@ -67,13 +69,13 @@ def propose(
 
 
 def only_tokens(draft: Tensor, vocab_size: int) -> Tensor:
-    """-1 in place of what isn't a token."""
+    """Replace values outside the vocabulary by -1."""
     return torch.where((draft < 0) | (draft >= vocab_size), -1, draft)
 
 
 def _without_empty_depths(tree: DraftTree, draft: Tensor) -> tuple[DraftTree, Tensor]:
-    """The tree down to the deepest guess of any sequence (what an earlier guess is missing for can't be accepted)."""
+    """Truncate the tree at the deepest candidate of any sequence."""
     guessed = (draft >= 0).any(0).tolist()
-    deepest = max((depth for depth, there in zip(tree.depths, guessed, strict=True) if there), default=0)
-    kept = [node for node, depth in enumerate(tree.depths) if depth <= deepest]
-    return tree.truncated(deepest), draft[:, kept] if len(kept) < tree.size else draft
+    deepest = max((depth for depth, has_guess in zip(tree.depths, guessed, strict=True) if has_guess), default=0)
+    nodes = [node for node, depth in enumerate(tree.depths) if depth <= deepest]
+    return tree.truncated(deepest), draft[:, nodes] if len(nodes) < tree.size else draft

@@ -1,4 +1,4 @@
-"""Verification that looks at rows of logits: sampling, lossless and typical, and the walk that both share."""
+"""Verification by rows of logits: lossless and typical sampling, and the tree walk that both share."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Path = tuple[list[int], list[int]]
 
 
 class SampledVerifier:
-    """Verifies each sequence by its own :class:`Sampling`; those without any greedily.
+    """Verifies each sequence by its own :class:`Sampling`, or greedily without one.
 
     Lossless verification with deterministic candidates accepts a child with the target's probability of its token,
     else removes that token, renormalises and goes on to the next child (Leviathan et al., arXiv 2211.17192; Miao et
-    al., arXiv 2305.09781, section 4.3). That is the same as drawing a token from the target's distribution and
-    following it where a child holds it: the child of token x is accepted with probability p(x) either way, and what
-    is left over is distributed like p without the children. So one draw per emitted token suffices, and a seed gives
-    the very tokens that it gives without speculation. Logits exist for one row at a time, on the walked path alone.
+    al., arXiv 2305.09781, section 4.3). That equals drawing a token from the target's distribution and following the
+    child that holds it: the child of token x is accepted with probability p(x) either way, and the rest is distributed
+    like p without the children. So one draw per emitted token suffices, and a seed gives the same tokens as without
+    speculation. Logits exist for one row at a time, on the walked path only.
     """
 
     def __init__(self, target: TargetModel, backend: str | None, samplings: Sequence[Sampling | None] = ()) -> None:
         self.target, self.greedy = target, GreedyVerifier(target, backend)
-        #: Rows of logits are asked for if any of the ``samplings`` to come is one.
+        #: Read if any of the ``samplings`` is not ``None``.
         self.needs_logits = any(sampling is not None for sampling in samplings)
 
     def is_greedy(self, sequences: Sequence[SequenceState]) -> bool:
@@ -43,23 +43,23 @@ class SampledVerifier:
         if any(sequence.sampling is None for sequence in sequences):
             best = self.target.argmax(output).tolist()
         bounds, parents, drafts = host_trees(batch)
-        found: list[Path] = []
+        paths: list[Path] = []
         for row, sequence in enumerate(sequences):
             first, part = bounds[row], slice(bounds[row], bounds[row + 1])
             tree = parents[part], drafts[part]
             if sequence.sampling is None:
-                found.append(walk(sequence, *tree, batch.max_depth, partial(_best_token, best[part])))
+                paths.append(walk(sequence, *tree, batch.max_depth, partial(_best_token, best[part])))
                 continue
             logits = partial(self._logits, output, first)
             if sequence.sampling.typical is not None:
-                found.append(_typical(sequence, *tree, logits, sequence.sampling, sequence.sampling.typical))
+                paths.append(_typical(sequence, *tree, logits, sequence.sampling, sequence.sampling.typical))
             else:
                 choose = partial(_draw_token, sequence, sequence.sampling, logits)
-                found.append(walk(sequence, *tree, batch.max_depth, choose))
-        return verdict_of(batch, found)
+                paths.append(walk(sequence, *tree, batch.max_depth, choose))
+        return verdict_of(batch, paths)
 
     def _logits(self, output: TargetOutput, first: int, node: int) -> Tensor:
-        """``[V]`` of a node of the sequence whose rows begin at ``first``."""
+        """``[V]``, the logits of a node of the sequence whose rows begin at ``first``."""
         return self.target.row_logits(output, first + node)
 
 
@@ -76,14 +76,14 @@ def walk(
     max_depth: int,
     choose: Callable[[int, list[int]], int],
 ) -> Path:
-    """From the root along the children that hold what the target writes.
+    """Follow, from the root, the children that hold the target's tokens.
 
     Args:
-        choose: the target's token at a node, given the tokens that this step emitted before; asked once per emitted
-            token, in order, and not again after the sequence's end (see :meth:`SequenceState.memoised_token`).
+        choose: the target's token at a node, given the tokens that this step emitted before; called once per emitted
+            token, in order (see :meth:`SequenceState.memoised_token`).
 
     Returns:
-        The accepted path (node ids, root first) and the token that the target writes at each of its nodes.
+        The accepted path (node ids, root first) and the target's token at each of its nodes.
     """
     path: list[int] = [0]
     tokens: list[int] = []
@@ -99,16 +99,16 @@ def walk(
         path.append(child)
 
 
-def verdict_of(batch: TreeBatch, found: Sequence[Path]) -> Verdict:
-    """The verdict that consists of these paths and tokens, one per sequence."""
-    index = torch.full((len(found), batch.max_depth + 1), -1, dtype=torch.int32)
-    for row, (path, _) in enumerate(found):
+def verdict_of(batch: TreeBatch, paths: Sequence[Path]) -> Verdict:
+    """The verdict of one path and its tokens per sequence."""
+    index = torch.full((len(paths), batch.max_depth + 1), -1, dtype=torch.int32)
+    for row, (path, _) in enumerate(paths):
         index[row, : len(path)] = torch.tensor(path, dtype=torch.int32)
     device = batch.tokens.device
-    length = torch.tensor([len(path) - 1 for path, _ in found], dtype=torch.int32, device=device)
-    bonus = torch.tensor([tokens[-1] for _, tokens in found], device=device)
-    last = [path[-1] for path, _ in found]
-    return Verdict(index.to(device), length, bonus, [tokens for _, tokens in found], last)
+    length = torch.tensor([len(path) - 1 for path, _ in paths], dtype=torch.int32, device=device)
+    bonus = torch.tensor([tokens[-1] for _, tokens in paths], device=device)
+    last = [path[-1] for path, _ in paths]
+    return Verdict(index.to(device), length, bonus, [tokens for _, tokens in paths], last)
 
 
 def _best_token(best: list[int], node: int, _: list[int]) -> int:
@@ -116,7 +116,7 @@ def _best_token(best: list[int], node: int, _: list[int]) -> int:
 
 
 def _nothing_to_choose(node: int, tokens: list[int]) -> int:
-    raise AssertionError(f"token {len(tokens)} of the step, at node {node}, was to be decided already")
+    raise AssertionError(f"token {len(tokens)} of the step, at node {node}, should have been memoised")
 
 
 def _draw_token(
@@ -133,7 +133,7 @@ def _typical(
     sampling: Sampling,
     rule: TypicalAcceptance,
 ) -> Path:
-    """The longest path of typical candidates, of equally long ones the likeliest; the token after it is drawn."""
+    """The longest path of typical candidates, the likeliest of equally long ones; the token behind it is drawn."""
     if sequence.num_memoised:
         return walk(sequence, parents, drafts, sequence.num_memoised - 1, _nothing_to_choose)
     log_chance = {0: 0.0}
@@ -142,7 +142,7 @@ def _typical(
     for node, parent in enumerate(parents):
         if node and drafts[node] >= 0:
             children.setdefault(parent, []).append(node)
-    for node in range(len(parents)):  # parents come before children, so each accepted node's row is made once
+    for node in range(len(parents)):  # parents come before children, so each row of logits is computed once
         if node not in log_chance or node not in children:
             continue
         probabilities = (logits(node).float() / sampling.temperature).softmax(0)

@@ -1,4 +1,4 @@
-"""Sampling: a request's parameters, the distribution they make of a row of logits, and draws from it."""
+"""Sampling: a request's parameters, the distribution they give for a row of logits, and draws from it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specmemo_kernels.arguments import integer, positive_number, wrong_type
 
 Tensor = torch.Tensor
 
-#: The seeds that torch's generators take, the smallest and the largest.
+#: Smallest and largest seed of a torch generator.
 SEEDS = (-(1 << 63), (1 << 64) - 1)
 
 
@@ -19,8 +19,8 @@ SEEDS = (-(1 << 63), (1 << 64) - 1)
 class TypicalAcceptance:
     """Lossy: a candidate is accepted if its probability is above ``min(epsilon, alpha * exp(-entropy))``.
 
-    Medusa, arXiv 2401.10774, section 2.3.1; ``alpha = sqrt(epsilon)`` as recommended there. The text is no longer
-    distributed as the model's own.
+    Medusa, arXiv 2401.10774, section 2.3.1; ``alpha = sqrt(epsilon)`` as recommended there. The output
+    no longer has the model's distribution.
     """
 
     epsilon: float = 0.09
@@ -31,7 +31,7 @@ class TypicalAcceptance:
             positive_number(f"typical acceptance: {name}", value, 1)
 
     def threshold(self, probabilities: Tensor) -> float:
-        """What a candidate's probability must exceed where the model's distribution is ``probabilities`` ``[V]``."""
+        """The acceptance threshold for a row of ``probabilities`` ``[V]``."""
         entropy = -torch.special.xlogy(probabilities, probabilities).sum()
         return min(self.epsilon, self.alpha * math.exp(-float(entropy)))
 
@@ -44,9 +44,9 @@ class Sampling:
         temperature: divides the logits, above 0.
         top_k: only this many best tokens; 0 for all.
         top_p: only the best tokens that together have at least this probability.
-        seed: of the request's own generator. Tokens depend on it and on the model alone: not on the drafter, the tree
-            or the other requests of the batch.
-        typical: accept candidates by Medusa's rule instead: faster, but no longer the model's own distribution.
+        seed: of the request's own generator. Tokens depend only on it and on the model, not on the drafter, the tree or
+            the batch.
+        typical: lossy acceptance by Medusa's rule.
     """
 
     temperature: float = 1.0
@@ -68,7 +68,7 @@ class Sampling:
         return replace(self, seed=seed)
 
     def generator(self) -> torch.Generator:
-        """A fresh generator with this seed; on the CPU, so that a seed means the same on every device."""
+        """A new generator with this seed, on the CPU, so that a seed gives the same tokens on every device."""
         return torch.Generator().manual_seed(self.seed)
 
     def probabilities(self, logits: Tensor) -> Tensor:
@@ -88,9 +88,9 @@ class Sampling:
 
 
 def draw(probabilities: Tensor, generator: torch.Generator | None) -> int:
-    """One token from ``[V]`` probabilities, with ``generator`` on its own device; ``None`` takes torch's own.
+    """Draw a token from ``[V]`` probabilities, on the generator's device; ``None``: torch's default generator.
 
-    A draw that fails leaves the generator as it was.
+    A failed draw leaves the generator unchanged.
     """
     if generator is None:
         return int(torch.multinomial(probabilities, 1))

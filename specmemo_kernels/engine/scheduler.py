@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from specmemo_kernels.cache.paged_kv import OutOfPages
 from specmemo_kernels.drafting.placing import DrafterResidency, can_offload
 from specmemo_kernels.engine.decode import SpecDecoder
-from specmemo_kernels.engine.memory_monitor import give_back
+from specmemo_kernels.engine.memory_monitor import release_cached
 from specmemo_kernels.engine.pressure import (
     DegradationLevel,
     MemoryPressureController,
@@ -221,7 +221,7 @@ class Scheduler:
             self._resize(pages)
         self._residency.ensure(level.heads, level.prefill_chunk)
         if self.memory_pressure.shrunk:
-            give_back({kv.device for kv in decoder.pool.layers})
+            release_cached({kv.device for kv in decoder.pool.layers})
         self._applied = level
 
     def _pages_wanted(self, level: DegradationLevel, places: int) -> int:

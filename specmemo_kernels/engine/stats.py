@@ -1,4 +1,4 @@
-"""What a patched model counted while it generated."""
+"""Counters of a patched model's generation."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ class DecodeStats:
     """Counters since the last :meth:`reset`.
 
     Attributes:
-        steps: verification forward passes (prefill apart).
-        sequence_steps: the same counted once per sequence that took part.
-        tokens: tokens those steps delivered (cut at EOS and at the length limit).
+        steps: verification passes (without prefill).
+        sequence_steps: the same, counted once per sequence.
+        tokens: tokens that these steps emitted (cut at EOS and at the length limit).
         prefill_tokens: prompt tokens computed.
-        reused_tokens: tokens that weren't, because pages of earlier sequences held their keys and values.
-        recomputed_tokens: tokens computed once more, for sequences whose pages had been taken for others.
-        preemptions: how often pages were taken from a sequence. swaps: of these, how often with a copy in host memory.
-        graph_steps: steps launched one ahead of what the host knew (:mod:`specmemo_kernels.engine.overlap`), on a GPU
-            from a graph; of these, some may have been thrown away, because what they were for had ended.
-        eager_reasons: why other steps were made one by one, where graphs are on: how many for each reason.
-        retries: steps tried again because memory ran out inside. shrinks, grows: how often something was given up,
-            and taken back (:mod:`specmemo_kernels.engine.pressure`).
+        reused_tokens: prompt tokens found in cached pages.
+        recomputed_tokens: tokens computed again after a preemption.
+        preemptions: preempted sequences. swaps: those of them with a copy in host memory.
+        graph_steps: overlapped steps (:mod:`specmemo_kernels.engine.overlap`), on a GPU from graphs; includes discarded
+            steps of finished sequences.
+        eager_reasons: where graphs are on, the number of steps run from the host, by reason.
+        retries: steps retried after a failed allocation. shrinks, grows: degradation levels lowered and raised
+            (:mod:`specmemo_kernels.engine.pressure`).
         drafted: candidate tokens verified.
-        accepted_at_depth: entry d: how many sequence steps accepted at least d + 1 drafts.
-        offered_at_depth: entry d: how many sequence steps verified a tree of depth d + 1 or more.
-        slots_written: key/value slots written to pages (prefill, recomputed tokens and commits).
+        accepted_at_depth: entry d: sequence steps that accepted at least d + 1 drafts.
+        offered_at_depth: entry d: sequence steps that verified a tree of depth d + 1 or more.
+        slots_written: KV slots written to pages (prefill, recomputed tokens and commits).
         bytes_by_part: bytes held by heads, pages and scratch in the last call.
     """
 
@@ -59,7 +59,7 @@ class DecodeStats:
         return [count / self.sequence_steps for count in self.accepted_at_depth] if self.sequence_steps else []
 
     def record_step(self, accept_lengths: list[int], nodes: int, depth: int = 0) -> None:
-        """One verification step over ``len(accept_lengths)`` sequences and ``nodes`` nodes of trees of this depth."""
+        """Count a step over ``len(accept_lengths)`` sequences, with ``nodes`` nodes in trees of ``depth``."""
         self.offered_at_depth.extend([0] * (depth - len(self.offered_at_depth)))
         for level in range(depth):
             self.offered_at_depth[level] += len(accept_lengths)
@@ -73,5 +73,5 @@ class DecodeStats:
             self.slots_written += length + 1
 
     def reset(self) -> None:
-        """Start counting anew."""
+        """Set all counters to zero."""
         self.__dict__.update(vars(DecodeStats()))

@@ -1,4 +1,4 @@
-"""The device steps that generations with one pool share, and how a GPU captures them in graphs."""
+"""The device steps that generations with one pool share, and their capture in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specmemo_kernels.tree.draft_tree import DraftTree
 
 Tensor = torch.Tensor
 
-#: Steps kept, the last used ones. The memory plan counts them.
+#: Steps cached, the last used ones. The memory plan counts them.
 MAX_STEPS = 8
 
 
@@ -27,8 +27,10 @@ class CaptureFailed(RuntimeError):
 
 
 class Capture(Protocol):
-    """Records what a function launches, without running it, and returns what runs it again; ``nbytes``: memory that
-    all of them hold for their own tensors."""
+    """Records a function's launches without running them and returns a function that replays them.
+
+    ``nbytes``: memory that all recordings hold for their tensors.
+    """
 
     nbytes: int
 
@@ -36,7 +38,7 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """CUDA graphs in one memory pool: they never run at once, so the largest one's tensors are what it holds."""
+    """CUDA graphs in one memory pool, which is as large as the largest graph: they never run at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -45,24 +47,24 @@ class CudaCapture:
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate meanwhile: what they do isn't part of this capture.
+        # thread_local: allocations of other threads aren't part of this capture.
         capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
         with torch.cuda.device(self._device):  # also around set_stream, which changes the current device
-            usual = torch.cuda.current_stream(self._device)
+            stream = torch.cuda.current_stream(self._device)
             try:
                 with capture:
                     before = torch.cuda.memory_reserved(self._device)
                     run()
                     self.nbytes += torch.cuda.memory_reserved(self._device) - before
             except BaseException:
-                torch.cuda.set_stream(usual)  # where a capture can't be ended, torch stays on its stream
+                torch.cuda.set_stream(stream)  # torch stays on the capture's stream if the capture can't be ended
                 raise
         return graph.replay
 
 
 @dataclass
-class _Kept:
-    """A step; ``runs``: how often it ran; ``replay``: its graph, once there is one."""
+class _CachedStep:
+    """A step, the number of its runs, and its graph once captured."""
 
     step: DeviceStep
     runs: int = 0
@@ -70,17 +72,17 @@ class _Kept:
 
 
 class StepCache:
-    """Steps by shape over one state, each captured the second time that it is wanted.
+    """Steps by shape over one state, each captured at its second run.
 
-    The first time it just runs, which compiles its kernels and lets libraries set themselves up. Steps are made anew
-    when the pool's tensors are others.
+    The first run is eager: it compiles kernels and initialises libraries. Steps are dropped when the pool reallocates
+    its tensors.
 
     Args:
-        sequences: the most that step together.
-        make_capture: makes what captures; ``None``: steps run as they are, with the same results.
+        sequences: most sequences per step.
+        make_capture: makes the capture; ``None``: steps run eagerly, with the same results.
 
     Attributes:
-        failed: why steps can't be captured, once that was seen.
+        failed: why steps can't be captured, or an empty string.
     """
 
     def __init__(
@@ -97,30 +99,30 @@ class StepCache:
         self._make_capture = make_capture
         self._capture: Capture | None = None
         self._state: StepState | None = None
-        self._kept: dict[StepShape, _Kept] = {}
+        self._steps: dict[StepShape, _CachedStep] = {}
         self._version = pool.version
 
     @property
     def nbytes(self) -> int:
         """Bytes of the steps' tensors, and of the graphs' own."""
-        own = sum(kept.step.nbytes for kept in self._kept.values())
+        steps = sum(cached.step.nbytes for cached in self._steps.values())
         state = 0 if self._state is None else self._state.nbytes
-        return own + state + (0 if self._capture is None else self._capture.nbytes)
+        return steps + state + (0 if self._capture is None else self._capture.nbytes)
 
     def clear(self) -> None:
-        """Let go of all steps and graphs."""
-        self._kept.clear()
+        """Free all steps and graphs."""
+        self._steps.clear()
         self._capture = None
 
     def load(self, sequences: Sequence[SequenceState]) -> None:
-        """The next step begins with what the host knows of these."""
+        """Start the next step from the host's state of ``sequences``."""
         if self._state is None:
             assert sequences[0].hidden is not None, "a running sequence has a state"
             self._state = StepState(self.sequences, sequences[0].hidden)
         self._state.load(sequences)
 
     def hidden(self, sequences: int) -> tuple[Tensor, ...]:
-        """``[hidden_size]`` of each of so many sequences, as the last step left it."""
+        """Copies of the first ``sequences`` hidden states ``[hidden_size]`` after the last step."""
         assert self._state is not None, "no step has been made"
         return self._state.hidden[:sequences].clone().unbind(0)
 
@@ -128,30 +130,30 @@ class StepCache:
         """Run the step of this shape over ``tree``.
 
         Returns:
-            What it emits, on the device (:attr:`DeviceStep.emitted`), and whether it took a step's usual time.
+            :attr:`DeviceStep.emitted`, and whether the run was neither a first one nor a capture.
 
         Raises:
-            CaptureFailed: and ``failed`` says why from now on.
-            Exception: of the target or drafter, or for want of memory, also while capturing; the state is as before.
+            CaptureFailed: the step can't be captured; ``failed`` has the reason from now on.
+            Exception: of the target or drafter, or a failed allocation, also while capturing; the state is unchanged.
         """
         assert self._state is not None, "the state is loaded first"
         if self._version != self.pool.version:
             self.clear()
             self._version = self.pool.version
-        kept = self._kept.pop(shape, None)
-        if kept is None:
-            while len(self._kept) >= MAX_STEPS:
-                del self._kept[next(iter(self._kept))]
+        cached = self._steps.pop(shape, None)
+        if cached is None:
+            while len(self._steps) >= MAX_STEPS:
+                del self._steps[next(iter(self._steps))]
             step = DeviceStep(shape, tree, self._state, self.target, self.drafter, self.pool, self.backend)
-            kept = _Kept(step)
-        self._kept[shape] = kept  # the newest comes last
-        kept.step.use(tree)
-        usual = kept.runs > (self._make_capture is not None)
-        if self._make_capture is not None and kept.runs and kept.replay is None:
-            kept.replay = self._captured(kept.step)
-        (kept.replay or kept.step.run)()
-        kept.runs += 1
-        return kept.step.emitted, usual
+            cached = _CachedStep(step)
+        self._steps[shape] = cached  # the newest comes last
+        cached.step.use(tree)
+        timed = cached.runs > (self._make_capture is not None)
+        if self._make_capture is not None and cached.runs and cached.replay is None:
+            cached.replay = self._captured(cached.step)
+        (cached.replay or cached.step.run)()
+        cached.runs += 1
+        return cached.step.emitted, timed
 
     def _captured(self, step: DeviceStep) -> Callable[[], None]:
         assert self._make_capture is not None

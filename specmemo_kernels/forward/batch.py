@@ -1,4 +1,4 @@
-"""One step's metadata: every sequence's nodes packed in one ragged row, and the tensors the operators read."""
+"""A pass's metadata: all sequences' nodes packed in one ragged row, and the tensors that the operators read."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class TreeBatch:
-    """What one forward pass works on: B sequences, N nodes.
+    """The nodes of one forward pass: B sequences, N nodes.
 
-    The first ``num_trees`` sequences verify trees, and hold the first ``num_tree_nodes`` nodes; the others are chunks
-    of prompts. ``tokens`` and ``positions`` are ``[N]`` int64; ``parents`` ``[num_tree_nodes]`` int32 (``None`` without
+    The first ``num_trees`` sequences verify trees and hold the first ``num_tree_nodes`` nodes; the others are prompt
+    chunks. ``tokens`` and ``positions`` are ``[N]`` int64; ``parents`` ``[num_tree_nodes]`` int32 (``None`` without
     trees); ``tree_mask`` (``None`` without trees; zeros for chunks), ``qo_indptr``, ``seq_lens``, ``block_table`` as in
-    :mod:`specmemo_kernels.ops`. ``max_*`` are bounds known on the host, so that no launch needs a synchronisation.
-    ``tree`` is what all sequences verify, in a batch of trees alone.
+    :mod:`specmemo_kernels.ops`. ``max_*`` are host-side bounds, so that no launch needs a synchronisation. ``tree``:
+    the tree of all sequences, in a batch without chunks.
     """
 
     tokens: Tensor
@@ -64,7 +64,7 @@ class TreeBatch:
         return self.qo_indptr[: self.num_trees] + last
 
     def to(self, device: torch.device) -> TreeBatch:
-        """The same metadata on ``device``, copied once (layers of one model may live on several)."""
+        """The same metadata on ``device``, copied once (for models with layers on several devices)."""
         if device == self.seq_lens.device:
             return self
         if device not in self._elsewhere:
@@ -76,7 +76,7 @@ class TreeBatch:
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """The part of a batch that depends on tree and batch size alone, made once and kept."""
+    """The part of a batch that depends only on tree and batch size; cached."""
 
     parents: Tensor
     depths: Tensor
@@ -88,7 +88,7 @@ class TreeLayout:
 # The memory plan counts this many (footprint.KEPT_LAYOUTS).
 @lru_cache(maxsize=8)
 def tree_layout(tree: DraftTree, sequences: int, device: torch.device) -> TreeLayout:
-    """``sequences`` copies of ``tree`` side by side."""
+    """The layout of ``sequences`` copies of ``tree``."""
     parents = torch.tensor(tree.parents, dtype=torch.int32).repeat(sequences)
     depths = torch.tensor(tree.depths, dtype=torch.int64).repeat(sequences)
     indptr = torch.arange(sequences + 1, dtype=torch.int32) * tree.size
@@ -105,9 +105,9 @@ def tree_batch(
     max_seq_len: int,
     layout: TreeLayout | None = None,
 ) -> TreeBatch:
-    """A verification step: ``draft_tokens`` ``[B, T]`` int64 over the same tree for every sequence.
+    """A verification batch: ``draft_tokens`` ``[B, T]`` int64 over the same tree for every sequence.
 
-    ``layout``: that of the tree, where the caller holds it.
+    ``layout``: that of the tree, if the caller has it.
     """
     sequences = seq_lens.shape[0]
     layout = layout or tree_layout(tree, sequences, seq_lens.device)
@@ -129,7 +129,7 @@ def tree_batch(
 
 
 def chunk_batch(chunks: Sequence[Tensor], starts: Sequence[int], block_table: Tensor) -> TreeBatch:
-    """A prefill step: ``chunks[b]`` (int64 tokens) continues sequence b, ``starts[b]`` of whose tokens are in pages."""
+    """A prefill batch: ``chunks[b]`` (int64 tokens) continues sequence b behind its ``starts[b]`` tokens in pages."""
     device = block_table.device
     sizes = [len(chunk) for chunk in chunks]
     indptr = torch.tensor([0, *sizes]).cumsum(0).to(device=device, dtype=torch.int32)
@@ -151,9 +151,9 @@ def chunk_batch(chunks: Sequence[Tensor], starts: Sequence[int], block_table: Te
 
 
 def concat_batches(trees: TreeBatch, other: TreeBatch) -> TreeBatch:
-    """One batch of both; ``trees`` has no chunks, ``other`` has trees or chunks alone.
+    """One batch: the rows of ``trees`` (no chunks), then those of ``other`` (either trees or chunks).
 
-    The rows of ``other`` follow those of ``trees``; its chunks get rows of zeros in the tree mask, which are causal.
+    Chunks get rows of zeros in the tree mask, which are causal.
     """
     assert trees.parents is not None, "trees come first"
     assert trees.tree_mask is not None, "trees come first"

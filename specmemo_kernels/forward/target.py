@@ -1,4 +1,4 @@
-"""What the loop needs of the model whose tokens count."""
+"""The target model's interface to the decoding loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """Of the kept rows: the lm_head's input ``[K, hidden_size]``, and the logits ``[K, V]`` if the model made them."""
+    """The kept rows' lm_head inputs ``[K, hidden_size]``, and their logits ``[K, V]`` if the model computed them."""
 
     hidden: Tensor
     logits: Tensor | None
@@ -26,18 +26,17 @@ class TargetOutput:
 
 
 class TargetModel(Protocol):
-    """The model whose tokens count."""
+    """The model whose output is generated."""
 
     device: torch.device
     vocab_size: int
-    #: Whether forward and argmax read nothing but tensors and leave nothing but their results, so that a graph can
-    #: hold them.
+    #: Whether forward and argmax depend only on tensors and have no side effects, so that a graph can capture them.
     static: bool
 
     def forward(self, batch: TreeBatch, attention: StepAttention, keep: Tensor | None, logits: bool) -> TargetOutput:
-        """Run all layers on the batch's nodes; ``keep`` (``[K]`` int64, default all) are the rows wanted.
+        """Run all layers on the batch's nodes and return the rows ``keep`` (``[K]`` int64; ``None``: all).
 
-        ``logits``: :meth:`row_logits` will be asked for.
+        ``logits``: :meth:`row_logits` will be called.
         """
 
     def argmax(self, output: TargetOutput) -> Tensor:
