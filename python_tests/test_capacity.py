@@ -8,7 +8,7 @@ from test_families import batch, greedy
 from tiny_models import random_heads, tiny_model
 
 import specmemo_kernels as sk
-from specmemo_kernels.engine import scheduler
+from specmemo_kernels.engine import page_demand
 from specmemo_kernels.engine.decode import SequenceState
 from specmemo_kernels.integrations.hf.chat import longest_text
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
@@ -55,7 +55,7 @@ def ends_after(tokens: int):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("drafter", ["heads", "graph", "model", "lookup"])
 def test_pages_come_as_they_are_needed(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a budget the pool grows with what is written, sequences keep their pages, and no token is lost."""
-    monkeypatch.setattr(scheduler, "FIRST_TOKENS", 24, raising=False)
+    monkeypatch.setattr(page_demand, "FIRST_TOKENS", 24)
     model = tiny_model("llama", seed=4)
     heads = {"model": tiny_model("llama", seed=4, num_hidden_layers=1), "lookup": "prompt-lookup"}
     prompts = batch((9, 5, 7))
@@ -80,7 +80,7 @@ def test_pages_come_as_they_are_needed(drafter: str, monkeypatch: pytest.MonkeyP
 def test_ordinary_calls_get_their_pages_at_once() -> None:
     model = tiny_model("llama", seed=4)
     with sk.patch(model, "prompt-lookup", tree=4) as handle:
-        for new in (scheduler.FIRST_TOKENS // 2, scheduler.FIRST_TOKENS):
+        for new in (page_demand.FIRST_TOKENS // 2, page_demand.FIRST_TOKENS):
             sequence = SequenceState([3, 4, 5], new)
             handle.scheduler([sequence], None)  # type: ignore[arg-type]
             assert handle._pool is not None

@@ -11,6 +11,7 @@ from specmemo_kernels.cache.paged_kv import OutOfPages
 from specmemo_kernels.drafting.placing import DrafterResidency, can_offload
 from specmemo_kernels.engine.decode import SpecDecoder
 from specmemo_kernels.engine.memory_monitor import release_cached
+from specmemo_kernels.engine.page_demand import PageDemand
 from specmemo_kernels.engine.pressure import (
     DegradationLevel,
     MemoryPressureController,
@@ -19,15 +20,6 @@ from specmemo_kernels.engine.pressure import (
     raise_exhausted,
 )
 from specmemo_kernels.engine.sequence import SequenceState
-
-#: New tokens of a sequence for which pages are allocated at once where no budget bounds the pages. A sequence that
-#: reaches the end of its pages gets pages for twice the tokens that it has emitted.
-FIRST_TOKENS = 4096
-
-
-def first_tokens(max_new_tokens: int, emitted: int = 0) -> int:
-    """New tokens for which a sequence without a budget has pages, after it emitted ``emitted``."""
-    return min(max_new_tokens, max(FIRST_TOKENS, 2 * emitted))
 
 
 class Scheduler:
@@ -48,7 +40,7 @@ class Scheduler:
         max_sequences: most sequences at once, within the rows of the decoder's block table.
         memory_pressure: the degradation level in force; ``None``: a controller that only reacts to failed allocations.
         max_pages: most pages of the pool when memory isn't low; ``None``: its current number.
-        growing: allocate pages as they are needed (:func:`first_tokens`), up to ``max_pages``; else all at once.
+        growing: allocate pages as they are needed (:class:`PageDemand`), up to ``max_pages``; else all at once.
 
     :meth:`abort` may be called from any thread and from a sequence's ``stop``; everything else belongs to one thread.
     """
@@ -70,8 +62,14 @@ class Scheduler:
             memory_pressure = MemoryPressureController(
                 levels(decoder.tree.size, decoder.prefill_chunk, max_sequences, offloadable)
             )
-        self.memory_pressure, self.growing = memory_pressure, growing
-        self.max_pages = max_pages or decoder.pool.num_pages
+        self.memory_pressure = memory_pressure
+        self.demand = PageDemand(
+            decoder.pool.page_size,
+            decoder.slots_ahead,
+            decoder.tree.max_depth,
+            max_pages or decoder.pool.num_pages,
+            growing,
+        )
         self._applied: DegradationLevel | None = None
         self._residency = DrafterResidency(decoder.drafter, decoder.pool)
         self.decoder, self.max_sequences = decoder, max_sequences
@@ -88,26 +86,22 @@ class Scheduler:
             OutOfPages: it doesn't fit the pool even alone.
             ValueError: its prompt is empty, or ``max_new_tokens`` is below 1.
         """
-        pool = self.decoder.pool
+        demand = self.demand
         if not sequence.prompt or sequence.max_new_tokens < 1:
             raise ValueError(
                 f"a request has {len(sequence.prompt)} prompt tokens and max_new_tokens {sequence.max_new_tokens}; "
                 "both must be at least 1"
             )
-        slots = self.most_slots(len(sequence.prompt), sequence.max_new_tokens)
-        if pool.pages_for(slots) > self.max_pages:
+        slots = demand.slots(len(sequence.prompt), sequence.max_new_tokens)
+        if demand.pages_for(slots) > demand.max_pages:
             raise OutOfPages(
                 f"a prompt of {len(sequence.prompt)} and {sequence.max_new_tokens} new tokens may take {slots} slots, "
-                f"the pool has {self.max_pages * pool.page_size}; shorten the prompt or max_new_tokens, or raise "
+                f"the pool has {demand.max_pages * demand.page_size}; shorten the prompt or max_new_tokens, or raise "
                 "memory_budget"
             )
         self._arrivals += 1
         sequence.queue(self._arrivals)
         self._waiting.append(sequence)
-
-    def most_slots(self, prompt: int, new_tokens: int) -> int:
-        """Most slots that a sequence needs, candidates behind its last token included."""
-        return prompt + new_tokens + self.decoder.slots_ahead
 
     @property
     def waiting(self) -> tuple[SequenceState, ...]:
@@ -225,23 +219,8 @@ class Scheduler:
         self._applied = level
 
     def _pages_wanted(self, level: DegradationLevel, places: int) -> int:
-        """Pages that may be needed; without spare pages, those of the oldest sequence and one step of the others."""
-        first = sorted((*self.active, *self._waiting), key=_arrival)[:places]
-        if level.spare_pages or not first:
-            pages = min(self.max_pages, sum(map(self._most_pages, first))) if self.growing else self.max_pages
-            return max(pages, self.decoder.pool.num_pages)
-        return min(self.max_pages, max(self._most_pages(first[0]), sum(map(self._next_pages, first))))
-
-    def _most_pages(self, sequence: SequenceState) -> int:
-        """Most pages that a sequence needs, as far as they are allocated ahead."""
-        tokens = sequence.max_new_tokens
-        if self.growing:
-            tokens = first_tokens(tokens, sequence.emitted)
-        return self.decoder.pool.pages_for(self.most_slots(len(sequence.prompt), tokens))
-
-    def _next_pages(self, sequence: SequenceState) -> int:
-        """Pages for a sequence's context and one step."""
-        return self.decoder.pool.pages_for(len(sequence.context) + 1 + self.decoder.tree.max_depth)
+        running = sorted((*self.active, *self._waiting), key=_arrival)[:places]
+        return self.demand.of_pool(running, self.decoder.pool.num_pages, level.spare_pages)
 
     def _resize(self, pages: int) -> None:
         """Reallocate the pool: preempts all sequences, which are readmitted in order."""
@@ -252,7 +231,7 @@ class Scheduler:
     def _grow(self) -> bool:
         """Allocate more pages for the running sequences, which keep theirs; ``False`` if the pool may not grow."""
         level, pool = self.memory_pressure.level, self.decoder.pool
-        if not self.growing or not level.spare_pages:
+        if not self.demand.growing or not level.spare_pages:
             return False
         self.decoder.drain()
         pages = self._pages_wanted(level, min(level.max_sequences, self.max_sequences))
@@ -277,8 +256,8 @@ class Scheduler:
         places = min(self.max_sequences, level.max_sequences)
         while self._waiting and (active := len(self.active)) < places:
             sequence = self._waiting[0]
-            if not active and self._most_pages(sequence) > pool.num_pages:  # after the pool has shrunk
-                self._resize(self._most_pages(sequence))
+            if not active and self.demand.to_end(sequence) > pool.num_pages:  # after the pool has shrunk
+                self._resize(self.demand.to_end(sequence))
                 self._residency.ensure(level.heads, level.prefill_chunk)
             if active and not self._fits(sequence):
                 return
@@ -288,8 +267,8 @@ class Scheduler:
     def _fits(self, sequence: SequenceState) -> bool:
         """Whether there are pages for its next step, and one more for each running sequence that may still grow."""
         pool = self.decoder.pool
-        growing = sum(self._most_pages(s) > pool.held_pages(s.slot) for s in self.active)
-        missing = self._next_pages(sequence) + growing - pool.free_pages
+        growing = sum(self.demand.to_end(s) > pool.held_pages(s.slot) for s in self.active)
+        missing = self.demand.next_step(sequence) + growing - pool.free_pages
         if missing > 0 and sequence.swapped is None:  # a swapped sequence gets pages of its own
             missing -= pool.shared_pages(sequence.context)
         return missing <= 0

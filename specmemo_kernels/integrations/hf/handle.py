@@ -15,8 +15,9 @@ from specmemo_kernels.drafting.placing import can_offload
 from specmemo_kernels.engine.decode import SpecDecoder, Verifier
 from specmemo_kernels.engine.memory_monitor import DeviceMonitor
 from specmemo_kernels.engine.overlap import slots_ahead
+from specmemo_kernels.engine.page_demand import first_tokens
 from specmemo_kernels.engine.pressure import MemoryPressureController, is_out_of_memory, levels, raise_exhausted
-from specmemo_kernels.engine.scheduler import Scheduler, first_tokens
+from specmemo_kernels.engine.scheduler import Scheduler
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.stats import DecodeStats
 from specmemo_kernels.integrations.distributed.ranks import SingleRank
