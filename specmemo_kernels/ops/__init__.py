@@ -1,4 +1,4 @@
-"""The operators: tree attention over a paged KV cache and what goes with it.
+"""The operators: tree attention over a paged KV cache, paged writes, greedy verification, lm_head argmax and top-k.
 
 Every operator here checks its arguments and calls ``torch.ops.specmemo.<name>``, so all of them trace, compile and
 pass ``torch.library.opcheck``. :func:`kernels` returns a backend's functions without checks and dispatcher, for an
@@ -25,12 +25,12 @@ In memory pages are contiguous, or hold one head after the other (FlashInfer's N
 ``[num_pages, num_kv_heads, page_size, head_dim]`` seen through ``transpose(-2, -3)``. Keys, values and scales of a call
 are in the same order.
 
-Pages hold the dtype of ``q``, or are quantised: codes in int8 or float8_e4m3fn with one float32 scale per token and
-head, ``element = code * scale``. Appending and committing quantise (``scale`` is the largest magnitude over 127 or
-448, codes are rounded to nearest even: an element is off by half a scale at most in int8, by 1/16 of itself or 2**-10
-scales in fp8), and attention reads what the codes stand for. A step's own keys and values are never quantised.
+Pages have the dtype of ``q``, or are quantised: int8 or float8_e4m3fn codes with one float32 scale per token and head,
+``element = code * scale``. Appending and committing quantise: ``scale`` is the largest magnitude over 127 or 448, codes
+are rounded to nearest even. The error is at most half a scale in int8, and 1/16 of the element or 2**-10 scales in fp8.
+A step's own keys and values are not quantised.
 
-A node's position is ``seq_lens + depth``, its depth the number of its ancestors (of a causal row: of rows before it).
+A node's position is ``seq_lens + depth``; its depth is its number of ancestors (of preceding rows in a causal chunk).
 """
 
 from __future__ import annotations
@@ -106,14 +106,13 @@ def tree_attention(
         max_qo_len, max_seq_len: upper bounds of ``diff(qo_indptr)`` and ``seq_lens`` known to the caller, so that a
             GPU launch is sized without a synchronisation; ``None``: the bounds that the shapes imply.
         invariant: verifying a chain gives the same bits as decoding its tokens one by one. One kernel then serves all
-            sequences, however few their nodes: on the cpu backend it packs keys, which is slower for a node or two,
-            triton takes one set of block sizes; reference refuses. It can't hold with quantised pages: a step reads
-            the chain's own keys as they are, decoding reads their codes.
+            sequences: on the cpu backend the one that packs keys, which is slower for one or two nodes; on triton one
+            set of block sizes; reference refuses. Not with quantised pages: verification reads the chain's own keys
+            unquantised, decoding reads their codes.
         k_scales, v_scales: with quantised pages, one scale per token and head; else ``None``.
-        min_qo_len: a lower bound of ``diff(qo_indptr)``, so that a GPU isn't sent kernels that have nothing to do;
-            the call has to keep it, and so have all replays of a graph that it is captured in.
-            Give it to calls that are captured: without it a capture launches kernels for fewer nodes too, and compiles
-            those that ran never before.
+        min_qo_len: a lower bound of ``diff(qo_indptr)`` that holds for the call and for all replays of a graph that
+            captures it. It avoids launches of kernels for fewer nodes. Give it to captured calls: without it, a capture
+            compiles kernels that have never run.
 
     Returns:
         ``out`` ``[N, num_qo_heads, v_head_dim]`` in q's dtype, and ``lse`` ``[N, num_qo_heads]`` float32 (float64 for
@@ -147,8 +146,8 @@ def append_paged_kv(
 ) -> None:
     """Write row ``i`` of each sequence to position ``seq_lens + i`` of its pages (one layer; prefill).
 
-    ``k_pages`` and ``v_pages`` are changed in place, with quantised pages ``k_scales`` and ``v_scales`` too. Arguments
-    and errors as in :func:`tree_attention`.
+    Changes ``k_pages`` and ``v_pages`` in place, and the scales of quantised pages. Arguments and errors as in
+    :func:`tree_attention`.
     """
     schema.call(
         "append_paged_kv", k_new, v_new, k_pages, v_pages, block_table, seq_lens, qo_indptr, k_scales, v_scales, backend
@@ -170,7 +169,7 @@ def commit_paged_kv(
     v_scales: Tensor | None = None,
     backend: str | None = None,
 ) -> None:
-    """Copy accepted nodes from scratch slots to pages, all layers at once; nothing else is read or written.
+    """Copy accepted nodes from scratch slots to pages, all layers in one call.
 
     Args:
         k_scratch, v_scratch: ``[num_layers, >= N, num_kv_heads, head_dim]``, keys and values of the step's nodes.
@@ -195,15 +194,15 @@ def verify_tree_greedy(
     max_depth: int,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The longest path of drafts that greedy decoding would have written.
+    """The longest path of drafts that equals greedy decoding.
 
-    From the root, a child is accepted while its draft token equals the target's token at its parent; of equal
-    siblings the first. A draft of -1 is never accepted.
+    From the root, a child is accepted if its draft token equals the target's token at its parent; of equal siblings the
+    first. A draft of -1 is never accepted.
 
     Args:
         draft_tokens, target_tokens: ``[N]`` int64.
         parents: ``[N]`` int32, parents before children.
-        max_depth: longest path that ``accept_index`` can hold; the walk ends there.
+        max_depth: longest path that ``accept_index`` holds; deeper nodes are not accepted.
 
     Returns:
         ``accept_index`` ``[B, max_depth + 1]`` int32 (padded with -1), ``accept_length`` ``[B]`` int32 (drafts only;
@@ -251,8 +250,8 @@ def lm_head_topk(
     Args:
         hidden, weight, bias: as for :func:`lm_head_argmax`. With ``scales`` the weight is in 4-bit codes,
             ``[V, 32 * G]`` uint8 as :func:`specmemo_kernels.ops.weight_codes.pack` makes them, ``G = ceil(H / 64)``.
-        scales: ``[V, G]`` float16, one for 64 codes; ``None``: the weight is as it is. Sums are made in float32 of what
-            the codes stand for (with ``backend="reference"`` that is rounded to hidden's dtype first).
+        scales: ``[V, G]`` float16, one for 64 codes; ``None``: the weight is not quantised. Sums are float32 over the
+            dequantised elements (rounded to hidden's dtype first with ``backend="reference"``).
 
     Returns:
         values ``[N, k]`` in hidden's dtype and tokens ``[N, k]`` int64. ``1 <= k <= min(V, 64)``.

@@ -18,7 +18,7 @@ BACKENDS = {
 
 
 class BackendUnavailable(RuntimeError):
-    """A backend was asked for by name and can't run here; the message says what to install."""
+    """The requested backend can't run here; the message says what to install."""
 
 
 @functools.cache
