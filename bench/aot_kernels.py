@@ -68,10 +68,11 @@ def problem(target: str, kernel: str, shape: Shape, used: aot_compile.Resources)
 
 def attention_job(target: str, shape: Shape, kernel: str = "tree_attention", **flags: bool) -> Job:
     """The split kernel; ``flags`` override its constexpr switches (``DIRECT``, ``HAS_WINDOW``, ...)."""
-    chosen = config.choose_config(
-        target, shape.head_dim, shape.head_dim, shape.group, shape.nodes, shape.dtype, shape.page_size,
+    classes = config.attention_configs(
+        target, shape.head_dim, shape.head_dim, shape.group, shape.dtype, shape.page_size,
         quantised=shape.kv_dtype is not None,
     )  # fmt: skip
+    chosen = next(c for c in classes if shape.nodes <= c.max_nodes)
     return Job(kernel, shape, chosen, lambda name: compile_attention(name, shape, chosen, **flags))
 
 
@@ -106,7 +107,7 @@ def _compile_attention(
     constants |= {} if switches["HAS_SINKS"] else {"sinks_ptr": None}
     constants |= NO_SCALES if shape.kv_dtype is None else {}
     constants |= {} if switches["HAS_TREE"] else {"tree_mask_ptr": None}
-    options = runtime.compile_options(target, chosen)
+    options = runtime.compile_options(chosen)
     return aot_compile.compile_kernel(
         attention.tree_attention_kernel, types, constants, target, options, frozenset(strides)
     )
@@ -197,7 +198,7 @@ def _simple(
     aligned: frozenset[str] = frozenset(),
 ) -> Job:  # fmt: skip
     def compile_for(target: str) -> aot_compile.Resources:
-        options = runtime.compile_options(target, chosen)
+        options = runtime.compile_options(chosen)
         return aot_compile.compile_kernel(kernel, types, constants, target, options, aligned)
 
     return Job(name, shape, chosen, compile_for)

@@ -2,7 +2,7 @@
 //
 // For each block: pack keys, then for each group of tiles of rows: scores = q k (registers), mask, running maximum,
 // weights, output = output * factor + weights * v (registers), with values packed where more than one tile reads them.
-// Keys and values are read once per KV head. Few rows are multiplied without packing (few_rows.h).
+// Keys and values are read once per KV head. Tasks with few rows don't pack (few_rows.h).
 #pragma once
 
 #include "blocks.h"
@@ -20,7 +20,7 @@ class Attention {
   typedef typename Dot::Word Word;
 
  public:
-  // `nodes`, `heads`: of a task, at most.
+  // `nodes`, `heads`: maxima of a task.
   Attention(const AttentionArgs& args, int64_t nodes, int64_t heads) : args_(args), heads_(heads) {
     group_ = args.num_qo_heads / args.num_kv_heads;
     rows_ = nodes * group_;
@@ -33,7 +33,7 @@ class Attention {
 
   int64_t workspace_bytes() const { return Workspace(*this, nullptr).bytes; }
 
-  // All of a task's splits, merged in order, then written out.
+  // Computes all splits of a task, merges them in order and writes the result.
   void run(const AttentionTask& task) const {
     Workspace w(*this);
     load_queries(task, w);
@@ -46,7 +46,7 @@ class Attention {
     finish(task, states_of(task, w.total));
   }
 
-  // One split, left in `memory` for finish_splits.
+  // Computes one split; its state stays in `memory` for finish_splits.
   void run_one_split(const AttentionTask& task, int split, float* memory) const {
     Workspace w(*this);
     load_queries(task, w);
@@ -61,7 +61,7 @@ class Attention {
   }
 
  private:
-  // What one thread works in. Constructed twice: over no memory to learn its size, then over the thread's arena.
+  // One thread's workspace. Constructed twice: without memory to compute its size, then in the thread's arena.
   struct Workspace {
     explicit Workspace(const Attention& a) : Workspace(a, nullptr) {
       *this = Workspace(a, static_cast<char*>(arena(0, bytes)));
@@ -98,7 +98,7 @@ class Attention {
     Raw *staged_keys, *staged_values;  // [kBlockKeys][k_dim], [kBlockKeys][columns]
     float *scores, *lane_sums;
     int32_t* depths;
-    uint64_t* visible;  // [nodes], the block's bits of each node
+    uint64_t* visible;  // [nodes], mask bits of the block
     float *total, *part;
   };
 
@@ -106,10 +106,10 @@ class Attention {
 
   bool quantised() const { return args_.kv != KVType::kSame; }
 
-  // Whether values can't be read where they lie: they are codes, or their rows don't fill whole vectors.
+  // Whether values must be copied first: they are codes, or their rows aren't whole vectors.
   bool values_staged() const { return quantised() || args_.v_dim % kLanes != 0; }
 
-  // Whether rows of keys fill whole vectors of words.
+  // Whether rows of keys are whole vectors of words.
   bool whole_key_vectors() const { return args_.k_dim % (kLanes * Dot::kPerWord) == 0; }
 
   static constexpr int64_t kRawBytes = sizeof(Raw);
@@ -145,7 +145,7 @@ class Attention {
         }
   }
 
-  // What rows hold as the kernels want it, in the workspace; the next block's codes are fetched meanwhile.
+  // Dequantises rows into the workspace and prefetches the next block's codes.
   void stage(const Block& block, int64_t head, HeadRows& now, const HeadRows& ahead, const Workspace& w) const {
     const int64_t k_dim = args_.k_dim, v_dim = args_.v_dim;
     for (int i = 0; i < kBlockKeys; ++i) {
@@ -167,12 +167,12 @@ class Attention {
     }
   }
 
-  // Of a block with `left` keys, how many are multiplied: whole vectors, and whole words, but not all that is empty.
+  // Number of keys to multiply of a block with `left` keys: rounded up to whole vectors and words.
   static int64_t used_keys(int64_t left) {
     return left < kBlockKeys ? round_up(left, kLanes * Dot::kPerWord) : kBlockKeys;
   }
 
-  // What is ahead of `rows` rows, in an even pace over the work on the block at hand; codes were fetched before.
+  // Prefetch of the next rows, spread evenly over the work of this block; codes were prefetched before.
   Fetch fetch_ahead(const Upcoming& next, int64_t rows, int64_t keys) const {
     const int64_t wider = args_.k_dim > args_.v_dim ? args_.k_dim : args_.v_dim;
     const int64_t vectors = k_words_ / kLanes * keys;
@@ -203,7 +203,7 @@ class Attention {
     const FewRows<T, Dot> direct(args_, k_words_, columns_);
     if (in_place) direct.begin(*now);
     for (int64_t b = begin; b < end; ++b) {
-      blocks.locate(b + 1, *ahead);  // past the split's end too: the next one reads it
+      blocks.locate(b + 1, *ahead);  // also past the split's end, for the next split
       for (int64_t i = 0; i < task.nodes; ++i)
         w.visible[i] = blocks.in_order(visibility.word(task.first_node + i, b), b);
       const int64_t used = used_keys(keys - b * kBlockKeys);
@@ -219,7 +219,7 @@ class Attention {
       for (int64_t r = 0; r < rows; ++r) states.of(h).sum[r] = sum(load<VecF>(w.lane_sums + (h * rows + r) * kLanes));
   }
 
-  // All heads of a task, one after the other; `read`: the first one's rows, then those of the next block's.
+  // All heads of a task in turn. `read`: the first head's rows of this block, replaced by those of the next block.
   void run_packed(const AttentionTask& task, const Block& block, const Block& ahead, int64_t keys, HeadRows& read,
                   const Workspace& w, const States& states) const {
     const int64_t rows = task.nodes * group_;
@@ -235,13 +235,13 @@ class Attention {
     }
   }
 
-  // One head's rows over the first `keys` of the block; those behind are hidden.
+  // One head's rows over the first `keys` keys of the block; the others are masked.
   void run_block(int64_t rows, const HeadRows& block, int64_t keys, const Workspace& w, const Word* query,
                  float* lane_sums, const State& state, Fetch& fetch) const {
     const Tiles tiles(rows);
-    // One group is done with the keys when it packs values: in their place these leave more of the nearest cache.
+    // With one group the keys aren't needed when values are packed: the shared buffer saves L1 cache.
     float* values = tiles.count <= kGroupTiles ? w.packed_keys : w.packed_values;
-    bool packed = tiles.count == 1;  // a single tile reads them where they lie
+    bool packed = tiles.count == 1;  // a single tile reads values in place
     for (int64_t begin = 0; begin < tiles.count; begin += kGroupTiles) {
       const int64_t end = begin + kGroupTiles < tiles.count ? begin + kGroupTiles : tiles.count;
       const int64_t first = tiles.first(begin), last = tiles.first(end) - 1;

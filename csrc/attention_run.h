@@ -16,7 +16,7 @@ void run_attention(const AttentionArgs& args, int threads) {
     float* states;
     int64_t count;
   } context{Attention<T, Dot>(args, plan.nodes_per_task, plan.heads_per_task), nullptr, nullptr, plan.tasks};
-  // Few tasks: their splits are spread over the threads and merged afterwards, in the same order as in one thread.
+  // With few tasks the splits are distributed over the threads, then merged in the same order as in one thread.
   const bool spread = plan.splits > plan.tasks && plan.tasks < kTasksPerThread * threads && plan.tasks != threads;
   const int64_t task_bytes = round_up(plan.tasks * static_cast<int64_t>(sizeof(AttentionTask)), 64);
   const int64_t state_bytes = spread ? plan.splits * context.attention.state_floats() * 4 : 0;

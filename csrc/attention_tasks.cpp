@@ -9,7 +9,7 @@ int64_t splits_of(const AttentionArgs& args, int64_t sequence, int64_t last_node
   return divide_up(args.seq_lens[sequence] + last_node, kSplitTokens);  // a node sees no node behind it
 }
 
-// The tasks and splits that a plan's nodes per task come to, and the heads that each task has then.
+// Computes tasks, splits and heads per task from a plan's nodes per task.
 void count(const AttentionArgs& args, int threads, AttentionPlan& plan) {
   const int64_t step = plan.nodes_per_task;
   int64_t pieces = 0;

@@ -1,32 +1,32 @@
-// How tree attention is cut into tasks and splits. The cut of one sequence depends on that sequence alone, and partial
-// results are merged in the order of its tokens, so its result is the same bits in any batch, on any number of threads.
+// Tasks and splits of tree attention. The splits of a sequence depend on that sequence only, and partial results are
+// merged in token order, so its result is bit-identical in any batch, on any number of threads.
 #pragma once
 
 #include "kernels.h"
 
 namespace specmemo {
 
-// Some nodes of a sequence and some of its KV heads. The heads take turns on each block of keys, so that a page is read
-// to its end before the next one.
+// Some nodes and some KV heads of a sequence. All heads process a block of keys before the next block, so that a page
+// is read to its end before the next one.
 struct AttentionTask {
   int32_t sequence;
   int32_t first_head, heads;  // KV heads
   int32_t first_node, nodes;  // inside the sequence
-  int32_t splits;             // pieces of kSplitTokens that its keys fall into
+  int32_t splits;             // number of pieces of kSplitTokens keys
   int32_t first_split;        // index among the splits of all tasks
 };
 
 constexpr int64_t kSplitTokens = 512;   // a multiple of the kernels' block of 64 keys
-constexpr int64_t kTaskRows = 128;      // rows (nodes x group) of a task, at most; a node's group is never divided
-constexpr int64_t kTasksPerThread = 1;  // wanted, by dividing heads, so that threads end together
+constexpr int64_t kTaskRows = 128;      // maximum rows (nodes x group) of a task; a node's group is never divided
+constexpr int64_t kTasksPerThread = 1;  // minimum, by dividing heads, so that threads end together
 
-constexpr int64_t kTaskStates = 512;  // rows times heads whose running softmax a thread keeps, at most
+constexpr int64_t kTaskStates = 512;  // maximum softmax states (rows x heads) of a thread
 
-// Rows of a sequence for which keys and values are read where they lie (few_rows.h): packing takes longer than their
+// Maximum rows of a sequence whose keys and values are read in place (few_rows.h): packing takes longer than their
 // products.
 constexpr int64_t kFewRows = 8;
 
-// Asks nothing but the sequence: the two ways differ in their last bits.
+// Depends on the sequence only, because the two code paths differ in their last bits.
 inline bool has_few_rows(const AttentionArgs& args, int64_t sequence) {
   const int64_t nodes = args.qo_indptr[sequence + 1] - args.qo_indptr[sequence];
   return !args.invariant && nodes * (args.num_qo_heads / args.num_kv_heads) <= kFewRows;
@@ -41,14 +41,14 @@ inline int64_t most_nodes(const AttentionArgs& args) {  // of any sequence
   return most;
 }
 
-// Nodes that a task may have at most.
+// Maximum nodes of a task.
 inline int64_t max_nodes_per_task(const AttentionArgs& args) {
   const int64_t group = args.num_qo_heads / args.num_kv_heads;
   return group >= kTaskRows ? 1 : kTaskRows / group;
 }
 
-// Heads that a task of so many nodes may have at most. Few rows are read in the order of memory, so that they gain by
-// every head; more of them by states that stay in the caches.
+// Maximum heads of a task with this many nodes. Tasks with few rows read in memory order and gain by every head; others
+// need states that stay in the caches.
 inline int64_t max_heads_per_task(const AttentionArgs& args, int64_t nodes) {
   const int64_t group = args.num_qo_heads / args.num_kv_heads, full = max_nodes_per_task(args) * group;
   int64_t heads = full >= kTaskStates ? 1 : kTaskStates / full;
@@ -57,8 +57,8 @@ inline int64_t max_heads_per_task(const AttentionArgs& args, int64_t nodes) {
 }
 
 struct AttentionPlan {
-  int64_t nodes_per_task;  // at most
-  int64_t heads_per_task;  // at most
+  int64_t nodes_per_task;  // maximum
+  int64_t heads_per_task;  // maximum
   int64_t tasks;
   int64_t splits;  // of all tasks
 };

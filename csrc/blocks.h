@@ -1,5 +1,5 @@
-// Where the keys and values of a block of 64 positions lie: in pages, among the step's new rows, or nowhere; and in
-// which order they are read.
+// Addresses and read order of the keys and values of a block of 64 positions: in pages, among the step's new rows, or
+// missing.
 #pragma once
 
 #include "attention_tasks.h"
@@ -10,9 +10,9 @@ namespace {
 
 constexpr int kBlockKeys = 64;
 
-// Few rows read a block's quarters side by side, a row of each in turn: from several streams memory gives nearly what
-// it gives in order of addresses, page after page much less (bench/read_pages.cpp). The row of position `i` is then
-// read as number side_by_side(i).
+// Tasks with few rows read a block's quarters interleaved, one row of each in turn: several streams have nearly the
+// bandwidth of sequential reads, page after page has much less (bench/read_pages.cpp). The row of position `i` is read
+// as number side_by_side(i).
 constexpr int kStreams = 4;
 constexpr int side_by_side(int i) { return i % (kBlockKeys / kStreams) * kStreams + i / (kBlockKeys / kStreams); }
 
@@ -25,14 +25,14 @@ struct HeadRows {
   BlockRows keys, values;
 };
 
-// The rows of a task's first head, and how far it is from each to the next head's.
+// The rows of a task's first head, and the step from each row to the next head's.
 struct Block {
   HeadRows first;
   int64_t key_steps[kBlockKeys], value_steps[kBlockKeys];  // bytes
-  int64_t scales[kBlockKeys];                              // where the scales of a row of codes are
-  int paged;                                               // from here on rows are no codes
+  int64_t scales[kBlockKeys];                              // offset of the scales of a row of codes
+  int paged;                                               // rows from this one on aren't codes
 
-  // Those of the task's head `head`.
+  // The rows of the task's head `head`.
   BlockRows keys(int64_t head) const { return moved(first.keys, key_steps, head); }
   BlockRows values(int64_t head) const { return moved(first.values, value_steps, head); }
   HeadRows head(int64_t head) const { return {keys(head), values(head)}; }
@@ -45,7 +45,7 @@ struct Block {
   }
 };
 
-// The blocks of a task's sequence. `zeros`: the row that stands for a key that isn't there.
+// The blocks of a task's sequence. `zeros`: the row for missing keys.
 class Blocks {
  public:
   Blocks(const AttentionArgs& args, const AttentionTask& task, int64_t element_bytes, const void* zeros, bool streams)
@@ -80,7 +80,7 @@ class Blocks {
   }
 
  private:
-  // Where all of a block is in pages: of others only the first rows may be multiplied.
+  // Whether the whole block is in pages. Of other blocks only the first rows may be multiplied.
   bool in_streams(int64_t block) const { return streams_ && (block + 1) * kBlockKeys <= a_.seq_lens[task_.sequence]; }
 
   void paged(int64_t position, int first, int count, bool streams, Block& rows) const {
@@ -99,7 +99,7 @@ class Blocks {
     }
   }
 
-  // Row `node` of the step's new ones, or none.
+  // Row `node` of the step's new rows, or missing.
   void fresh(int64_t node, int at, Block& rows) const {
     rows.first.keys.at[at] = rows.first.values.at[at] = zeros_;
     rows.key_steps[at] = rows.value_steps[at] = 0;

@@ -1,4 +1,4 @@
-// Rows of 8-bit codes, each with one float scale, back to the element type that the kernels multiply.
+// Dequantises rows of 8-bit codes with one float scale each to the kernels' element type.
 #pragma once
 
 #include "kernels.h"
@@ -14,7 +14,7 @@ inline VecF int8_values(const uint8_t* codes) {
   return __builtin_convertvector(__builtin_convertvector(load<VecCode>(codes), VecI), VecF);
 }
 
-// e4m3: exponent bias 7, no infinities. Integers and selects only, so that flushed subnormals can't touch small codes.
+// e4m3: exponent bias 7, no infinities. Integers and selects only, so that flush-to-zero doesn't affect small codes.
 inline VecF fp8_values(const uint8_t* codes) {
   const VecU code = __builtin_convertvector(load<VecUCode>(codes), VecU), magnitude = code & 0x7fu;
   const VecF normal = bits_as<VecF>((magnitude << 20) + (120u << 23));

@@ -1,6 +1,5 @@
-// Prefetching what is read next while a head's block is computed: its values, then the next head's keys. A call's first
-// block comes without, so no farther ahead; spread over the work, and in the order of addresses, where a core reads
-// ahead by itself.
+// Prefetches a head's values and then the next head's keys while a block is computed. The first block isn't prefetched;
+// the distance is one head. Prefetches are spread over the work, in address order, as the hardware prefetcher does.
 #pragma once
 
 #include "blocks.h"
@@ -10,17 +9,16 @@ namespace {
 
 constexpr int64_t kLine = 64;  // bytes
 
-// Into the second cache. Of the lines that the first one waits for a core keeps two dozen, and shuffled pages need more
-// than that to come as fast as memory can deliver them.
+// Into L2. A core tracks only two dozen outstanding L1 misses; shuffled pages need more to reach full bandwidth.
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-inline void prefetch_near(const void* p) { __builtin_prefetch(p, 0, 3); }  // into the first one
+inline void prefetch_near(const void* p) { __builtin_prefetch(p, 0, 3); }  // into L1
 
 inline void prefetch_lines(const char* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += kLine) prefetch(from + i);
 }
 
-// The rows of a head's values and of a head's keys, in the order in which they are read.
+// The rows of a head's values and of a head's keys, in read order.
 struct Upcoming {
   Upcoming(const HeadRows& values_of, const HeadRows& keys_of) {
     std::memcpy(rows, values_of.values.at, sizeof values_of.values);
@@ -32,7 +30,7 @@ struct Upcoming {
 // Walks over the rows, line by line.
 class Fetch {
  public:
-  // The work at hand: keys are packed from so many vectors, and products take so many steps.
+  // The work of this block: vectors of keys to pack, and steps of the products.
   Fetch(const Upcoming& next, int64_t row_bytes, int64_t vectors, int64_t steps)
       : rows_(next.rows), row_lines_(static_cast<uint32_t>((row_bytes + 63) / 64)), end_(2 * kBlockKeys * row_lines_) {
     packing_end_ = steps < end_ ? end_ : 0;

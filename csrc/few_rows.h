@@ -1,9 +1,8 @@
-// Few rows of queries over a block of keys and values, both multiplied where they lie: packing would take longer than
-// the products. What is left is reading, so memory is never without work: with each head's rows those are fetched that
-// are read after them. Some heads take a turn together, first all keys, then all values: their softmax is one.
+// Few rows of queries over a block of keys and values, both read in place: packing would take longer than the products.
+// Bandwidth-bound: prefetch the next head's rows. Several heads are computed together, first all keys, then all values,
+// with one softmax pass.
 //
-// Sums stay in registers and arguments are passed in them: loads wait for earlier stores that look alike (equal low
-// address bits), and those for memory.
+// Sums and arguments stay in registers: a load waits for an earlier store with equal low address bits (4K aliasing).
 #pragma once
 
 #include "fold.h"
@@ -12,12 +11,12 @@
 namespace specmemo {
 namespace {
 
-constexpr int kPieceKeys = 16;  // whose scores are computed at a time
+constexpr int kPieceKeys = 16;  // keys per score computation
 constexpr bool kManyRegisters = kTileRows == 6;
 constexpr int kRowsAtOnce = kManyRegisters ? 4 : 2;
 static_assert(kFewRows <= kGroupRows, "the scores of a head's rows have room");
 
-// All heads of a task, each with so many rows; states and lane_sums as attention.h keeps them.
+// All heads of a task with `rows` rows each; states and lane_sums as in attention.h.
 template <class Word>
 struct HeadsOfRows {
   int64_t heads, rows;
@@ -38,13 +37,13 @@ class FewRows {
   FewRows(const AttentionArgs& args, int64_t k_words, int64_t columns)
       : args_(args), k_words_(k_words), columns_(columns), group_(args.num_qo_heads / args.num_kv_heads) {}
 
-  // Fetches what run_block reads first, where nothing was read before it.
+  // Prefetches the first rows of run_block, for a task's first block.
   void begin(const Block& block) const {
     const BlockRows keys = block.keys(0);
     for (const char* row : keys.at) prefetch_lines(row, args_.k_dim * static_cast<int64_t>(sizeof(Raw)));
   }
 
-  // The first `keys` of a block; those behind are hidden. `next` is read afterwards.
+  // The first `keys` keys of a block; the others are masked. `next` is the block after it.
   void run_block(const Block& block, const Block& next, int64_t keys, const HeadsOfRows<Word>& all) const {
     const int64_t most = kGroupRows / all.rows, turns = (all.heads + most - 1) / most;
     for (int64_t i = 0; i < turns; ++i) {
@@ -61,14 +60,14 @@ class FewRows {
   }
 
  private:
-  // As many heads of a block as scores have room for, and the keys that are read after them.
+  // As many heads of a block as fit in `scores`, and the keys read after them.
   struct Turn {
     int64_t first, end, keys;
     const Block& block;
     BlockRows next;
   };
 
-  // VECTORS: those of a row of keys, or 0 if that isn't known beforehand.
+  // VECTORS: vectors of a row of keys, or 0 if not a compile-time constant.
   template <int VECTORS>
   void run_heads(const Turn& turn, const HeadsOfRows<Word>& all) const {
     const int64_t rows = all.rows;
@@ -111,7 +110,7 @@ class FewRows {
     if (r < rows) score_rows<1, VECTORS>(query + r * k_words_, k_words_, keys, ahead, scores + r * kBlockKeys);
   }
 
-  // What a head's outputs gain by a block; the rows ahead are fetched unless they are null.
+  // Adds a block's values to a head's outputs; prefetches the rows ahead unless they are null.
   struct Gain {
     const Word* weights;
     const float* factors;
@@ -130,7 +129,7 @@ class FewRows {
     if (r < rows) add_columns<1>(gain.from(r), output + r * columns_);
   }
 
-  // Rows are read to their ends where registers allow it: memory likes that best.
+  // Reads whole rows if registers suffice: sequential reads have the highest bandwidth.
   template <int ROWS>
   void add_columns(const Gain& gain, float* output) const {
     constexpr int kWide = kManyRegisters && ROWS <= 2 ? 8 : 4;
@@ -145,7 +144,7 @@ class FewRows {
     add_tile<ROWS, VECS>(gain.weights, gain.values, gain.ahead, gain.keys, column, output, columns_, gain.factors);
   }
 
-  // scores[row][key] = query . key, and the rows ahead are fetched unless they are null.
+  // scores[row][key] = query . key; prefetches the rows ahead unless they are null.
   template <int ROWS, int VECTORS>
   __attribute__((noinline)) static void score_rows(const Word* query, int64_t k_words, Rows keys, Rows ahead,
                                                    float* scores) {
@@ -178,9 +177,8 @@ class FewRows {
     }
   }
 
-  // output[row] = output[row] * factors[row] + weights[row] * values from `column` on; of the rows ahead the same
-  // columns are fetched unless they are null. With them the values' next columns come near, which are read soon: each
-  // row is taken from the second cache at once.
+  // output[row] = output[row] * factors[row] + weights[row] * values from `column` on. Prefetches the same columns of
+  // the rows ahead unless they are null, and the values' next columns into L1, so that each row leaves L2 at once.
   template <int ROWS, int VECS>
   __attribute__((noinline)) static void add_tile(const Word* weights, Rows values, Rows ahead, int64_t keys,
                                                  int64_t column, float* output, int64_t columns, const float* factors) {

@@ -6,7 +6,7 @@
 namespace specmemo {
 namespace {
 
-// Four vectors to one: lane i of a quarter has the sum of rows[i]'s lanes of that quarter.
+// Folds four vectors into one: lane i of a quarter is the sum of rows[i]'s lanes of that quarter.
 inline VecF fold_quad(const VecF rows[4]) {
 #if defined(__AVX512F__)
   const auto pair = [](VecF a, VecF b) {
@@ -27,7 +27,7 @@ inline VecF fold_quad(const VecF rows[4]) {
 #endif
 }
 
-// Quads to the sums of all their rows, in their order.
+// Folds quads to the sums of all their rows, in row order.
 inline VecF join_quads(const VecF quads[kLanes / 4]) {
 #if defined(__AVX512F__)
   const auto halve = [](VecF a, VecF b) {

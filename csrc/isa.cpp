@@ -1,4 +1,4 @@
-// Which of the compiled instruction sets runs.
+// Selects one of the compiled instruction sets.
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>

@@ -1,4 +1,4 @@
-// What the operators' kernels take, and the table of kernels that each instruction set fills.
+// Arguments of the operators' kernels, and the table of kernels of each instruction set.
 // Plain pointers and integers only: this library links neither torch nor Python's C API outside bindings.cpp.
 #pragma once
 
@@ -8,11 +8,11 @@ namespace specmemo {
 
 enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
-// What pages hold: the same elements as q, or 8-bit codes with one float scale per token and head.
+// Elements of pages: q's dtype, or 8-bit codes with one float scale per token and head.
 enum class KVType : int { kSame = 0, kInt8 = 1, kFp8 = 2 };
 
-// How the rows, each of one token and head, of [num_pages, page_size, num_kv_heads, dim] follow each other in memory:
-// as the shape says, or within each page one head after the other (FlashInfer's NHD and HND).
+// Memory order of the rows (one token and head each) of [num_pages, page_size, num_kv_heads, dim]: as in the shape, or
+// head by head within each page (FlashInfer's NHD and HND).
 struct PageOrder {
   int64_t page_size, heads;
   bool by_head;
@@ -32,7 +32,7 @@ struct AttentionArgs {
   int64_t q_strides[2], k_new_strides[2], v_new_strides[2];
   const void* k_pages;    // [num_pages, page_size, num_kv_heads, k_dim] in `order`
   const void* v_pages;    // [num_pages, page_size, num_kv_heads, v_dim] likewise
-  const float* k_scales;  // [num_pages, page_size, num_kv_heads] likewise, or null where kv is kSame
+  const float* k_scales;  // [num_pages, page_size, num_kv_heads] likewise, or null if kv is kSame
   const float* v_scales;
   PageOrder order;
   const int32_t* block_table;  // [batch, max_pages]
@@ -55,7 +55,7 @@ struct LmHeadArgs {
   const void* hidden;  // [rows, hidden_size]
   int64_t hidden_stride;
   const void* weight;      // [vocab, hidden_size], contiguous; with scales 4-bit codes, 32 bytes per group of 64
-  const uint16_t* scales;  // [vocab, groups] float16, or null: the weights are as they are
+  const uint16_t* scales;  // [vocab, groups] float16, or null: weights in dtype
   const void* bias;        // [vocab] or null
   int64_t rows, vocab, hidden_size;
   int64_t k;        // 1: argmax
@@ -72,9 +72,9 @@ struct Kernels {
   void (*tree_attention)(const AttentionArgs&, int threads);
   int64_t (*attention_workspace)(const AttentionArgs&);  // bytes of one thread, for any number of nodes
   void (*lm_head_topk)(const LmHeadArgs&, int threads);
-  // Row i of each sequence goes to position seq_lens + i.
+  // Writes row i of each sequence to position seq_lens + i.
   void (*append_rows)(const PagedRows& rows, const CopySide& side);
-  // Accepted nodes of all layers go to positions seq_lens, seq_lens + 1, ...
+  // Writes the accepted nodes of all layers to positions seq_lens, seq_lens + 1, ...
   void (*commit_rows)(const PagedRows& rows, const CopySide& keys, const CopySide& values, int64_t layers,
                       const AcceptedPaths& paths, int threads);
 };
@@ -82,7 +82,7 @@ struct Kernels {
 // The kernels in use: the best set this machine can run, or the one named by SPECMEMO_CPU_ISA.
 const Kernels& kernels();
 
-// Names of all sets that were built and that this machine can run, best first; count in *count.
+// Names of all sets that were built and that this machine supports, best first; count in *count.
 const char* const* available_isas(int* count);
 
 // Choose a set by name (for tests); returns false when it was not built or can't run here.

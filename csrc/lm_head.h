@@ -9,8 +9,8 @@
 namespace specmemo {
 namespace {
 
-// The k best of what has been offered, best first; of equal values the one offered first stays ahead. NaN counts as
-// the largest value, as in torch.
+// The k best of all inserted values, best first; ties keep their insertion order. NaN is the largest value, as in
+// torch.
 struct Best {
   int64_t k, count;
   int64_t* tokens;
@@ -30,7 +30,7 @@ struct Best {
   }
 };
 
-// `Products` makes the sums: of weights as they are (RowProducts) or in 4 bits (CodeProducts).
+// `Products` computes the sums: of weights in dtype (RowProducts) or in 4 bits (CodeProducts).
 template <class T, class Products>
 class LmHead {
   typedef typename T::Raw Raw;
@@ -38,20 +38,20 @@ class LmHead {
  public:
   LmHead(const LmHeadArgs& args, int64_t pieces) : args_(args), products_(args), pieces_(pieces) {}
 
-  // What the caller provides until all is merged.
+  // Buffers of the caller, until all pieces are merged.
   int64_t shared_bytes() const { return round_up(products_.memory_bytes(), 64); }
   void prepare(char* shared) { products_.prepare(shared); }
 
   int64_t piece_bytes() const { return args_.rows * args_.k * 12; }
 
-  // The k best of one piece of the vocabulary, for all rows.
+  // Computes the k best of one piece of the vocabulary, for all rows.
   void run(int64_t piece, char* results) const {
     const int64_t begin = first_token(piece), end = first_token(piece + 1), rows = args_.rows;
     const int64_t padded = round_up(rows * kVocabTile, kLanes);
     auto* memory = static_cast<char*>(arena(0, padded * static_cast<int64_t>(sizeof(VecF) + sizeof(float))));
     auto* sums = reinterpret_cast<VecF(*)[kVocabTile]>(memory);
     auto* values = reinterpret_cast<float*>(memory + padded * static_cast<int64_t>(sizeof(VecF)));
-    int64_t counts_seen = 0;  // offered so far, the same for every row
+    int64_t counts_seen = 0;  // inserted so far, the same for every row
     for (int64_t token = begin; token < end; token += kVocabTile) {
       const int64_t count = end - token < kVocabTile ? end - token : kVocabTile;
       start(token, count, sums);
@@ -66,7 +66,7 @@ class LmHead {
     }
   }
 
-  // All pieces of one row, in the order of their tokens.
+  // Merges all pieces of one row in token order.
   void merge(int64_t row, char* results) const {
     Best total{args_.k, 0, args_.tokens + row * args_.k, args_.values + row * args_.k};
     for (int64_t piece = 0; piece < pieces_; ++piece) {
@@ -94,8 +94,8 @@ class LmHead {
     }
   }
 
-  // The sum over the lanes of each of `count` vectors (a multiple of kLanes), rounded to the inputs' type: the model's
-  // own linear rounds too, and that decides ties.
+  // Sums the lanes of each of `count` vectors (a multiple of kLanes) and rounds to the inputs' type, as the model's
+  // linear layer does: that decides ties.
   static void fold(const VecF* sums, int64_t count, float* values) {
     for (int64_t i = 0; i < count; i += kLanes) {
       VecF block[kLanes];

@@ -1,9 +1,8 @@
-// Sums of hidden rows with weights in 4-bit codes (specmemo_kernels/weight_codes.py says how they lie).
+// Sums of hidden rows with weights in 4-bit codes (layout: specmemo_kernels/ops/weight_codes.py).
 //
-// A vector of words holds kVectors vectors of weights, half-byte j of every element's place one of them, so codes
-// become numbers by a shift and a table (or a shift back and a conversion) and are never moved. The hidden rows are
-// brought into the order that this gives, once, in float32, and bfloat16 where the instruction set multiplies pairs of
-// it.
+// A vector of words holds kVectors vectors of weights: vector j is half-byte j of every element's word. Codes are
+// converted by a shift and a table lookup (or a shift back and a conversion), without shuffles. The hidden rows are
+// reordered to match once, in float32, or in bfloat16 if the instruction set multiplies pairs of it.
 #pragma once
 
 #include "lm_head_rows.h"
@@ -12,8 +11,8 @@ namespace specmemo {
 namespace {
 
 constexpr int64_t kGroup = 64, kGroupBytes = kGroup / 2;
-constexpr int64_t kStepBytes = 4 * kLanes;      // of codes, one vector
-constexpr int64_t kStepCodes = 2 * kStepBytes;  // elements that they stand for
+constexpr int64_t kStepBytes = 4 * kLanes;      // one vector of codes
+constexpr int64_t kStepCodes = 2 * kStepBytes;  // elements in it
 
 // The scale of every lane's word in step `step`.
 inline VecF step_scales(const uint16_t* scales, int64_t step) {
@@ -29,7 +28,7 @@ inline VecF step_scales(const uint16_t* scales, int64_t step) {
 
 template <class T, class Dot>
 struct CodeRow {
-  typedef float Element;  // of the hidden rows in their new order
+  typedef float Element;  // type of the reordered hidden rows
   static constexpr int kVectors = 8;
   static Element element(typename T::Raw x) { return T::to_float(x); }
 
@@ -42,7 +41,7 @@ struct CodeRow {
   }
 #else
   typedef VecI Words;
-  // With the highest bit of each code turned it is a signed number of four bits.
+  // With its highest bit flipped a code is a signed 4-bit number.
   static Words words(const void* codes) { return bits_as<VecI>(load<VecU>(codes) ^ 0x88888888u); }
   static VecF weights(Words w, int j) { return __builtin_convertvector((w << (28 - 4 * j)) >> 28, VecF); }
 #endif
@@ -71,8 +70,8 @@ struct CodeRow<BFloat16, BFloat16Dot> {
 };
 #endif
 
-// sums[r][from + v] += the products of HIDDEN rows with WEIGHTS rows of codes over `steps` steps. Meanwhile the codes
-// that lie `ahead` bytes on are fetched, unless that is 0.
+// sums[r][from + v] += the products of HIDDEN rows with WEIGHTS rows of codes over `steps` steps. Prefetches the codes
+// `ahead` bytes farther, unless `ahead` is 0.
 template <class Row, int HIDDEN, int WEIGHTS>
 inline void dot_codes(const typename Row::Element* hidden, int64_t hidden_stride, const uint8_t* const* codes,
                       const uint16_t* const* scales, int64_t steps, VecF (*sums)[kVocabTile], int64_t from,
@@ -132,7 +131,7 @@ class CodeProducts {
 
   int64_t memory_bytes() const { return args_.rows * steps_ * kStepCodes * static_cast<int64_t>(sizeof(Element)); }
 
-  // The hidden rows in the order in which weights() gives their weights; zeros where there are none.
+  // The hidden rows in the order of weights(), padded with zeros.
   void prepare(char* memory) {
     hidden_ = reinterpret_cast<Element*>(memory);
     constexpr int kLaneBytes = kLanes * 4 / kElements, kVectorsPerByte = 2;  // of a vector of Elements
@@ -156,7 +155,7 @@ class CodeProducts {
     for (int64_t v = 0; v < kVocabTile; v += kWeights) {
       const uint8_t *codes[kWeights], *last_codes[kWeights];
       const uint16_t *scales[kWeights], *last_scales[kWeights];
-      // A last vector that a row doesn't fill: what is behind it may be nobody's memory.
+      // A row's last vector may be partial, and the memory behind it unmapped.
       alignas(64) uint8_t rest[kWeights][kStepBytes] = {};
       uint16_t rest_scales[kWeights][2] = {};
       for (int64_t i = 0; i < kWeights; ++i) {  // rows past the end repeat the last one; their sums are not used

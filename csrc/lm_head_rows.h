@@ -1,7 +1,7 @@
 // Sums of hidden rows with weight rows.
 //
-// Weight rows are read once, a few at a time beside a few hidden rows, with one vector of partial sums for each pair;
-// no packing, as both operands are contiguous along the reduced dimension.
+// Weight rows are read once, a few at a time with a few hidden rows, and one vector of partial sums for each pair.
+// Nothing is packed, because both operands are contiguous along the reduced dimension.
 #pragma once
 
 #include "kernels.h"
@@ -35,8 +35,8 @@ struct RowDot<BFloat16, BFloat16Dot> {
 };
 #endif
 
-// sums[row][vocab] += products of [begin, end) for `HIDDEN` rows and all rows of the vocabulary tile. Meanwhile the
-// same part of the first PREFETCH rows of `ahead` is fetched.
+// sums[row][vocab] += products of [begin, end) for `HIDDEN` rows and all rows of the vocabulary tile. Prefetches the
+// same part of the first PREFETCH rows of `ahead`.
 template <class T, class Dot, int HIDDEN, int PREFETCH>
 inline void dot_tile(const typename T::Raw* hidden, int64_t hidden_stride, const typename T::Raw* const* weight,
                      const typename T::Raw* const* ahead, int64_t begin, int64_t end, VecF (*sums)[kVocabTile]) {
@@ -119,7 +119,7 @@ class RowProducts {
     }
     const int64_t rows = args_.rows, tiles = (rows + kHiddenTile - 1) / kHiddenTile;
     const int64_t whole = args_.hidden_size / RowDot<T, Dot>::kStep * RowDot<T, Dot>::kStep;
-    // The next panel is fetched evenly over the tiles: in one burst it would wait for the memory, then leave it idle.
+    // The next panel's prefetches are spread over the tiles: a burst would stall, then leave the memory idle.
     const int64_t share = (kVocabTile + tiles - 1) / tiles, fetched = share > 3 ? kVocabTile : share;
     for (int64_t begin = 0; begin < whole; begin += kHiddenChunk) {
       const int64_t end = begin + kHiddenChunk < whole ? begin + kHiddenChunk : whole;

@@ -1,9 +1,9 @@
-// One block of keys and values, from pages or the step's new rows, as tile.h multiplies them.
+// One block of keys and values, from pages or the step's new rows, in the layout of tile.h.
 //
-//   keys    packed: [k_words][kBlockKeys], word w of every key side by side (a transposition)
-//   values  read where they lie, or packed: [kBlockKeys / kPerWord][v_columns]; word = a pair of keys, or one
+//   keys    packed: [k_words][kBlockKeys], word w of every key contiguous (a transposition)
+//   values  read in place, or packed: [kBlockKeys / kPerWord][v_columns]; word = a pair of keys, or one
 //
-// A slot without a key points at a row of zeros; memory that holds no token is never read.
+// A slot without a key points to a row of zeros; unwritten memory is never read.
 #pragma once
 
 #include "blocks.h"
@@ -75,7 +75,7 @@ inline void transpose(VecF rows[kLanes]) {
 #endif
 }
 
-// How elements of type T become words of Dot, for one row of keys.
+// Conversion of one row of keys from elements of type T to words of Dot.
 template <class T, class Dot>
 struct KeyWords {
   static VecF load_words(const typename T::Raw* row, int64_t word) { return T::load_vec(row + word); }
@@ -93,7 +93,7 @@ struct KeyWords<BFloat16, BFloat16Dot> {
 };
 #endif
 
-// keys[i]: the row of key i. `count`: the first so many, in whole vectors.
+// keys[i]: the row of key i. `count`: number of keys, in whole vectors.
 template <class T, class Dot>
 inline void pack_keys(const char* const* keys, int64_t count, int64_t dim, float* packed, Fetch& fetch) {
   typedef KeyWords<T, Dot> Words;
@@ -120,7 +120,7 @@ inline void pack_keys(const char* const* keys, int64_t count, int64_t dim, float
   fetch = walk;
 }
 
-// B read where it lies: rows of values anywhere, of which a step is one key's, or a pair of keys' in turn.
+// B read in place: rows of values at any address; a step is one key's row, or a pair of keys' rows interleaved.
 template <class T, class Dot>
 struct ValueRows {
   const char* const* rows;
@@ -137,7 +137,7 @@ template <>
 struct ValueRows<BFloat16, BFloat16Dot> {
   const char* const* rows;
 
-  // Picks elements start, start + 1, ... of two vectors in turn.
+  // Interleaves elements start, start + 1, ... of two vectors.
   static __m512i interleaving(int start) {
     alignas(64) uint16_t index[32];
     for (int i = 0; i < 32; ++i) index[i] = static_cast<uint16_t>(start + i / 2 + (i % 2) * 32);
@@ -162,8 +162,8 @@ struct ValueRows<BFloat16, BFloat16Dot> {
 };
 #endif
 
-// The first `count` of a block's values [count / kPerWord][columns], for those who read them more than once: rows of a
-// page are a power of two apart, so that the nearest cache holds few of them at a time.
+// Packs the first `count` values of a block to [count / kPerWord][columns], if several tiles read them: rows of a page
+// are a power of two apart, so that L1's associativity limits how many stay cached.
 template <class T, class Dot>
 inline void pack_values(const char* const* rows, int64_t count, int64_t columns, float* packed) {
   const ValueRows<T, Dot> values{rows};

@@ -1,4 +1,4 @@
-// Rows into pages, copied or quantised on the way.
+// Writes rows to pages, copied or quantised.
 #pragma once
 
 #include "fetch.h"
@@ -11,7 +11,7 @@ namespace {
 
 enum class Way { kCaches, kPastCaches };
 
-// Past the caches goes what is whole lines.
+// Whole cache lines are written with non-temporal stores.
 inline Way way(const CopySide& side) {
 #if defined(__SSE2__)
   if (side.type == KVType::kSame && side.head_bytes() % kLine == 0 && reinterpret_cast<uintptr_t>(side.to) % kLine == 0)
@@ -20,7 +20,7 @@ inline Way way(const CopySide& side) {
   return Way::kCaches;
 }
 
-// A line past the caches, in as few stores as there are: a core remembers few of those that wait for what they store.
+// One line by non-temporal stores, as few as possible: a core has few buffers for them.
 inline void stream_line(char* to, const char* from) {
 #if defined(__AVX512F__)
   _mm512_stream_si512(reinterpret_cast<__m512i*>(to), load<__m512i>(from));
@@ -33,14 +33,14 @@ inline void stream_line(char* to, const char* from) {
 #endif
 }
 
-inline void streamed() {  // before anybody else reads it
+inline void streamed() {  // fence before other threads read
 #if defined(__SSE2__)
   _mm_sfence();
 #endif
 }
 
-// A row in all its heads, to `place` of all layers' pages and so on, `next_head` apart. What the next layer needs (if
-// there is a next one) is fetched meanwhile: rows lie far apart, where no hardware sees a pattern.
+// Writes all heads of a row to row `place` of all layers' pages, `next_head` rows apart. Prefetches the next layer's
+// lines, if any: they are too far apart for the hardware prefetcher.
 inline void copy_row(const CopySide& side, const char* from, int64_t place, int64_t next_head, Way way,
                      bool fetch_next) {
   const int64_t bytes = side.head_bytes();
@@ -79,8 +79,8 @@ void commit_rows(const PagedRows& rows, const CopySide& keys, const CopySide& va
     const AcceptedPaths& paths;
     int64_t layers, parts;
   } context{rows, {&keys, &values}, paths, layers, small ? 1 : threads};
-  // Some layers one after the other, so that a thread fetches what it copies itself. What is written goes past the
-  // caches where it can: it is read a step later, after all weights, and memory that is overwritten isn't read first.
+  // Each task is a run of layers, so that a thread prefetches its own lines. Stores are non-temporal if possible: the
+  // rows are read a step later, after all weights, and overwritten lines needn't be read first.
   auto some_layers = [](void* data, int64_t part) {
     const auto& c = *static_cast<Context*>(data);
     const int64_t end = c.layers * (part + 1) / c.parts, next_head = c.rows.order.next_head();

@@ -1,4 +1,4 @@
-// Rows of a step and the pages that they are written to.
+// Rows of a step and their target pages.
 #pragma once
 
 #include "kernels.h"
@@ -10,23 +10,23 @@ struct PagedRows {
   const int32_t* seq_lens;     // [batch]
   const int32_t* qo_indptr;    // [batch + 1]
   int64_t batch, max_pages;
-  PageOrder order;  // of keys, values and scales alike
+  PageOrder order;  // of keys, values and scales
 
-  // Where a token goes: the row of its first head within a layer's pages.
+  // A token's target: the row of its first head within a layer's pages.
   int64_t place(int64_t sequence, int64_t position) const {
     return order.row(block_table[sequence * max_pages + position / order.page_size], position % order.page_size);
   }
 };
 
-// One of the two sides (keys or values); strides in bytes.
+// Keys or values; strides in bytes.
 struct CopySide {
-  const char* from;  // rows of heads; strides say where layer, row and head are
+  const char* from;  // rows of heads, with strides of layer, row and head
   int64_t from_layer, from_row, from_head;
-  char* to;                     // [layers, rows, dim], elements of `type`; PageOrder says which row is where
-  float* scales;                // [layers, rows] where the elements are codes
+  char* to;                     // [layers, rows, dim], elements of `type`, rows in PageOrder
+  float* scales;                // [layers, rows] if the elements are codes
   int64_t rows;                 // of one layer's pages
   int64_t heads, dim, element;  // element: bytes of one number in `from`
-  DType dtype;                  // of `from`; not looked at when rows are copied as they are
+  DType dtype;                  // of `from`; unused if rows are copied
   KVType type;
 
   const char* row_from(int64_t layer, int64_t row) const { return from + layer * from_layer + row * from_row; }

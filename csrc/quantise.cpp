@@ -7,7 +7,7 @@ namespace {
 
 constexpr float kLargestInt8 = 127.0f, kLargestFp8 = 448.0f;
 constexpr float kSmallestScale = 0x1p-126f;
-constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23: a sum with it has no fraction left
+constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
 
 float element(DType dtype, const char* row, int64_t i) {
   if (dtype == DType::kFloat32) return reinterpret_cast<const float*>(row)[i];
@@ -32,7 +32,7 @@ uint8_t fp8_code(float x) {
 }  // namespace
 
 float quantise_row(DType dtype, KVType type, const char* row, int64_t dim, uint8_t* codes) {
-  uint32_t largest = 0;  // as bits, in whose order NaN is above infinity
+  uint32_t largest = 0;  // compared as bits: NaN is above infinity
   for (int64_t i = 0; i < dim; ++i) {
     const uint32_t magnitude = bits_as<uint32_t>(element(dtype, row, i)) & 0x7fffffffu;
     largest = magnitude > largest ? magnitude : largest;

@@ -1,4 +1,4 @@
-// The softmax of a group of tiles of rows, one block of keys after the other.
+// Online softmax of a group of tiles of rows, block by block.
 #pragma once
 
 #include "kernels.h"
@@ -10,17 +10,17 @@ namespace {
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr float kMinusInf = -__builtin_inff();
 
-// Tiles whose softmax is computed at once: each row's maximum takes long to know, and many rows take no longer.
+// Tiles per softmax pass: a row's maximum has a long latency, which many rows share.
 constexpr int kGroupTiles = 8;
 constexpr int kGroupRows = kGroupTiles * kTileRows;
 constexpr int kGroupRoom = (kGroupRows + kLanes - 1) / kLanes * kLanes;  // in whole vectors
 
-// Softmax state of one head's rows: output [rows][columns] not yet divided by `sum`, scores in units of log2.
+// Softmax state of one head's rows: output [rows][columns] before division by `sum`, scores in base 2.
 struct State {
   float *output, *max, *sum;
 };
 
-// Those of a task's heads: all outputs, then all maxima, then all sums.
+// States of a task's heads: all outputs, then all maxima, then all sums.
 struct States {
   float* memory;
   int64_t heads, rows, columns;
@@ -30,13 +30,13 @@ struct States {
     return State{memory + head * rows * columns, max + head * rows, max + (heads + head) * rows};
   }
 
-  // With as much behind them as a whole vector may be read past a maximum.
+  // Padded, because a whole vector is read from a row's maximum on.
   int64_t floats() const { return heads * rows * (columns + 2) + kLanes; }
 };
 
 inline float exp2_scalar(float x) { return exp2_nonpositive(splat(x))[0]; }
 
-// state += part, both over the same rows. Adding a part that saw no key changes nothing.
+// state += part, both over the same rows. A part without a visible key changes nothing.
 inline void merge(const State& state, const State& part, int64_t rows, int64_t columns) {
   for (int64_t r = 0; r < rows; ++r) {
     if (part.max[r] == kMinusInf) continue;
@@ -51,12 +51,12 @@ inline void merge(const State& state, const State& part, int64_t rows, int64_t c
   }
 }
 
-// A group's products of queries and keys, and which of them count.
+// A group's scores and their mask.
 struct Scores {
   float* scores;  // [count][kBlockKeys]
-  int64_t first;  // row of the head that the group begins with
+  int64_t first;  // the group's first row of the head
   int count;
-  const uint64_t* visible;  // [nodes], bit i: the block's key i is seen
+  const uint64_t* visible;  // [nodes], bit i: the block's key i is visible
   int64_t rows_per_node;
   bool all_visible;
 };
@@ -68,15 +68,14 @@ class Weights {
  public:
   explicit Weights(const AttentionArgs& args) : args_(args) {}
 
-  // Scores into weights in their place, [count][kBlockKeys words], and the factor that each row's output so far must be
-  // multiplied by. One pass over the rows for their maxima and one for the weights: rows are independent, so both have
-  // much to do at once.
+  // Converts scores to weights in place, [count][kBlockKeys words], and computes each row's factor of its previous
+  // output. One pass over the rows for the maxima and one for the weights: independent rows hide the latencies.
   const Word* weigh(const Scores& group, const State& state, float* lane_sums, float* factors) const {
     constexpr int kVecs = kBlockKeys / kLanes;
-    // Scores become units of log2 while they are weighed, or before where that takes more than a factor.
+    // Scores are converted to base 2 with the weights, or before if that takes more than a factor.
     const bool before = args_.softcap != 0.0f || args_.scale <= 0.0f;
     const float unit = before ? 1.0f : args_.scale * kLog2e;
-    // What float32 can't hold of the factor: it would cost float32 inputs a digit, others round more themselves.
+    // The factor's rounding error in float32, which would cost float32 inputs a digit.
     const float rest = before ? 0.0f : static_cast<float>(double(args_.scale) * 1.4426950408889634 - unit);
     alignas(64) float now[kGroupRoom];
     maxima(group, before, unit, state.max + group.first, now, factors);
@@ -87,7 +86,7 @@ class Weights {
       for (int v = 0; v < kVecs; ++v) {
         const VecF score = load<VecF>(scores + v * kLanes);
         VecF power = score * splat(unit) - splat(now[r]);
-        if (T::kBits == 32) power = power + vmax(score, splat(-1e30f)) * splat(rest);  // hidden keys stay hidden
+        if (T::kBits == 32) power = power + vmax(score, splat(-1e30f)) * splat(rest);  // masked keys stay masked
         weights[v] = exp2_nonpositive(power);
         total = total + weights[v];
       }
@@ -98,7 +97,7 @@ class Weights {
   }
 
  private:
-  // Hides what isn't seen and finds each row's maximum `now`, which becomes the state's, and its factor.
+  // Masks scores, updates each row's maximum in the state, and computes its factor.
   void maxima(const Scores& group, bool before, float unit, float* state_max, float* now, float* factors) const {
     int64_t node = group.first / group.rows_per_node, in_node = group.first % group.rows_per_node;
     for (int first = 0; first < group.count; first += kLanes) {
@@ -114,19 +113,19 @@ class Weights {
       }
       transpose(top);
       for (int i = 1; i < kLanes; ++i) top[0] = vmax(top[0], top[i]);
-      const VecF was = load<VecF>(state_max + first), found = top[0] * splat(unit);  // lanes past the rows don't count
+      const VecF was = load<VecF>(state_max + first), found = top[0] * splat(unit);  // lanes past the rows are unused
       VecF is = found > was ? found : was;
       // Only scores of NaN or minus infinity: they must reach the sum.
       is = is == splat(kMinusInf) ? hide(VecF{}, sees) : is;
       store(now + first, is);
       for (int i = 0; i < kLanes && first + i < group.count; ++i) state_max[first + i] = now[first + i];
-      is = is == splat(kMinusInf) ? VecF{} : is;  // nothing seen yet: any reference gives weights of zero
+      is = is == splat(kMinusInf) ? VecF{} : is;  // no visible key yet: any reference gives weights of zero
       store(now + first, is);
       store(factors + first, exp2_nonpositive(was - is));
     }
   }
 
-  // The maximum of a row's scores in each lane; what is hidden, or in other units, is written back.
+  // The maximum of a row's scores per lane; masked or converted scores are written back.
   VecF highest(float* scores, uint64_t visible, bool before, bool all_visible) const {
     VecF top = splat(kMinusInf);
     for (int v = 0; v < kBlockKeys / kLanes; ++v) {

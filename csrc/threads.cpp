@@ -16,8 +16,8 @@
 namespace specmemo {
 namespace {
 
-// A second OpenMP runtime beside torch's would leave two pools spinning on the same cores, so none is linked: whichever
-// runtime is loaded (GNU's, LLVM's and Intel's all export GOMP_parallel) is found and used.
+// No OpenMP runtime is linked, because a second one besides torch's would spin on the same cores. The loaded runtime is
+// used: GNU's, LLVM's and Intel's all export GOMP_parallel.
 using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 
 struct Runtime {
@@ -120,7 +120,7 @@ void parallel_for(int64_t count, int threads, Task task, void* context) {
     try {
       helpers.reserve(threads - 1);
       for (int i = 1; i < threads; ++i) helpers.emplace_back(work, &loop);
-    } catch (const std::exception&) {  // no more threads, or no memory for one: those that run do all the work
+    } catch (const std::exception&) {  // out of threads or memory: the running threads do all the work
     }
     work(&loop);
     for (auto& helper : helpers) helper.join();

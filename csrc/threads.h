@@ -1,4 +1,4 @@
-// Parallel loops on the pool that torch already has.
+// Parallel loops on torch's thread pool.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@ void parallel_for(int64_t count, int threads, Task task, void* context);
 // The OpenMP runtime that parallel_for found in the process, or "std::thread".
 const char* thread_runtime();
 
-// A buffer of the calling thread that only ever grows; valid until the thread's next call with the same slot.
-// 64-byte aligned. Slots keep nested users apart.
+// A buffer of the calling thread that only grows; valid until the thread's next call with the same slot. 64-byte
+// aligned. Nested users take different slots.
 constexpr int kArenaSlots = 2;
 void* arena(int slot, int64_t bytes);
 

@@ -1,8 +1,8 @@
 // The two products of attention, C[rows, columns] += A[rows, steps] * B[steps, columns], in registers.
 //
 // All operands are 32-bit words. With Float32Dot a word is one float; with BFloat16Dot it is a pair of neighbours along
-// the reduced dimension, and one instruction multiplies and adds both. B gives whole vectors of columns, from packed
-// words or from where they lie (pack.h). Every element of C is summed in the order of the steps, whatever the tile's
+// the reduced dimension, and one instruction multiplies and adds both. B returns whole vectors of columns, from packed
+// words or in place (pack.h). Every element of C is summed in the order of the steps, whatever the tile's
 // shape.
 #pragma once
 
@@ -40,7 +40,7 @@ struct BFloat16Dot {
 };
 #endif
 
-// Rows divided into tiles of nearly equal height: a last tile of one row would leave most of the registers idle.
+// Divides rows into tiles of nearly equal height: a last tile of one row would leave most registers idle.
 struct Tiles {
   explicit Tiles(int64_t rows) : rows(rows), count((rows + kTileRows - 1) / kTileRows) {}
   int64_t first(int64_t tile) const { return rows * tile / count; }
@@ -49,7 +49,7 @@ struct Tiles {
   int64_t rows, count;
 };
 
-// B packed: all columns' words of one step lie side by side.
+// B packed: all columns' words of one step are contiguous.
 struct PackedColumns {
   const float* at;
   int64_t stride;
@@ -61,7 +61,7 @@ struct PackedColumns {
 };
 
 // C tile of ROWS x VECS vectors. `scale` null: C starts at zero; else C is multiplied by scale[row] first.
-// Never inlined: alone, the accumulators stay in registers.
+// Never inlined, so that the accumulators stay in registers.
 template <class Dot, int ROWS, int VECS, bool FETCH, class B>
 __attribute__((noinline)) void tile(const typename Dot::Word* a, int64_t lda, B b, int64_t column, int64_t steps,
                                     float* c, int64_t ldc, const float* scale, Fetch& fetch) {
@@ -88,7 +88,7 @@ __attribute__((noinline)) void tile(const typename Dot::Word* a, int64_t lda, B 
     for (int v = 0; v < VECS; ++v) store(c + r * ldc + column + v * kLanes, sum[r][v]);
 }
 
-// How many times `tile` walks over its steps for this many columns.
+// Number of passes of `tile` over its steps for this many columns.
 inline int64_t strips(int64_t columns) { return columns / kLanes / kTileVecs + columns / kLanes % kTileVecs; }
 
 // The same for all `vecs` vectors of columns.

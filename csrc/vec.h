@@ -1,5 +1,5 @@
-// One vector of floats as wide as the instruction set, through the compilers' vector extensions; intrinsics only where
-// an instruction has no such spelling. Everything is in an anonymous namespace:
+// One vector of floats as wide as the instruction set, through the compilers' vector extensions; intrinsics only for
+// instructions without an equivalent. Everything is in an anonymous namespace:
 // each source that includes this gets its own, for the instructions that it is compiled to.
 #pragma once
 
@@ -53,7 +53,7 @@ inline To bits_as(From v) {
   return out;
 }
 
-inline VecF splat(float x) { return x - VecF{}; }  // + would be left to do: -0 + 0 is 0
+inline VecF splat(float x) { return x - VecF{}; }  // + wouldn't be optimised away: -0 + 0 is 0
 inline VecF vmax(VecF a, VecF b) { return a > b ? a : b; }
 inline VecF vmin(VecF a, VecF b) { return a < b ? a : b; }
 
@@ -63,7 +63,7 @@ inline VecI lane_index() {
   return v;
 }
 
-// Sums over lanes, always in the same order: halves are folded together.
+// Sums over lanes in a fixed order: folds halves together.
 template <int N>
 struct Fold {
   typedef float Wide __attribute__((vector_size(N * 4)));
@@ -132,7 +132,7 @@ inline VecF fp16_to_float(VecH h) {
 #endif
 }
 
-// --- an element type as the kernels see it ---------------------------------------------------------------------------
+// --- element types of the kernels ------------------------------------------------------------------------------------
 
 struct Float32 {
   typedef float Raw;
@@ -182,7 +182,7 @@ struct Float16 {
 // degree 6: relative error under 3e-7.
 inline VecF exp2_nonpositive(VecF x) {
 #if defined(__AVX512F__)
-  const __m512 clamped = _mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);  // the second operand's NaN comes through
+  const __m512 clamped = _mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);  // NaN of the second operand is kept
   const __m512 n = _mm512_roundscale_ps(clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const VecF f = (VecF)(clamped - n);
 #else

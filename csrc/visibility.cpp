@@ -35,7 +35,7 @@ bool Visibility::causal(int64_t node) const {
   return true;
 }
 
-// 64 bits of a node's mask row from bit `offset` on, which may lie before the row or past its end.
+// 64 bits of a node's mask row from bit `offset` on, which may be before the row or past its end.
 uint64_t Visibility::mask_bits(int64_t node, int64_t offset) const {
   const int64_t* row = mask_ + node * words_;
   auto word = [&](int64_t w) { return w >= 0 && w < words_ ? static_cast<uint64_t>(row[w]) : uint64_t{0}; };

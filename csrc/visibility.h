@@ -1,7 +1,7 @@
-// Which keys of one block a node sees, as 64 bits.
+// The attention mask of a node and one block of keys, as 64 bits.
 //
-// A sequence's keys are one stream: its committed tokens, then the step's new rows. Block b is the stream's positions
-// 64 b .. 64 b + 63, one bit each.
+// A sequence's positions are its committed tokens, then the step's new rows. Block b is positions 64 b .. 64 b + 63,
+// one bit each.
 #pragma once
 
 #include <cstdint>
@@ -12,10 +12,10 @@ namespace specmemo {
 
 class Visibility {
  public:
-  // depths: room for one int32 per node of the sequence, used when there is a window.
+  // depths: one int32 per node of the sequence, used with a window.
   Visibility(const AttentionArgs& args, int64_t sequence, int32_t* depths);
 
-  // The first position of the stream that any node from first_node on can see.
+  // The first position visible to any node from first_node on.
   int64_t first_position(int64_t first_node, int64_t nodes) const;
 
   // Bits of block `block` for one node.

@@ -190,7 +190,7 @@ def test_a_folder_of_heads(vicuna: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert data["tokens_per_step"] > 1 + 0.9 + 0.9 * 0.8 > plan_json(*options, 3)["plan"]["tokens_per_step"]
     assert data["parts"]["heads"] == 4 * 2 * (2 * 64 * 65 + 500 * 64)
     for args, message in (
-        ((*options, heads, "--shared-lm-head"), "says it itself"),
+        ((*options, heads, "--shared-lm-head"), "decide this already"),
         ((*options, tmp_path / "none"), "neither a number nor a folder or file"),
         ((*options, "-1"), "neither a number nor a folder or file"),
         ((*options, tmp_path), "no file of heads in it"),

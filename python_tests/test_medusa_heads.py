@@ -92,7 +92,7 @@ def _changed(key: str, change: Callable[[torch.Tensor], Any]) -> Callable[[Tenso
 # In a message "~" stands where the prefix of a whole model's file goes.
 BROKEN: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "gap in the heads": (without("1.0.linear.weight", "1.0.linear.bias", "1.1.weight"),
-                         r"~1\.0\.linear\.weight is missing \(its keys speak of 3"),
+                         r"~1\.0\.linear\.weight is missing \(its keys are of 3"),
     "bias missing": (without("2.0.linear.bias"), r"~2\.0\.linear\.bias is missing"),
     "first weight missing": (without("0.0.linear.weight"), r"~0\.0\.linear\.weight is missing"),
     "one lm_head missing": (without("1.1.weight"), r"~1\.1\.weight is missing .*own lm_heads"),

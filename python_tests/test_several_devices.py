@@ -14,6 +14,7 @@ from interpreter import INTERPRETING
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import specmemo_kernels as sk
+from specmemo_kernels.cli.options import ProbeOptions
 from specmemo_kernels.engine import overlap as late_steps
 from specmemo_kernels.engine.overlap import OverlappedSteps
 from specmemo_kernels.engine.step_graph import CudaCapture
@@ -255,7 +256,7 @@ def test_patching_finds_what_was_probed(
     monkeypatch.setattr(device_probe, "probe", lambda *_, **__: pytest.fail("measured again"))
     device_probe.profile_of.cache_clear()
     try:
-        probe_command.run_probe(probed, None, 0.1)
+        probe_command.run_probe(ProbeOptions(device=probed, seconds=0.1))
         assert device_probe.profile_of(models).read_rate == measured.read_rate
     finally:
         device_probe.profile_of.cache_clear()

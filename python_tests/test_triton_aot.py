@@ -88,10 +88,10 @@ def test_keys_are_loaded_ahead(kernels: ModuleType) -> None:
 
 
 def test_bfloat16_on_turing_is_refused() -> None:
-    from specmemo_kernels.backends.kernel_config import choose_config
+    from specmemo_kernels.backends.kernel_config import attention_configs
 
     with pytest.raises(ValueError, match="sm_75 has no bfloat16"):
-        choose_config("sm_75", 128, 128, 4, 1, torch.bfloat16, 16)
+        attention_configs("sm_75", 128, 128, 4, torch.bfloat16, 16)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Block sizes of the Triton kernels, by a written rule from what a target has; needs neither triton nor a GPU."""
+"""Block sizes of the Triton kernels by the limits of a target; needs neither triton nor a GPU."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ NO_LIMIT = 2**31 - 1
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Block sizes of one kernel for the sequences of ``min_nodes .. max_nodes`` nodes.
+    """Block sizes of one kernel for sequences of ``min_nodes .. max_nodes`` nodes.
 
     Attributes:
-        page_size: tokens per page that the rest was chosen for (0: no pages involved).
+        page_size: tokens per page (0: a kernel without pages).
         block_m: rows (nodes x query heads of a KV head) of a program.
         block_n: keys of a tile, at most 64; for the lm_head, tokens of a vocabulary block.
-        split_size: slots of a split, a multiple of block_n. The same for every sequence of the class, whatever its
-            length, so that a result never depends on how many programs there are.
-        waves_per_eu: AMD's occupancy hint, 0 for none.
+        split_size: slots of a split, a multiple of block_n. It doesn't depend on a sequence's length, so results don't
+            depend on the number of programs.
         block_k: hidden elements per step of the lm_head.
     """
 
@@ -32,13 +31,12 @@ class KernelConfig:
     split_size: int
     num_warps: int
     num_stages: int
-    waves_per_eu: int = 0
     min_nodes: int = 1
     max_nodes: int = NO_LIMIT
     block_k: int = 0
 
 
-# Kernels that only move or compare numbers: nothing to choose.
+# Kernels that only copy or compare have the same sizes on all targets.
 COPY_CONFIG = KernelConfig(page_size=0, block_m=1, block_n=0, split_size=0, num_warps=4, num_stages=1)
 MERGE_CONFIG = replace(COPY_CONFIG, num_warps=2)
 VERIFY_CONFIG = replace(COPY_CONFIG, num_warps=1)
@@ -49,10 +47,11 @@ TREE_NODES = 64
 
 
 def block_dim(size: int) -> int:
-    """The tile that a head dimension or row is padded to: a power of two, 16 at least (the smallest dot)."""
+    """The padded size of a head dimension or row: a power of two, at least 16 (the smallest dot)."""
     return max(16, 1 << (size - 1).bit_length())
 
 
+@functools.cache
 def attention_configs(
     target: str,
     head_dim: int,
@@ -63,45 +62,21 @@ def attention_configs(
     invariant: bool = False,
     quantised: bool = False,
 ) -> tuple[KernelConfig, ...]:
-    """The classes of sequences by their own node count, in order, each with its block sizes (1 to 3 of them).
+    """The classes of sequences by node count, in order, each with its block sizes (1 to 3 classes).
 
-    A sequence's class depends on nothing but its own nodes, so its result doesn't depend on the batch. ``fast``
-    (default): *decode* (nodes x group fit 16 rows), *tree* (up to 64 nodes) and *chunk* (prefill, wide trees).
-    ``invariant``: one class for all, so that a node's result doesn't depend on the number of nodes either.
+    The class depends on the sequence's own nodes only, so its result doesn't depend on the batch: *decode* (nodes x
+    group fit 16 rows), *tree* (up to 64 nodes) and *chunk* (prefill, wide trees).
 
     Args:
-        target: a name of ``TARGETS``. group: query heads per KV head. quantised: pages hold codes.
+        target: a name of ``TARGETS``.
+        group: query heads per KV head.
+        invariant: one class for all sequences, so a node's result doesn't depend on the number of nodes either.
+        quantised: pages hold codes.
 
     Raises:
-        ValueError: an unknown target, a dtype that it can't compute in, or heads wider than it has registers for.
+        ValueError: an unknown target, an unsupported dtype, or a head dimension that would spill registers.
     """
-    return _attention_configs(
-        target, max(block_dim(head_dim), block_dim(v_head_dim)), group, dtype, page_size, invariant, quantised
-    )
-
-
-def choose_config(
-    target: str,
-    head_dim: int,
-    v_head_dim: int,
-    group: int,
-    max_qo_len: int,
-    dtype: torch.dtype,
-    page_size: int,
-    *,
-    invariant: bool = False,
-    quantised: bool = False,
-) -> KernelConfig:
-    """The block sizes that serve a sequence of ``max_qo_len`` nodes. Errors as in :func:`attention_configs`."""
-    classes = attention_configs(target, head_dim, v_head_dim, group, dtype, page_size, invariant, quantised)
-    return next(config for config in classes if max_qo_len <= config.max_nodes)
-
-
-@functools.cache
-def _attention_configs(
-    target: str, dim: int, group: int, dtype: torch.dtype, page_size: int, invariant: bool, quantised: bool
-) -> tuple[KernelConfig, ...]:
-    device = supporting(target, dtype)
+    device, dim = supporting(target, dtype), max(block_dim(head_dim), block_dim(v_head_dim))
     limit = device.head_dim_limit(dtype)
     if dim > limit:
         raise ValueError(
@@ -109,34 +84,33 @@ def _attention_configs(
             "spill registers; use backend='reference' on this GPU, or another model"
         )
 
-    def config(tile: tuple[int, int, int, int], split: int, least: int, most: int) -> KernelConfig:
+    def config(tile: tuple[int, int, int, int], split: int, min_nodes: int, max_nodes: int) -> KernelConfig:
         block_m, block_n, warps, stages = tile
-        return KernelConfig(page_size, block_m, block_n, split, warps, stages, min_nodes=least, max_nodes=most)
+        return KernelConfig(page_size, block_m, block_n, split, warps, stages, min_nodes=min_nodes, max_nodes=max_nodes)
 
     rule = _tile_of_codes if quantised else _tile
     decode, tree, chunk = (rule(device, dim, dtype, kind) for kind in ("decode", "tree", "chunk"))
     if invariant:
         return (config(tree, 1024, 1, NO_LIMIT),)
-    few = DECODE_ROWS // group
-    # The states of the splits cost 2 * group * nodes / split_size of the bytes of the keys and values.
-    classes = [config(decode, 512, 1, few)] if few else []
-    if few < TREE_NODES:
-        classes.append(config(tree, 1024, few + 1, TREE_NODES))
+    decode_nodes = DECODE_ROWS // group
+    # Split states add 2 * group * nodes / split_size to the bytes of keys and values.
+    classes = [config(decode, 512, 1, decode_nodes)] if decode_nodes else []
+    if decode_nodes < TREE_NODES:
+        classes.append(config(tree, 1024, decode_nodes + 1, TREE_NODES))
     return (*classes, config(chunk, 4096, TREE_NODES + 1, NO_LIMIT))
 
 
 def _tile(target: Target, dim: int, dtype: torch.dtype, kind: str) -> tuple[int, int, int, int]:
     """``(block_m, block_n, num_warps, num_stages)``: the largest tile that compiles without a spill.
 
-    ``dim`` is the padded head dimension. Found by compiling with Triton 3.6 and 3.9 (``bench/aot.py``); what grows
-    with it is the accumulator, ``block_m x dim`` float32, and a tile of keys and values, ``2 x block_n x dim`` per
-    stage.
+    ``dim`` is the padded head dimension. Found by compiling with Triton 3.6 and 3.9 (``bench/aot.py``). Registers grow
+    with the accumulator, ``block_m x dim`` float32, and keys and values, ``2 x block_n x dim`` per stage.
     """
-    few = kind == "decode"
+    decode = kind == "decode"
     if target.name == INTERPRETER:
-        return (16 if few else 32), 32, 4, 1  # few programs, tiles small enough to be exact in float32
+        return (16 if decode else 32), 32, 4, 1  # few programs, tiles small enough to be exact in float32
     if dim > 256 or dtype == torch.float32:
-        # Multiply-adds on most targets: registers go first.
+        # Multiply-adds on most targets: registers are the limit.
         if target.matrix == "wmma" and dim == 128:
             return 16, 16, 16, 1
         wide = dim > 256 or target.matrix == "wmma" or (dim == 256 and target.matrix != "wgmma")
@@ -145,22 +119,22 @@ def _tile(target: Target, dim: int, dtype: torch.dtype, kind: str) -> tuple[int,
     if target.matrix is None:
         if dim >= 128:
             return 16, 16, 8, 1
-        return (16, 32, 4, 1) if few else (32, 32, 8, 1)
+        return (16, 32, 4, 1) if decode else (32, 32, 8, 1)
     if target.matrix == "wmma":
         # 256 registers a thread, and both halves of a wave hold each fragment: 16 keys a tile, or spills.
-        if few:
+        if decode:
             return 16, 16, 4, 1
         return (64, 32, 8, 1) if dim <= 64 else (32, 16, 8, 1)
     if target.matrix == "mfma":
         if dim == 256:
-            return (16, 32, 4, 1) if few else (64, 32, 4, 1)
-        if few:
+            return (16, 32, 4, 1) if decode else (64, 32, 4, 1)
+        if decode:
             return 16, 64, 4, 2
         # Eight wavefronts leave each thread 256 of the 512 registers.
         return (128, 64, 8, 1) if kind == "chunk" and dim <= 64 else (64, 64, 4, 1)
     if dim == 256:
-        return (16, 32, 8, 2) if few else (32, 32, 8, 2)
-    if few:
+        return (16, 32, 8, 2) if decode else (32, 32, 8, 2)
+    if decode:
         return (16, 64, 8, 3) if dim <= 64 and target.matrix == "mma" else (16, 64, 4, 3)
     if target.matrix == "wgmma":
         return (64, 64, 8, 3) if kind == "tree" else (128, 64, 8, 3)
@@ -170,7 +144,7 @@ def _tile(target: Target, dim: int, dtype: torch.dtype, kind: str) -> tuple[int,
 
 
 def _tile_of_codes(target: Target, dim: int, dtype: torch.dtype, kind: str) -> tuple[int, int, int, int]:
-    """As :func:`_tile` for quantised pages, whose codes and scales take registers beside what they become."""
+    """:func:`_tile` for quantised pages: codes and scales need registers besides the dequantised values."""
     plain = _tile(target, dim, dtype, kind)
     if dtype == torch.float32 or dim > 128:
         return plain
@@ -196,20 +170,22 @@ def launched_classes(
     replayed: bool = False,
     min_nodes: int = 1,
 ) -> tuple[tuple[KernelConfig, ...], int]:
-    """The classes that a step may have members of, and the most splits that one of its sequences can have.
+    """The classes that a step may contain, and the maximum number of splits of a sequence.
 
-    ``max_slots`` bounds a sequence's committed tokens and nodes. With every sequence at the bound (``rows`` says so)
-    only one class has members; the host knows that without asking the device. ``replayed``: the launch is being
-    captured and will meet other node counts within the same bounds, so every class may have members that has any
-    between ``min_nodes`` and ``max_nodes``.
+    If ``rows == batch * max_nodes``, every sequence has ``max_nodes`` nodes and only one class is launched.
+
+    Args:
+        max_slots: bound of a sequence's committed tokens and nodes.
+        replayed: the launch is captured in a graph and replayed with other node counts from ``min_nodes`` to
+            ``max_nodes``, so all classes of this range are launched.
     """
-    least = max_nodes if rows == batch * max_nodes and not replayed else min_nodes
-    launched = tuple(c for c in classes if c.min_nodes <= max_nodes and c.max_nodes >= least)
+    fewest = max_nodes if rows == batch * max_nodes and not replayed else min_nodes
+    launched = tuple(c for c in classes if c.min_nodes <= max_nodes and c.max_nodes >= fewest)
     return launched, max(-(-max_slots // c.split_size) for c in launched)
 
 
 def split_state_bytes(rows: int, num_qo_heads: int, v_head_dim: int, splits: int) -> int:
-    """Transient bytes of ``tree_attention``: the float32 states of the splits (one split needs none)."""
+    """Temporary bytes of ``tree_attention``: the float32 states of the splits, 0 for one split."""
     return 4 * rows * num_qo_heads * splits * (v_head_dim + 2) if splits > 1 else 0
 
 
@@ -218,7 +194,7 @@ def lm_head_config(target: str, rows: int, dtype: torch.dtype) -> KernelConfig:
     """Block sizes of the lm_head for ``rows`` hidden states: one block of rows if possible, so weights are read once.
 
     Raises:
-        ValueError: as in :func:`attention_configs`.
+        ValueError: an unknown target or an unsupported dtype.
     """
     device = supporting(target, dtype)
     if device.name == INTERPRETER:

@@ -1,4 +1,4 @@
-"""What families of GPUs give a Triton program, and which family a GPU is of; needs neither triton nor a GPU."""
+"""GPU families as targets of the Triton kernels, and the target of a GPU; needs neither triton nor a GPU."""
 
 from __future__ import annotations
 
@@ -11,25 +11,23 @@ INTERPRETER = "interpreter"
 
 @dataclass(frozen=True)
 class Target:
-    """What a family of devices gives one program.
+    """Limits of one program on a GPU family.
 
     Attributes:
-        shared_bytes: the most shared memory (LDS) of one program.
-        warp_size: threads of a warp (wavefront).
-        matrix: instruction family that Triton's dots become, or ``None`` where they become multiply-adds.
+        shared_bytes: maximum shared memory (LDS).
+        matrix: instruction family of Triton's dots; ``None``: multiply-adds.
         bf16: whether bfloat16 is supported.
-        max_head_dim: the widest padded head of 16-bit numbers that a tile of 16 x 16 holds without spilling registers.
+        max_head_dim: largest padded head dimension in 16 bits for which a 16 x 16 tile doesn't spill registers.
     """
 
     name: str
     shared_bytes: int
-    warp_size: int
     matrix: str | None
     bf16: bool = True
     max_head_dim: int = 512
 
     def head_dim_limit(self, dtype: torch.dtype) -> int:
-        """The widest padded head in ``dtype``."""
+        """The largest padded head dimension in ``dtype``."""
         return self.max_head_dim if dtype != torch.float32 or self.name == INTERPRETER else min(256, self.max_head_dim)
 
     @property
@@ -41,24 +39,24 @@ class Target:
 TARGETS = {
     target.name: target
     for target in (
-        Target("sm_75", 64 << 10, 32, None, bf16=False, max_head_dim=256),
-        Target("sm_80", 163 << 10, 32, "mma"),
-        Target("sm_86", 99 << 10, 32, "mma"),
-        Target("sm_89", 99 << 10, 32, "mma"),
-        Target("sm_90", 227 << 10, 32, "wgmma"),
-        Target("gfx90a", 64 << 10, 64, "mfma"),
-        Target("gfx942", 64 << 10, 64, "mfma"),
-        Target("gfx1100", 64 << 10, 32, "wmma", max_head_dim=128),
-        Target(INTERPRETER, 1 << 30, 1, None, max_head_dim=1 << 20),
+        Target("sm_75", 64 << 10, None, bf16=False, max_head_dim=256),
+        Target("sm_80", 163 << 10, "mma"),
+        Target("sm_86", 99 << 10, "mma"),
+        Target("sm_89", 99 << 10, "mma"),
+        Target("sm_90", 227 << 10, "wgmma"),
+        Target("gfx90a", 64 << 10, "mfma"),
+        Target("gfx942", 64 << 10, "mfma"),
+        Target("gfx1100", 64 << 10, "wmma", max_head_dim=128),
+        Target(INTERPRETER, 1 << 30, None, max_head_dim=1 << 20),
     )
 }
 
 
 def supporting(name: str, dtype: torch.dtype) -> Target:
-    """The target of that name.
+    """The target ``name``.
 
     Raises:
-        ValueError: no such target, or a dtype that it can't compute in.
+        ValueError: an unknown target, or an unsupported dtype.
     """
     if name not in TARGETS:
         raise ValueError(f"unknown target {name!r}, there are {', '.join(TARGETS)}")
@@ -70,7 +68,7 @@ def supporting(name: str, dtype: torch.dtype) -> Target:
 
 
 def target_for_capability(major: int, minor: int) -> str:
-    """The rule that serves a CUDA device of that compute capability.
+    """The target of a CUDA device by its compute capability.
 
     Raises:
         ValueError: older than 7.5.
@@ -81,28 +79,27 @@ def target_for_capability(major: int, minor: int) -> str:
         return "sm_89"
     if major >= 9:
         return "sm_90"
-    known = [name for name in ("sm_75", "sm_80", "sm_86", "sm_89") if int(name[3:]) <= 10 * major + minor]
-    return known[-1]
+    return [name for name in ("sm_75", "sm_80", "sm_86", "sm_89") if int(name[3:]) <= 10 * major + minor][-1]
 
 
 def target_for_arch(arch: str) -> str:
-    """The rule that serves an AMD device, by its ``gcnArchName`` (``"gfx90a:sramecc+:xnack-"``).
+    """The target of an AMD device by its ``gcnArchName`` (``"gfx90a:sramecc+:xnack-"``).
 
     Raises:
-        ValueError: an architecture that no rule covers.
+        ValueError: an unsupported architecture.
     """
     name = arch.split(":")[0]
     for prefix, target in (("gfx90a", "gfx90a"), ("gfx94", "gfx942"), ("gfx95", "gfx942"), ("gfx11", "gfx1100")):
         if name.startswith(prefix):
             return target
-    raise ValueError(f"the triton backend has no block sizes for {arch}; it knows gfx90a, gfx942 and gfx11")
+    raise ValueError(f"the triton backend has no block sizes for {arch}; it supports gfx90a, gfx942 and gfx11")
 
 
 def target_of_gpu(device: torch.device) -> str:
-    """The rule that serves a GPU of this machine.
+    """The target of a GPU of this machine.
 
     Raises:
-        ValueError: a GPU that no rule covers.
+        ValueError: an unsupported GPU.
     """
     if torch.version.hip:
         return target_for_arch(torch.cuda.get_device_properties(device).gcnArchName)

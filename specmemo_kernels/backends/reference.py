@@ -1,6 +1,6 @@
-"""Plain-torch operators: the oracle of every test (in float64) and the fallback that runs anywhere.
+"""Plain-torch operators: the tests' oracle (in float64) and the fallback on any device, one sequence at a time.
 
-Written to be read, one sequence at a time. Shapes and meaning: :mod:`specmemo_kernels.ops`.
+Shapes and meaning: :mod:`specmemo_kernels.ops`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import torch
 
 Tensor = torch.Tensor
 
-#: The largest magnitude that codes of a quantised page hold.
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+#: Largest magnitude of a quantised page's codes.
+MAX_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 def tree_attention(
@@ -34,10 +34,10 @@ def tree_attention(
     v_scales: Tensor | None = None,
     min_qo_len: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each node over its sequence's pages and its own ancestors.
+    """Attention of each node over its sequence's pages and its ancestors.
 
     Raises:
-        ValueError: ``invariant``, which dense products can't promise.
+        ValueError: ``invariant`` is true; the rounding of dense products depends on their size.
     """
     if invariant:
         raise ValueError(
@@ -82,51 +82,49 @@ def _attend(
 
 
 def gather_pages(pages: Tensor, table: Tensor, length: int, scales: Tensor | None = None) -> Tensor:
-    """The first ``length`` tokens behind one row of the block table: ``[length, num_kv_heads, head_dim]``.
+    """The first ``length`` tokens of one row of the block table: ``[length, num_kv_heads, head_dim]``.
 
-    With ``scales`` (``[num_pages, page_size, num_kv_heads]`` float32) pages hold codes; the result is what they stand
-    for, in float32.
+    With ``scales`` (``[num_pages, page_size, num_kv_heads]`` float32) the pages' codes are dequantised to float32.
     """
-    page_size = pages.shape[1]
-    used = table[: -(-length // page_size)].long()
-    found = pages[used].flatten(0, 1)[:length]
-    return found if scales is None else found.float() * scales[used].flatten(0, 1)[:length, :, None]
+    page_ids = table[: -(-length // pages.shape[1])].long()
+    tokens = pages[page_ids].flatten(0, 1)[:length]
+    return tokens if scales is None else tokens.float() * scales[page_ids].flatten(0, 1)[:length, :, None]
 
 
 def quantize(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes in ``dtype`` (int8 or float8_e4m3fn) shaped like ``rows`` ``[..., dim]``, and scales ``[...]`` float32.
 
-    ``scale`` is the row's largest magnitude over the largest code, a code is ``element / scale`` to nearest even. A row
-    whose scale would be below the smallest normal float32 becomes zeros; one with NaN or infinity keeps that in its
-    scale. Every step is one rounding in float32, so that all backends write the same bits.
+    ``scale`` is the row's largest magnitude over the largest code, a code is ``element / scale`` to nearest even. If
+    the scale is below the smallest normal float32, the row becomes zeros. NaN and infinity are kept in the scale. Each
+    step is one rounding in float32, so all backends write the same bits.
     """
-    rows, largest = rows.float(), LARGEST[dtype]
-    scales = rows.abs().amax(-1) * (1 / largest)
+    rows, max_code = rows.float(), MAX_CODE[dtype]
+    scales = rows.abs().amax(-1) * (1 / max_code)
     scales = torch.where(scales < torch.finfo(torch.float32).tiny, 0.0, scales)
     usable = (scales > 0) & (scales < float("inf"))
     inverse = torch.where(usable, 1 / scales, 0.0)[..., None]
-    scaled = torch.where(usable[..., None], rows * inverse, 0.0).clamp(-largest, largest)
+    scaled = torch.where(usable[..., None], rows * inverse, 0.0).clamp(-max_code, max_code)
     return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scales
 
 
-def _store(rows: Tensor, pages: Tensor, scales: Tensor | None, place: tuple[Tensor | slice, ...]) -> None:
-    """Write rows to their places, as they are or as codes with their scales."""
+def _store(rows: Tensor, pages: Tensor, scales: Tensor | None, index: tuple[Tensor | slice, ...]) -> None:
+    """Write rows to ``pages[index]``, quantised if there are ``scales``."""
     if scales is None:
-        pages[place] = rows.to(pages.dtype)
+        pages[index] = rows.to(pages.dtype)
     else:
-        pages[place], scales[place] = quantize(rows, pages.dtype)
+        pages[index], scales[index] = quantize(rows, pages.dtype)
 
 
 def ancestors(words: Tensor | None, nodes: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Who sees whom inside one sequence's nodes (``[T, T]`` bool), and each node's depth (``[T]`` int64).
+    """Visibility between one sequence's nodes (``[T, T]`` bool), and each node's depth (``[T]`` int64).
 
-    A row of zeros (or no mask) is a causal row: it sees itself and all rows before it.
+    A mask row of zeros (or no mask) is causal: the node sees itself and all earlier rows.
     """
     index = torch.arange(nodes, device=device)
     causal = index[None, :] <= index[:, None]
     if words is None:
         return causal, index
-    # Causal rows may be more than the mask has bits for.
+    # There may be more causal rows than mask bits.
     bits = (words[:, (index // 64).clamp(max=words.shape[1] - 1)] >> (index % 64)) & 1
     visible = torch.where((words == 0).all(1, keepdim=True), causal, bits.bool())
     return visible, visible.sum(1) - 1
@@ -143,7 +141,7 @@ def append_paged_kv(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
 ) -> None:
-    """Write every new row to its sequence's pages, behind the tokens already there."""
+    """Append every new row to its sequence's pages."""
     counts = (qo_indptr[1:] - qo_indptr[:-1]).long()
     row = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
     position = seq_lens[row] + torch.arange(len(row), device=row.device) - qo_indptr[row]
@@ -165,11 +163,11 @@ def commit_paged_kv(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
 ) -> None:
-    """Copy the accepted nodes of all layers from the scratch slots to their pages."""
-    step = torch.arange(accept_index.shape[1], device=accept_index.device)
-    row, place = (step[None, :] <= accept_length[:, None]).nonzero(as_tuple=True)
-    node = qo_indptr[row] + accept_index[row, place]
-    page, slot = _locate(block_table, row, seq_lens[row] + place, k_pages.shape[2])
+    """Copy the accepted nodes of all layers from scratch to their pages."""
+    depths = torch.arange(accept_index.shape[1], device=accept_index.device)
+    row, depth = (depths[None, :] <= accept_length[:, None]).nonzero(as_tuple=True)
+    node = qo_indptr[row] + accept_index[row, depth]
+    page, slot = _locate(block_table, row, seq_lens[row] + depth, k_pages.shape[2])
     _store(k_scratch[:, node], k_pages, k_scales, (slice(None), page, slot))
     _store(v_scratch[:, node], v_pages, v_scales, (slice(None), page, slot))
 
@@ -182,7 +180,7 @@ def _locate(block_table: Tensor, row: Tensor, position: Tensor, page_size: int) 
 def verify_tree_greedy(
     draft_tokens: Tensor, target_tokens: Tensor, parents: Tensor, qo_indptr: Tensor, max_depth: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Walk each tree from its root along children that equal what the target wrote."""
+    """Walk each tree from its root along the children whose draft is the target's token."""
     batch = qo_indptr.shape[0] - 1
     accept_index = parents.new_full((batch, max_depth + 1), -1)
     accept_length = parents.new_full((batch,), -1)
@@ -208,10 +206,10 @@ def verify_tree_greedy(
 
 
 def lm_head_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The best token of each row; logits exist for one slice of the vocabulary at a time."""
+    """The best token of each row, by slices of the vocabulary."""
     best = [(*logits.max(dim=1), start) for start, logits in _vocabulary_slices(hidden, weight, bias)]
     values, tokens = torch.stack([value for value, _, _ in best]), torch.stack([index + at for _, index, at in best])
-    # torch's own rule between slices too: NaN is the largest, of equal values the first slice's.
+    # As torch.argmax: NaN is the largest, ties go to the first slice.
     return tokens.gather(0, values.argmax(dim=0, keepdim=True))[0]
 
 
@@ -232,17 +230,17 @@ def lm_head_topk(
 def _vocabulary_slices(  # type: ignore[no-untyped-def]
     hidden: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None, size: int = 8192
 ):
-    """Logits in the model's own dtype (its rounding decides ties), ``size`` tokens at a time."""
+    """Logits in the model's dtype (its rounding decides ties), ``size`` tokens at a time."""
     for start in range(0, weight.shape[0], size):
         part = slice(start, start + size)
-        rows = weight[part] if scales is None else _elements(weight[part], scales[part], hidden)
+        rows = weight[part] if scales is None else _dequantise(weight[part], scales[part], hidden)
         yield start, torch.nn.functional.linear(hidden, rows, None if bias is None else bias[part])
 
 
-def _elements(codes: Tensor, scales: Tensor, like: Tensor) -> Tensor:
-    """What rows of 4-bit codes stand for, in ``like``'s width and dtype: ``(code - 8) * scale``, halves of a group in
-    the low and the high halves of its bytes."""
+def _dequantise(codes: Tensor, scales: Tensor, like: Tensor) -> Tensor:
+    """Rows of 4-bit codes as ``(code - 8) * scale`` in ``like``'s width and dtype; a group's first half is in the low
+    halves of its bytes."""
     groups = codes.view(*scales.shape, codes.shape[1] // scales.shape[1])
     values = torch.cat([groups & 15, groups >> 4], 2).to(scales.dtype) - 8
-    wide = torch.promote_types(like.dtype, torch.float32)  # where the product is exact
+    wide = torch.promote_types(like.dtype, torch.float32)  # the product is exact in it
     return (values.to(wide) * scales.to(wide)[:, :, None]).flatten(1)[:, : like.shape[1]].to(like.dtype)

@@ -8,9 +8,9 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
+import torch
 from jinja2 import TemplateError
 from rich.console import Console
 from transformers import TextStreamer
@@ -20,48 +20,28 @@ from specmemo_kernels.cli.common import (
     demo_model_folder,
     existing_or_hub,
     hide_loading_bars,
-    leaving_others,
     load_model,
     load_tokenizer,
+    patch_arguments,
     setting_up,
     terminal,
-    torch_dtype,
+    world_size,
 )
 from specmemo_kernels.cli.errors import UserError, show_error
+from specmemo_kernels.cli.options import ChatOptions
 from specmemo_kernels.integrations.distributed.ranks import RankError
 from specmemo_kernels.integrations.hf.chat import ChatSession, LeftOutWarning, NoTokens, longest_text
 from specmemo_kernels.integrations.hf.patch import patch
+from specmemo_kernels.ops.weight_codes import check_bits
 from specmemo_kernels.planning.memory_plan import BudgetError, format_bytes
 
 HELP = '/reset forgets all, /stats shows counters, /exit leaves; """ opens and closes text of several lines'
-
-
-@dataclass(frozen=True)
-class ChatOptions:
-    """The command line of ``specmemo chat``."""
-
-    model: str | None
-    heads: str | None
-    memory_budget: str | None
-    dtype: str
-    device: str
-    backend: str | None
-    max_new_tokens: int
-    tree: int | None
-    kv_dtype: str | None
-    head_bits: int | None = None
-
-
-class ConsoleStreamer(TextStreamer):
-    """Writes a reply as it grows, as plain text: model output is not markup."""
-
-    def __init__(self, tokenizer: Any, console: Console) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.console = console
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self.console.out(text, end="\n" if stream_end else "", highlight=False)
-        self.console.file.flush()
+DTYPES: dict[str, torch.dtype | str] = {
+    "auto": "auto",
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 class Chat:
@@ -73,22 +53,17 @@ class Chat:
         self.max_new_tokens = min(max_new_tokens, max(1, longest // 2))
         if self.max_new_tokens < max_new_tokens:
             self.note(f"replies have at most {self.max_new_tokens} tokens: prompt and reply share {longest}")
-        with warnings.catch_warnings():  # the command says in its own words that there is no chat template
+        with warnings.catch_warnings():  # start_chat prints that there is no chat template
             warnings.simplefilter("ignore", UserWarning)
-            # A chat model's own settings often ask for sampling; a reply is the likeliest one here.
+            # Chat models' generation settings often enable sampling; replies here are greedy.
             self.session = ChatSession(
                 model, tokenizer, max_new_tokens=self.max_new_tokens, do_sample=False, temperature=None, top_p=None,
                 top_k=None,
             )  # fmt: skip
         self.last_rate = 0.0
 
-    @property
-    def streamer(self) -> ConsoleStreamer | None:
-        """Where a reply goes as it grows; of several ranks the first one writes."""
-        return None if self.console.quiet else ConsoleStreamer(self.tokenizer, self.console)
-
     def note(self, text: str) -> None:
-        """A remark about the conversation, on stderr; of several ranks the first one writes."""
+        """Print a remark to stderr, on rank 0 only."""
         if not self.console.quiet:
             terminal(stderr=True).print(text, style="dim", soft_wrap=True)
 
@@ -102,16 +77,16 @@ class Chat:
         def attempt() -> tuple[str | None, str | None]:
             try:
                 return read_message(interactive), None
-            except UserError as error:  # every rank raises it, not the first one alone
+            except UserError as error:  # sent as text, so that every rank raises it
                 return None, str(error)
 
-        message, error = self.handle.ranks.ask(attempt)
-        while error is not None:
+        while True:
+            message, error = self.handle.ranks.ask(attempt)
+            if error is None:
+                return message  # type: ignore[no-any-return]
             if not interactive:
                 raise UserError(error)
-            self._refuse(error)
-            message, error = self.handle.ranks.ask(attempt)
-        return message  # type: ignore[no-any-return]
+            self._show_error(error)
 
     def command(self, line: str) -> bool:
         """Run a ``/command``; ``False`` ends the conversation."""
@@ -127,41 +102,44 @@ class Chat:
         return True
 
     def reply(self, text: str, interactive: bool) -> None:
-        """Stream the model's reply to ``text``; on a terminal Ctrl-C ends the reply and not the conversation."""
-        started, before = time.perf_counter(), self.handle.stats.tokens
+        """Stream the model's reply to ``text``; on a terminal Ctrl-C ends the reply, not the conversation."""
+        started, tokens_before = time.perf_counter(), self.handle.stats.tokens
+        streamer = None  # rank 0 only
+        if not self.console.quiet:
+            streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         try:
-            with self._notes():
-                self.session.ask(text, streamer=self.streamer)
+            with self._left_out_as_notes():
+                self.session.ask(text, streamer=streamer)
         except KeyboardInterrupt:
             if not interactive:
                 raise
             self.console.print("\n(interrupted)", style="dim")
         except (BudgetError, NoTokens) as error:
-            self._refuse(str(error))
+            self._show_error(str(error))
         except TemplateError as error:
-            self._refuse(f"the tokenizer's chat template fails: {error}")
+            self._show_error(f"the tokenizer's chat template fails: {error}")
         else:
-            self.last_rate = (self.handle.stats.tokens - before) / (time.perf_counter() - started)
+            self.last_rate = (self.handle.stats.tokens - tokens_before) / (time.perf_counter() - started)
 
     @contextlib.contextmanager
-    def _notes(self) -> Iterator[None]:
-        """Show what a turn leaves out as a note."""
+    def _left_out_as_notes(self) -> Iterator[None]:
+        """Print each LeftOutWarning as a note."""
         show = warnings.showwarning
 
-        def note(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        def note(message: Warning | str, category: type[Warning], *location: Any, **options: Any) -> None:
             if issubclass(category, LeftOutWarning):
                 self.note(str(message))
             else:
-                show(message, category, *place, **more)
+                show(message, category, *location, **options)
 
         with warnings.catch_warnings():
             warnings.simplefilter("always", LeftOutWarning)
             warnings.showwarning = note
             yield
 
-    def _refuse(self, reason: str) -> None:
+    def _show_error(self, message: str) -> None:
         if not self.console.quiet:
-            show_error(reason)
+            show_error(message)
 
     def show_stats(self) -> None:
         stats = self.handle.stats
@@ -170,8 +148,8 @@ class Chat:
         self.console.print(
             f"{stats.tokens} tokens in {stats.steps} steps: {stats.tokens_per_step:.2f} tokens per step; last reply "
             f"{self.last_rate:.1f} tokens/s\n"
-            f"prompt tokens: {stats.prefill_tokens} computed, {stats.reused_tokens} known from before\n"
-            f"accepted at least 1, 2, ... drafts: {depths}\nheld: {parts}\n"
+            f"prompt tokens: {stats.prefill_tokens} computed, {stats.reused_tokens} reused from earlier turns\n"
+            f"accepted at least 1, 2, ... drafts: {depths}\nmemory: {parts}\n"
             f"plan: {self.handle.plan}",
             style="dim",
         )  # fmt: skip
@@ -199,7 +177,7 @@ def read_line(prompt: str, interactive: bool) -> str | None:
     """A line of UTF-8 from stdin without its end; ``None`` at the end of the input.
 
     Raises:
-        UserError: other bytes.
+        UserError: the line isn't UTF-8.
     """
     try:
         if interactive:
@@ -215,39 +193,30 @@ def read_line(prompt: str, interactive: bool) -> str | None:
 
 
 def start_chat(options: ChatOptions, console: Console) -> Chat:
-    """Load and patch.
+    """Check the options, load the model and patch it.
 
     Raises:
         UserError, ValueError, BackendUnavailable: an option, the model or its heads can't be used.
     """
     if (options.model is None) != (options.heads is None):
         raise UserError("--model and --heads go together: heads are trained for one model")
-    bundled = options.model is None
-    if bundled:
+    if options.dtype not in DTYPES:
+        raise UserError(f"--dtype is {options.dtype!r}, expected auto, float32, bfloat16 or float16")
+    dtype = DTYPES[options.dtype]
+    if options.model is None or options.heads is None:
         hide_loading_bars()
-    folder, heads = str(demo_model_folder()), str(demo_model_folder() / "heads")
-    if options.model is not None:
-        folder = existing_or_hub(options.model, "--model takes a folder or a hub id")
-    if options.heads is not None:
+        folder, heads = str(demo_model_folder()), str(demo_model_folder() / "heads")
+        name = "the bundled demo model, which completes Python code"
+        dtype = torch.float32 if dtype == "auto" else dtype
+    else:
+        name = folder = existing_or_hub(options.model, "--model takes a folder or a hub id")
         heads = existing_or_hub(options.heads, "--heads takes a folder, a file or a hub id", files=True)
-    dtype = torch_dtype("float32" if bundled and options.dtype == "auto" else options.dtype)
-    device = check_options(
-        options.device, dtype, options.backend, options.memory_budget, options.kv_dtype, options.head_bits
-    )
+    check_bits(options.head_bits)
+    device = check_options(options, dtype)
     tokenizer = load_tokenizer(folder)
     model = load_model(folder, dtype, device)
-    handle = patch(
-        model,
-        heads,
-        memory_budget=options.memory_budget,
-        tree=options.tree,
-        backend=options.backend,
-        max_batch_size=1,
-        kv_dtype=options.kv_dtype,
-        head_bits=options.head_bits,
-    )
+    handle = patch(model, heads, head_bits=options.head_bits, **patch_arguments(options))
     chat = Chat(model, handle, tokenizer, options.max_new_tokens, console)
-    name = "the bundled demo model, which completes Python code" if bundled else folder
     mode = "chat" if chat.session.templated else "completion of your text: the tokenizer has no chat template"
     console.print(f"{name} ({mode}); {HELP}", style="dim")
     return chat
@@ -257,23 +226,15 @@ def run_chat(options: ChatOptions) -> None:
     """Answer messages until ``/exit`` or the end of the input; under torchrun rank 0 reads and writes.
 
     Raises:
-        UserError: the model or its heads can't be used, or another rank is gone.
+        UserError: the model or its heads can't be used, or another rank has failed.
     """
     console = terminal(quiet=os.environ.get("RANK", "0") != "0")
     console.soft_wrap = not console.is_terminal
     interactive = sys.stdin is not None and sys.stdin.isatty()
     if interactive:
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  (importing it gives input() line editing and a history)
+            import readline  # noqa: F401  (the import gives input() line editing and a history)
     try:
-        converse(options, console, interactive)
-    except RankError as error:
-        raise UserError(str(error)) from error
-
-
-def converse(options: ChatOptions, console: Console, interactive: bool) -> None:
-    """:func:`run_chat` once the terminal is set up."""
-    with leaving_others():
         with setting_up():
             chat = start_chat(options, console)
         while (message := chat.read(interactive)) is not None:
@@ -283,3 +244,8 @@ def converse(options: ChatOptions, console: Console, interactive: bool) -> None:
             elif message.strip():
                 chat.reply(message, interactive)
         chat.handle.undo()
+    except RankError as error:
+        raise UserError(str(error)) from error
+    finally:
+        if world_size() > 1 and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()  # its threads must not outlive the interpreter

@@ -1,4 +1,4 @@
-"""What several commands need: the bundled model, and loading a model that is about to be patched."""
+"""Shared by the commands: checks of options, the bundled model, loading a model."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from rich.console import Console
 from specmemo_kernels import ops
 from specmemo_kernels.cache.kv_storage import page_dtype
 from specmemo_kernels.cli.errors import UserError
+from specmemo_kernels.cli.options import PatchOptions
 from specmemo_kernels.drafting.head_files import HUB_ID
 from specmemo_kernels.engine.pressure import is_out_of_memory
-from specmemo_kernels.ops.weight_codes import check_bits
 from specmemo_kernels.planning.memory_plan import parse_bytes
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo_model"
-#: Endings of files, which no hub id has.
+#: Endings of file names, which no hub id has.
 FILES = (".json", ".safetensors", ".pt", ".pth", ".bin", ".gguf")
 
 
 @contextlib.contextmanager
 def setting_up() -> Iterator[None]:
-    """ValueErrors of checking, loading and patching are the user's to correct; later ones may be bugs.
+    """Convert a ValueError of checking, loading or patching into a UserError; later ValueErrors may be bugs.
 
-    BudgetError, HeadsError and UnsupportedModel are ValueErrors; the errors that are always the user's are in
-    :func:`errors.explain`.
+    BudgetError, HeadsError and UnsupportedModel are ValueErrors. :func:`errors.explain` lists the types that are user
+    errors at any time.
     """
     try:
         yield
@@ -39,30 +39,32 @@ def setting_up() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def loading(what: str) -> Iterator[None]:
-    """Any error of transformers on files that it can't read: broken ones raise errors of every type."""
+def loading(name: str) -> Iterator[None]:
+    """Convert any error of transformers: broken files raise errors of every type."""
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        named = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
-        raise UserError(f"{what} can't be loaded: {named}{error}") from error
+        kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
+        raise UserError(f"{name} can't be loaded: {kind}{error}") from error
 
 
 def terminal(**options: Any) -> Console:
-    """A console that prints text as it is: names of files and models are no markup."""
+    """A console that prints text unchanged: names of files and models aren't markup."""
     return Console(highlight=False, markup=False, emoji=False, **options)
 
 
 def existing_or_hub(name: str, advice: str, *, files: bool = False, hub: bool = True) -> str:
-    """``name`` with its ``~`` expanded where it exists, or as it is where it can be a hub id.
+    """``name`` with its ``~`` expanded if the path exists, unchanged if it can be a hub id.
 
     Args:
-        name: what an option was given; files, hub: whether it takes a file, or a hub id. advice: what it takes.
+        name: the value of an option.
+        advice: what the option takes, for the message.
+        files, hub: whether the option takes a file, or a hub id.
 
     Raises:
-        UserError: neither.
+        UserError: ``name`` is neither.
     """
     path = Path(os.path.expanduser(name))
     if name and path.exists():
@@ -75,83 +77,69 @@ def existing_or_hub(name: str, advice: str, *, files: bool = False, hub: bool = 
 
 
 def check_output(option: str, path: Path, *, make_folders: bool = False) -> None:
-    """See before the work that its result can be written to ``path``.
+    """Check before the work that its result can be written to ``path``.
 
     Raises:
-        UserError: a folder, no folder to write to, or no permission.
+        UserError: ``path`` is a folder, its folder is missing, or the permission is.
     """
-    place = path if path.exists() else path.parent
-    while make_folders and not place.exists():
-        place = place.parent
+    target = path if path.exists() else path.parent
+    while make_folders and not target.exists():
+        target = target.parent
     if path.is_dir():
         raise UserError(f"{option} {path}: it is a folder, name a file")
-    if not place.exists():
-        raise UserError(f"{option} {path}: there is no folder {place}")
-    if place != path and not place.is_dir():
-        raise UserError(f"{option} {path}: {place} is no folder")
-    if not os.access(place, os.W_OK):
-        raise UserError(f"{option} {path}: no permission to write to {place}")
+    if not target.exists():
+        raise UserError(f"{option} {path}: there is no folder {target}")
+    if target != path and not target.is_dir():
+        raise UserError(f"{option} {path}: {target} is no folder")
+    if not os.access(target, os.W_OK):
+        raise UserError(f"{option} {path}: no permission to write to {target}")
 
 
 @contextlib.contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
-    """Errors of writing ``path`` name the option.
-
-    Raises:
-        UserError: it can't be written.
-    """
+    """Add the option's name to errors of writing ``path``."""
     try:
         yield
     except OSError as error:
         raise UserError(f"{option} {path}: {error.strerror or error}") from error
 
 
-def check_options(
-    device: str,
-    dtype: torch.dtype | str,
-    backend: str | None,
-    memory_budget: str | None,
-    kv_dtype: str | None,
-    head_bits: int | None = None,
-) -> torch.device:
-    """See before a model is loaded that these options make sense; returns the device.
+def check_options(options: PatchOptions, dtype: torch.dtype | str) -> torch.device:
+    """Check options before a model is loaded in ``dtype``; returns the device.
 
     Raises:
-        UserError, BackendUnavailable: one that doesn't; the message names it.
+        UserError, BackendUnavailable: an option is wrong; the message has its name.
     """
-    place = torch_device(device)
-    known = dtype if isinstance(dtype, torch.dtype) else torch.float32  # a stored dtype is checked while patching
+    device = torch_device(options.device)
+    compute_dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32  # patch checks a stored dtype
     with setting_up():
-        if reason := ops.unsuited(ops.backend_name(backend, place), place, known):
-            raise UserError(f"--backend {backend}: {reason}")
-        if memory_budget is not None:
-            parse_bytes(memory_budget, "--memory-budget")
-        page_dtype(kv_dtype)
-        check_bits(head_bits)
-    return place
+        if reason := ops.unsuited(ops.backend_name(options.backend, device), device, compute_dtype):
+            raise UserError(f"--backend {options.backend}: {reason}")
+        if options.memory_budget is not None:
+            parse_bytes(options.memory_budget, "--memory-budget")
+        page_dtype(options.kv_dtype)
+    return device
+
+
+def patch_arguments(options: PatchOptions) -> dict[str, Any]:
+    """Keyword arguments of ``patch``, for one sequence at a time."""
+    names = ("memory_budget", "tree", "backend", "kv_dtype")
+    return {name: getattr(options, name) for name in names} | {"max_batch_size": 1}
 
 
 def demo_model_folder() -> Path:
-    """The bundled model's folder; its heads lie in ``heads`` inside it.
+    """The bundled model's folder; its heads are in ``heads/``.
 
     Raises:
-        UserError: this installation came without it.
+        UserError: this installation has no bundled model.
     """
     if not (DEMO_MODEL / "model.safetensors").is_file():
         raise UserError(f"the bundled model is missing ({DEMO_MODEL}); reinstall the package, or name a model yourself")
     return DEMO_MODEL
 
 
-def torch_dtype(name: str) -> torch.dtype | str:
-    """``"auto"``, or the floating-point type of that name."""
-    if name not in ("auto", "float32", "bfloat16", "float16"):
-        raise UserError(f"--dtype is {name!r}, expected auto, float32, bfloat16 or float16")
-    dtype: torch.dtype | str = name if name == "auto" else getattr(torch, name)
-    return dtype
-
-
 def world_size() -> int:
-    """How many processes torchrun started; 1 without it."""
+    """Number of processes that torchrun started; 1 without torchrun."""
     size = os.environ.get("WORLD_SIZE", "1")
     if not size.isdecimal():
         raise UserError(f"WORLD_SIZE is {size!r} in the environment, expected a number; torchrun sets it")
@@ -159,10 +147,10 @@ def world_size() -> int:
 
 
 def torch_device(name: str) -> torch.device:
-    """A device that computes; of several processes on a machine each has its own.
+    """The device of an option; ``cuda`` is each rank's own device under torchrun.
 
     Raises:
-        UserError: it doesn't exist, or its tensors hold no data ("meta").
+        UserError: the device doesn't exist, or its tensors hold no data ("meta").
     """
     if name == "cuda" and world_size() > 1:
         name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
@@ -178,12 +166,12 @@ def torch_device(name: str) -> torch.device:
 
 
 def load_model(folder: str | Path, dtype: torch.dtype | str, device: torch.device) -> Any:
-    """A causal language model of transformers, ready to generate; under torchrun divided over its processes.
+    """A causal language model of transformers in eval mode; sharded over the ranks under torchrun.
 
-    A model that brings its own code is refused: loading it would ask on the terminal whether to run that code.
+    Models with their own code are refused: transformers would prompt on the terminal to run it.
 
     Raises:
-        UserError: the files can't be loaded, or transformers divides models over another kind of device.
+        UserError: the files can't be loaded, or transformers shards models over another kind of device.
     """
     from transformers import AutoModelForCausalLM
 
@@ -200,18 +188,8 @@ def load_model(folder: str | Path, dtype: torch.dtype | str, device: torch.devic
     return model.eval()
 
 
-@contextlib.contextmanager
-def leaving_others() -> Iterator[None]:
-    """At the end the process leaves its group, whose threads would else still run when Python is gone."""
-    try:
-        yield
-    finally:
-        if world_size() > 1 and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-
-
 def hide_loading_bars() -> None:
-    """No progress bars of transformers' own, for a model that loads in no time."""
+    """Disable transformers' progress bars; the bundled model loads at once."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,17 +1,15 @@
-"""``specmemo demo``: the bundled model completes real files, plain and patched, and the two are compared."""
+"""``specmemo demo``: completes real files with the bundled model, plain and patched, and compares the two."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specmemo_kernels.cli.common import (
@@ -28,38 +26,21 @@ from specmemo_kernels.cli.demo_data import is_held_out, library_files, library_r
 from specmemo_kernels.cli.demo_runs import SIDES, DemoResult, Pair, Prompt, measure, measure_memory
 from specmemo_kernels.cli.demo_view import LiveView, TextView, show_result
 from specmemo_kernels.cli.errors import UserError
+from specmemo_kernels.cli.options import DemoOptions
 
 PROMPT_TOKENS = (100, 300)
 
 
-@dataclass(frozen=True)
-class DemoOptions:
-    """The command line of ``specmemo demo``."""
-
-    prompt_files: tuple[Path, ...]
-    turns: int
-    max_new_tokens: int
-    rounds: int
-    tree: int | None
-    memory_budget: str | None
-    json_out: Path | None
-    seed: int
-    model: str | None
-    device: str
-    backend: str | None
-    kv_dtype: str | None
-
-
 def library_prompts(tokenizer: Any, count: int, seed: int, room: int) -> list[Prompt]:
-    """``count`` places in library files that the model was not trained on, each a function or class cut at a line."""
+    """``count`` beginnings of functions or classes from held-out library files, each of at most ``room`` tokens."""
     rng = random.Random(seed)
     prompts: list[Prompt] = []
     for file, lines in _held_out(rng):
         starts = [i for i, line in enumerate(lines) if line.startswith(("def ", "class ", "async def "))]
         if not starts:
             continue
-        start, wanted = rng.choice(starts), rng.randint(*PROMPT_TOKENS)
-        text = _cut(tokenizer, lines[start:], min(wanted, room))
+        start, length = rng.choice(starts), rng.randint(*PROMPT_TOKENS)
+        text = _cut(tokenizer, lines[start:], min(length, room))
         ids = torch.tensor([tokenizer(text)["input_ids"]])
         if min(PROMPT_TOKENS[0] // 2, room // 2) <= ids.shape[1]:
             name = file.relative_to(library_root()).as_posix()
@@ -70,7 +51,7 @@ def library_prompts(tokenizer: Any, count: int, seed: int, room: int) -> list[Pr
 
 
 def memory_prompt(tokenizer: Any, prompts: list[Prompt], room: int) -> Prompt:
-    """A held-out file that fills the context, which is where memory matters; else the longest of ``prompts``."""
+    """A held-out file that fills the context, else the longest of ``prompts``: memory matters in long contexts."""
     for file, lines in _held_out(random.Random(0)):
         ids = tokenizer("".join(lines)[: 16 * room], verbose=False)["input_ids"]
         if len(ids) >= room:
@@ -79,7 +60,7 @@ def memory_prompt(tokenizer: Any, prompts: list[Prompt], room: int) -> Prompt:
 
 
 def _held_out(rng: random.Random) -> Iterator[tuple[Path, list[str]]]:
-    """The library files that were kept out of training, in random order, with their lines."""
+    """The library files held out of training, in random order, with their lines."""
     files = [file for file in library_files() if is_held_out(file)]
     rng.shuffle(files)
     for file in files:
@@ -87,7 +68,7 @@ def _held_out(rng: random.Random) -> Iterator[tuple[Path, list[str]]]:
 
 
 def _cut(tokenizer: Any, lines: list[str], limit: int) -> str:
-    """As many whole lines from the start as fit in ``limit`` tokens."""
+    """The first whole lines that fit in ``limit`` tokens."""
     text = ""
     for line in lines:
         if len(tokenizer(text + line)["input_ids"]) > limit:
@@ -97,20 +78,24 @@ def _cut(tokenizer: Any, lines: list[str], limit: int) -> str:
 
 
 def file_prompt(tokenizer: Any, file: Path, room: int) -> Prompt:
-    """A user's own text; the end of it if it is longer than the model's context."""
+    """The text of a user's file, or its last ``room`` tokens."""
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"--prompt-file {file} is not a UTF-8 text: {error}") from error
-    ids = tokenizer(text, verbose=False)["input_ids"]  # too long is dealt with here
+    ids = tokenizer(text, verbose=False)["input_ids"]  # no warning: long texts are cut below
     if not ids:
         raise UserError(f"{file} is empty")
     title = str(file) if len(ids) <= room else f"{file}, the last {room} of its {len(ids)} tokens"
     return Prompt(title, tokenizer.decode(ids[-room:]), torch.tensor([ids[-room:]]))
 
 
-def run_demo(options: DemoOptions) -> bool:
-    """Show, measure, report; whether every run of every prompt gave the same tokens."""
+def run_demo(options: DemoOptions) -> None:
+    """Show, measure and report.
+
+    Raises:
+        typer.Exit: status 1, because the tokens of a prompt differ between runs.
+    """
     hide_loading_bars()
     if options.json_out is not None:
         check_output("--json", options.json_out)
@@ -118,54 +103,41 @@ def run_demo(options: DemoOptions) -> bool:
     if options.model is not None:
         advice = "--model takes a folder with a model and, in heads/, its heads"
         folder = Path(existing_or_hub(options.model, advice, hub=False))
-    device = check_options(options.device, torch.float32, options.backend, options.memory_budget, options.kv_dtype)
+    device = check_options(options, torch.float32)
     console = terminal(soft_wrap=False)
     with console.status("loading the model, plain and patched"), setting_up():
-        pair = Pair(
-            folder, options.max_new_tokens, options.tree, options.memory_budget, device, options.backend,
-            options.kv_dtype,
-        )  # fmt: skip
-        if options.prompt_files:
-            prompts = [file_prompt(pair.tokenizer, file, pair.room) for file in options.prompt_files]
+        pair = Pair(folder, device, options)
+        if options.prompt_file:
+            prompts = [file_prompt(pair.tokenizer, file, pair.room) for file in options.prompt_file]
         else:
             prompts = library_prompts(pair.tokenizer, options.turns, options.seed, pair.room)
         if not prompts:
             raise UserError(f"no held-out library file of {library_root()} is long enough; give a --prompt-file")
-        for side in SIDES:  # warm-up: the first call pays for set-up that later ones don't
+        for side in SIDES:  # warm-up
             pair.generate(side, prompts[0], max_new_tokens=min(16, pair.max_new_tokens))
     view = LiveView(console, pair) if console.is_terminal else TextView(console, pair)
     for number, prompt in enumerate(prompts, start=1):
         view.turn(f"{number} of {len(prompts)}: {prompt.title}", prompt)
-    with _progress(console, 2 * options.rounds * len(prompts)) as tick:
-        timed = measure(pair, prompts, options.rounds, tick)
+    total = 2 * options.rounds * len(prompts)
+    description = f"timing {total} runs, nothing else shown meanwhile"
+    if not console.is_terminal:
+        console.print(description)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    # Drawn between the timed runs: a refresh thread would disturb them.
+    with Progress(
+        *columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task(description, total=total)
+        timed = measure(pair, prompts, options.rounds, lambda: progress.update(task, advance=1, refresh=True))
     with console.status("measuring memory"):
         longest = max(prompts, key=lambda p: p.ids.shape[1])
-        weighed = longest if options.prompt_files else memory_prompt(pair.tokenizer, prompts, pair.room)
-        memory = measure_memory(pair, weighed)
-    result = DemoResult(timed, memory, weighed.ids.shape[1], pair.handle.plan.tree.size, options.rounds)
+        if not options.prompt_file:
+            longest = memory_prompt(pair.tokenizer, prompts, pair.room)
+        memory = measure_memory(pair, longest)
+    result = DemoResult(timed, memory, longest.ids.shape[1], pair.handle.plan.tree.size, options.rounds)
     show_result(console, result)
     if options.json_out is not None:
         with writing("--json", options.json_out):
             options.json_out.write_text(json.dumps(result.to_json(), indent=1) + "\n")
-    return result.equal == len(prompts)
-
-
-@contextlib.contextmanager
-def _progress(console: Console, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on a terminal, one line elsewhere."""
-    what = f"timing {total} runs, nothing else shown meanwhile"
-    if not console.is_terminal:
-        console.print(what)
-        yield lambda: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # Drawn when a run ends, between two clocks, and never by a thread while one is running.
-    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
-        task = progress.add_task(what, total=total)
-
-        def tick() -> None:
-            progress.advance(task)
-            progress.refresh()
-
-        progress.refresh()
-        yield tick
+    if result.equal != len(prompts):
+        raise typer.Exit(1)

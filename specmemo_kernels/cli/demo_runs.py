@@ -1,4 +1,4 @@
-"""The runs behind ``specmemo demo``: one model plain and patched, timed, weighed and compared."""
+"""The runs of ``specmemo demo``: time and memory of one model, plain and patched."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from typing import Any
 
 import torch
 
-from specmemo_kernels.cli.common import load_model, load_tokenizer
+from specmemo_kernels.cli.common import load_model, load_tokenizer, patch_arguments
 from specmemo_kernels.cli.env import collect_env
 from specmemo_kernels.cli.errors import UserError
+from specmemo_kernels.cli.options import DemoOptions
 from specmemo_kernels.integrations.hf.chat import longest_text
 from specmemo_kernels.integrations.hf.patch import patch
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
 
 SIDES = ("plain", "patched")
-LEAST_PROMPT = 32
+MIN_PROMPT = 32
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A piece of a file to be completed; ``ids`` is ``[1, L]``."""
+    """A text to complete; ``ids`` is ``[1, L]``."""
 
     title: str
     text: str
@@ -33,7 +34,7 @@ class Prompt:
 
 @dataclass
 class PromptResult:
-    """What the timed runs of one prompt gave; seconds are medians over the rounds, steps and tokens of one run."""
+    """Timed runs of one prompt; seconds are medians over the rounds, steps and tokens of one run."""
 
     title: str
     prompt_tokens: int
@@ -47,7 +48,7 @@ class PromptResult:
 
 @dataclass
 class DemoResult:
-    """Everything in the closing table."""
+    """The figures of the closing table."""
 
     prompts: list[PromptResult]
     memory: dict[str, dict[str, int]]
@@ -62,7 +63,7 @@ class DemoResult:
 
     @property
     def speedup(self) -> float:
-        """How much faster patched is, the median over prompts."""
+        """Plain seconds over patched seconds, the median over prompts."""
         return statistics.median(p.plain_seconds / p.patched_seconds for p in self.prompts)
 
     @property
@@ -71,7 +72,7 @@ class DemoResult:
 
     @property
     def equal(self) -> int:
-        """Prompts whose every run gave the same tokens, plain and patched."""
+        """Number of prompts whose runs all gave the same tokens."""
         return sum(p.same_tokens for p in self.prompts)
 
     def to_json(self) -> dict[str, Any]:
@@ -90,41 +91,25 @@ class DemoResult:
 
 
 class Pair:
-    """The same model twice, plain and patched, so that neither run can touch the other."""
+    """The same model loaded twice, plain and patched, so that the runs share no state."""
 
-    def __init__(
-        self,
-        folder: Path,
-        max_new_tokens: int,
-        tree: int | None,
-        memory_budget: str | None,
-        device: torch.device,
-        backend: str | None,
-        kv_dtype: str | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, device: torch.device, options: DemoOptions) -> None:
         self.tokenizer = load_tokenizer(folder)
         self.models = {side: load_model(folder, torch.float32, device) for side in SIDES}
-        self.handle = patch(
-            self.models["patched"],
-            heads=folder / "heads",
-            memory_budget=memory_budget,
-            tree=tree,
-            backend=backend,
-            max_batch_size=1,
-            kv_dtype=kv_dtype,
-            reuse_prefix=False,  # each round computes its prompt, as the plain side does
-        )
-        self.max_new_tokens = max_new_tokens
+        # Without prefix reuse each round computes its prompt, as the plain side does.
+        arguments = patch_arguments(options)
+        self.handle = patch(self.models["patched"], folder / "heads", reuse_prefix=False, **arguments)
+        self.max_new_tokens = options.max_new_tokens
         total = longest_text(self.models["patched"])
-        self.room = total - max_new_tokens
-        if self.room < LEAST_PROMPT:
+        self.room = total - self.max_new_tokens
+        if self.room < MIN_PROMPT:
             raise UserError(
-                f"--max-new-tokens {max_new_tokens} leaves {self.room} of {total} tokens for a prompt, "
-                f"a prompt needs at least {LEAST_PROMPT}"
+                f"--max-new-tokens {self.max_new_tokens} leaves {self.room} of {total} tokens for a prompt, "
+                f"a prompt needs at least {MIN_PROMPT}"
             )
 
     def generate(self, side: str, prompt: Prompt, max_new_tokens: int | None = None, **kwargs: Any) -> Any:
-        """Run one side greedily; returns what transformers' ``generate`` returns."""
+        """Greedy ``generate`` of one side."""
         ids = prompt.ids.to(self.models[side].device)
         return self.models[side].generate(
             ids,
@@ -136,9 +121,8 @@ class Pair:
 
 
 def measure(pair: Pair, prompts: list[Prompt], rounds: int, tick: Callable[[], None]) -> list[PromptResult]:
-    """Time every prompt, plain and patched in turns so that a busy machine slows both."""
-    results = []
-    stats = pair.handle.stats
+    """Time every prompt, plain and patched in turns: other load on the machine slows both."""
+    results, stats = [], pair.handle.stats
     for prompt in prompts:
         seconds: dict[str, list[float]] = {side: [] for side in SIDES}
         outputs: list[list[int]] = []
@@ -146,44 +130,39 @@ def measure(pair: Pair, prompts: list[Prompt], rounds: int, tick: Callable[[], N
             for side in SIDES if turn % 2 == 0 else reversed(SIDES):
                 stats.reset()
                 started = time.perf_counter()
-                output = pair.generate(side, prompt)[0].tolist()
+                outputs.append(pair.generate(side, prompt)[0].tolist())
                 seconds[side].append(time.perf_counter() - started)
-                outputs.append(output)
                 if side == "patched":
                     steps, step_tokens = stats.steps, stats.tokens
                 tick()
         results.append(
             PromptResult(
-                title=prompt.title,
-                prompt_tokens=prompt.ids.shape[1],
-                new_tokens=len(outputs[0]) - prompt.ids.shape[1],
-                steps=steps,
-                step_tokens=step_tokens,
+                title=prompt.title, prompt_tokens=prompt.ids.shape[1],
+                new_tokens=len(outputs[0]) - prompt.ids.shape[1], steps=steps, step_tokens=step_tokens,
                 plain_seconds=statistics.median(seconds["plain"]),
                 patched_seconds=statistics.median(seconds["patched"]),
                 same_tokens=all(output == outputs[0] for output in outputs),
             )
-        )
+        )  # fmt: skip
     return results
 
 
 def measure_memory(pair: Pair, prompt: Prompt) -> dict[str, dict[str, int]]:
-    """Peak bytes of the tensors that one generation makes, by part; slow, so apart from the timing."""
+    """Peak bytes of the tensors of one generation, by side and part. The tracker is slow: time in other runs."""
     with MemoryTracker() as tracker:
         output = pair.generate("plain", prompt, return_dict_in_generate=True)
     layers = output.past_key_values.layers
     cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     plain = {"KV cache": cache, "everything else at the peak": tracker.peak - cache}
     del output, layers
-    pair.handle.release()  # so that the pages are made, and counted, inside
+    pair.handle.release()  # the pages are then allocated under the tracker
     with MemoryTracker() as tracker:
         pair.generate("patched", prompt)
     parts = pair.handle.bytes_by_part
-    held = parts["kv_pages"] + parts["tree_scratch"]
     patched = {
         "KV cache": parts["kv_pages"],
         "candidates' KV": parts["tree_scratch"],
-        "everything else at the peak": tracker.peak - held,
+        "everything else at the peak": tracker.peak - parts["kv_pages"] - parts["tree_scratch"],
         "kernels' workspace": pair.handle.plan.parts["workspace"],
         "heads": parts["heads"],
     }

@@ -1,4 +1,4 @@
-"""How ``specmemo demo`` looks: two columns that fill as tokens arrive, and the closing table."""
+"""The output of ``specmemo demo``: completions as tokens arrive, and the closing table."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ PROMPT_LINES = 6
 
 
 class Feed(BaseStreamer):
-    """Collects one side's tokens as text, each piece with the step that delivered it.
+    """Collects one side's tokens as text, with the step of each piece.
 
     Args:
         decode: token ids to text.
-        step: the number of the current step; ``None``: every token is a step of its own.
+        step: the number of the current step; ``None``: one step per token.
         on_text: called with each new piece.
     """
 
@@ -51,7 +51,7 @@ class Feed(BaseStreamer):
             return
         self.ids.extend(value.flatten().tolist())
         text = self._decode(self.ids)
-        if text.endswith("\ufffd"):  # a character of several tokens, not all of which are here
+        if text.endswith("\ufffd"):  # an incomplete character of several tokens
             return
         piece, self._text = text[len(self._text) :], text
         self.pieces.append((piece, self._step() if self._step else len(self.ids)))
@@ -63,15 +63,15 @@ class Feed(BaseStreamer):
 
     @property
     def steps(self) -> int:
-        """Forward passes that delivered tokens, the prompt's own included."""
+        """Number of forward passes that gave tokens, prefill included."""
         return len({step for _, step in self.pieces})
 
     def text(self) -> Text:
-        """All so far; accepted drafts green: all tokens of a step but its last, which the model itself chose."""
-        pieces = list(self.pieces)
+        """The text so far, accepted drafts in green: all tokens of a step but its last, the target model's own."""
+        pieces = list(self.pieces)  # Live draws in another thread
         text = Text(no_wrap=True, overflow="crop")
         next_steps = [step for _, step in pieces[1:]] + [-1]
-        for (piece, step), next_step in zip(pieces, next_steps, strict=False):  # no pieces at first
+        for (piece, step), next_step in zip(pieces, next_steps, strict=False):  # lengths differ without pieces
             text.append(piece, style="green" if next_step == step else "")
         return text
 
@@ -90,7 +90,7 @@ def _feed(pair: Pair, side: str, on_text: Callable[[str], None] | None = None) -
 
 
 class LiveView:
-    """A terminal: both sides next to each other, one running after the other so that each has the machine."""
+    """Both sides in two columns on a terminal. They run one after the other, each alone on the machine."""
 
     def __init__(self, console: Console, pair: Pair) -> None:
         self.console, self.pair = console, pair
@@ -98,16 +98,15 @@ class LiveView:
         console.print(Text.assemble(("green", "green"), ": guessed by the heads and accepted by the model"))
 
     def turn(self, title: str, prompt: Prompt) -> None:
-        """Stream one prompt's two completions; the picture stays on the screen."""
+        """Stream one prompt's two completions."""
         self.pair.handle.stats.reset()
         feeds: dict[str, Feed] = {}
 
         def draw() -> RenderableType:
-            row = [self._panel(side, feeds.get(side)) for side in SIDES]
             columns = Table.grid(expand=True)
-            columns.add_column(ratio=1)
-            columns.add_column(ratio=1)
-            columns.add_row(*row)
+            for _ in SIDES:
+                columns.add_column(ratio=1)
+            columns.add_row(*(self._panel(side, feeds.get(side)) for side in SIDES))
             return Group(_prompt_panel(prompt), columns)
 
         self.console.print(Rule(Text(title), style="bold"))
@@ -131,13 +130,13 @@ def _prompt_panel(prompt: Prompt) -> Panel:
 
 
 class TextView:
-    """Not a terminal: the same as plain text, one side after the other."""
+    """Plain text where stdout isn't a terminal, one side after the other."""
 
     def __init__(self, console: Console, pair: Pair) -> None:
         self.console, self.pair = console, pair
 
     def turn(self, title: str, prompt: Prompt) -> None:
-        """Print one prompt's end and its two completions as they come."""
+        """Print one prompt's end and stream its two completions."""
         self.pair.handle.stats.reset()
         self.console.out(f"\n=== {title}\n--- end of the prompt ({prompt.ids.shape[1]} tokens)", highlight=False)
         self.console.out("\n".join(prompt.text.rstrip("\n").splitlines()[-PROMPT_LINES:]), highlight=False)
@@ -153,7 +152,7 @@ class TextView:
 
 
 def show_result(console: Console, result: DemoResult) -> None:
-    """The closing table, and under what conditions it was measured."""
+    """Print the closing table and its conditions of measurement."""
     table = Table(box=box.SIMPLE_HEAD, title="\nplain and patched, measured", title_justify="left", title_style="bold")
     for name in ("", "plain", "specmemo", ""):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)

@@ -1,4 +1,4 @@
-"""``specmemo env``: what a bug report needs."""
+"""``specmemo env``: versions, devices and backends for a bug report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton")
 
 
 def collect_env() -> dict[str, str]:
-    """Versions, devices and backends, in the order in which they are printed."""
+    """Versions, devices and backends in print order."""
     import torch
 
     facts = {
@@ -24,7 +24,7 @@ def collect_env() -> dict[str, str]:
         "processor": f"{_cpu_name()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads",
     }
     facts |= {name: _version(name) for name in _PACKAGES}
-    facts["torch"] = torch.__version__  # with the build, which the package's metadata may leave out
+    facts["torch"] = torch.__version__  # the package's metadata may lack the build
     facts["gpu"] = _gpus()
     for name in BACKENDS:
         facts[f"backend {name}"] = unavailable(name) or "available" + _details(name)
@@ -39,7 +39,7 @@ def _version(package: str) -> str:
 
 
 def _cpu_name() -> str:
-    """The processor's name where the system tells it, else its architecture."""
+    """The processor's name from /proc/cpuinfo, else its architecture."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -58,6 +58,6 @@ def _gpus() -> str:
 
 
 def _details(backend: str) -> str:
-    """The instruction set that the C++ kernels chose, say."""
+    """The instruction set of the C++ kernels; empty for other backends."""
     isa = getattr(importlib.import_module(BACKENDS[backend]), "isa", None)
     return f" ({isa()})" if callable(isa) else ""

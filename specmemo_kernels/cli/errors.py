@@ -1,4 +1,4 @@
-"""Errors that a user can correct: one line on stderr and an exit status, converted in one place for all commands."""
+"""User errors of all commands: one line on stderr and an exit status; bugs keep their traceback."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-#: Of an exit status: the shell's 128 + SIGINT, a closed pipe (as typer and rich have it), an error of the user's.
+#: Exit statuses: 128 + SIGINT as in shells, 1 for a closed pipe as in typer and rich, 2 for user errors.
 INTERRUPTED, CLOSED_PIPE, USER_ERROR = 130, 1, 2
 #: The base of typer's errors about the command line; typer exports only its subclass.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 class UserError(Exception):
-    """A request that can't be served; the message says what to do instead."""
+    """An error that the user can correct; the message has what to do."""
 
 
 class Commands(TyperGroup):
-    """The group of all commands. Errors that a user can correct become one line; a bug keeps its traceback."""
+    """The group of all commands, with :func:`report` as its error handler."""
 
     def main(self, *args: Any, **options: Any) -> Any:
-        """Run a command and exit with its status; ``standalone_mode=False`` raises and returns instead, as in click."""
+        """Run a command and exit with its status; ``standalone_mode=False`` raises and returns, as in click."""
         if not options.get("standalone_mode", True):
             return super().main(*args, **options)
         options["standalone_mode"] = False
@@ -51,7 +51,7 @@ class Commands(TyperGroup):
 
 
 def report(error: BaseException) -> int:
-    """Show an error of the user's in one line and return the exit status; raises any other error again."""
+    """Print a user error in one line and return its exit status; raise any other error again."""
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return INTERRUPTED
     if isinstance(error, BrokenPipeError):
@@ -61,16 +61,16 @@ def report(error: BaseException) -> int:
     message = _usage(error) if isinstance(error, _UsageError) else explain(error)
     if message is None:
         raise error
-    if message:  # typer shows the help itself where no command is given
+    if message:  # empty if typer has printed the help because no command was given
         show_error(message)
     return USER_ERROR
 
 
 def explain(error: BaseException) -> str | None:
-    """The message of an error that a user can correct, ``None`` for a bug."""
+    """The message of a user error, ``None`` for a bug."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'output'}: {error.strerror}"
-    # Imported late: they import torch.
+    # Imported here: these modules import torch.
     from specmemo_kernels.engine.pressure import is_out_of_memory
     from specmemo_kernels.ops.dispatch import BackendUnavailable
     from specmemo_kernels.planning.memory_plan import BudgetError
@@ -81,7 +81,7 @@ def explain(error: BaseException) -> str | None:
 
 
 def show_error(message: str) -> None:
-    """One line on stderr, red on a terminal, whatever line ends and markup the message holds."""
+    """Print one line to stderr, red on a terminal; line ends become spaces, markup is printed as it is."""
     line = " ".join(part.strip() for part in message.splitlines())
     Console(stderr=True, markup=False, emoji=False, highlight=False).print(
         f"specmemo: {line}", style="red", soft_wrap=True
@@ -90,7 +90,7 @@ def show_error(message: str) -> None:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Ctrl-C ends the process at once: an import may swallow KeyboardInterrupt, and nothing needs cleaning up yet."""
+    """Exit at once on Ctrl-C: some imports swallow KeyboardInterrupt, and nothing needs cleaning up yet."""
     main_thread = threading.current_thread() is threading.main_thread()
     if not main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -108,13 +108,13 @@ def importing() -> Iterator[None]:
 
 
 def _usage(error: Any) -> str:
-    """What is wrong with the command line, and which help tells more."""
+    """The error of the command line and its help command."""
     message = str(error.format_message()).strip().rstrip(".")
     return f"{message}; see {error.ctx.command_path} --help" if message and error.ctx is not None else message
 
 
 def _discard_output() -> None:
-    """Point stdout at the null device; else Python's flush at exit fails again."""
+    """Redirect stdout to the null device, so that Python's flush at exit succeeds."""
     try:
         target = sys.stdout.fileno()
     except OSError:  # no file behind it

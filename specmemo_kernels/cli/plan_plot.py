@@ -1,4 +1,4 @@
-"""The picture of ``specmemo plan --plot``: predicted speed over generation memory."""
+"""The plot of ``specmemo plan --plot``: predicted speed over generation memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from specmemo_kernels.cli.common import check_output, writing
 from specmemo_kernels.cli.errors import UserError
-from specmemo_kernels.cli.plan import RETAIN, Row
+from specmemo_kernels.cli.plan_report import RETAIN, Row
 from specmemo_kernels.planning.footprint import weight_bytes
 from specmemo_kernels.planning.memory_plan import MemoryPlan
 from specmemo_kernels.planning.search import PlanCandidate, PlanRequest, frontier
@@ -19,33 +19,29 @@ GIB = 2**30
 
 
 def check_plot(path: Path) -> None:
-    """See before planning that a picture can be written to ``path``.
+    """Check before planning that a plot can be written to ``path``.
 
     Raises:
-        UserError: no ending, one that matplotlib has no format for, no matplotlib, or no place to write to.
+        UserError: matplotlib is missing, has no format for the ending, or the file can't be written.
     """
     _pyplot()
     from matplotlib.backend_bases import FigureCanvasBase
 
-    known = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix[1:].lower() not in known:
-        raise UserError(f"--plot {path}: its ending decides the format; end it in .png or .svg ({', '.join(known)})")
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise UserError(f"--plot {path}: its ending decides the format; end it in .png or .svg ({', '.join(formats)})")
     check_output("--plot", path)
 
 
 def draw(path: Path, problem: PlanRequest, choices: list[PlanCandidate], plan: MemoryPlan, rows: list[Row]) -> None:
-    """Write the frontier and the alternatives as a picture; the ending of ``path`` decides its format.
-
-    Raises:
-        UserError: the file can't be written.
-    """
+    """Plot the frontier and the alternatives into ``path``; its ending decides the format."""
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(7.5, 4.5))
     _curve(axes, problem, choices)
     _points(axes, rows)
-    room = (plan.budget or 0) - plan.parts["weights"]
-    if room <= 1.5 * max(row.generation_bytes for row in rows):
-        axes.axvline(room / GIB, color="grey", linestyle="--", linewidth=1, label="budget")
+    generation_budget = (plan.budget or 0) - plan.parts["weights"]
+    if generation_budget <= 1.5 * max(row.generation_bytes for row in rows):
+        axes.axvline(generation_budget / GIB, color="grey", linestyle="--", linewidth=1, label="budget")
     work = problem.workload
     axes.set_title(
         f"{Path(problem.spec.name).name} on {problem.device.name}, {work.batch} x {work.context} tokens (predicted)",
@@ -66,7 +62,7 @@ def draw(path: Path, problem: PlanRequest, choices: list[PlanCandidate], plan: M
 
 
 def _curve(axes: Axes, problem: PlanRequest, choices: list[PlanCandidate]) -> None:
-    """The frontier as steps, and the line of 96 % of its highest speed."""
+    """Draw the frontier as steps, and a line at 96 % of its highest speed."""
     weights = weight_bytes(problem.spec, problem.tp)
     best = frontier(choices)
     sizes = [(c.total_bytes - weights) / GIB for c in best]
@@ -86,10 +82,10 @@ def _points(axes: Axes, rows: list[Row]) -> None:
 
 
 def _pyplot() -> Any:
-    """matplotlib's pyplot, drawing to files alone.
+    """matplotlib's pyplot with a file backend.
 
     Raises:
-        UserError: it isn't installed.
+        UserError: matplotlib isn't installed.
     """
     try:
         import matplotlib

@@ -1,35 +1,35 @@
-"""``specmemo probe``: measure this machine once, so that plans know it."""
+"""``specmemo probe``: measure this machine once, for plans."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 from rich.table import Table
 
 from specmemo_kernels.cli.common import check_output, setting_up, terminal, torch_device, writing
+from specmemo_kernels.cli.options import ProbeOptions
 from specmemo_kernels.planning.device import DeviceProfile
 from specmemo_kernels.planning.device_probe import cache_file, probe
 from specmemo_kernels.planning.memory_plan import format_bytes
 
 
-def run_probe(device: str, output: Path | None, seconds: float) -> None:
-    """Measure, show and keep a profile in ``output`` (default: the cache, where patching finds it)."""
-    name = str(torch_device(device))
-    path = output or cache_file(name)
+def run_probe(options: ProbeOptions) -> None:
+    """Measure a device profile, print it and write it to a file (default: the cache that ``patch`` reads)."""
+    name = str(torch_device(options.device))
+    path = options.output or cache_file(name)
     check_output("--output", path, make_folders=True)
     console, started = terminal(), time.perf_counter()
     with console.status(f"measuring {name}"), setting_up():
-        profile = probe(name, seconds)
-    taken = time.perf_counter() - started
+        profile = probe(name, options.seconds)
+    elapsed = time.perf_counter() - started
     with writing("--output", path):
         profile.save(path)
     console.print(profile_table(profile))
-    console.print(f"measured in {taken:.1f} s, kept in {path}", soft_wrap=True)
+    console.print(f"measured in {elapsed:.1f} s, written to {path}", soft_wrap=True)
 
 
 def profile_table(profile: DeviceProfile) -> Table:
-    """The profile for reading: rates, and what rows cost beside one row."""
+    """The profile as a table: rates, and the time of several rows relative to one row."""
     table = Table("property", "value", title=profile.name)
     table.add_row("memory", format_bytes(profile.memory))
     table.add_row("reads", f"{profile.read_rate / 1e9:.1f} GB/s")
@@ -37,6 +37,6 @@ def profile_table(profile: DeviceProfile) -> Table:
         table.add_row(f"products in {dtype}", f"{rate / 1e12:.2f} TFLOP/s")
     for dtype, curve in profile.curves.items():
         costs = ", ".join(f"{rows}: {cost / curve[0][1]:.1f}" for rows, cost in curve)
-        table.add_row(f"rows in {dtype}, beside one", costs)
+        table.add_row(f"rows in {dtype}, relative to one", costs)
     table.add_row("one operator", f"{profile.launch_seconds * 1e6:.1f} us")
     return table

@@ -1,4 +1,4 @@
-"""Drafters: what proposes the tokens that a step verifies."""
+"""Drafters propose the tokens that a step verifies."""
 
 from specmemo_kernels.drafting.base import Drafter, DraftInput
 from specmemo_kernels.drafting.medusa_heads import MedusaHeads

@@ -1,4 +1,4 @@
-"""What a drafter is: anything that fills a tree with guesses."""
+"""The drafter protocols, and filling a tree with candidates."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from specmemo_kernels.tree.draft_tree import DraftTree
 
 @dataclass(frozen=True)
 class DraftInput:
-    """What a drafter may look at.
+    """Inputs of :meth:`Drafter.propose`.
 
     Attributes:
-        tree: the tree to fill; the same for every sequence of the step.
+        tree: the tree to fill, the same for every sequence of the step.
         root_tokens: ``[B]`` int64, the newest emitted token of each sequence.
         hidden: ``[B, hidden_size]``, the target's last hidden state that predicted ``root_tokens`` (after the final
             norm, as the lm_head receives it).
-        token_ids: per sequence all its tokens, prompt and output, ``root_tokens`` last.
-        slots: a small number per sequence, its name until :meth:`StatefulDrafter.close` is called with it.
+        token_ids: prompt and output tokens of each sequence, ``root_tokens`` last.
+        slots: a small number that identifies each sequence until :meth:`StatefulDrafter.close`.
     """
 
     tree: DraftTree
@@ -36,64 +36,61 @@ class DraftInput:
 class Drafter(Protocol):
     """Proposes tokens; a bad proposal costs speed, never correctness.
 
-    Implement these three and hand the object to ``patch(model, heads=...)``. One that has ``prefers_chain = True`` gets
-    a chain where nobody asks for a tree.
+    Implement these three members and pass the object to ``patch(model, heads=...)``. With ``prefers_chain = True`` the
+    default tree is a chain.
     """
 
     @property
     def max_depth(self) -> int:
-        """How many tokens ahead it can guess: the deepest tree it fills."""
+        """Depth of the deepest tree that it can fill."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it holds (counted against the budget)."""
+        """Bytes of memory, counted against the budget."""
 
     def propose(self, inputs: DraftInput) -> torch.Tensor:
         """``[B, T]`` int64: a token for each node of ``inputs.tree``; column 0 (the root) is ignored.
 
-        -1, or any token outside the vocabulary, means "no guess" and is never accepted. Guesses on the CPU, which can
-        be looked at for free, spare the step the depths at which there are none.
+        -1, or any token outside the vocabulary, means "no guess" and is never accepted. If the result is on the CPU,
+        depths without a guess are dropped from the step: reading it needs no synchronisation.
         """
 
 
 @runtime_checkable
 class StatefulDrafter(Drafter, Protocol):
-    """A drafter that remembers something about each sequence between steps.
+    """A drafter with state per sequence, identified by its slot from the first ``propose`` until ``close``.
 
-    A sequence is known by its slot from the first ``propose`` that names it until ``close``; what was accepted since
-    the last step shows in ``token_ids``.
+    ``token_ids`` has the tokens accepted since the last step.
     """
 
     def close(self, slot: int) -> None:
-        """The sequence of this slot left (finished, aborted or preempted); the next one of that number is another."""
+        """Drop a sequence that finished, was aborted or preempted; the slot may be reused for another one."""
 
 
 @runtime_checkable
 class StaticDrafter(Drafter, Protocol):
-    """A drafter whose candidates follow from the hidden states alone, on their device and without asking the host, so
-    that drafting can be part of a graph."""
+    """A drafter that computes candidates from hidden states only, without host reads: it can run in a CUDA graph."""
 
     def candidates(self, hidden: torch.Tensor, depth: int, width: int) -> torch.Tensor:
-        """``[B, depth * width]`` int64: ``width`` tokens for each of the next ``depth`` places, best first."""
+        """``[B, depth * width]`` int64: ``width`` tokens for each of the next ``depth`` positions, best first."""
 
 
 def fill_tree(root_tokens: torch.Tensor, candidates: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """``[B, T]`` int64: the tokens of the nodes of a tree with these :func:`candidate_columns`."""
+    """``[B, T]`` int64: the tokens of a tree's nodes, by its :func:`candidate_columns`."""
     return torch.cat([root_tokens[:, None], candidates], dim=1).index_select(1, columns)
 
 
 # The memory plan counts this many (footprint.KEPT_LAYOUTS).
 @lru_cache(maxsize=8)
 def candidate_columns(tree: DraftTree, width: int, device: torch.device) -> torch.Tensor:
-    """``[T]`` int64: where each node's token stands in ``[root, depth 1's candidates, depth 2's, ...]``, ``width`` for
-    each depth."""
+    """``[T]`` int64: the column of each node's token in ``[root, *candidates]``, ``width`` candidates per depth."""
     columns = [0] + [1 + (d - 1) * width + r for d, r in zip(tree.depths[1:], tree.ranks[1:], strict=True)]
     return torch.tensor(columns, device=device)
 
 
 @runtime_checkable
 class PagedDrafter(StatefulDrafter, Protocol):
-    """A drafter with keys and values of its own, which the memory plan counts by the token."""
+    """A drafter with its own KV cache, which the memory plan counts per token."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -101,36 +98,36 @@ class PagedDrafter(StatefulDrafter, Protocol):
 
     @property
     def num_pages(self) -> int:
-        """Pages that it may use (:meth:`allocate`); 0 after :meth:`release`."""
+        """Pages granted by :meth:`allocate`; 0 after :meth:`release`."""
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of the pages that it holds right now."""
+        """Bytes of the pages that are allocated now."""
 
     def behind(self, slot: int, tokens: Sequence[int]) -> int:
-        """How many of a sequence's ``tokens``, the newest one apart, it would have to compute before it can guess."""
+        """Tokens of a sequence that must be computed before it can guess, without the newest one."""
 
     def allocate(self, num_pages: int, page_size: int, max_sequences: int, prefill_chunk: int) -> None:
-        """Pages for as many tokens and sequences as the target's pool has; what was known of sequences is forgotten.
+        """Grant pages for as many tokens and sequences as the target's pool has, and drop all sequences.
 
-        They may be made as late as in the first ``propose`` that needs them.
-        Its forward passes may have ``prefill_chunk`` rows at most, or one per sequence.
+        The drafter may allocate them in the first ``propose``. Its forward passes may have at most ``prefill_chunk``
+        rows, or one per sequence.
         """
 
     def release(self) -> None:
-        """Give the pages back."""
+        """Free the pages."""
 
 
 @runtime_checkable
 class OffloadingDrafter(Drafter, Protocol):
-    """A drafter that can leave its device while memory is scarce; it isn't asked then."""
+    """A drafter that can move to host memory when memory is low; it isn't called while offloaded."""
 
     @property
     def offloadable(self) -> bool:
-        """Whether its device has memory of its own, so that leaving it gives something back."""
+        """Whether offloading frees memory: false on a CPU."""
 
     def offload(self) -> None:
-        """Move to host memory, if it isn't there."""
+        """Move to host memory; no effect if already there."""
 
     def restore(self) -> None:
-        """Move back, if it isn't there; if memory doesn't suffice, all of it stays on the host."""
+        """Move back to the device; if memory doesn't suffice, everything stays on the host."""

@@ -1,4 +1,4 @@
-"""A smaller model as the drafter: a chain of tokens, its keys and values kept in pages of its own."""
+"""A smaller model as the drafter: drafts a chain of tokens, with its own paged KV cache."""
 
 from __future__ import annotations
 
@@ -19,44 +19,51 @@ Tensor = torch.Tensor
 
 
 @dataclass
-class _Row:
-    """A sequence as the draft model knows it: ``slot`` of its own pool, ``known`` of its ``tokens`` whose keys and
-    values are in pages, and behind them those of ``guessed`` tokens, of which some may have become real."""
+class _DraftSequence:
+    """A sequence in the draft model's own pool.
+
+    Attributes:
+        slot: its row of the pool.
+        tokens: its tokens in the last ``propose``.
+        cached: number of leading tokens whose keys and values are in pages.
+        guessed: tokens whose keys and values are in pages behind those; the target may accept some of them.
+    """
 
     slot: int
     tokens: Sequence[int]
-    known: int
+    cached: int
     guessed: list[int]
 
-    def settle(self, tokens: Sequence[int]) -> int:
-        """How many of ``tokens`` are in pages; the newest one never counts, because its successor is asked for.
+    def advance(self, tokens: Sequence[int]) -> int:
+        """Add accepted guesses to ``cached``, and return it.
 
-        The tokens may be those of the last proposal, when its step failed and is tried again.
+        The newest token is never counted, because its successor must be computed. If the last step failed and is
+        retried, ``tokens`` are those of the last proposal.
         """
-        self.known = min(self.known, len(tokens) - 1)
+        self.cached = min(self.cached, len(tokens) - 1)
         for token in self.guessed:
-            if self.known >= len(tokens) - 1 or tokens[self.known] != token:
+            if self.cached >= len(tokens) - 1 or tokens[self.cached] != token:
                 break
-            self.known += 1
+            self.cached += 1
         self.guessed = []
-        return self.known
+        return self.cached
 
 
 class DraftModelDrafter:
     """Guesses the greedy continuation of a smaller model with the same vocabulary.
 
-    Each step first computes the tokens that it doesn't know yet (a whole prompt in chunks, later the newest one or
-    two), then one token at a time. Keys and values of accepted guesses stay; those of others are overwritten.
+    Each step first computes the missing tokens (a whole prompt in chunks, later the newest one or two), then one token
+    at a time. Keys and values of accepted guesses stay in pages, those of rejected guesses are overwritten.
 
     Args:
-        model: the smaller model; greedy tokens are taken from it.
-        layers: what its attention layers store.
+        model: the smaller model.
+        layers: the shapes of its attention layers' keys and values.
         max_depth: tokens guessed per step.
-        weight_bytes: what its weights take, counted against the budget.
+        weight_bytes: bytes of its weights, counted against the budget.
         backend: of the operators.
 
     Attributes:
-        keeps_pages: what it knows of a closed sequence serves those that begin the same.
+        keeps_pages: keep the pages of closed sequences for reuse by sequences with the same prefix.
     """
 
     prefers_chain = True
@@ -77,67 +84,61 @@ class DraftModelDrafter:
         self.rows_computed = 0
         self._sizes = (0, 0, 0)
         self._pool: PagedKVPool | None = None
-        self._rows: dict[int, _Row] = {}
+        self._sequences: dict[int, _DraftSequence] = {}
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values that it keeps per token."""
         return sum(layer.bytes_per_token for layer in self.layers)
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of the pages that it holds: none before it is asked."""
+        """Bytes of its pages; 0 before the first ``propose``, which allocates them."""
         return self._pool.page_bytes if self._pool is not None else 0
 
     @property
     def num_pages(self) -> int:
-        """Pages that it may use."""
         return self._sizes[0]
 
     def allocate(self, num_pages: int, page_size: int, max_sequences: int, prefill_chunk: int) -> None:
-        """Pages for as many tokens as the target's pool holds: it never knows more of a sequence than the target.
+        """Grant pages for as many tokens as the target's pool holds; a draft cache never needs more.
 
-        They are made when it is asked for the first time. What the pages before knew of closed sequences is copied, at
-        once; :meth:`release` them first where both don't fit.
+        The first ``propose`` allocates them. If the old pages hold prefixes of closed sequences, they are allocated and
+        copied here; call :meth:`release` before if both pools don't fit in memory.
         """
-        old, self._rows, self._prefill_chunk = self._pool, {}, prefill_chunk
+        old, self._sequences, self._prefill_chunk = self._pool, {}, prefill_chunk
         self._sizes, self._pool = (num_pages, page_size, max_sequences), None
         if old is not None and old.cached_pages:
-            self._own_pool().take_cached(old)
+            self._ensure_pool().take_cached(old)
 
     def release(self) -> None:
-        """Give the pages back; all sequences are forgotten."""
-        self._pool, self._rows, self._sizes = None, {}, (0, 0, 0)
+        """Free the pages and drop all sequences."""
+        self._pool, self._sequences, self._sizes = None, {}, (0, 0, 0)
 
-    def _own_pool(self) -> PagedKVPool:
+    def _ensure_pool(self) -> PagedKVPool:
         if self._pool is None:
             num_pages, page_size, max_sequences = self._sizes
             if not num_pages:
                 raise RuntimeError("the draft model has no pages; call allocate first")
-            with torch.inference_mode(False):  # else it could not be written outside of inference mode later
+            with torch.inference_mode(False):  # tensors of inference mode can't be written outside of it
                 self._pool = PagedKVPool(
-                    self.layers,
-                    num_pages=num_pages,
-                    page_size=page_size,
-                    max_sequences=max_sequences,
-                    max_nodes=0,
+                    self.layers, num_pages=num_pages, page_size=page_size, max_sequences=max_sequences, max_nodes=0,
                     keep=self.keeps_pages,
-                )
+                )  # fmt: skip
         return self._pool
 
     def close(self, slot: int) -> None:
-        row = self._rows.pop(slot, None)
-        if row is not None:
+        sequence = self._sequences.pop(slot, None)
+        if sequence is not None:
             assert self._pool is not None
-            self._pool.close(row.slot, row.tokens[: row.settle(row.tokens)])
+            self._pool.close(sequence.slot, sequence.tokens[: sequence.advance(sequence.tokens)])
 
     def behind(self, slot: int, tokens: Sequence[int]) -> int:
-        """How many of a sequence's ``tokens``, the newest one apart, aren't in its pages."""
-        if slot in self._rows:
-            known = self._rows[slot].settle(tokens)
+        """Tokens of a sequence that aren't in pages, without the newest one."""
+        if slot in self._sequences:
+            cached = self._sequences[slot].advance(tokens)
         else:
-            known = self._pool.cached_prefix_len(tokens) if self._pool is not None else 0
-        return len(tokens) - 1 - known
+            cached = self._pool.cached_prefix_len(tokens) if self._pool is not None else 0
+        return len(tokens) - 1 - cached
 
     def propose(self, inputs: DraftInput) -> Tensor:
         tree, device = inputs.tree, inputs.root_tokens.device
@@ -145,69 +146,69 @@ class DraftModelDrafter:
         guesses = torch.full((len(inputs.token_ids), tree.size), -1, device=device)
         if depth == 0:
             return guesses
-        pool = self._own_pool()
-        everyone = [self._row(pool, *each) for each in zip(inputs.slots, inputs.token_ids, strict=True)]
-        served = [i for i, row in enumerate(everyone) if self._has_room(pool, row, depth)]
-        if not served:
+        pool = self._ensure_pool()
+        step = [self._sequence(pool, *item) for item in zip(inputs.slots, inputs.token_ids, strict=True)]
+        rows = [row for row, sequence in enumerate(step) if self._reserve(pool, sequence, depth)]
+        if not rows:
             return guesses
-        rows = [everyone[i] for i in served]
-        chain = [self._catch_up(pool, rows)]
-        lengths = [len(row.tokens) for row in rows]
+        sequences = [step[row] for row in rows]
+        chain = [self._catch_up(pool, sequences)]
+        lengths = [len(sequence.tokens) for sequence in sequences]
         for ahead in range(depth - 1):
             single = list(chain[-1][:, None])
             starts = [length + ahead for length in lengths]
-            chain.append(self.model.argmax(self._forward(pool, rows, single, starts)))
+            chain.append(self.model.argmax(self._forward(pool, sequences, single, starts)))
         drafted = torch.stack(chain, dim=1)
         nodes = [node for node, path in enumerate(tree.paths, start=1) if not any(path)]
         depths = [tree.depths[node] - 1 for node in nodes]
-        places = torch.tensor(served, device=device)[:, None], torch.tensor(nodes, device=device)
-        guesses[places] = drafted[:, depths].to(device)
-        for row, length, tokens in zip(rows, lengths, drafted[:, :-1].tolist(), strict=True):
-            row.known, row.guessed = length, tokens
+        index = torch.tensor(rows, device=device)[:, None], torch.tensor(nodes, device=device)
+        guesses[index] = drafted[:, depths].to(device)
+        for sequence, length, tokens in zip(sequences, lengths, drafted[:, :-1].tolist(), strict=True):
+            sequence.cached, sequence.guessed = length, tokens
         return guesses
 
-    def _row(self, pool: PagedKVPool, slot: int, tokens: Sequence[int]) -> _Row:
-        if slot not in self._rows:
-            row = self._rows[slot] = _Row(pool.open(), [], 0, [])
-            row.known = pool.reuse(row.slot, tokens)
-        self._rows[slot].tokens = tokens
-        return self._rows[slot]
+    def _sequence(self, pool: PagedKVPool, slot: int, tokens: Sequence[int]) -> _DraftSequence:
+        if slot not in self._sequences:
+            sequence = self._sequences[slot] = _DraftSequence(pool.open(), [], 0, [])
+            sequence.cached = pool.reuse(sequence.slot, tokens)
+        self._sequences[slot].tokens = tokens
+        return self._sequences[slot]
 
-    def _has_room(self, pool: PagedKVPool, row: _Row, depth: int) -> bool:
-        """Whether there are pages for a sequence's tokens and ``depth - 1`` guesses.
+    def _reserve(self, pool: PagedKVPool, sequence: _DraftSequence, depth: int) -> bool:
+        """Reserve pages for a sequence's tokens and ``depth - 1`` guesses; ``False`` if there are too few.
 
-        The target's sequences may share the pages of a beginning that was computed here for none of them, or only
-        for some. The pages of all then don't suffice, and one without room gets no guesses until another has ended.
+        The target's sequences may share pages of a prefix that the draft sequences don't share: there may be fewer
+        free pages here than in the target's pool. A sequence without pages gets no guesses until another one ends.
         """
         try:
-            pool.reserve(row.slot, len(row.tokens) + depth - 1)
+            pool.reserve(sequence.slot, len(sequence.tokens) + depth - 1)
         except OutOfPages:
             return False
         return True
 
-    def _catch_up(self, pool: PagedKVPool, rows: Sequence[_Row]) -> Tensor:
-        """Compute what isn't in pages of each sequence; ``[B]`` the token that follows."""
-        token_ids = [row.tokens for row in rows]
-        done = [row.settle(row.tokens) for row in rows]
-        first = torch.empty(len(rows), dtype=torch.int64, device=self.model.device)
+    def _catch_up(self, pool: PagedKVPool, sequences: Sequence[_DraftSequence]) -> Tensor:
+        """Prefill the missing tokens of each sequence; returns ``[B]``, the token that follows."""
+        token_ids = [sequence.tokens for sequence in sequences]
+        done = [sequence.advance(sequence.tokens) for sequence in sequences]
+        next_tokens = torch.empty(len(sequences), dtype=torch.int64, device=self.model.device)
         while pending := [i for i, tokens in enumerate(token_ids) if done[i] < len(tokens)]:
-            room, taken, chunks = self._prefill_chunk, [], []
+            free_rows, picked, chunks = self._prefill_chunk, [], []
             for i in pending:
-                if size := min(room, len(token_ids[i]) - done[i]):
-                    taken.append(i)
+                if size := min(free_rows, len(token_ids[i]) - done[i]):
+                    picked.append(i)
                     chunks.append(torch.tensor(token_ids[i][done[i] : done[i] + size], device=self.model.device))
-                    room -= size
-            output = self._forward(pool, [rows[i] for i in taken], chunks, [done[i] for i in taken])
-            first[taken] = self.model.argmax(output)
-            for i, chunk in zip(taken, chunks, strict=True):
+                    free_rows -= size
+            output = self._forward(pool, [sequences[i] for i in picked], chunks, [done[i] for i in picked])
+            next_tokens[picked] = self.model.argmax(output)
+            for i, chunk in zip(picked, chunks, strict=True):
                 done[i] += len(chunk)
-        return first
+        return next_tokens
 
     def _forward(
-        self, pool: PagedKVPool, rows: Sequence[_Row], chunks: Sequence[Tensor], starts: Sequence[int]
+        self, pool: PagedKVPool, sequences: Sequence[_DraftSequence], chunks: Sequence[Tensor], starts: Sequence[int]
     ) -> TargetOutput:
-        """Compute a chunk of each row from its place on; the output has each chunk's last row."""
-        slots = torch.tensor([row.slot for row in rows], device=pool.device)
+        """One forward pass over a chunk of each sequence from its start on; the output has each chunk's last row."""
+        slots = torch.tensor([sequence.slot for sequence in sequences], device=pool.device)
         batch = chunk_batch(chunks, starts, pool.block_table[slots])
         self.rows_computed += len(batch.tokens)
         keep = batch.qo_indptr[1:].long() - 1

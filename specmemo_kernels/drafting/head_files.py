@@ -1,4 +1,4 @@
-"""What files, repositories, modules and dicts hold of Medusa heads: tensors by key, not read before they are needed."""
+"""Sources of Medusa heads: the tensors of files, hub repositories, modules and dicts by key, read on demand."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from specmemo_kernels.drafting.medusa_heads import CONFIG_NAME, WEIGHTS_NAME, MedusaHeads
-
+CONFIG_NAME = "config.json"
+WEIGHTS_NAME = "medusa_lm_head.safetensors"
 HeadsSource = str | Path | nn.Module | Mapping[str, torch.Tensor]
 
 CANDIDATES = (
@@ -32,12 +32,12 @@ HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 class HeadsError(ValueError):
-    """These heads can't be used; the message names the file, the key and what was expected."""
+    """These heads can't be used; the message has the file, the key and the expected value."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a layout spells its tensors: patterns to recognise them, templates to write them."""
+    """Keys of a published layout: patterns to recognise them, templates to write them."""
 
     block: re.Pattern[str]
     lm_head: re.Pattern[str]
@@ -61,11 +61,11 @@ VLLM = Layout(
 
 @dataclass(frozen=True)
 class Entry:
-    """A stored tensor: its full key, its file and what is known without reading it.
+    """A stored tensor: its full key, its file, shape and dtype.
 
     Attributes:
-        value: the tensor, unless it has to be read from a safetensors file.
-        mapped: what :meth:`read` gives is a view of the mapped file.
+        value: the tensor, ``None`` for one in a safetensors file.
+        mapped: :meth:`read` returns a view of the mapped file.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Entry:
     mapped: bool = False
 
     def read(self) -> torch.Tensor:
-        """The tensor, on the CPU where it comes from a file."""
+        """The tensor; on the CPU if it is in a file."""
         if self.value is not None:
             return self.value.detach()
         from safetensors import safe_open
@@ -88,7 +88,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Stored:
-    """Everything a source holds about heads; ``entries`` by key without the ``medusa_head.`` prefix."""
+    """The tensors and configuration of a source; ``entries`` by key without the ``medusa_head.`` prefix."""
 
     where: str
     entries: dict[str, Entry]
@@ -96,20 +96,16 @@ class Stored:
 
 
 def open_source(source: HeadsSource) -> Stored:
-    """What a folder, file, hub repository, module or dict holds.
+    """The tensors of a folder, file, hub repository, module or dict.
 
     Raises:
-        HeadsError: nothing that can be read there, or not one of these.
+        HeadsError: nothing readable there, or a source of another type.
     """
     if isinstance(source, str | Path):
         return open_path(source)
     if isinstance(source, nn.Module):
         label = f"the {type(source).__name__} module"
-        config = {}
-        if isinstance(source, MedusaHeads):
-            names = ("vocab_size", "own_lm_head", "cumulative_topk_accuracy")
-            config = {name: getattr(source, name) for name in names}
-        return Stored(label, _select(_tensor_entries(source.state_dict(), label), label), config)
+        return Stored(label, _select(_tensor_entries(source.state_dict(), label), label))
     if isinstance(source, Mapping):
         return Stored("the dict", _select(_tensor_entries(source, "the dict"), "the dict"))
     raise HeadsError(f"heads can be a folder, a file, a hub id, a module or a dict, not a {type(source).__name__}")
@@ -122,15 +118,15 @@ def open_path(source: str | Path) -> Stored:
     fetch: _Fetch = partial(_file_in, path.parent if path.is_file() else path)
     if not path.exists():
         if not isinstance(source, str) or not HUB_ID.fullmatch(source):
-            raise HeadsError(f"{source}: there is no such folder or file, and a hub id it is not")
+            raise HeadsError(f"{source}: there is no such folder or file, and it isn't a hub id")
         fetch = partial(_download, source)
     for name in names:
-        found = fetch(name)
-        if found is not None:
+        file = fetch(name)
+        if file is not None:
             config_file = fetch(CONFIG_NAME)
-            entries = _read_shards(found, fetch) if name.endswith(".index.json") else _read_file(found)
+            entries = _read_shards(file, fetch) if name.endswith(".index.json") else _read_file(file)
             config = {} if config_file is None else _read_json(config_file)
-            return Stored(str(found), _select(entries, str(found)), config)
+            return Stored(str(file), _select(entries, str(file)), config)
     raise HeadsError(f"{source}: no file of heads in it; one of {', '.join(names)} is needed")
 
 
@@ -139,12 +135,12 @@ def _file_in(folder: Path, name: str) -> Path | None:
 
 
 def _download(repository: str, name: str) -> Path | None:
-    """The cached copy of one file of a hub repository, downloaded if need be; ``None``: it has no such file."""
+    """The cached copy of one file of a hub repository, downloaded if necessary; ``None`` if there is no such file."""
     from huggingface_hub import snapshot_download
 
     try:
         return _file_in(Path(snapshot_download(repository, allow_patterns=[name])), name)
-    except Exception as error:  # the hub's client raises its own, its HTTP library's and the system's
+    except Exception as error:  # errors of the hub's client, its HTTP library or the system
         raise HeadsError(
             f"{repository!r} is neither a folder or file here nor a hub repository that can be read "
             f"(looking for {name}): {_reason(error)}"
@@ -166,24 +162,24 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_shards(index: Path, fetch: _Fetch) -> dict[str, Entry]:
-    """The heads' tensors of a sharded model; shards without any are neither opened nor downloaded."""
+    """The heads' tensors of a sharded model. Shards without heads are neither opened nor downloaded."""
     shards = _read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(s, str) and Path(s).name == s for s in shards.values()):
         raise HeadsError(f"{index}: its weight_map does not lead from keys to names of files beside it")
-    wanted = {key: shards[key] for key in _short_names(shards, str(index)).values()}
-    layout_of(_short_names(wanted, str(index)), str(index))
+    head_shards = {key: shards[key] for key in _short_names(shards, str(index)).values()}
+    layout_of(_short_names(head_shards, str(index)), str(index))
     entries: dict[str, Entry] = {}
-    for shard in sorted(set(wanted.values())):
+    for shard in sorted(set(head_shards.values())):
         path = fetch(shard)
         if path is None:
             raise HeadsError(f"{index}: its shard {shard} is missing")
-        entries.update((key, entry) for key, entry in _read_file(path).items() if wanted.get(key) == shard)
+        entries.update((key, entry) for key, entry in _read_file(path).items() if head_shards.get(key) == shard)
     return entries
 
 
 def _read_file(path: Path) -> dict[str, Entry]:
     if path.suffix != ".safetensors":
-        # Only zip archives can be mapped; what older torch versions wrote is read whole.
+        # Only zip archives can be mapped; files of older torch versions are read whole.
         mapped = zipfile.is_zipfile(path)
         return _tensor_entries(_unpickle(path, mapped), str(path), mapped)
     from safetensors import SafetensorError, safe_open
@@ -210,7 +206,7 @@ def _unpickle(path: Path, mapped: bool) -> Mapping[str, Any]:
 
 
 def _tensor_entries(tensors: Mapping[str, Any], where: str, mapped: bool = False) -> dict[str, Entry]:
-    """What isn't a tensor in memory keeps a dtype that no check lets pass."""
+    """Entries of tensors in memory. Values of other types get a dtype that every check refuses."""
     entries = {}
     for key, value in tensors.items():
         if isinstance(value, torch.Tensor):
@@ -222,7 +218,7 @@ def _tensor_entries(tensors: Mapping[str, Any], where: str, mapped: bool = False
 
 
 def _short_names(keys: Iterable[str], where: str) -> dict[str, str]:
-    """Key without prefix -> key, of those behind ``medusa_head.``; of all where none is."""
+    """Key without prefix -> key, for the keys behind ``medusa_head.``, or for all keys if there are none."""
     keys = list(keys)
     names: dict[str, str] = {}
     for key in keys:
@@ -237,10 +233,13 @@ def _select(entries: dict[str, Entry], where: str) -> dict[str, Entry]:
 
 
 def layout_of(keys: Iterable[str], where: str) -> Layout:
-    """The layout that these keys (without prefix) are of.
+    """The layout of these keys (without prefix).
+
+    Args:
+        where: the source's name, for the message.
 
     Raises:
-        HeadsError: none of them belongs to heads; ``where`` is named.
+        HeadsError: no key belongs to heads.
     """
     keys = list(keys)
     for layout in (VLLM, MEDUSA):
@@ -250,5 +249,5 @@ def layout_of(keys: Iterable[str], where: str) -> Layout:
 
 
 def first_few(keys: list[str]) -> str:
-    """For messages: up to four keys, and how many more there are."""
+    """Up to four keys and the number of the others, for messages."""
     return ", ".join(keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "") if keys else "none"

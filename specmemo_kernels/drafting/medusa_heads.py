@@ -1,4 +1,4 @@
-"""Medusa heads as a module: residual SiLU blocks, with an lm_head of their own (maybe in 4 bits) or the model's."""
+"""Medusa heads as a module: residual SiLU blocks and own lm_heads (optionally in 4 bits) or the model's."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import torch
 from torch import nn
 
 from specmemo_kernels.arguments import integer
+from specmemo_kernels.drafting.head_files import CONFIG_NAME, WEIGHTS_NAME, open_path
+from specmemo_kernels.drafting.head_tensors import StoredHeads, stored_heads
 from specmemo_kernels.ops.weight_codes import GROUP, check_bits, groups_of, packed_bytes, unpack
-
-CONFIG_NAME = "config.json"
-WEIGHTS_NAME = "medusa_lm_head.safetensors"
 
 
 class ResidualBlock(nn.Module):
     """``x + silu(W x + b)``, the block of Medusa (arXiv 2401.10774, section 2.1.1).
 
-    The weights start at zero, so a new head repeats what the model's own lm_head says.
+    The weights start at zero: a new head predicts the same token as the model's lm_head.
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -34,7 +33,7 @@ class ResidualBlock(nn.Module):
 
 
 class Int4Linear(nn.Module):
-    """A linear layer with a matrix of 4-bit codes (:mod:`specmemo_kernels.ops.weight_codes`); not for training.
+    """A linear layer with a matrix of 4-bit codes (:mod:`specmemo_kernels.ops.weight_codes`), for inference only.
 
     Buffers: ``codes`` ``[out_features, 32 * G]`` uint8 and ``scales`` ``[out_features, G]`` float16; zeros when new.
     """
@@ -50,7 +49,7 @@ class Int4Linear(nn.Module):
         self.register_buffer("scales", torch.zeros(out_features, groups, dtype=torch.float16))
 
     def matrix(self) -> torch.Tensor:
-        """``[out_features, in_features]`` float32: what the codes stand for."""
+        """The dequantised matrix, ``[out_features, in_features]`` float32."""
         return unpack(self.codes, self.scales, self.in_features)
 
 
@@ -60,18 +59,18 @@ class MedusaHeads(nn.ModuleList):
     Args:
         hidden_size: width of the model's last hidden state.
         vocab_size: rows of the lm_head.
-        num_heads: how many tokens ahead are guessed.
+        num_heads: tokens guessed per step.
         num_layers: residual blocks per head.
-        own_lm_head: each head owns a ``[vocab_size, hidden_size]`` matrix (Medusa-1); ``False``
-            shares the model's lm_head (Medusa "v2"), which saves most of the memory.
+        own_lm_head: each head has a ``[vocab_size, hidden_size]`` matrix (Medusa-1). ``False``: the heads share the
+            model's lm_head (Medusa "v2"), which saves most of the memory.
         head_bits: 4 for own matrices in 4-bit codes, an eighth of float32's bytes; ``None``: in the heads' dtype.
 
     The state dict has the published names: ``{h}.{l}.linear.weight``, ``{h}.{l}.linear.bias`` and, with
     an own lm_head, ``{h}.{num_layers}.weight``, or ``{h}.{num_layers}.codes`` and ``.scales``.
 
     Attributes:
-        cumulative_topk_accuracy: how often head ``h``'s best ``k + 1`` guesses hold the right token, ``[h][k]``, where
-            somebody measured it; saved with the heads, it chooses the tree. ``None``: not known.
+        cumulative_topk_accuracy: ``[h][k]``, the share of tokens among head ``h``'s best ``k + 1`` guesses. Saved with
+            the heads; the tree is chosen by it. ``None``: not measured.
     """
 
     def __init__(
@@ -107,10 +106,7 @@ class MedusaHeads(nn.ModuleList):
             self.append(nn.Sequential(*layers))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What goes into the lm_head, per head: ``[num_heads, ..., hidden_size]``.
-
-        With an own lm_head use :meth:`logits`; this stops in front of it.
-        """
+        """The lm_heads' inputs ``[num_heads, ..., hidden_size]``; :meth:`logits` includes the lm_heads."""
         return torch.stack([self.features(hidden, head) for head in range(self.num_heads)])
 
     def features(self, hidden: torch.Tensor, head: int) -> torch.Tensor:
@@ -121,24 +117,26 @@ class MedusaHeads(nn.ModuleList):
         return hidden
 
     def lm_head_weight(self, head: int, shared: torch.Tensor) -> torch.Tensor:
-        """The ``[vocab_size, hidden_size]`` matrix behind head ``head``; ``shared`` is the model's.
+        """The lm_head of head ``head``, ``[vocab_size, hidden_size]``; ``shared`` is the model's.
 
-        Of one in 4 bits a new tensor is made, in the blocks' dtype.
+        A matrix in 4 bits is dequantised into a new tensor of the blocks' dtype.
         """
         if not self.own_lm_head:
             return shared
-        own = self._layers(head)[self.num_layers]
-        if isinstance(own, Int4Linear):
-            return own.matrix().to(self.linear(head, 0).weight.dtype)
-        return cast(nn.Linear, own).weight
+        lm_head = self._layers(head)[self.num_layers]
+        if isinstance(lm_head, Int4Linear):
+            return lm_head.matrix().to(self.linear(head, 0).weight.dtype)
+        return cast(nn.Linear, lm_head).weight
 
     def own_tensors(self, head: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What head ``head``'s own lm_head is kept as: its matrix and ``None``, or codes and scales."""
-        own = self._layers(head)[self.num_layers]
-        return (own.codes, own.scales) if isinstance(own, Int4Linear) else (cast(nn.Linear, own).weight, None)
+        """The tensors of head ``head``'s own lm_head: matrix and ``None``, or codes and scales."""
+        lm_head = self._layers(head)[self.num_layers]
+        if isinstance(lm_head, Int4Linear):
+            return lm_head.codes, lm_head.scales
+        return cast(nn.Linear, lm_head).weight, None
 
     def coded_bytes(self) -> int | None:
-        """What the own matrices would take in 4 bits; ``None`` if there are none, or they are."""
+        """Bytes of the own matrices if packed into 4 bits; ``None`` without own matrices, or if already packed."""
         if not self.own_lm_head or self.head_bits is not None:
             return None
         rows = self.own_tensors(0)[0].shape[0]
@@ -152,7 +150,7 @@ class MedusaHeads(nn.ModuleList):
         return cast(nn.Sequential, self[head])
 
     def logits(self, hidden: torch.Tensor, shared_lm_head: torch.Tensor) -> torch.Tensor:
-        """All heads' logits ``[num_heads, ..., vocab_size]``, for training and tests; decoding never makes them."""
+        """All heads' logits ``[num_heads, ..., vocab_size]``, for training and tests only."""
         rows = [
             nn.functional.linear(self.features(hidden, head), self.lm_head_weight(head, shared_lm_head))
             for head in range(self.num_heads)
@@ -160,10 +158,10 @@ class MedusaHeads(nn.ModuleList):
         return torch.stack(rows)
 
     def truncated(self, num_heads: int) -> MedusaHeads:
-        """The first ``num_heads`` heads as a module of its own that shares their parameters: nothing is copied.
+        """The first ``num_heads`` heads as a new module with the same parameters.
 
         Raises:
-            ValueError: ``num_heads`` is below 1 or above what there is.
+            ValueError: ``num_heads`` is out of range.
         """
         if not 1 <= num_heads <= self.num_heads:
             raise ValueError(f"MedusaHeads.truncated: num_heads is {num_heads}, there are {self.num_heads}")
@@ -180,16 +178,13 @@ class MedusaHeads(nn.ModuleList):
         return first
 
     def twin(self) -> MedusaHeads:
-        """A module with parameters and buffers of its own in the same memory: moving one moves only that one."""
+        """A copy whose parameters and buffers share this module's memory; each can move to another device alone."""
         memo: dict[int, Any] = {id(p): nn.Parameter(p.data, p.requires_grad) for p in self.parameters()}
         memo |= {id(buffer): buffer.data for buffer in self.buffers()}
         return copy.deepcopy(self, memo)
 
     def part(self, first: int, last: int, device: torch.device) -> MedusaHeads:
-        """Copies on ``device``: all of the blocks, and of own vocabulary matrices the rows ``[first, last)``.
-
-        Codes and scales belong to a row: those of a part are the whole matrix's.
-        """
+        """A copy on ``device`` of the blocks and of rows ``[first, last)`` of own vocabulary matrices."""
         part = self.truncated(self.num_heads)
         for head in range(self.num_heads):
             blocks = list(self._layers(head).children())[: self.num_layers]
@@ -201,14 +196,14 @@ class MedusaHeads(nn.ModuleList):
 
     def _own_rows(self, head: int, first: int, last: int, device: torch.device) -> nn.Module:
         matrix, scales = self.own_tensors(head)
-        mine = matrix.data[first:last].to(device, copy=True)
+        rows = matrix.data[first:last].to(device, copy=True)
         if scales is None:
-            linear = nn.Linear(self.hidden_size, len(mine), bias=False, device="meta")
-            linear.weight = nn.Parameter(mine, requires_grad=False)
+            linear = nn.Linear(self.hidden_size, len(rows), bias=False, device="meta")
+            linear.weight = nn.Parameter(rows, requires_grad=False)
             return linear
         with torch.device("meta"):
-            coded = Int4Linear(self.hidden_size, len(mine))
-        coded.codes, coded.scales = mine, scales[first:last].to(device, copy=True)
+            coded = Int4Linear(self.hidden_size, len(rows))
+        coded.codes, coded.scales = rows, scales[first:last].to(device, copy=True)
         return coded
 
     @staticmethod
@@ -219,26 +214,27 @@ class MedusaHeads(nn.ModuleList):
         device: torch.device | str | None = None,
         head_bits: int | None = None,
     ) -> MedusaHeads:
-        """The heads in a folder, a file or a hub repository, in any layout that :func:`load_heads` knows.
+        """Load heads from a folder, a file or a hub repository, in any layout of :func:`load_heads`.
 
-        The sizes come from the weights; heads without an lm_head of their own take ``vocab_size`` from ``config.json``.
+        The sizes are those of the weights; without own lm_heads ``vocab_size`` comes from ``config.json``.
 
         Args:
-            source: what :func:`specmemo_kernels.drafting.load_heads.load_heads` takes as path or hub id.
+            source: a path or a hub id.
             dtype, device: of the result; ``None`` keeps the file's dtype and the CPU.
             head_bits: 4 for own vocabulary matrices in 4-bit codes; ``None``: as stored.
 
         Raises:
-            HeadsError: nothing usable there, or a size that can't be told; it names the file and the key.
+            HeadsError: no usable heads, or an unknown ``vocab_size``; the message has the file and the key.
         """
-        from specmemo_kernels.drafting.load_heads import load_pretrained
-
-        return load_pretrained(source, dtype=dtype, device=device, head_bits=head_bits)
+        parsed = stored_heads(open_path(source), head_bits)
+        hidden_size, vocab_size = parsed.sizes()
+        parsed.check(hidden_size, vocab_size, dtype)
+        return build_heads(parsed, hidden_size, vocab_size, dtype, device, head_bits)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write ``config.json`` and ``medusa_lm_head.safetensors`` into ``folder``.
 
-        Files of those names are replaced at once, never half-written, so heads that somebody has open stay readable.
+        Existing files are replaced atomically: processes that have them open can still read them.
         """
         from safetensors.torch import save_file
 
@@ -257,7 +253,7 @@ class MedusaHeads(nn.ModuleList):
         written: set[int] = set()
         for key, value in self.state_dict().items():
             tensor = value.detach().contiguous()
-            # Heads may share a matrix (Medusa's own repeat one block); safetensors wants each stored for itself.
+            # Heads may share a matrix, as Medusa's own repeat one block; safetensors refuses shared memory.
             tensors[key] = tensor.clone() if tensor.data_ptr() in written else tensor
             written.add(tensor.data_ptr())
         weights = target / (WEIGHTS_NAME + ".new")
@@ -266,3 +262,23 @@ class MedusaHeads(nn.ModuleList):
         text = target / (CONFIG_NAME + ".new")
         text.write_text(json.dumps(config, indent=2) + "\n")
         text.replace(target / CONFIG_NAME)
+
+
+def build_heads(
+    source: StoredHeads,
+    hidden_size: int,
+    vocab_size: int,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    head_bits: int | None,
+) -> MedusaHeads:
+    """Read stored heads that passed :meth:`StoredHeads.check`; arguments as in :meth:`MedusaHeads.from_pretrained`."""
+    bits = head_bits or source.head_bits
+    with torch.device("meta"):
+        heads = MedusaHeads(
+            hidden_size, vocab_size, source.num_heads, source.num_layers, own_lm_head=source.own_lm_head,
+            head_bits=bits,
+        )  # fmt: skip
+    heads.load_state_dict(source.read(hidden_size, dtype, device, bits), assign=True)
+    heads.cumulative_topk_accuracy = source.accuracy
+    return heads

@@ -1,4 +1,4 @@
-"""Where a drafter is while memory is scarce: on its device with pages of its own, or out of the way."""
+"""Moves a drafter off its device when memory is low, and back."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from specmemo_kernels.drafting.base import Drafter, OffloadingDrafter, PagedDraf
 
 
 def can_offload(drafter: Drafter) -> bool:
-    """Whether a drafter can give back memory while it isn't asked."""
+    """Whether a drafter can free memory while it isn't in use."""
     return isinstance(drafter, PagedDrafter) or (isinstance(drafter, OffloadingDrafter) and drafter.offloadable)
 
 
 class DrafterResidency:
-    """Keeps ``drafter`` where :meth:`put` says, with as many pages as the target's ``pool``."""
+    """Moves ``drafter`` on and off its device; on it, it has as many pages as the target's ``pool``."""
 
     def __init__(self, drafter: Drafter, pool: PagedKVPool) -> None:
         self.drafter, self.pool = drafter, pool
 
-    def ensure(self, there: bool, prefill_chunk: int) -> None:
-        """On its device, or (``there`` false) out of it; what fails on the way is done by the next call."""
+    def ensure(self, on_device: bool, prefill_chunk: int) -> None:
+        """Restore or offload the drafter; after an error the next call completes the move."""
         if isinstance(self.drafter, OffloadingDrafter):
-            if there:
+            if on_device:
                 self.drafter.restore()
             else:
                 self.drafter.offload()
-        pages = self.pool.num_pages if there else 0
+        pages = self.pool.num_pages if on_device else 0
         if not isinstance(self.drafter, PagedDrafter) or pages == self.drafter.num_pages:
             return
         self.drafter.release()

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last tokens where they stood before; no weights, no memory of its own."""
+"""Prompt lookup: drafts from earlier occurrences of the newest tokens, without weights or device memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from specmemo_kernels.drafting.base import DraftInput
 
 
 class PromptLookupDrafter:
-    """Looks for the longest run of newest tokens that occurs earlier, and guesses that what followed comes again.
+    """Guesses the continuation of the longest n-gram of newest tokens that occurs earlier in the text.
 
-    On a tree with several children at the root, rank r is the r-th latest such place whose next token is another one;
-    below it only the first ranks are filled.
+    If the root has several children, rank r gets the r-th latest occurrence with a new next token. Below the first
+    level only rank 0 is filled.
 
     Args:
-        max_depth: most tokens guessed.
-        max_ngram, min_ngram: lengths of the runs looked for, the longest first.
+        max_depth: maximum number of guessed tokens.
+        max_ngram, min_ngram: lengths of the n-grams, tried longest first.
     """
 
     nbytes = 0
@@ -37,29 +37,29 @@ class PromptLookupDrafter:
             return guesses
         ranks = 1 + max(path[0] for path in tree.paths)
         for row, tokens in enumerate(inputs.token_ids):
-            found = self.continuations(tokens, tree.max_depth, ranks)
+            rows = self.continuations(tokens, tree.max_depth, ranks)
             for node, path in enumerate(tree.paths, start=1):
-                if path[0] < len(found) and not any(path[1:]):
-                    guesses[row, node] = found[path[0]][len(path) - 1]
+                if path[0] < len(rows) and not any(path[1:]):
+                    guesses[row, node] = rows[path[0]][len(path) - 1]
         return guesses
 
     def continuations(self, tokens: Sequence[int], depth: int, count: int) -> list[list[int]]:
-        """Up to ``count`` rows of ``depth`` tokens that may follow ``tokens``, no two with the same first token."""
+        """Up to ``count`` rows of ``depth`` tokens that may follow ``tokens``, with different first tokens."""
         text = array("q", tokens)
         data, width = text.tobytes(), text.itemsize
-        found: dict[int, list[int]] = {}
+        rows: dict[int, list[int]] = {}
         for size in range(min(self.max_ngram, len(text) - 1), self.min_ngram - 1, -1):
             pattern = data[len(data) - size * width :]
-            end = len(data) - width  # a place before the newest one
-            while len(found) < count and (place := data.rfind(pattern, 0, end)) >= 0:
-                end = place + size * width - 1
-                if place % width == 0:  # else it begins inside of a token
-                    row = _follow(text, place // width + size, depth)
-                    found.setdefault(row[0], row)
-        return list(found.values())
+            end = len(data) - width  # an occurrence before the newest one
+            while len(rows) < count and (offset := data.rfind(pattern, 0, end)) >= 0:
+                end = offset + size * width - 1
+                if offset % width == 0:  # else the match begins inside a token's bytes
+                    row = _follow(text, offset // width + size, depth)
+                    rows.setdefault(row[0], row)
+        return list(rows.values())
 
 
 def _follow(text: array[int], start: int, depth: int) -> list[int]:
-    """``depth`` tokens from ``start`` on; behind the end of the text comes what was copied itself."""
+    """``depth`` tokens from ``start`` on, repeated at the end of the text."""
     period = len(text) - start
     return [text[start + i % period] for i in range(depth)]

@@ -1,6 +1,7 @@
-"""Argument checks of the operators: metadata only, no device synchronisation, messages with both values.
+"""Argument checks of the operators. Each error has the argument's name, its value and the expected one.
 
-Each takes the operator's arguments in order, without the backend.
+Each function takes its operator's arguments in order, without the backend. It reads metadata and scalars only, never
+a tensor's values, so it needs no device synchronisation.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ from specmemo_kernels.cache.page_order import is_dense_by_head
 from specmemo_kernels.ops.weight_codes import GROUP, groups_of
 
 Tensor = torch.Tensor
+Shape = tuple[int | None, ...]
+Scales = tuple[Tensor | None, Tensor | None]
+QUANTISED = (torch.int8, torch.float8_e4m3fn)
 
 
-def _shape(name: str, tensor: Tensor, expected: tuple[int | None, ...], meaning: str) -> None:
+def _shape(name: str, tensor: Tensor, expected: Shape, meaning: str) -> None:
     actual = tensor.shape
     if len(actual) == len(expected):
-        for size, wanted in zip(actual, expected, strict=True):
-            if wanted is not None and size != wanted:
+        for size, expected_size in zip(actual, expected, strict=True):
+            if expected_size is not None and size != expected_size:
                 break
         else:
             return
-    wanted_text = ", ".join("*" if size is None else str(size) for size in expected)
-    raise ValueError(f"{name} has shape {tuple(actual)}, expected [{wanted_text}] ({meaning})")
+    sizes = ", ".join("*" if size is None else str(size) for size in expected)
+    raise ValueError(f"{name} has shape {tuple(actual)}, expected [{sizes}] ({meaning})")
 
 
 def _dtype(name: str, tensor: Tensor, expected: torch.dtype) -> None:
@@ -35,41 +39,41 @@ def _device(name: str, tensor: Tensor, expected: torch.device) -> None:
         raise ValueError(f"{name} is on {tensor.device}, expected {expected}")
 
 
-def _contiguous(name: str, tensor: Tensor) -> None:
+def _rows(name: str, tensor: Tensor, shape: Shape, meaning: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Check a tensor whose last dimension is contiguous."""
+    _shape(name, tensor, shape, meaning)
+    _dtype(name, tensor, dtype)
+    _device(name, tensor, device)
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name} must have a contiguous last dimension, its strides are {tensor.stride()}")
+
+
+def _array(name: str, tensor: Tensor, shape: Shape, meaning: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Check a contiguous tensor."""
+    _shape(name, tensor, shape, meaning)
+    _dtype(name, tensor, dtype)
+    _device(name, tensor, device)
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, its strides are {tensor.stride()}")
 
 
 def positive(**values: float | None) -> None:
-    """Optional numbers that must be above zero when given."""
+    """Check optional numbers: above 0, or ``None``."""
     for name, value in values.items():
         if value is not None and value <= 0:
             raise ValueError(f"{name} is {value}, it must be positive (or None)")
 
 
 def metadata(block_table: Tensor, seq_lens: Tensor, qo_indptr: Tensor, pages: Tensor) -> None:
-    """The three tensors that say where each sequence's tokens are."""
-    for name, tensor in (("block_table", block_table), ("seq_lens", seq_lens), ("qo_indptr", qo_indptr)):
-        _dtype(name, tensor, torch.int32)
-        _device(name, tensor, pages.device)
-        _contiguous(name, tensor)
-    _shape("seq_lens", seq_lens, (None,), "[B]")
+    """Check the three tensors that locate each sequence's tokens."""
+    _array("seq_lens", seq_lens, (None,), "[B]", torch.int32, pages.device)
     batch = seq_lens.shape[0]
-    _shape("block_table", block_table, (batch, None), "[B, max_pages]")
-    _shape("qo_indptr", qo_indptr, (batch + 1,), "[B + 1]")
-
-
-def _rows(name: str, tensor: Tensor) -> None:
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise ValueError(f"{name} must have a contiguous last dimension, its strides are {tensor.stride()}")
-
-
-Scales = tuple[Tensor | None, Tensor | None]
-QUANTISED = (torch.int8, torch.float8_e4m3fn)
+    _array("block_table", block_table, (batch, None), "[B, max_pages]", torch.int32, pages.device)
+    _array("qo_indptr", qo_indptr, (batch + 1,), "[B + 1]", torch.int32, pages.device)
 
 
 def page_dtype(k_pages: Tensor, v_pages: Tensor, scales: Scales, rows: Tensor, name: str) -> None:
-    """Pages of the rows' own dtype without scales, or quantised pages with one scale per token and head."""
+    """Check pages of the rows' dtype without scales, or quantised pages with one scale per token and head."""
     _dtype("v_pages", v_pages, k_pages.dtype)
     if k_pages.dtype not in QUANTISED:
         _dtype(name, rows, k_pages.dtype)
@@ -87,12 +91,12 @@ def page_dtype(k_pages: Tensor, v_pages: Tensor, scales: Scales, rows: Tensor, n
 
 
 def page_order(k_pages: Tensor, v_pages: Tensor, scales: Scales) -> None:
-    """All in the order of their shapes, or all head by head within each page."""
+    """Check that all are in the order of their shapes, or all head by head within each page."""
     names = ("k_pages", "v_pages", "k_scales", "v_scales")
-    given = [(name, t) for name, t in zip(names, (k_pages, v_pages, *scales), strict=True) if t is not None]
-    if all(tensor.is_contiguous() for _, tensor in given):
+    tensors = [(name, t) for name, t in zip(names, (k_pages, v_pages, *scales), strict=True) if t is not None]
+    if all(tensor.is_contiguous() for _, tensor in tensors):
         return
-    for name, tensor in given:
+    for name, tensor in tensors:
         if not is_dense_by_head(tensor, scales=name.endswith("scales")):
             raise ValueError(
                 f"{name} must be contiguous, or, like all pages and scales of the call, once tokens and heads are "
@@ -101,18 +105,15 @@ def page_order(k_pages: Tensor, v_pages: Tensor, scales: Scales) -> None:
 
 
 def new_rows(k_new: Tensor, v_new: Tensor, k_pages: Tensor, v_pages: Tensor, scales: Scales) -> None:
-    """New keys and values against the pages that they go to (or are read beside)."""
+    """Check new keys and values against the pages."""
     _shape("k_pages", k_pages, (None, None, None, None), "[num_pages, page_size, num_kv_heads, head_dim]")
     num_pages, page_size, heads, head_dim = k_pages.shape
     _shape("v_pages", v_pages, (num_pages, page_size, heads, None), "[num_pages, page_size, num_kv_heads, v_head_dim]")
-    _shape("k_new", k_new, (None, heads, head_dim), "[N, num_kv_heads, head_dim]")
-    _shape("v_new", v_new, (k_new.shape[0], heads, v_pages.shape[3]), "[N, num_kv_heads, v_head_dim]")
+    _device("v_pages", v_pages, k_pages.device)
     page_dtype(k_pages, v_pages, scales, k_new, "k_new")
-    _dtype("v_new", v_new, k_new.dtype)
-    for name, tensor in (("k_new", k_new), ("v_new", v_new), ("v_pages", v_pages)):
-        _device(name, tensor, k_pages.device)
-    for name, tensor in (("k_new", k_new), ("v_new", v_new)):
-        _rows(name, tensor)
+    dtype, device = k_new.dtype, k_pages.device
+    _rows("k_new", k_new, (None, heads, head_dim), "[N, num_kv_heads, head_dim]", dtype, device)
+    _rows("v_new", v_new, (k_new.shape[0], heads, v_pages.shape[3]), "[N, num_kv_heads, v_head_dim]", dtype, device)
     page_order(k_pages, v_pages, scales)
 
 
@@ -154,21 +155,14 @@ def tree_attention(
 ) -> None:
     new_rows(k_new, v_new, k_pages, v_pages, (k_scales, v_scales))
     metadata(block_table, seq_lens, qo_indptr, k_pages)
-    _shape("q", q, (k_new.shape[0], None, k_new.shape[2]), "[N, num_qo_heads, head_dim]")
-    _dtype("q", q, k_new.dtype)
-    _device("q", q, k_pages.device)
-    _rows("q", q)
+    shape = (k_new.shape[0], None, k_new.shape[2])
+    _rows("q", q, shape, "[N, num_qo_heads, head_dim]", k_new.dtype, k_pages.device)
     if q.shape[1] % k_new.shape[1]:
         raise ValueError(f"num_qo_heads {q.shape[1]} is not a multiple of num_kv_heads {k_new.shape[1]}")
     if tree_mask is not None:
-        _shape("tree_mask", tree_mask, (q.shape[0], None), "[N, ceil(T/64)]")
-        _dtype("tree_mask", tree_mask, torch.int64)
-        _device("tree_mask", tree_mask, q.device)
-        _contiguous("tree_mask", tree_mask)
+        _array("tree_mask", tree_mask, (q.shape[0], None), "[N, ceil(T/64)]", torch.int64, q.device)
     if sinks is not None:
-        _shape("sinks", sinks, (q.shape[1],), "[num_qo_heads]")
-        _device("sinks", sinks, q.device)
-        _contiguous("sinks", sinks)
+        _array("sinks", sinks, (q.shape[1],), "[num_qo_heads]", sinks.dtype, q.device)  # any dtype
     positive(window=window, softcap=softcap, max_qo_len=max_qo_len, min_qo_len=min_qo_len)
 
 
@@ -190,21 +184,22 @@ def commit_paged_kv(
     _shape("k_pages", k_pages, (None,) * 5, "[num_layers, num_pages, page_size, num_kv_heads, head_dim]")
     layers, num_pages, page_size, heads, head_dim = k_pages.shape
     _shape("v_pages", v_pages, (layers, num_pages, page_size, heads, None), "as k_pages, head_dim may differ")
-    _shape("k_scratch", k_scratch, (layers, None, heads, head_dim), "[num_layers, N, num_kv_heads, head_dim]")
-    _shape("v_scratch", v_scratch, (layers, k_scratch.shape[1], heads, v_pages.shape[4]), "[num_layers, N, ...]")
+    _device("v_pages", v_pages, k_pages.device)
     page_dtype(k_pages, v_pages, (k_scales, v_scales), k_scratch, "k_scratch")
-    _dtype("v_scratch", v_scratch, k_scratch.dtype)
-    for name, tensor in (("v_pages", v_pages), ("k_scratch", k_scratch), ("v_scratch", v_scratch)):
-        _device(name, tensor, k_pages.device)
-    for name, tensor in (("k_scratch", k_scratch), ("v_scratch", v_scratch)):
-        _contiguous(name, tensor)
+    dtype, device = k_scratch.dtype, k_pages.device
+    _array(
+        "k_scratch",
+        k_scratch,
+        (layers, None, heads, head_dim),
+        "[num_layers, N, num_kv_heads, head_dim]",
+        dtype,
+        device,
+    )
+    v_shape = (layers, k_scratch.shape[1], heads, v_pages.shape[4])
+    _array("v_scratch", v_scratch, v_shape, "[num_layers, N, num_kv_heads, v_head_dim]", dtype, device)
     page_order(k_pages, v_pages, (k_scales, v_scales))
-    _shape("accept_length", length, (batch,), "[B]")
-    _shape("accept_index", index, (batch, None), "[B, max_depth + 1]")
-    for name, tensor in (("accept_index", index), ("accept_length", length)):
-        _dtype(name, tensor, torch.int32)
-        _device(name, tensor, k_pages.device)
-        _contiguous(name, tensor)
+    _array("accept_length", length, (batch,), "[B]", torch.int32, k_pages.device)
+    _array("accept_index", index, (batch, None), "[B, max_depth + 1]", torch.int32, k_pages.device)
 
 
 def verify_tree_greedy(draft: Tensor, target: Tensor, parents: Tensor, qo_indptr: Tensor, max_depth: int) -> None:
@@ -215,14 +210,8 @@ def verify_tree_greedy(draft: Tensor, target: Tensor, parents: Tensor, qo_indptr
         ("target_tokens", target, torch.int64),
         ("parents", parents, torch.int32),
     ):
-        _shape(name, tensor, (nodes,), "[N]")
-        _dtype(name, tensor, dtype)
-        _device(name, tensor, draft.device)
-        _contiguous(name, tensor)
-    _shape("qo_indptr", qo_indptr, (None,), "[B + 1]")
-    _dtype("qo_indptr", qo_indptr, torch.int32)
-    _device("qo_indptr", qo_indptr, draft.device)
-    _contiguous("qo_indptr", qo_indptr)
+        _array(name, tensor, (nodes,), "[N]", dtype, draft.device)
+    _array("qo_indptr", qo_indptr, (None,), "[B + 1]", torch.int32, draft.device)
     if max_depth < 0:
         raise ValueError(f"max_depth is {max_depth}, it must be at least 0")
 
@@ -238,23 +227,14 @@ def lm_head_topk(hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int, sc
 
 
 def _lm_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None) -> None:
-    _shape("hidden", hidden, (None, None), "[N, hidden_size]")
+    _rows("hidden", hidden, (None, None), "[N, hidden_size]", hidden.dtype, hidden.device)
     if scales is None:
-        _shape("weight", weight, (None, hidden.shape[1]), "[V, hidden_size]")
-        _dtype("weight", weight, hidden.dtype)
+        _array("weight", weight, (None, hidden.shape[1]), "[V, hidden_size]", hidden.dtype, hidden.device)
     else:
         groups = groups_of(hidden.shape[1])
-        _shape("weight", weight, (None, groups * (GROUP // 2)), f"4-bit codes, two a byte, whole groups of {GROUP}")
-        _dtype("weight", weight, torch.uint8)
-        _shape("scales", scales, (weight.shape[0], groups), f"[V, ceil(hidden_size / {GROUP})]")
-        _dtype("scales", scales, torch.float16)
-        _device("scales", scales, hidden.device)
-        _contiguous("scales", scales)
-    _device("weight", weight, hidden.device)
-    _rows("hidden", hidden)
-    _contiguous("weight", weight)
+        meaning = f"4-bit codes, two a byte, whole groups of {GROUP}"
+        _array("weight", weight, (None, groups * (GROUP // 2)), meaning, torch.uint8, hidden.device)
+        meaning = f"[V, ceil(hidden_size / {GROUP})]"
+        _array("scales", scales, (weight.shape[0], groups), meaning, torch.float16, hidden.device)
     if bias is not None:
-        _shape("bias", bias, (weight.shape[0],), "[V]")
-        _dtype("bias", bias, hidden.dtype)
-        _device("bias", bias, hidden.device)
-        _contiguous("bias", bias)
+        _array("bias", bias, (weight.shape[0],), "[V]", hidden.dtype, hidden.device)

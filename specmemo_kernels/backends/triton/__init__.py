@@ -1,8 +1,7 @@
 """The operators as Triton kernels, one source for CUDA and HIP.
 
-The functions have the names and positional arguments of the other backends; shapes and meaning are those of the
-package's operators. Importing this package needs triton (``ImportError`` without it). Tensors must be on a GPU,
-except in Triton's interpreter (``TRITON_INTERPRET=1``), which runs the same kernels on the CPU.
+Names, positional arguments, shapes and meaning are those of the package's operators. Importing this package needs
+triton. Tensors must be on a GPU, or on the CPU in Triton's interpreter (``TRITON_INTERPRET=1``).
 """
 
 from specmemo_kernels.backends.triton.attention import kernel_configs, split_workspace, tree_attention

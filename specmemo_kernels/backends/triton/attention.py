@@ -1,10 +1,9 @@
 """Tree attention over pages: split-KV flash decoding, then a merge of the splits.
 
-One sequence's keys are numbered by *slot*: committed tokens ``0 .. L-1`` in pages, then the step's own nodes
-``L .. L+T-1`` in ``k_new``. Splits and tiles are cut at fixed slots, so a key lands in the same tile whether it is
-still a draft or already committed, and a tile that a row can't see changes none of its bits. A program owns
-``BLOCK_M`` rows (nodes x query heads of one KV head) and one split; tiles that hold committed tokens only need no
-mask at all, the last ones are masked by one 64-bit word per row.
+A sequence's keys are numbered by *slot*: committed tokens ``0 .. L-1`` in pages, then the step's own nodes
+``L .. L+T-1`` in ``k_new``. Splits and tiles start at fixed slots, so a key is in the same tile as a draft and after
+its commit, and tiles outside a row's view change none of its bits. A program computes ``BLOCK_M`` rows (nodes x query
+heads of one KV head) of one split. Tiles of committed tokens need no mask, the last tiles have one 64-bit word per row.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped"
@@ -34,7 +33,7 @@ from specmemo_kernels.backends.triton.primitives import (
     sequence_of_row,
 )
 from specmemo_kernels.backends.triton.runtime import INTERPRETED, entry_point, launch_options, target_of
-from specmemo_kernels.backends.triton.tiles import attend_committed, attend_own
+from specmemo_kernels.backends.triton.tiles import attend_committed, attend_nodes
 from specmemo_kernels.cache.page_order import by_head
 
 Tensor = torch.Tensor
@@ -54,7 +53,7 @@ def tree_attention_kernel(
     SPLIT_SIZE: tl.constexpr, HAS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, DIRECT: tl.constexpr, UPCAST: tl.constexpr, KV: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (row blocks x KV heads, splits, sequences). ``DIRECT`` writes the result, else one split's state."""
+    """Grid: (row blocks x KV heads, splits, sequences). Writes the result if ``DIRECT``, else one split's state."""
     head = tl.program_id(0) % num_kv_heads
     block = tl.program_id(0) // num_kv_heads
     split = tl.program_id(1)
@@ -65,7 +64,7 @@ def tree_attention_kernel(
     if (nodes < min_nodes) | (nodes > max_nodes) | (block * BLOCK_M >= nodes * GROUP):
         return
     begin = split * SPLIT_SIZE
-    # Parents come before children: the block's last node sees no slot behind its own.
+    # Parents come before children: a node sees no slot behind its own.
     last_node = tl.minimum(nodes, (block * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
     end = tl.minimum(length + last_node, begin + SPLIT_SIZE)
     if begin >= end:
@@ -79,8 +78,8 @@ def tree_attention_kernel(
     depth = node
     if HAS_WINDOW:
         depth = node_depth(tree_mask_ptr, row, node, valid, mask_words, HAS_TREE)
-        first_seen = tl.min(tl.where(valid, length + depth, 2147483647), 0) - window + 1
-        begin = tl.maximum(begin, tl.maximum(first_seen, 0) // BLOCK_N * BLOCK_N)
+        window_start = tl.min(tl.where(valid, length + depth, 2147483647), 0) - window + 1
+        begin = tl.maximum(begin, tl.maximum(window_start, 0) // BLOCK_N * BLOCK_N)
         if begin >= end:
             return
 
@@ -96,7 +95,7 @@ def tree_attention_kernel(
         num_kv_heads, table_ptr, begin, mixed, length + depth, window,
         DK, DV, BLOCK_DK, BLOCK_DV, PAGE_SIZE, BY_HEAD, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, UPCAST, KV,
     )  # fmt: skip
-    acc, total, peak = attend_own(
+    acc, total, peak = attend_nodes(
         q, acc, total, peak, unit, scale, softcap, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr, head,
         num_kv_heads, table_ptr, tl.maximum(begin, mixed), end, length,
         k_new_ptr + head * stride_kh, v_new_ptr + head * stride_vh,
@@ -105,7 +104,7 @@ def tree_attention_kernel(
     )  # fmt: skip
 
     peak = peak * unit
-    place = row * (num_kv_heads * GROUP) + query_head
+    out_row = row * (num_kv_heads * GROUP) + query_head
     column = tl.arange(0, BLOCK_DV)
     inside = valid[:, None] & (column < DV)[None, :]
     if DIRECT:
@@ -113,13 +112,13 @@ def tree_attention_kernel(
             sink = tl.load(sinks_ptr + query_head).to(tl.float32)
             total, peak, decay = add_sink(total, peak, sink)
             acc = acc * decay[:, None]
-        tl.store(out_ptr + place[:, None] * DV + column[None, :], acc / total[:, None], mask=inside)
-        tl.store(lse_ptr + place, (peak + tl.log2(total)) * LN_2, mask=valid)
+        tl.store(out_ptr + out_row[:, None] * DV + column[None, :], acc / total[:, None], mask=inside)
+        tl.store(lse_ptr + out_row, (peak + tl.log2(total)) * LN_2, mask=valid)
     else:
-        place = place * num_splits + split
-        tl.store(part_ptr + place[:, None] * DV + column[None, :], acc, mask=inside)
-        tl.store(part_total_ptr + place, total, mask=valid)
-        tl.store(part_peak_ptr + place, peak, mask=valid)
+        state = out_row * num_splits + split
+        tl.store(part_ptr + state[:, None] * DV + column[None, :], acc, mask=inside)
+        tl.store(part_total_ptr + state, total, mask=valid)
+        tl.store(part_peak_ptr + state, peak, mask=valid)
 
 
 @triton.jit(do_not_specialize=["batch", "mask_words", "num_splits", "nodes_1", "nodes_2", "window"])
@@ -130,7 +129,7 @@ def merge_splits_kernel(
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_B: tl.constexpr,
     HAS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (packed rows, query heads). Splits of a sequence of T nodes hold ``split_1`` slots for T <= nodes_1, ..."""
+    """Grid: (packed rows, query heads). Splits of a sequence of T nodes have ``split_1`` slots for T <= nodes_1, ..."""
     row = tl.program_id(0)
     query_head = tl.program_id(1)
     sequence = sequence_of_row(qo_indptr_ptr, row, batch, BLOCK_B)
@@ -147,16 +146,16 @@ def merge_splits_kernel(
         first_split = tl.maximum(length + depth - window + 1, 0) // split_size
     end_split = (length + node) // split_size + 1  # a node sees no slot behind its own
 
-    place = row.to(tl.int64) * num_qo_heads + query_head
+    out_row = row.to(tl.int64) * num_qo_heads + query_head
     column = tl.arange(0, BLOCK_DV)
     acc = tl.zeros((BLOCK_DV,), dtype=tl.float32)
     total = 0.0
     peak = NO_SCORE
-    # Always BLOCK_S splits at fixed places, so that the order of the sums doesn't depend on the other sequences.
+    # Blocks of splits start at multiples of BLOCK_S, so the order of the sums doesn't depend on other sequences.
     for start in range(first_split // BLOCK_S * BLOCK_S, end_split, BLOCK_S):
         split = start + tl.arange(0, BLOCK_S)
         written = (split >= first_split) & (split < end_split)
-        state = place * num_splits + split
+        state = out_row * num_splits + split
         peaks = tl.load(part_peak_ptr + state, mask=written, other=NO_SCORE)
         totals = tl.load(part_total_ptr + state, mask=written, other=0.0)
         inside = written[:, None] & (column < DV)[None, :]
@@ -170,8 +169,8 @@ def merge_splits_kernel(
     if HAS_SINKS:
         total, peak, decay = add_sink(total, peak, tl.load(sinks_ptr + query_head).to(tl.float32))
         acc = acc * decay
-    tl.store(out_ptr + place * DV + column, acc / total, mask=column < DV)
-    tl.store(lse_ptr + place, (peak + tl.log2(total)) * LN_2)
+    tl.store(out_ptr + out_row * DV + column, acc / total, mask=column < DV)
+    tl.store(lse_ptr + out_row, (peak + tl.log2(total)) * LN_2)
 
 
 @entry_point
@@ -198,22 +197,18 @@ def tree_attention(
     *,
     configs: tuple[KernelConfig, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of every node over its sequence's pages and its own ancestors.
+    """Attention of each node over its sequence's pages and its ancestors, without host reads.
 
-    Shapes and meaning as in the package's operator of the same name; q, k_new and v_new may have any strides but the
-    last, pages either order in memory, everything else is contiguous. Nothing is read back to the host.
+    Arguments as in :func:`specmemo_kernels.ops.tree_attention`.
 
     Args:
-        invariant: one class of block sizes for all sequences, so that a chain's nodes get the bits that decoding them
-            one by one gives.
-        configs: tuning; the classes of sequences by node count, in order, each with its block sizes. ``None``: the
-            rule's choice for this device and ``invariant``.
+        configs: replaces :func:`kernel_configs`, for tuning.
 
     Returns:
         out ``[N, num_qo_heads, v_head_dim]`` in q's dtype and lse ``[N, num_qo_heads]`` float32.
 
     Raises:
-        ValueError: a device or dtype that can't be served, or a scale that isn't positive.
+        ValueError: an unsupported device or dtype, or a scale that isn't positive.
     """
     if scale <= 0:
         raise ValueError(f"scale is {scale}, the triton backend needs it to be positive")
@@ -225,9 +220,8 @@ def tree_attention(
     lse = q.new_empty(rows, heads, dtype=torch.float32)
     if rows == 0 or heads == 0 or batch == 0:
         return out, lse
-    configs = configs or kernel_configs(
-        q.device, q.dtype, heads, kv_heads, head_dim, v_dim, page_size, codes, invariant
-    )
+    shape = (heads, kv_heads, head_dim, v_dim, page_size)
+    configs = configs or kernel_configs(q.device, q.dtype, *shape, codes, invariant)
     max_nodes = min(rows, rows if max_qo_len is None else max_qo_len)
     max_slots = max_nodes + (block_table.shape[1] * page_size if max_seq_len is None else max_seq_len)
     replayed = q.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -254,8 +248,8 @@ def tree_attention(
             **launch_options(q.device, config),
         )  # fmt: skip
     if not direct:
-        bounds = [c.max_nodes for c in configs[:-1]] + [configs[-1].max_nodes] * (3 - len(configs))
-        sizes = [c.split_size for c in configs] + [configs[-1].split_size] * (3 - len(configs))
+        classes = (*configs, configs[-1], configs[-1])[:3]
+        bounds, sizes = [c.max_nodes for c in classes[:2]], [c.split_size for c in classes]
         merge_splits_kernel[(rows, heads)](
             out, lse, part, part_total, part_peak, seq_lens, qo_indptr, tree_mask, sinks,
             heads, batch, words, splits, *bounds, *sizes, window or 0,
@@ -276,10 +270,10 @@ def kernel_configs(
     page_dtype: torch.dtype | None = None,
     invariant: bool = False,
 ) -> tuple[KernelConfig, ...]:
-    """The block sizes of :func:`tree_attention` on ``device`` (:mod:`specmemo_kernels.backends.kernel_config`).
+    """The block sizes of :func:`tree_attention`, as in :func:`attention_configs`.
 
     Raises:
-        ValueError: a device, dtype or head size that can't be served.
+        ValueError: an unsupported device, dtype or head dimension.
     """
     group = num_qo_heads // num_kv_heads
     target, quantised = target_of(device), page_dtype is not None
@@ -296,14 +290,10 @@ def split_workspace(
     page_size: int,
     page_dtype: torch.dtype | None = None,
 ) -> tuple[int, int]:
-    """What :func:`tree_attention` allocates for itself, for a memory plan.
-
-    Returns:
-        Slots per split (the smallest that it chooses for these sizes) and the bytes of one row in one split.
+    """The workspace of :func:`tree_attention`: minimum slots per split, and bytes of one row in one split.
 
     Raises:
-        ValueError: a device or dtype that can't be served.
+        ValueError: an unsupported device, dtype or head dimension.
     """
-    sizes = (num_qo_heads, num_kv_heads, head_dim, v_head_dim)
-    configs = kernel_configs(device, dtype, *sizes, page_size, page_dtype)
+    configs = kernel_configs(device, dtype, num_qo_heads, num_kv_heads, head_dim, v_head_dim, page_size, page_dtype)
     return min(config.split_size for config in configs), split_state_bytes(1, num_qo_heads, v_head_dim, 2) // 2

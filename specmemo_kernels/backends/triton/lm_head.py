@@ -1,7 +1,6 @@
-"""The best tokens of each row without a ``[N, V]`` tensor: logits live in registers, one vocabulary block at a time.
+"""The best tokens of each row without a ``[N, V]`` tensor: logits stay in registers, one vocabulary block at a time.
 
-Each program keeps its block's candidates as int64 keys whose order is the order of the result (larger logit first,
-then lower token), so the reduction over blocks is a plain maximum, whatever its shape.
+A candidate is one int64 key, ordered by logit and then by lower token, so the reduction over blocks is a maximum.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped"
@@ -19,7 +18,7 @@ from specmemo_kernels.backends.triton.runtime import INTERPRETED, entry_point, l
 Tensor = torch.Tensor
 
 NO_KEY = tl.constexpr(-(2**63))
-# Below the order of every value, -inf included.
+# Below the order of -inf.
 NO_ORDER = tl.constexpr(-(2**31))
 NO_TOKEN = tl.constexpr(2147483647)
 NAN_ORDER = tl.constexpr(0x7FC00000)
@@ -27,7 +26,7 @@ NAN_ORDER = tl.constexpr(0x7FC00000)
 
 @triton.jit
 def order_of(value):
-    """float32 to an int32 that orders as torch.argmax does: -0.0 equals 0.0, all NaNs are equal and the largest."""
+    """float32 to int32 in torch.argmax's order: -0.0 equals 0.0, all NaNs are equal and the largest."""
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     return tl.where(magnitude > 0x7F800000, NAN_ORDER, tl.where(bits < 0, -magnitude, magnitude))
@@ -35,7 +34,7 @@ def order_of(value):
 
 @triton.jit
 def pack_key(order, token):
-    """The order of a value and its token to an int64 that orders by value, then by lower token."""
+    """The int64 key of a value's order and its token."""
     return (order.to(tl.int64) << 32) | (2147483647 - token).to(tl.int64)
 
 
@@ -49,7 +48,7 @@ def unpack_key(key):
 
 @triton.jit
 def row_products(
-    hidden_row_ptr, weight_ptr, token, valid, known, HIDDEN: tl.constexpr,
+    hidden_row_ptr, weight_ptr, token, valid, in_vocab, HIDDEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_M, BLOCK_V] float32: hidden rows times the weights of these tokens."""
@@ -59,10 +58,10 @@ def row_products(
     for start in range(0, HIDDEN, BLOCK_H):
         column = start + h
         if HIDDEN % BLOCK_H == 0:
-            a_mask, b_mask = valid[:, None], known[:, None]
+            a_mask, b_mask = valid[:, None], in_vocab[:, None]
         else:
             inside = (column < HIDDEN)[None, :]
-            a_mask, b_mask = valid[:, None] & inside, known[:, None] & inside
+            a_mask, b_mask = valid[:, None] & inside, in_vocab[:, None] & inside
         a = tl.load(hidden_row_ptr[:, None] + column[None, :], mask=a_mask, other=0.0)
         b = tl.load(weight_row_ptr[:, None] + column[None, :], mask=b_mask, other=0.0)
         acc = matmul(a, tl.trans(b), acc, UPCAST)
@@ -71,7 +70,7 @@ def row_products(
 
 @triton.jit
 def weight_values(code, like, UPCAST: tl.constexpr):
-    """Codes of 0 to 15 less 8, in ``like``'s dtype: put behind the bits of a power of two, they need no conversion."""
+    """``code - 8`` in ``like``'s dtype, by inserting the code into the bits of a power of two."""
     if UPCAST:
         value = code.to(tl.float32) - 8.0
     elif like.dtype == tl.float16:
@@ -85,12 +84,13 @@ def weight_values(code, like, UPCAST: tl.constexpr):
 
 @triton.jit
 def code_products(
-    hidden_row_ptr, codes_ptr, scales_ptr, token, valid, known, HIDDEN: tl.constexpr,
+    hidden_row_ptr, codes_ptr, scales_ptr, token, valid, in_vocab, HIDDEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """:func:`row_products` of weights in 4-bit codes, a group at a time, whose first half is the bytes' low halves.
+    """:func:`row_products` of weights in 4-bit codes, one group at a time.
 
-    A group's sum is multiplied by its scale in float32, so no weight is rounded.
+    A group's first half is in the low halves of its bytes. Sums, not weights, are multiplied by the scale in float32,
+    so no weight is rounded.
     """
     HALF: tl.constexpr = GROUP // 2
     GROUPS: tl.constexpr = (HIDDEN + GROUP - 1) // GROUP
@@ -107,8 +107,8 @@ def code_products(
             high_mask = valid[:, None] & (column + HALF < HIDDEN)[None, :]
         low = tl.load(hidden_row_ptr[:, None] + column[None, :], mask=low_mask, other=0.0)
         high = tl.load(hidden_row_ptr[:, None] + (column + HALF)[None, :], mask=high_mask, other=0.0)
-        codes = tl.load(codes_row_ptr[:, None] + (group * HALF + half)[None, :], mask=known[:, None], other=0)
-        scale = tl.load(scales_row_ptr + group, mask=known, other=0.0).to(tl.float32)
+        codes = tl.load(codes_row_ptr[:, None] + (group * HALF + half)[None, :], mask=in_vocab[:, None], other=0)
+        scale = tl.load(scales_row_ptr + group, mask=in_vocab, other=0.0).to(tl.float32)
         part = tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32)
         part = matmul(low, tl.trans(weight_values(codes & 15, low, UPCAST)), part, UPCAST)
         part = matmul(high, tl.trans(weight_values(codes >> 4, high, UPCAST)), part, UPCAST)
@@ -124,30 +124,32 @@ def lm_head_block_kernel(
 ):  # fmt: skip
     """Grid: (row blocks, vocabulary blocks). Writes each row's K best keys of the block, best first.
 
-    ``GROUP``: 4-bit codes that share a scale; 0: weights as they are.
+    ``GROUP``: 4-bit codes per scale; 0 for weights in the model's dtype.
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     token = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     hidden_row_ptr = hidden_ptr + m.to(tl.int64) * stride_hidden
-    valid, known = m < rows, token < vocabulary
+    valid, in_vocab = m < rows, token < vocabulary
     if GROUP:
         acc = code_products(
-            hidden_row_ptr, weight_ptr, scales_ptr, token, valid, known, HIDDEN, BLOCK_M, BLOCK_V, GROUP, UPCAST
+            hidden_row_ptr, weight_ptr, scales_ptr, token, valid, in_vocab, HIDDEN, BLOCK_M, BLOCK_V, GROUP, UPCAST
         )
     else:
-        acc = row_products(hidden_row_ptr, weight_ptr, token, valid, known, HIDDEN, BLOCK_M, BLOCK_V, BLOCK_H, UPCAST)
+        acc = row_products(
+            hidden_row_ptr, weight_ptr, token, valid, in_vocab, HIDDEN, BLOCK_M, BLOCK_V, BLOCK_H, UPCAST
+        )
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + token, mask=known, other=0.0).to(tl.float32)[None, :]
-    # The model's own linear rounds its logits, and that decides ties.
+        acc += tl.load(bias_ptr + token, mask=in_vocab, other=0.0).to(tl.float32)[None, :]
+    # Rounded as the model's linear layer rounds its logits, because that decides ties.
     order = order_of(acc.to(hidden_ptr.dtype.element_ty).to(tl.float32))
-    order = tl.where(known[None, :], order, NO_ORDER)
+    order = tl.where(in_vocab[None, :], order, NO_ORDER)
     tokens = tl.broadcast_to(token[None, :], (BLOCK_M, BLOCK_V))
     out_ptr = keys_ptr + (m.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * K
-    for place in range(K):
+    for rank in range(K):
         best = tl.max(order, 1)
-        where = tl.min(tl.where(order == best[:, None], tokens, NO_TOKEN), 1)  # of equal values the lowest token
-        tl.store(out_ptr + place, pack_key(best, where), mask=valid)
-        order = tl.where(tokens == where[:, None], NO_ORDER, order)
+        best_token = tl.min(tl.where(order == best[:, None], tokens, NO_TOKEN), 1)  # the lowest token of a tie
+        tl.store(out_ptr + rank, pack_key(best, best_token), mask=valid)
+        order = tl.where(tokens == best_token[:, None], NO_ORDER, order)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -155,19 +157,19 @@ def lm_head_reduce_kernel(
     out_ptr, values_ptr, tokens_ptr, keys_ptr, count,
     K: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows, blocks of keys). The K best of BLOCK keys; ``LAST`` (one block) unpacks them into the result."""
+    """Grid: (rows, blocks of keys). Writes the K best of BLOCK keys; ``LAST`` (one block) unpacks them."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     keys = tl.load(keys_ptr + row * count + index, mask=index < count, other=NO_KEY)
-    for place in range(K):
+    for rank in range(K):
         best = tl.max(keys, 0)
         keys = tl.where(keys == best, NO_KEY, keys)
         if LAST:
             value, token = unpack_key(best)
-            tl.store(values_ptr + row * K + place, value.to(values_ptr.dtype.element_ty))
-            tl.store(tokens_ptr + row * K + place, token)
+            tl.store(values_ptr + row * K + rank, value.to(values_ptr.dtype.element_ty))
+            tl.store(tokens_ptr + row * K + rank, token)
         else:
-            tl.store(out_ptr + (row * tl.num_programs(1) + tl.program_id(1)) * K + place, best)
+            tl.store(out_ptr + (row * tl.num_programs(1) + tl.program_id(1)) * K + rank, best)
 
 
 def lm_head_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -181,15 +183,13 @@ def lm_head_topk(
 ) -> tuple[Tensor, Tensor]:
     """The ``k`` best logits of each row and their tokens, best first; ties go to the lower token.
 
-    Args:
-        hidden: ``[N, hidden_size]``, rows may be apart. weight: ``[V, hidden_size]``. bias: ``[V]`` or ``None``.
-        scales: of a weight in 4-bit codes (``specmemo_kernels.ops``), or ``None``.
+    Arguments as in :func:`specmemo_kernels.ops.lm_head_topk`; rows of ``hidden`` may have any stride.
 
     Returns:
         values ``[N, k]`` in hidden's dtype and tokens ``[N, k]`` int64.
 
     Raises:
-        ValueError: a device or dtype that can't be served.
+        ValueError: an unsupported device or dtype.
     """
     rows, hidden_size = hidden.shape
     vocabulary = weight.shape[0]
@@ -211,7 +211,7 @@ def lm_head_topk(
 
 
 def _reduce(keys: Tensor, values: Tensor, tokens: Tensor, k: int) -> None:
-    """Blocks of keys to the K best of each, until one block is left: the result."""
+    """Reduce blocks of keys to their K best until one block is left, and unpack that into the result."""
     size = LM_HEAD_REDUCE_CONFIG.block_n
     options = launch_options(keys.device, LM_HEAD_REDUCE_CONFIG)
     while keys.shape[1] > size:

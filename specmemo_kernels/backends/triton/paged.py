@@ -1,6 +1,6 @@
-"""Writing pages: new rows of a prefill chunk, and the accepted nodes of a verified tree (all layers in one launch).
+"""Writes pages: new rows of a prefill chunk, and the accepted nodes of a verified tree (all layers in one launch).
 
-Rows are copied, or quantised on the way (``KV``, see :mod:`codes`).
+Rows are copied or quantised (``KV``, see :mod:`codes`).
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped"
@@ -26,8 +26,7 @@ MAX_BLOCK = 1024
 def copy_token(
     source_ptr, stride_h, target_ptr, next_head, num_heads, DIM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Copy one token's heads: ``num_heads`` rows of ``DIM``, ``stride_h`` apart in the source, ``next_head`` rows in
-    the target."""
+    """Copy one token's heads, ``stride_h`` elements apart in the source, ``next_head`` rows in the target."""
     for start in range(0, num_heads * DIM, BLOCK):
         index = start + tl.arange(0, BLOCK)
         inside = index < num_heads * DIM
@@ -41,7 +40,7 @@ def write_token(
     source_ptr, stride_h, pages_ptr, scales_ptr, row, num_heads, DIM: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_DIM: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, PAGE_SIZE: tl.constexpr, BY_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """One token's heads into pages; ``row``: the first head's among all rows of the pool."""
+    """Write one token's heads to pages; ``row`` is the first head's row of the pool."""
     next_head = PAGE_SIZE if BY_HEAD else 1
     if KV:
         quantise_token(
@@ -56,7 +55,7 @@ def write_token(
 def first_row(
     block_table_ptr, sequence, position, max_pages, num_heads, PAGE_SIZE: tl.constexpr, BY_HEAD: tl.constexpr
 ):  # fmt: skip
-    """Where the first head's row of ``position`` of a sequence lies among all rows of the pool (int64)."""
+    """The pool's row (int64) of the first head of a sequence's ``position``."""
     page = tl.load(block_table_ptr + sequence.to(tl.int64) * max_pages + position // PAGE_SIZE)
     return page_row(page, position % PAGE_SIZE, 0, num_heads, PAGE_SIZE, BY_HEAD)
 
@@ -69,7 +68,7 @@ def append_paged_kv_kernel(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     HEADS_K: tl.constexpr, HEADS_V: tl.constexpr, KV: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (packed rows). One row's keys and values, all heads."""
+    """Grid: (packed rows). Writes one row's keys and values, all heads."""
     row = tl.program_id(0)
     sequence = sequence_of_row(qo_indptr_ptr, row, batch, BLOCK_B)
     if sequence >= batch:
@@ -95,14 +94,14 @@ def commit_paged_kv_kernel(
     BLOCK_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, HEADS_K: tl.constexpr, HEADS_V: tl.constexpr,
     KV: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (places of the path, sequences, layers). ``layer_*``: a layer's tokens in scratch, its rows in pages."""
-    place = tl.program_id(0)
+    """Grid: (depths of the path, sequences, layers). ``layer_*``: a layer's tokens in scratch, its rows in pages."""
+    depth = tl.program_id(0)
     sequence = tl.program_id(1)
     layer = tl.program_id(2).to(tl.int64)
-    if place > tl.load(accept_length_ptr + sequence):
+    if depth > tl.load(accept_length_ptr + sequence):
         return
-    node = tl.load(qo_indptr_ptr + sequence) + tl.load(accept_index_ptr + sequence * places + place)
-    position = tl.load(seq_lens_ptr + sequence) + place
+    node = tl.load(qo_indptr_ptr + sequence) + tl.load(accept_index_ptr + sequence * places + depth)
+    position = tl.load(seq_lens_ptr + sequence) + depth
     source = (layer * layer_scratch + node) * num_heads
     target = first_row(block_table_ptr, sequence, position, max_pages, num_heads, PAGE_SIZE, BY_HEAD)
     target += layer * layer_pages
@@ -128,10 +127,10 @@ def append_paged_kv(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
 ) -> None:
-    """Write every new row to its sequence's pages, behind the tokens already there.
+    """Append every new row to its sequence's pages.
 
     Raises:
-        ValueError: a device or dtype that can't be served.
+        ValueError: an unsupported device or dtype.
     """
     rows, heads, head_dim = k_new.shape
     v_dim, batch = v_new.shape[2], seq_lens.shape[0]
@@ -159,12 +158,12 @@ def commit_paged_kv(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
 ) -> None:
-    """Copy the accepted nodes of all layers from the scratch slots to their pages; nothing else is read or written.
+    """Copy the accepted nodes of all layers from scratch to their pages.
 
-    The counts stay on the device: the launch is sized by the longest path that ``accept_index`` can hold.
+    The counts stay on the device: the grid has the longest path of ``accept_index``.
 
     Raises:
-        ValueError: a device or dtype that can't be served.
+        ValueError: an unsupported device or dtype.
     """
     layers, num_pages, page_size, heads, head_dim = k_pages.shape
     v_dim, (batch, places) = v_pages.shape[4], accept_index.shape
@@ -175,13 +174,12 @@ def commit_paged_kv(
         qo_indptr, accept_index, accept_length, k_scratch.shape[1], num_pages * page_size * heads, heads, places,
         block_table.shape[1],
         PAGE_SIZE=page_size, BY_HEAD=by_head(k_pages), KV=kv_type(k_scales, k_pages),
-        **copy_blocks(heads, head_dim, v_dim),
-        **launch_options(k_pages.device, COPY_CONFIG),
+        **copy_blocks(heads, head_dim, v_dim), **launch_options(k_pages.device, COPY_CONFIG),
     )  # fmt: skip
 
 
 def copy_blocks(heads: int, head_dim: int, v_dim: int) -> dict[str, int]:
-    """The sizes that kernels are compiled for: elements copied at once (``BLOCK_*``), heads quantised at once."""
+    """Constexpr sizes: elements per copy (``BLOCK_*``) and heads per quantisation (``HEADS_*``)."""
     sizes: dict[str, int] = {}
     for side, dim in (("K", head_dim), ("V", v_dim)):
         block, padded = min(MAX_BLOCK, block_dim(heads * dim)), block_dim(dim)

@@ -1,8 +1,7 @@
-"""Small device functions that the kernels are written in.
+"""Device functions shared by the kernels.
 
-Nothing here knows about sequences or launches: a function takes what it works on and names what it returns. Dots
-accumulate in float32; ``UPCAST`` turns their operands to float32 first, which the interpreter needs (it multiplies
-the bit patterns of bfloat16) and a GPU doesn't.
+Dots accumulate in float32. ``UPCAST`` converts their operands to float32 first, for the interpreter only, which
+multiplies the bit patterns of bfloat16.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped"
@@ -12,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Smaller than any score and still finite, so that a row without a visible key never computes inf - inf.
+# Below any score and finite, so that a row without a visible key never computes inf - inf.
 NO_SCORE = tl.constexpr(-1.0e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -29,7 +28,7 @@ def matmul(a, b, acc, UPCAST: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """tanh in float32; its series near zero, where ``1 - 2 / (exp(2x) + 1)`` would cancel."""
+    """tanh in float32, by its series near zero because ``1 - 2 / (exp(2x) + 1)`` cancels there."""
     square = x * x
     series = x * (1.0 - square * (0.33333333 - square * (0.13333333 - square * 0.05396825)))
     closed = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0)
@@ -48,9 +47,9 @@ def popcount(word):
 
 @triton.jit
 def load_page_ids(table_ptr, start, limit, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Page ids of the positions ``start .. start + BLOCK_N``: a scalar where one page holds them all, else [BLOCK_N].
+    """Page ids of the positions ``start .. start + BLOCK_N``: a scalar if one page holds all of them, else [BLOCK_N].
 
-    Table entries behind ``limit`` are not read: nobody wrote them.
+    Table entries behind ``limit`` are uninitialised and not read.
     """
     if PAGE_SIZE % BLOCK_N == 0:  # noqa: SIM108 - compiled for one branch; their shapes differ
         position = start
@@ -61,7 +60,7 @@ def load_page_ids(table_ptr, start, limit, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.
 
 @triton.jit
 def page_row(page, slot, head, num_heads, PAGE_SIZE: tl.constexpr, BY_HEAD: tl.constexpr):
-    """Where a head's row of a token lies among all rows of the pool (int64); ``page``, ``slot``: scalars or [N]."""
+    """The pool's row (int64) of a head of a token; ``page``, ``slot``: scalars or [N]."""
     page = page.to(tl.int64)
     if BY_HEAD:  # noqa: SIM108 - compiled for one branch
         row = (page * num_heads + head) * PAGE_SIZE + slot
@@ -100,7 +99,7 @@ def mask_row(mask_ptr, row, valid, mask_words):
 
 @triton.jit
 def node_depth(mask_ptr, row, node, valid, mask_words, HAS_TREE: tl.constexpr):
-    """How many ancestors each node has; a causal row's are all the rows before it."""
+    """Number of each node's ancestors; those of a causal row are all earlier rows."""
     depth = node
     if HAS_TREE:
         union, count = mask_row(mask_ptr, row, valid, mask_words)
@@ -110,15 +109,15 @@ def node_depth(mask_ptr, row, node, valid, mask_words, HAS_TREE: tl.constexpr):
 
 @triton.jit
 def causal_word(node, first):
-    """Bit n: key ``first + n`` isn't behind ``node`` (int64, shaped like ``node``; 64 keys)."""
-    seen = node - first + 1
-    short = (tl.full(node.shape, 1, tl.int64) << tl.minimum(tl.maximum(seen, 0), 63).to(tl.int64)) - 1
-    return tl.where(seen >= 64, -1, short)
+    """64 causal mask bits (int64, shaped like ``node``): bit n is set if key ``first + n`` isn't behind ``node``."""
+    count = node - first + 1
+    short = (tl.full(node.shape, 1, tl.int64) << tl.minimum(tl.maximum(count, 0), 63).to(tl.int64)) - 1
+    return tl.where(count >= 64, -1, short)
 
 
 @triton.jit
 def tree_word(mask_ptr, row, valid, first, mask_words):
-    """Bit n: key ``first + n`` is an ancestor; negative keys are committed tokens, everybody sees them.
+    """64 tree mask bits: bit n is set if key ``first + n`` is an ancestor, or negative (a committed token).
 
     ``first > -64``. The 64 keys straddle two words of the mask.
     """
@@ -127,7 +126,7 @@ def tree_word(mask_ptr, row, valid, first, mask_words):
     pointer = mask_ptr + row * mask_words + index
     low = tl.load(pointer, mask=valid & (index >= 0) & (index < mask_words), other=0).to(tl.uint64)
     high = tl.load(pointer + 1, mask=valid & (index + 1 < mask_words), other=0).to(tl.uint64)
-    # In two steps: shifting by 64 is undefined.
+    # Two shifts, because shifting by 64 is undefined.
     word = (low >> shift) | ((high << (63 - shift)) << 1)
     committed = (tl.full(row.shape, 1, tl.int64) << tl.maximum(-first, 0).to(tl.int64)) - 1
     return word.to(tl.int64) | committed
@@ -135,7 +134,7 @@ def tree_word(mask_ptr, row, valid, first, mask_words):
 
 @triton.jit
 def spread_bits(word, BLOCK_N: tl.constexpr):
-    """[M] int64 words to [M, BLOCK_N] booleans; 32-bit arithmetic, which takes half the registers."""
+    """[M] int64 words to [M, BLOCK_N] booleans, in 32-bit arithmetic to halve the registers."""
     n = tl.arange(0, BLOCK_N)
     half = word.to(tl.uint32)[:, None]
     if BLOCK_N > 32:
@@ -145,10 +144,8 @@ def spread_bits(word, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def add_sink(total, peak, sink):
-    """A logit that joins the softmax without a value; peaks are times log2(e) here.
+    """Add a sink logit to the softmax's total; ``peak`` is in base 2. Returns total, peak and the factor of acc."""
 
-    Returns total, peak and the factor that acc needs.
-    """
     new_peak = tl.maximum(peak, sink * LOG2_E)
     decay = tl.exp2(peak - new_peak)
     return total * decay + tl.exp2(sink * LOG2_E - new_peak), new_peak, decay
@@ -156,7 +153,7 @@ def add_sink(total, peak, sink):
 
 @triton.jit
 def sequence_of_row(qo_indptr_ptr, row, batch, BLOCK_B: tl.constexpr):
-    """The sequence that packed row ``row`` belongs to: how many sequences end at or before it."""
+    """The sequence of packed row ``row``: the number of sequences that end at or before it."""
     sequence = 0
     for first in range(0, batch, BLOCK_B):
         index = first + tl.arange(0, BLOCK_B)

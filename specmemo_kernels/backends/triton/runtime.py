@@ -1,4 +1,4 @@
-"""Where the kernels run: on a GPU, or in Triton's interpreter, and the launch options of either."""
+"""Device checks and launch options of the kernels, on a GPU and in Triton's interpreter."""
 
 # mypy: disable-error-code="import-untyped"
 
@@ -14,8 +14,8 @@ import triton
 from specmemo_kernels.backends.kernel_config import KernelConfig
 from specmemo_kernels.backends.kernel_target import INTERPRETER, target_of_gpu
 
-# Read at the moment at which the kernels' decorators read it. The interpreter (TRITON_INTERPRET=1, set before this
-# package and triton are imported) runs the kernels on CPU tensors, slowly, for tests.
+# Read once, as the kernels' decorators do. The interpreter (TRITON_INTERPRET=1, set before this package and triton are
+# imported) runs the kernels on CPU tensors, slowly, for tests.
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
 
@@ -23,9 +23,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def entry_point(function: Function) -> Function:
-    """Decorator of the backend's operators: checks the first argument, and makes its device the current one.
+    """Decorator of the backend's operators: :func:`check_device`, then make the tensor's device the current one.
 
-    Triton launches on the current device's stream, whatever device the tensors are on. Errors: :func:`check_device`.
+    Triton launches on the current device's stream, also if the tensors are on another device.
     """
 
     @functools.wraps(function)
@@ -40,8 +40,7 @@ def entry_point(function: Function) -> Function:
 
 
 def check_device(tensor: torch.Tensor) -> None:
-    """Refuse what the kernels can't run on.
-
+    """
     Raises:
         ValueError: a CPU tensor outside the interpreter, or float64.
     """
@@ -62,7 +61,7 @@ def target_of(device: torch.device) -> str:
     """The name of a device's kernel target, such as ``"sm_90"``.
 
     Raises:
-        ValueError: a GPU that no rule covers.
+        ValueError: an unsupported GPU.
     """
     return INTERPRETER if INTERPRETED else target_of_gpu(device)
 
@@ -70,17 +69,9 @@ def target_of(device: torch.device) -> str:
 @functools.cache
 def launch_options(device: torch.device, config: KernelConfig) -> dict[str, int | bool]:
     """Keyword arguments of a launch; cached, so treat the dict as read-only."""
-    target = target_of(device)
-    return {} if target == INTERPRETER else compile_options(target, config)
+    return {} if target_of(device) == INTERPRETER else compile_options(config)
 
 
-def compile_options(target: str, config: KernelConfig) -> dict[str, int | bool]:
-    """What the compiler is told for a target. FP fusion is pinned: Triton's default changed between versions."""
-    options: dict[str, int | bool] = {
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        "enable_fp_fusion": True,
-    }
-    if target.startswith("gfx") and config.waves_per_eu:
-        options["waves_per_eu"] = config.waves_per_eu
-    return options
+def compile_options(config: KernelConfig) -> dict[str, int | bool]:
+    """Options of Triton's compiler. FP fusion is explicit because its default differs between Triton versions."""
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}

@@ -1,4 +1,4 @@
-"""Tiles of keys under online softmax: those of committed tokens, then those that hold the step's own nodes."""
+"""Online softmax over tiles of keys: tiles of committed tokens, then tiles with the step's own nodes."""
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped"
 
@@ -29,9 +29,9 @@ def attend(
 ):  # fmt: skip
     """One tile of online softmax.
 
-    q [M, Dk], k [N, Dk], v [N, Dv], visible [M, N]. A score times ``unit`` is its base-2 logarithm of a weight:
-    scaling after the peak is subtracted rounds less than before it. Returns the new acc [M, Dv] (unnormalised),
-    total [M] (its weights' sum) and peak [M] (the largest score so far).
+    q [M, Dk], k [N, Dk], v [N, Dv], visible [M, N]. Scores are multiplied by ``unit`` (to base 2) after the peak is
+    subtracted, which rounds less. Returns the new acc [M, Dv] (unnormalised), total [M] (sum of weights) and peak [M]
+    (largest score so far).
     """
     zeros = tl.zeros((q.shape[0], k.shape[0]), dtype=tl.float32)
     scores = matmul(q, tl.trans(k), zeros, UPCAST)
@@ -55,34 +55,34 @@ def attend_committed(
     BY_HEAD: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr, KV: tl.constexpr,
 ):  # fmt: skip
-    """The slots ``begin .. end`` (whole tiles), all of committed tokens: every row sees them, but for a window.
+    """Attend to the slots ``begin .. end`` (whole tiles of committed tokens), visible to every row in its window.
 
-    position [M]: where each row's node stands. The next tile's page ids ride along from one turn to the next; loaded
-    where they are needed they would keep the loads of keys and values out of the pipeline.
+    position [M]: the position of each row's node. Page ids are loaded one tile ahead: otherwise Triton doesn't pipeline
+    the loads of keys and values.
     """
     ids = load_page_ids(table_ptr, begin, end, PAGE_SIZE, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
         next_ids = load_page_ids(table_ptr, start + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
         slot = (start + tl.arange(0, BLOCK_N)) % PAGE_SIZE
-        place = page_row(ids, slot, head, num_kv_heads, PAGE_SIZE, BY_HEAD)
+        kv_row = page_row(ids, slot, head, num_kv_heads, PAGE_SIZE, BY_HEAD)
         if KV:
-            k = load_codes(k_pages_ptr + place * DK, k_scales_ptr + place, None, q, DK, BLOCK_DK, False, KV)
-            v = load_codes(v_pages_ptr + place * DV, v_scales_ptr + place, None, q, DV, BLOCK_DV, False, KV)
+            k = load_codes(k_pages_ptr + kv_row * DK, k_scales_ptr + kv_row, None, q, DK, BLOCK_DK, False, KV)
+            v = load_codes(v_pages_ptr + kv_row * DV, v_scales_ptr + kv_row, None, q, DV, BLOCK_DV, False, KV)
         else:
-            k = load_rows(k_pages_ptr + place * DK, None, DK, BLOCK_DK, False)
-            v = load_rows(v_pages_ptr + place * DV, None, DV, BLOCK_DV, False)
-        seen = None
+            k = load_rows(k_pages_ptr + kv_row * DK, None, DK, BLOCK_DK, False)
+            v = load_rows(v_pages_ptr + kv_row * DV, None, DV, BLOCK_DV, False)
+        visible = None
         if HAS_WINDOW:
-            seen = position[:, None] - (start + tl.arange(0, BLOCK_N))[None, :] < window
+            visible = position[:, None] - (start + tl.arange(0, BLOCK_N))[None, :] < window
         acc, total, peak = attend(
-            q, k, v, seen, acc, total, peak, unit, scale, softcap, HAS_WINDOW, HAS_SOFTCAP, UPCAST
+            q, k, v, visible, acc, total, peak, unit, scale, softcap, HAS_WINDOW, HAS_SOFTCAP, UPCAST
         )  # fmt: skip
         ids = next_ids
     return acc, total, peak
 
 
 @triton.jit
-def attend_own(
+def attend_nodes(
     q, acc, total, peak, unit, scale, softcap, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr, head,
     num_kv_heads, table_ptr, begin, end, length, k_new_ptr, v_new_ptr, stride_kn, stride_vn, first_row, nodes, node,
     depth, valid, mask_ptr, mask_words, window,
@@ -90,9 +90,9 @@ def attend_own(
     BY_HEAD: tl.constexpr, BLOCK_N: tl.constexpr, HAS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, KV: tl.constexpr,
 ):  # fmt: skip
-    """The slots ``begin .. end``: the last committed tokens, where they share a tile, and the step's own nodes.
+    """Attend to the slots ``begin .. end``: the step's own nodes, and committed tokens in the same tile.
 
-    node, depth, valid [M]: the node of each row. A row's view of a tile is one 64-bit word.
+    node, depth, valid [M]: of each row's node. A row's mask of a tile is one 64-bit word.
     """
     row = (first_row + node).to(tl.int64)
     causal = valid
@@ -102,28 +102,32 @@ def attend_own(
     for start in range(begin, end, BLOCK_N):
         first = start - length
         key = first + tl.arange(0, BLOCK_N)
-        old = key < 0
+        committed = key < 0
         new = (key >= 0) & (key < nodes)
         key_row = (first_row + key).to(tl.int64)
         word = causal_word(node, first)
         if HAS_TREE:
             word = tl.where(causal, word, tree_word(mask_ptr, row, valid, first, mask_words))
-        seen = spread_bits(word, BLOCK_N)
+        visible = spread_bits(word, BLOCK_N)
         if HAS_WINDOW:
             key_depth = node_depth(mask_ptr, key_row, key, new, mask_words, HAS_TREE)
-            seen = seen & (depth[:, None] - tl.where(old, key, key_depth)[None, :] < window)
+            visible = visible & (depth[:, None] - tl.where(committed, key, key_depth)[None, :] < window)
         ids = load_page_ids(table_ptr, start, length, PAGE_SIZE, BLOCK_N)
         slot = (start + tl.arange(0, BLOCK_N)) % PAGE_SIZE
-        place = page_row(ids, slot, head, num_kv_heads, PAGE_SIZE, BY_HEAD)
+        kv_row = page_row(ids, slot, head, num_kv_heads, PAGE_SIZE, BY_HEAD)
         if KV:
-            old_k = load_codes(k_pages_ptr + place * DK, k_scales_ptr + place, old, q, DK, BLOCK_DK, True, KV)
-            k = tl.where(old[:, None], old_k, load_rows(k_new_ptr + key_row * stride_kn, new, DK, BLOCK_DK, True))
-            old_v = load_codes(v_pages_ptr + place * DV, v_scales_ptr + place, old, q, DV, BLOCK_DV, True, KV)
-            v = tl.where(old[:, None], old_v, load_rows(v_new_ptr + key_row * stride_vn, new, DV, BLOCK_DV, True))
+            page_k = load_codes(k_pages_ptr + kv_row * DK, k_scales_ptr + kv_row, committed, q, DK, BLOCK_DK, True, KV)
+            k = tl.where(
+                committed[:, None], page_k, load_rows(k_new_ptr + key_row * stride_kn, new, DK, BLOCK_DK, True)
+            )
+            page_v = load_codes(v_pages_ptr + kv_row * DV, v_scales_ptr + kv_row, committed, q, DV, BLOCK_DV, True, KV)
+            v = tl.where(
+                committed[:, None], page_v, load_rows(v_new_ptr + key_row * stride_vn, new, DV, BLOCK_DV, True)
+            )
         else:
-            k_row_ptr = tl.where(old, k_pages_ptr + place * DK, k_new_ptr + key_row * stride_kn)
-            v_row_ptr = tl.where(old, v_pages_ptr + place * DV, v_new_ptr + key_row * stride_vn)
-            k = load_rows(k_row_ptr, old | new, DK, BLOCK_DK, True)
-            v = load_rows(v_row_ptr, old | new, DV, BLOCK_DV, True)
-        acc, total, peak = attend(q, k, v, seen, acc, total, peak, unit, scale, softcap, True, HAS_SOFTCAP, UPCAST)
+            k_row_ptr = tl.where(committed, k_pages_ptr + kv_row * DK, k_new_ptr + key_row * stride_kn)
+            v_row_ptr = tl.where(committed, v_pages_ptr + kv_row * DV, v_new_ptr + key_row * stride_vn)
+            k = load_rows(k_row_ptr, committed | new, DK, BLOCK_DK, True)
+            v = load_rows(v_row_ptr, committed | new, DV, BLOCK_DV, True)
+        acc, total, peak = attend(q, k, v, visible, acc, total, peak, unit, scale, softcap, True, HAS_SOFTCAP, UPCAST)
     return acc, total, peak

@@ -1,4 +1,4 @@
-"""Greedy verification: one program walks one tree."""
+"""Greedy verification, one program per tree."""
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped"
 
@@ -18,7 +18,7 @@ NO_CHILD = tl.constexpr(2147483647)
 
 @triton.jit
 def first_child(draft_ptr, parents_ptr, node, nodes, token, BLOCK_T: tl.constexpr):
-    """The first child of ``node`` that drafts ``token``, or ``NO_CHILD``; children come after their parent."""
+    """The first child of ``node`` with draft ``token``, or ``NO_CHILD``; children come after their parent."""
     child = NO_CHILD
     start = node + 1
     while (start < nodes) & (child == NO_CHILD):
@@ -37,7 +37,7 @@ def verify_tree_greedy_kernel(
     accept_index_ptr, accept_length_ptr, bonus_token_ptr,
     draft_ptr, target_ptr, parents_ptr, qo_indptr_ptr, places, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (sequences). Writes every entry of the three results."""
+    """Grid: (sequences). Writes all entries of the three results."""
     sequence = tl.program_id(0)
     first_row = tl.load(qo_indptr_ptr + sequence)
     nodes = tl.load(qo_indptr_ptr + sequence + 1) - first_row
@@ -45,8 +45,8 @@ def verify_tree_greedy_kernel(
     length = -1
     bonus = tl.full((), -1, tl.int64)
     node = tl.where(nodes > 0, 0, NO_CHILD)
-    for place in range(places):
-        tl.store(path_ptr + place, tl.where(node == NO_CHILD, -1, node))
+    for depth in range(places):
+        tl.store(path_ptr + depth, tl.where(node == NO_CHILD, -1, node))
         if node != NO_CHILD:
             length += 1
             bonus = tl.load(target_ptr + first_row + node)
@@ -59,14 +59,14 @@ def verify_tree_greedy_kernel(
 def verify_tree_greedy(
     draft_tokens: Tensor, target_tokens: Tensor, parents: Tensor, qo_indptr: Tensor, max_depth: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Walk each tree from its root along children that equal what the target wrote.
+    """Walk each tree from its root along the children whose draft is the target's token.
 
     Returns:
         accept_index ``[B, max_depth + 1]`` int32 padded with -1, accept_length ``[B]`` int32, bonus_token ``[B]``
         int64; -1 in the last two for a sequence without nodes.
 
     Raises:
-        ValueError: a device that can't be served.
+        ValueError: an unsupported device.
     """
     batch = qo_indptr.shape[0] - 1
     accept_index = parents.new_empty(batch, max_depth + 1)

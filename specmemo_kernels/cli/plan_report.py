@@ -1,0 +1,215 @@
+"""The output of ``specmemo plan``: the plan and its alternatives as tables and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specmemo_kernels.ops.weight_codes import CODE_BITS
+from specmemo_kernels.planning.baselines import medusa_parts, plain_parts
+from specmemo_kernels.planning.cost import Message, Speed, decode_pass, medusa_speed, plain_speed, step_messages
+from specmemo_kernels.planning.footprint import HeadsSpec, weight_bytes
+from specmemo_kernels.planning.memory_plan import MemoryPlan, format_bytes
+from specmemo_kernels.planning.planner import smallest_budget
+from specmemo_kernels.planning.search import (
+    MAX_NODES,
+    PlanCandidate,
+    PlanRequest,
+    candidates,
+    fastest,
+    frontier,
+    parts_of,
+    tree_paths,
+)
+from specmemo_kernels.tree.acceptance import expected_tokens_per_step
+
+#: Share of the highest speed that the leanest alternative keeps.
+RETAIN = 0.96
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to run the workload, on one rank. ``generation_bytes`` are without the model's weights."""
+
+    name: str
+    generation_bytes: int
+    total_bytes: int
+    tokens_per_step: float
+    speed: Speed
+    heads: int = 0
+    nodes: int = 1
+    chunk: int | None = None
+    sequences: int | None = None
+
+
+def alternatives(problem: PlanRequest, choices: list[PlanCandidate], plan: MemoryPlan) -> list[Row]:
+    """The plan, other plans for the same workload, and two baselines (the last two rows)."""
+    spec, device, work, tp = problem.spec, problem.device, problem.workload, problem.tp
+    weights, budget = weight_bytes(spec, tp), plan.budget or 0
+    plans: list[tuple[str, PlanCandidate | None]] = [
+        ("this plan", fastest(choices, budget)),
+        ("fastest of all", max(choices, key=lambda c: (c.speed.tokens_per_second, -c.total_bytes))),
+        (f"{RETAIN:.0%} of that, at least", fastest(choices, smallest_budget(choices, RETAIN))),
+        ("least that runs", min(choices, key=lambda c: c.total_bytes)),
+    ]
+    if problem.kv_dtype is None:
+        int8_pages = replace(problem, kv_dtype="int8")
+        plans.append(("int8 pages, not lossless", fastest(candidates(int8_pages), budget)))
+    heads = problem.heads
+    if heads.own_lm_head and heads.num_heads > 0 and heads.head_bits is None:
+        int4_heads = replace(problem, heads=replace(heads, head_bits=CODE_BITS))
+        plans.append(("heads in 4 bits", fastest(candidates(int4_heads), budget)))
+    rows = [
+        Row(name, c.total_bytes - weights, c.total_bytes, c.tokens_per_step, c.speed, c.heads, c.tree_size, c.chunk,
+            c.sequences)
+        for name, c in plans if c is not None
+    ]  # fmt: skip
+    published = HeadsSpec()
+    paths = tree_paths(problem, min(4, len(problem.accuracy)), MAX_NODES)
+    tokens = expected_tokens_per_step(paths, problem.accuracy)
+    medusa = medusa_speed(spec, device, work, published, MAX_NODES, tokens, tp)
+    plain_bytes, medusa_bytes = (
+        sum(p.values()) for p in (plain_parts(spec, work, tp), medusa_parts(spec, work, tp=tp))
+    )
+    return [
+        *rows,
+        Row("plain generate", plain_bytes, plain_bytes + weights, 1.0, plain_speed(spec, device, work, tp)),
+        Row(
+            "Medusa as published", medusa_bytes, medusa_bytes + weights, tokens, medusa, published.num_heads, MAX_NODES
+        ),
+    ]
+
+
+def show(
+    console: Console, problem: PlanRequest, choices: list[PlanCandidate], plan: MemoryPlan, rows: list[Row]
+) -> None:
+    """Print the plan part by part, its reasons and the alternatives."""
+    spec, work, budget = problem.spec, problem.workload, plan.budget or 0
+    where = problem.device.name + (f", each of {problem.tp} ranks" if problem.tp > 1 else "")
+    title = Text.assemble((spec.name, "bold"), f" on {where}; all figures are predicted")
+    console.print(title, soft_wrap=True)
+    console.print(
+        f"workload: {work.batch} x {work.context} tokens, {work.prompt} of them prompt; "
+        f"budget {format_bytes(budget)}, model weights included",
+        soft_wrap=True,
+    )
+    chosen = Table("chosen", "value")
+    for name, value in (_chosen(plan, spec.dtype) | _communication(problem, rows[0])).items():
+        chosen.add_row(name, value)
+    parts = Table("part", "bytes")
+    for name, size in plan.parts.items():
+        parts.add_row(name.replace("_", " "), format_bytes(size))
+    parts.add_section()
+    parts.add_row("generation", format_bytes(plan.generation_bytes))
+    parts.add_row("all", format_bytes(plan.total_bytes))
+    both = Table.grid(padding=(0, 2))
+    both.add_row(chosen, parts)
+    console.print(both)
+    for reason in plan.reasons:
+        console.print(f"- {reason}", soft_wrap=True)
+    table = Table("alternative", "heads", "nodes", "chunk", "at once", "generation", "tokens/s", "fits")
+    for row in rows:
+        table.add_row(
+            row.name, str(row.heads), str(row.nodes), str(row.chunk or "all"), str(row.sequences or "all"),
+            format_bytes(row.generation_bytes), f"{row.speed.tokens_per_second:.1f}",
+            "yes" if row.total_bytes <= budget else "no",
+        )  # fmt: skip
+    console.print(table)
+    for line in (*_gains(problem, rows), _against_medusa(choices, rows)):
+        console.print(line, soft_wrap=True)
+
+
+def _against_medusa(choices: list[PlanCandidate], rows: list[Row]) -> str:
+    """The least memory that keeps 96 % of Medusa's speed, compared with Medusa's memory."""
+    medusa, weights = rows[-1], rows[-1].total_bytes - rows[-1].generation_bytes
+    min_speed = RETAIN * medusa.speed.tokens_per_second
+    sizes = [c.total_bytes - weights for c in choices if c.speed.tokens_per_second >= min_speed]
+    if not sizes:
+        return f"no plan reaches {RETAIN:.0%} of the speed of Medusa as published"
+    saved = 1 - min(sizes) / medusa.generation_bytes
+    return (
+        f"{RETAIN:.0%} of the speed of Medusa as published needs {format_bytes(min(sizes))} of generation memory, "
+        f"{abs(saved):.1%} {'less' if saved >= 0 else 'more'} than its {format_bytes(medusa.generation_bytes)}"
+    )
+
+
+def _gains(problem: PlanRequest, rows: list[Row]) -> list[str]:
+    """Speed relative to plain generate, and of a batch relative to one sequence."""
+    best, plain, work = rows[0].speed.tokens_per_second, rows[-2].speed.tokens_per_second, problem.workload
+    batch = f", {work.batch} sequences" if work.batch > 1 else ""
+    lines = [f"{best / plain:.2f} times plain generate{batch}"]
+    if work.batch > 1:
+        single = fastest(candidates(replace(problem, workload=replace(work, batch=1))), problem.device.memory)
+        if single is not None:
+            lines.append(f"{best / single.speed.tokens_per_second:.2f} times the plan for one sequence")
+    return lines
+
+
+def messages_of(problem: PlanRequest, row: Row) -> tuple[Message, ...]:
+    """Messages between the ranks in a step of ``row``; empty for a single device."""
+    if problem.tp == 1:
+        return ()
+    run = decode_pass(problem.workload, row.sequences or problem.workload.batch, row.nodes, row.heads)
+    return step_messages(problem.spec, run, problem.heads)
+
+
+def _message_totals(problem: PlanRequest, row: Row) -> dict[str, float]:
+    messages = messages_of(problem, row)
+    return {
+        "messages": sum(m.count for m in messages),
+        "bytes": sum(m.count * m.nbytes for m in messages),
+        "seconds": sum(m.seconds(problem.device, problem.tp) for m in messages),
+    }
+
+
+def _communication(problem: PlanRequest, row: Row) -> dict[str, str]:
+    if problem.tp == 1:
+        return {}
+    totals = _message_totals(problem, row)
+    size = f"{totals['messages']}, {format_bytes(int(totals['bytes']))}"
+    return {"messages of a step": size, "of its time": f"{1e3 * totals['seconds']:.2f} ms"}
+
+
+def _chosen(plan: MemoryPlan, dtype: str) -> dict[str, str]:
+    bits = f", lm_heads in {plan.head_bits} bits" if plan.head_bits and plan.heads else ""
+    return {
+        "heads": f"{plan.heads}{bits}",
+        "tree": f"{plan.tree.size} nodes, depth {plan.tree.max_depth}",
+        "pages": f"{plan.num_pages} of {plan.page_size} tokens, {plan.kv_dtype or dtype}",
+        "prefill chunk": f"{plan.prefill_chunk} tokens",
+        "sequences at once": str(plan.max_sequences),
+        "tokens per step": f"{plan.tokens_per_step:.2f}",
+        "step": f"{1e3 * (plan.step_seconds or 0):.2f} ms",
+        "tokens/s": f"{plan.tokens_per_second:.1f}",
+    } | {
+        f"kernel, {c.min_nodes}+ nodes": f"{c.block_m} x {c.block_n}, split {c.split_size}"
+        for c in plan.kernels or ()
+    }  # fmt: skip
+
+
+def to_json(problem: PlanRequest, choices: list[PlanCandidate], plan: MemoryPlan, rows: list[Row]) -> dict[str, Any]:
+    """All printed figures and the frontier, in bytes and seconds."""
+    work = problem.workload
+    return {
+        "model": problem.spec.to_json(),
+        "device": problem.device.to_json(),
+        "workload": {"context": work.context, "prompt": work.prompt, "batch": work.batch, "tp": problem.tp},
+        "predicted": True,
+        "plan": plan.to_json() | {"generation_bytes": plan.generation_bytes, "total_bytes": plan.total_bytes},
+        "communication": _message_totals(problem, rows[0]),
+        "alternatives": [
+            {"name": row.name, "heads": row.heads, "nodes": row.nodes, "generation_bytes": row.generation_bytes,
+             "total_bytes": row.total_bytes, "tokens_per_step": row.tokens_per_step,
+             "tokens_per_second": row.speed.tokens_per_second, "step_seconds": row.speed.step_seconds}
+            for row in rows
+        ],
+        "frontier": [
+            {"total_bytes": c.total_bytes, "tokens_per_second": c.speed.tokens_per_second, "heads": c.heads,
+             "tree_size": c.tree_size, "chunk": c.chunk, "sequences": c.sequences, "parts": parts_of(problem, c)}
+            for c in frontier(choices)
+        ],
+    }  # fmt: skip

@@ -1,0 +1,201 @@
+"""Tensors of stored Medusa heads: finds their keys in any layout, checks them, and makes one state dict."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specmemo_kernels.drafting.head_files import CONFIG_NAME, MEDUSA, VLLM, HeadsError, Stored, first_few, layout_of
+from specmemo_kernels.ops.weight_codes import CODE_BITS, GROUP, check_bits, groups_of, pack
+
+_FLOATING = re.compile(r"B?F\d+.*|torch\.b?float\w+")  # names of safetensors and torch
+_BYTES = re.compile(r"U8|torch\.uint8")
+_VLLM_EXTRAS = ("lm_head.weight", "token_map")
+
+
+@dataclass(frozen=True)
+class StoredHeads:
+    """Stored heads: their sizes by the keys, and the source key of each tensor.
+
+    Attributes:
+        head_bits: 4 if own lm_heads are stored as codes.
+        names: key of the state dict -> key of the source; ``None``: a bias of zeros.
+    """
+
+    stored: Stored
+    num_heads: int
+    num_layers: int
+    own_lm_head: bool
+    head_bits: int | None
+    names: dict[str, str | None]
+
+    @property
+    def accuracy(self) -> list[list[float]] | None:
+        """``cumulative_topk_accuracy`` of the configuration.
+
+        Raises:
+            HeadsError: not a row of shares for each head.
+        """
+        rows: Any = self.stored.config.get("cumulative_topk_accuracy")
+        if rows is None:
+            return None
+        try:
+            shares = [[float(share) for share in row] for row in rows[: self.num_heads]]
+        except (TypeError, ValueError):
+            shares = []
+        if len(shares) < self.num_heads or not all(row and min(row) >= 0 and max(row) <= 1 for row in shares):
+            raise HeadsError(
+                f"{self.stored.where}: cumulative_topk_accuracy, beside it, is not {self.num_heads} rows of shares"
+            )
+        return shares
+
+    def sizes(self) -> tuple[int, int]:
+        """hidden_size and vocab_size by the weights' shapes, else by the configuration.
+
+        Raises:
+            HeadsError: vocab_size is in neither.
+        """
+        entries, config = self.stored.entries, self.stored.config
+        part = "weight" if self.head_bits is None else "codes"
+        lm_head = self.names[f"0.{self.num_layers}.{part}"] if self.own_lm_head else "lm_head.weight"
+        vocab_size = config.get("vocab_size")
+        if lm_head in entries and "token_map" not in entries:
+            vocab_size = (*entries[lm_head].shape, 0)[0]
+        if not isinstance(vocab_size, int):
+            raise HeadsError(
+                f"{self.stored.where}: the vocabulary's size is neither in the weights nor in {CONFIG_NAME} "
+                f"(vocab_size: {vocab_size!r}); use load_heads(source, hidden_size, vocab_size)"
+            )
+        return (0, *entries[str(self.names["0.0.linear.weight"])].shape)[-1], vocab_size
+
+    def check(self, hidden_size: int, vocab_size: int, dtype: torch.dtype | None) -> None:
+        """Check shapes and dtypes against the model's, without reading a tensor.
+
+        Raises:
+            HeadsError: a wrong shape or dtype, or mixed dtypes without ``dtype``.
+        """
+        if dtype is not None and not dtype.is_floating_point:
+            raise HeadsError(f"load_heads: dtype is {dtype}, heads need a floating-point one")
+        entries, where = self.stored.entries, self.stored.where
+        sizes = f"hidden_size {hidden_size}, vocab_size {vocab_size}"
+        token_map = entries.get("token_map")
+        stored_vocab = vocab_size if token_map is None else (*token_map.shape, 0)[0]
+        targets = {key: target for target, key in self.names.items() if key is not None}
+        for key in (*targets, *({"lm_head.weight"} & entries.keys() - targets.keys())):
+            entry, target = entries[key], targets.get(key)
+            at = f"{entry.where}: {entry.name}"
+            is_block = target is not None and ".linear." in target
+            expected = (hidden_size if is_block else vocab_size, hidden_size)[: 1 if key.endswith("bias") else 2]
+            if _is_coded(target):
+                groups = groups_of(hidden_size)
+                expected = (vocab_size, groups if key.endswith("scales") else groups * (GROUP // 2))
+            is_codes = _is_coded(target) and key.endswith("codes")
+            if not (_BYTES if is_codes else _FLOATING).fullmatch(entry.dtype):
+                needed = "uint8 for codes" if is_codes else "floating-point tensors"
+                raise HeadsError(f"{at} is {entry.dtype}, heads need {needed}")
+            if entry.shape == expected or (target is None and entry.shape == (stored_vocab, hidden_size)):
+                continue
+            if not is_block and stored_vocab != vocab_size and entry.shape == (stored_vocab, hidden_size):
+                raise HeadsError(
+                    f"{at} has shape {list(entry.shape)}, cut down to the {stored_vocab} tokens of token_map, "
+                    f"but {list(expected)} is needed: a truncated vocabulary is not supported"
+                )
+            raise HeadsError(f"{at} has shape {list(entry.shape)}, but the model needs {list(expected)} ({sizes})")
+        keys = [key for key, target in targets.items() if not _is_coded(target)]
+        dtypes = {entries[key].dtype: entries[key].name for key in reversed(keys)}
+        if dtype is None and len(dtypes) > 1:
+            mixed = ", ".join(f"{name} is {kind}" for kind, name in reversed(dtypes.items()))
+            raise HeadsError(f"{where}: {mixed}: say which dtype the heads shall have")
+        config_vocab = self.stored.config.get("vocab_size")
+        if "own_lm_head" in self.stored.config and not self.own_lm_head and config_vocab != vocab_size:
+            raise HeadsError(f"{where}: heads for vocab_size {config_vocab}, but the model has {vocab_size} ({sizes})")
+
+    def read(
+        self, hidden_size: int, dtype: torch.dtype | None, device: torch.device | str | None, head_bits: int | None
+    ) -> dict[str, torch.Tensor]:
+        """The state dict of :class:`MedusaHeads`, own lm_heads as codes if ``head_bits`` is 4.
+
+        Raises:
+            HeadsError: a matrix that 4-bit codes can't hold.
+        """
+        state: dict[str, torch.Tensor] = {}
+        for target, key in self.names.items():
+            if key is None:
+                state[target] = state[target.replace("bias", "weight")].new_zeros(hidden_size)
+                continue
+            entry = self.stored.entries[key]
+            if head_bits is not None and target.endswith(f".{self.num_layers}.weight"):
+                stem = target.removesuffix("weight")
+                try:
+                    state[f"{stem}codes"], state[f"{stem}scales"] = pack(entry.read(), device)
+                except ValueError as error:
+                    raise HeadsError(f"{entry.where}: {entry.name}: {error}") from error
+                continue
+            kind = dtype if not _is_coded(target) else torch.float16 if target.endswith("scales") else None
+            # Tensors of a mapped file are copied, so that later changes of the file don't matter.
+            state[target] = entry.read().to(device=device, dtype=kind, copy=entry.mapped).contiguous()
+        return state
+
+
+def stored_heads(stored: Stored, head_bits: int | None = None) -> StoredHeads:
+    """Count heads and layers by their keys. ``head_bits`` is the requested value.
+
+    Raises:
+        HeadsError: a missing or unknown key, or ``head_bits`` without own lm_heads.
+    """
+    check_bits(head_bits)
+    entries, layout = stored.entries, layout_of(stored.entries, stored.where)
+    ignored = set(_VLLM_EXTRAS) if layout is VLLM else set()
+    num_heads = num_layers = 1
+    own_lm_head, coded, biased = False, False, layout is MEDUSA
+    for key in entries:
+        if match := layout.block.fullmatch(key):
+            num_layers = max(num_layers, int(match["layer"]) + 1)
+            biased |= match["part"] == "bias"
+        elif not (match := layout.lm_head.fullmatch(key)):
+            continue
+        elif layout is VLLM and stored.config.get("original_lm_head"):
+            ignored.add(key)
+            continue
+        else:
+            own_lm_head = True
+            coded |= match["part"] != "weight"
+            num_layers = max(num_layers, int(match.groupdict().get("layer", 0)))
+        num_heads = max(num_heads, int(match["head"]) + 1)
+    summary = f"its keys are of {num_heads} head(s), {num_layers} layer(s) each" + ", own lm_heads" * own_lm_head
+    first_key, first_entry = next(iter(entries.items()))
+    prefix = first_entry.name.removesuffix(first_key)
+    names: dict[str, str | None] = {}
+
+    def take(target: str, key: str) -> None:
+        if key not in entries:
+            raise HeadsError(f"{stored.where}: {prefix}{key} is missing ({summary})")
+        names[target] = key
+
+    for head in range(num_heads):
+        for layer in range(num_layers):
+            for part in ("weight", "bias"):
+                target = f"{head}.{layer}.linear.{part}"
+                if part == "bias" and not biased:
+                    names[target] = None
+                else:
+                    take(target, layout.block_key.format(head=head, layer=layer, part=part))
+        for part in ("codes", "scales") if coded else ("weight",) if own_lm_head else ():
+            take(f"{head}.{num_layers}.{part}", layout.lm_head_key.format(head=head, layer=num_layers, part=part))
+    unknown = [entry.name for key, entry in entries.items() if key not in ignored and key not in names.values()]
+    if unknown:
+        raise HeadsError(f"{stored.where}: unknown keys {first_few(unknown)} ({summary})")
+    if head_bits is not None and not own_lm_head:
+        raise HeadsError(
+            f"{stored.where}: head_bits is {head_bits}, but these heads share the model's lm_head and have no "
+            "vocabulary matrix of their own; leave head_bits out"
+        )
+    return StoredHeads(stored, num_heads, num_layers, own_lm_head, CODE_BITS if coded else None, names)
+
+
+def _is_coded(target: str | None) -> bool:
+    """Whether a key of the state dict is of a matrix in codes."""
+    return target is not None and target.endswith((".codes", ".scales"))
