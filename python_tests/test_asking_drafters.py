@@ -40,8 +40,8 @@ class Clock:
         length, known, end = self.prompt + 1, 0, self.prompt + self.new
         while length < end:
             behind = length - 1 - known
-            outlook = DraftBacklog(behind, end - length)
-            tree = self.chooser.tree_for(1, lambda outlook=outlook: outlook).truncated(end - length - 1)
+            backlog = DraftBacklog(behind, end - length)
+            tree = self.chooser.tree_for(1, lambda backlog=backlog: backlog).truncated(end - length - 1)
             accepted = 0
             while accepted < tree.max_depth and self.random.random() < self.right:
                 accepted += 1

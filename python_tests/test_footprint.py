@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from specmemo_kernels.drafting import base
 from specmemo_kernels.forward import batch
 from specmemo_kernels.planning.footprint import (
-    KEPT_LAYOUTS,
     GenerationShape,
     PassBytes,
     StepSize,
@@ -110,5 +109,5 @@ def test_metadata_is_copied_to_every_device() -> None:
 
 
 def test_layouts_that_are_kept_are_counted() -> None:
-    assert batch.tree_layout.cache_parameters()["maxsize"] == KEPT_LAYOUTS
-    assert base.candidate_columns.cache_parameters()["maxsize"] == KEPT_LAYOUTS
+    assert batch.tree_layout.cache_parameters()["maxsize"] == batch.CACHED_LAYOUTS
+    assert base.candidate_columns.cache_parameters()["maxsize"] == batch.CACHED_LAYOUTS

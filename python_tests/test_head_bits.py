@@ -26,7 +26,7 @@ from specmemo_kernels.planning.baselines import Workload, medusa_parts
 from specmemo_kernels.planning.cost import Pass, medusa_speed, pass_seconds
 from specmemo_kernels.planning.footprint import HeadsSpec, weight_bytes
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
-from specmemo_kernels.planning.planner import plan_memory, problem_of
+from specmemo_kernels.planning.planner import plan_memory, plan_request
 from specmemo_kernels.planning.search import candidates, tree_paths
 from specmemo_kernels.tree.acceptance import expected_tokens_per_step
 
@@ -273,7 +273,7 @@ def test_codes_are_read_in_fewer_bytes() -> None:
 def test_plans_with_them() -> None:
     """At least four fifths of the memory of Medusa as published is saved at 96 % of its speed; a share of each rank."""
     work = Workload(512)
-    problem = problem_of(VICUNA, "titan-rtx", work, heads=HeadsSpec(head_bits=4))
+    problem = plan_request(VICUNA, "titan-rtx", work, heads=HeadsSpec(head_bits=4))
     medusa = sum(medusa_parts(VICUNA, work).values())
     tokens = expected_tokens_per_step(tree_paths(problem, 4, 64), problem.accuracy)
     wanted = 0.96 * medusa_speed(VICUNA, problem.device, work, HeadsSpec(), 64, tokens).tokens_per_second

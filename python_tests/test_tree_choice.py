@@ -178,7 +178,7 @@ def test_never_much_worse_than_the_best_that_stays(chances: list[list[float]], s
 
 @pytest.mark.parametrize("told", [1.15, 1.0, 0.7])
 def test_pass_times_that_were_measured_wrongly(told: float) -> None:
-    """Steps tell what a pass of their rows really takes: here eight rows hardly more than four."""
+    """Steps correct the seconds of a pass by its rows: here eight rows take hardly longer than four."""
     tree, chances = TREE.pruned(8), [[0.6, 0.1], [0.4, 0.1], [0.3]]
     real = PassSeconds(((1, 1.0), (4, 1.3), (8, 1.34)))
     wrong = PassSeconds(((1, 1.0), (4, 1.2), (8, 1.34 * told)))

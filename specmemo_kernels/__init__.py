@@ -1,7 +1,7 @@
-"""Speculative decoding whose memory is planned, bounded and never wasted.
+"""Speculative decoding with planned, bounded memory.
 
-``specmemo_kernels.patch(model, heads=...)`` makes a transformers model's ``generate`` speculate; the operators behind
-it are in :mod:`specmemo_kernels.ops`. Importing the package needs neither triton nor a compiler nor a GPU.
+``specmemo_kernels.patch(model, heads=...)`` makes a transformers model's ``generate`` speculate. The operators are in
+:mod:`specmemo_kernels.ops`. Importing the package needs neither triton nor a compiler nor a GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# A literal, in step with the imports above: type checkers read both.
+# A literal, because type checkers read it; a test compares it with the imports above.
 __all__ = [
     "BatchRun",
     "BudgetError",
@@ -92,10 +92,10 @@ _HOME = {
     "UnsupportedModel": "integrations.hf.attention",
 }
 
-if not TYPE_CHECKING:  # a checker would take every name for a public one
+if not TYPE_CHECKING:  # else type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Public names load on first use, so that ``import specmemo_kernels`` stays light."""
+        """Import public names on first use, so that ``import specmemo_kernels`` stays light."""
         if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         import importlib

@@ -1,4 +1,4 @@
-"""Checks of arguments. Each error has the argument's name, its value and what is allowed."""
+"""Argument checks. Each error has the argument's name, its value and the allowed values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def as_integer(value: Any) -> int | None:
-    """``value`` as an ``int``, or ``None`` if it isn't an integer. numpy's integers are, booleans are not."""
+    """``value`` as an ``int``; ``None`` for other types. numpy's integers are accepted, booleans are not."""
     if isinstance(value, bool):
         return None
     try:
@@ -21,25 +21,22 @@ def as_integer(value: Any) -> int | None:
 
 
 def integers(values: Any) -> list[int] | None:
-    """``values`` as a list, or ``None`` if they aren't one row of integers. Tensors and arrays must be 1-D."""
+    """``values`` as a list; ``None`` unless they are a sequence of integers. Tensors and arrays must be 1-D."""
     if isinstance(values, str | bytes):
         return None
     try:
-        found = [as_integer(value) for value in (values.tolist() if hasattr(values, "tolist") else values)]
-    except TypeError:  # nothing to iterate over
+        checked = [as_integer(value) for value in (values.tolist() if hasattr(values, "tolist") else values)]
+    except TypeError:  # not iterable
         return None
-    return None if None in found else [number for number in found if number is not None]
+    return None if None in checked else [number for number in checked if number is not None]
 
 
 def integer(name: str, value: Any, least: int = 1, most: int | None = None, or_else: str = "") -> int:
-    """``value`` as an ``int``.
-
-    Args:
-        or_else: what else is allowed, for the message.
+    """Check an integer and return it as ``int``; ``or_else`` adds other allowed values to the message.
 
     Raises:
-        TypeError: it isn't an integer.
-        ValueError: it is below ``least`` or above ``most``.
+        TypeError: not an integer.
+        ValueError: below ``least`` or above ``most``.
     """
     limit = f"at least {least}" if most is None else f"from {least} to {most}"
     number = as_integer(value)
@@ -51,11 +48,11 @@ def integer(name: str, value: Any, least: int = 1, most: int | None = None, or_e
 
 
 def positive_number(name: str, value: Any, most: float = math.inf, hint: str = "") -> float:
-    """A finite number above 0 and at most ``most``; numpy's numbers count, booleans don't.
+    """Check a finite number above 0 and at most ``most``. numpy's numbers are accepted, booleans are not.
 
     Raises:
-        TypeError: it isn't a number.
-        ValueError: it is out of range.
+        TypeError: not a number.
+        ValueError: out of range.
     """
     limit = "above 0 and finite" if most == math.inf else f"above 0 and at most {most:g}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -67,19 +64,21 @@ def positive_number(name: str, value: Any, most: float = math.inf, hint: str = "
 
 
 def flag(name: str, value: Any, or_none: bool = False) -> None:
-    """
+    """Check a boolean.
+
     Raises:
-        TypeError: ``value`` is neither ``True`` nor ``False`` (nor ``None``, with ``or_none``).
+        TypeError: ``value`` is not ``True`` or ``False`` (or ``None``, with ``or_none``).
     """
     if not (isinstance(value, bool) or (or_none and value is None)):
         raise wrong_type(name, value, "True, False or None" if or_none else "True or False")
 
 
 def text(name: str, value: Any, allowed: Iterable[str]) -> None:
-    """
+    """Check a string option; ``None`` is allowed.
+
     Raises:
-        TypeError: ``value`` is neither text nor ``None``.
-        ValueError: it is another text than the ``allowed`` ones.
+        TypeError: ``value`` is neither a string nor ``None``.
+        ValueError: ``value`` is not in ``allowed``.
     """
     expected = f"{', '.join(map(repr, allowed))} or None"
     if value is not None and not isinstance(value, str):
@@ -89,10 +88,10 @@ def text(name: str, value: Any, allowed: Iterable[str]) -> None:
 
 
 def wrong_type(name: str, value: Any, expected: str) -> TypeError:
-    """The error for a value of another type than ``expected``."""
+    """The error for a value of the wrong type."""
     return TypeError(f"{name} is {shown(value)} of type {type(value).__name__}, it must be {expected}")
 
 
 def shown(value: Any) -> str:
-    """A value in an error message, at most a line long."""
+    """``repr(value)``, shortened for an error message."""
     return reprlib.repr(value)

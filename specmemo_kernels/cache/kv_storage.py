@@ -1,4 +1,4 @@
-"""Where keys and values lie: what a layer stores per token, pages and scratch of all layers, host copies of pages."""
+"""KV cache tensors: pages and scratch of all layers, and host copies of pages."""
 
 from __future__ import annotations
 
@@ -11,32 +11,34 @@ from specmemo_kernels.arguments import text
 from specmemo_kernels.cache.page_order import empty_pages, swap_order
 
 Tensor = torch.Tensor
+#: Keys, values and their scales.
+PageTensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
-#: What quantised pages hold, by the name that plans and users give it.
+#: Element types of quantised pages by their public names.
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-#: A float32 per token and head: the scale of any key fits it, and it adds no rounding of its own. At head_dim 128
-#: that is 3 % of a page; float16 would save half of it and lose the scales of keys that are very small or large.
+#: One float32 scale per token and head, 3 % of a page at head_dim 128. A float16 scale would overflow or underflow for
+#: very large or very small keys.
 SCALE_BYTES = 4
 
 
 def page_dtype(kv_dtype: str | None) -> torch.dtype | None:
-    """The dtype of quantised pages, ``None`` for pages in the layers' own.
+    """The element type of quantised pages; ``None``: pages in the layers' dtype.
 
     Raises:
-        TypeError, ValueError: not one of these names.
+        TypeError, ValueError: ``kv_dtype`` is not a key of :data:`KV_DTYPES`.
     """
     text("kv_dtype", kv_dtype, KV_DTYPES)
     return None if kv_dtype is None else KV_DTYPES[kv_dtype]
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` of the host on ``device``; a GPU's queue of work goes on meanwhile."""
+    """Copy a host tensor to ``device`` without synchronising a GPU."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 @dataclass(frozen=True)
 class LayerKV:
-    """What one attention layer stores per token: ``num_kv_heads`` keys of ``head_dim`` and values of ``v_head_dim``."""
+    """Sizes of one attention layer's keys and values."""
 
     num_kv_heads: int
     head_dim: int
@@ -46,11 +48,11 @@ class LayerKV:
 
     @property
     def bytes_per_token(self) -> int:
-        """Key and value bytes of one token in this layer."""
+        """Key and value bytes of one token, unquantised."""
         return self.num_kv_heads * (self.head_dim + self.v_head_dim) * self.dtype.itemsize
 
     def page_bytes_per_token(self, kv_dtype: str | None) -> int:
-        """What one token takes in pages: codes and two scales per head where they are quantised."""
+        """Bytes of one token in pages; with ``kv_dtype``, codes and two scales per head."""
         codes = page_dtype(kv_dtype)
         if codes is None:
             return self.bytes_per_token
@@ -59,12 +61,12 @@ class LayerKV:
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that store the same thing, stacked so that one launch commits all of them.
+    """Layers of equal sizes, stacked so that one launch commits all of them.
 
     ``k_pages`` is ``[num_layers, num_pages, page_size, num_kv_heads, head_dim]``, ``k_scratch``
     ``[num_layers, max_nodes, num_kv_heads, head_dim]``; values likewise. Quantised pages have ``k_scales``
-    ``[num_layers, num_pages, page_size, num_kv_heads]`` float32; scratch is never quantised. In memory a page holds one
-    head after the other (:mod:`specmemo_kernels.cache.page_order`).
+    ``[num_layers, num_pages, page_size, num_kv_heads]`` float32. Scratch is never quantised. Pages are in HND order
+    (:mod:`specmemo_kernels.cache.page_order`).
     """
 
     layers: tuple[int, ...]
@@ -78,9 +80,9 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class HostPages:
-    """The first ``tokens`` tokens of a sequence in host memory: per group its pages' keys, values and scales as stored.
+    """Host copy of a sequence's first ``tokens`` tokens.
 
-    Each part is ``[pages, num_layers, num_kv_heads, page_size, ...]``.
+    ``parts``: keys, values and scales of each group, ``[pages, num_layers, num_kv_heads, page_size, ...]``.
     """
 
     tokens: int
@@ -93,13 +95,13 @@ class HostPages:
 
 
 class KVStorage:
-    """The tensors of all layers' pages and scratch slots; whose a page is, its subclass says.
+    """Tensors of all layers' pages and scratch slots; a subclass allocates the pages to sequences.
 
     Attributes:
         groups: equal layers, stacked (:class:`LayerGroup`).
         k_pages, v_pages, k_scratch, v_scratch: per layer, views into the groups.
-        k_scales, v_scales: likewise, ``None`` for each layer unless pages are quantised.
-        version: another number whenever the tensors are others.
+        k_scales, v_scales: likewise; ``None`` for each layer unless pages are quantised.
+        version: increases whenever tensors are replaced.
     """
 
     def __init__(
@@ -112,8 +114,7 @@ class KVStorage:
         self._kinds = {kind: tuple(i for i, la in enumerate(self.layers) if la == kind) for kind in self.layers}
         self._adopt([(*self._new_pages(kind, num_pages), *self._new_scratch(kind, max_nodes)) for kind in self._kinds])
 
-    def _new_pages(self, kind: LayerKV, num_pages: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Keys, values and their scales."""
+    def _new_pages(self, kind: LayerKV, num_pages: int) -> PageTensors:
         shape = (len(self._kinds[kind]), num_pages, self.page_size, kind.num_kv_heads)
         codes = page_dtype(self.kv_dtype)
         k, v = (empty_pages(shape, dim, codes or kind.dtype, kind.device) for dim in (kind.head_dim, kind.v_head_dim))
@@ -128,7 +129,7 @@ class KVStorage:
         return k, torch.empty(*shape, kind.v_head_dim, dtype=kind.dtype, device=kind.device)
 
     def _adopt(self, tensors: Sequence[tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor]]) -> None:
-        """These are the groups' pages, scales and scratch from now on."""
+        """Replace the tensors of all groups."""
         self.version += 1
         self.groups = tuple(
             LayerGroup(layers, k, v, k_scratch, v_scratch, k_scales, v_scales)
@@ -146,23 +147,24 @@ class KVStorage:
         self.v_scales = [None if group.v_scales is None else group.v_scales[i] for group, i in order]
 
     def _renew_pages(self, num_pages: int) -> None:
-        """Other pages in place of those there are, which are freed only then; scratch stays."""
-        new = [self._new_pages(kind, num_pages) for kind in self._kinds]
-        self._adopt([(*n, g.k_scratch, g.v_scratch) for n, g in zip(new, self.groups, strict=True)])
-        self.num_pages = num_pages
+        """Replace all pages by new ones, without their content."""
+        self._adopt_pages([self._new_pages(kind, num_pages) for kind in self._kinds], num_pages)
 
     def _extend_pages(self, num_pages: int) -> None:
-        """Have more pages behind those there are, whose content is copied; a failed allocation changes nothing."""
+        """Allocate more pages and copy the content; a failed allocation changes nothing."""
         new = [self._new_pages(kind, num_pages) for kind in self._kinds]
         for pages, group in zip(new, self.groups, strict=True):
             for larger, old in zip(pages, (group.k_pages, group.v_pages, group.k_scales, group.v_scales), strict=True):
                 if larger is not None and old is not None:
                     larger[:, : self.num_pages].copy_(old)
-        self._adopt([(*n, g.k_scratch, g.v_scratch) for n, g in zip(new, self.groups, strict=True)])
+        self._adopt_pages(new, num_pages)
+
+    def _adopt_pages(self, pages: Sequence[PageTensors], num_pages: int) -> None:
+        self._adopt([(*p, g.k_scratch, g.v_scratch) for p, g in zip(pages, self.groups, strict=True)])
         self.num_pages = num_pages
 
     def resize_scratch(self, max_nodes: int) -> None:
-        """Have ``max_nodes`` scratch slots, between steps; a failed allocation leaves none."""
+        """Reallocate scratch for ``max_nodes`` nodes, between steps; a failed allocation leaves no scratch."""
         for nodes in (0, max_nodes):
             with torch.inference_mode(False):
                 new = [self._new_scratch(kind, nodes) for kind in self._kinds]
@@ -171,32 +173,29 @@ class KVStorage:
             self.max_nodes = nodes
 
     def copy_out(self, pages: Sequence[int], tokens: int) -> HostPages:
-        """``pages``, which hold ``tokens`` tokens, in host memory.
-
-        It goes page by page, as there may be no device memory left for a copy of all.
-        """
+        """Copy ``pages`` with ``tokens`` tokens to host memory, page by page: device memory may be short."""
         parts = []
         for tensor in self._stored():
             host = torch.empty(len(pages), *tensor[:, 0].shape, dtype=tensor.dtype, device="cpu")
-            for place, page in enumerate(pages):
-                host[place].copy_(tensor[:, page])
+            for row, page in enumerate(pages):
+                host[row].copy_(tensor[:, page])
             parts.append(host)
         return HostPages(tokens, tuple(parts))
 
     def copy_in(self, pages: Sequence[int], copy: HostPages) -> None:
-        """Write what :meth:`copy_out` saved to ``pages``."""
+        """Write the result of :meth:`copy_out` to ``pages``."""
         for tensor, host in zip(self._stored(), copy.parts, strict=True):
-            for place, page in enumerate(pages):
-                tensor[:, page].copy_(host[place])
+            for row, page in enumerate(pages):
+                tensor[:, page].copy_(host[row])
 
-    def copy_from(self, other: KVStorage, place: dict[int, int]) -> None:
-        """Copy pages of ``other``, a storage of the same layers, to the pages that ``place`` names."""
-        for mine, theirs in zip(self._stored(), other._stored(), strict=True):
-            for old, new in place.items():
-                mine[:, new].copy_(theirs[:, old])  # page by page, so that nothing else is held meanwhile
+    def copy_from(self, other: KVStorage, new_pages: dict[int, int]) -> None:
+        """Copy pages of ``other``, a storage of the same layers; ``new_pages`` maps its pages to pages here."""
+        for target, source in zip(self._stored(), other._stored(), strict=True):
+            for old, new in new_pages.items():
+                target[:, new].copy_(source[:, old])  # page by page: no temporary
 
     def _stored(self) -> list[Tensor]:
-        """All in which a page has its place, ``[num_layers, num_pages, num_kv_heads, page_size, ...]`` as in memory."""
+        """All page tensors, as in memory: ``[num_layers, num_pages, num_kv_heads, page_size, ...]``."""
         pages = [swap_order(t) for g in self.groups for t in (g.k_pages, g.v_pages)]
         scales = [t for g in self.groups for t in (g.k_scales, g.v_scales)]
         return [*pages, *(swap_order(t, scales=True) for t in scales if t is not None)]

@@ -1,4 +1,4 @@
-"""The paged KV cache: whose each page is, block tables, and which pages of finished sequences are kept."""
+"""Paged KV cache: page allocator, block tables and cached pages of finished sequences."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class OutOfPages(RuntimeError):
 
 
 class PagedKVPool(KVStorage):
-    """Pages for all layers and sequences: handed out as tokens arrive, taken back when a sequence ends.
+    """Page pool of all layers and sequences.
 
     Args:
-        layers: what each layer stores; equal layers are stacked.
-        num_pages, page_size: pages and tokens per page; the pool never grows by itself (:meth:`grow`, :meth:`resize`).
+        layers: sizes of each layer; equal layers are stacked.
+        num_pages, page_size: pages and tokens per page. Only :meth:`grow` and :meth:`resize` change their number.
         max_sequences: rows of the block table.
-        max_nodes: scratch slots, the most tree nodes that one step verifies over all sequences.
-        kv_dtype: ``"int8"`` or ``"fp8"`` for pages of 8-bit codes with a scale per token and head; ``None`` for
-            pages in the layers' own dtype.
-        keep: pages of closed sequences stay until they are needed otherwise, for sequences that begin the same.
+        max_nodes: scratch slots, the maximum of tree nodes per step over all sequences.
+        kv_dtype: ``"int8"`` or ``"fp8"`` for pages of 8-bit codes with a scale per token and head; ``None``: pages in
+            the layers' dtype.
+        keep: cache the pages of closed sequences for prefix reuse, until their memory is needed.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class PagedKVPool(KVStorage):
         self._free_slots = list(range(max_sequences - 1, -1, -1))
         self._pages: dict[int, list[int]] = {}
         self._users: Counter[int] = Counter()
-        # Pages that nobody uses but whose content is known; the oldest comes first.
-        self._kept: dict[int, None] = {}
-        self._index = PrefixIndex(page_size) if keep else None
+        self._cached: dict[int, None] = {}  # labelled pages without users, the oldest first
+        self._keep = keep
+        self._index = PrefixIndex(page_size)  # empty unless ``keep``
 
     def resize(self, num_pages: int) -> None:
-        """Really have ``num_pages`` pages, while no sequence is open: the old ones are freed before there are new ones.
+        """Reallocate ``num_pages`` pages while no sequence is open; the old ones are freed first, cached ones dropped.
 
-        A failed allocation leaves a pool without pages, which can be resized again. Kept pages are gone either way.
+        A failed allocation leaves a pool without pages, which can be resized again.
         """
         assert not self._pages, f"sequences {sorted(self._pages)} are open; their pages would be lost"
         self.clear_cache()
@@ -66,9 +66,9 @@ class PagedKVPool(KVStorage):
             self.block_table, self._free_pages = tables, list(range(pages - 1, -1, -1))
 
     def grow(self, num_pages: int) -> None:
-        """Have ``num_pages`` pages, more than now; sequences may be open, and keep their pages.
+        """Grow to ``num_pages`` pages; open sequences keep their pages.
 
-        Old and new pages exist at once while the content is copied. A failed allocation changes nothing.
+        Old and new pages exist at once during the copy. A failed allocation changes nothing.
         """
         old = self.num_pages
         assert num_pages > old, f"the pool has {old} pages, {num_pages} are not more"
@@ -80,29 +80,29 @@ class PagedKVPool(KVStorage):
         self._free_pages = [*range(num_pages - 1, old - 1, -1), *self._free_pages]
 
     def swap_out(self, slot: int, tokens: int) -> HostPages:
-        """A copy in host memory of the sequence's first ``tokens`` tokens; :meth:`close` then frees its pages."""
+        """Copy a sequence's first ``tokens`` tokens to host memory; :meth:`close` then frees its pages."""
         return self.copy_out(self._pages[slot][: self.pages_for(tokens)], tokens)
 
     def swap_in(self, slot: int, pages: HostPages) -> None:
-        """Copy back what :meth:`swap_out` saved into the sequence's own pages, which have been reserved."""
+        """Copy the result of :meth:`swap_out` into a sequence's reserved pages."""
         self.copy_in(self._pages[slot][: self.pages_for(pages.tokens)], pages)
 
     @property
     def free_pages(self) -> int:
-        """Pages for whoever needs some, the kept ones among them."""
-        return len(self._free_pages) + len(self._kept)
+        """Pages without users, cached ones included."""
+        return len(self._free_pages) + len(self._cached)
 
     @property
     def cached_pages(self) -> int:
-        """Free pages whose content is known: it serves whoever begins the same, until the page is needed otherwise."""
-        return len(self._kept)
+        """Free pages with known content, for sequences with the same prefix."""
+        return len(self._cached)
 
     def held_pages(self, slot: int) -> int:
         """Pages of one sequence, shared ones included."""
         return len(self._pages[slot])
 
     def fits_sequences(self, count: int) -> bool:
-        """Whether ``count`` more sequences find a row in the block table."""
+        """Whether the block table has ``count`` free rows."""
         return len(self._free_slots) >= count
 
     def pages_for(self, tokens: int) -> int:
@@ -110,7 +110,7 @@ class PagedKVPool(KVStorage):
         return -(-tokens // self.page_size)
 
     def open(self) -> int:
-        """A row of the block table for a new sequence.
+        """Allocate a block table row for a new sequence.
 
         Raises:
             OutOfPages: all rows are taken.
@@ -122,13 +122,12 @@ class PagedKVPool(KVStorage):
         return slot
 
     def reserve(self, slot: int, tokens: int) -> None:
-        """Make sure that sequence ``slot`` has pages for its first ``tokens`` tokens.
+        """Allocate the missing pages for the first ``tokens`` tokens of sequence ``slot``.
 
         Raises:
-            OutOfPages: not enough free pages; the sequence keeps what it had.
+            OutOfPages: too few free pages; nothing was changed.
         """
-        held = self._pages[slot]
-        missing = self.pages_for(tokens) - len(held)
+        missing = self.pages_for(tokens) - len(self._pages[slot])
         if missing <= 0:
             return
         if missing > self.free_pages:
@@ -136,112 +135,103 @@ class PagedKVPool(KVStorage):
                 f"{tokens} tokens need {missing} more pages of {self.page_size} tokens, {self.free_pages} of "
                 f"{self.num_pages} are free; shorten the prompt or max_new_tokens, or raise memory_budget"
             )
-        spare = min(missing, len(self._free_pages))  # kept pages, the oldest first, only where no other is left
-        kept = [page for page, _ in zip(self._kept, range(missing - spare), strict=False)]
-        self._hand_out(slot, [*self._free_pages[len(self._free_pages) - spare :][::-1], *kept])
-        del self._free_pages[len(self._free_pages) - spare :]
-        for page in kept:
-            self._kept.pop(page)
-            self._unlabel(page)
+        keep_free = max(0, len(self._free_pages) - missing)
+        free = self._free_pages[keep_free:][::-1]
+        evicted = [page for page, _ in zip(self._cached, range(missing - len(free)), strict=False)]
+        self._append_pages(slot, [*free, *evicted])
+        del self._free_pages[keep_free:]
+        for page in evicted:
+            self._cached.pop(page)
+            self._index.drop(page)
 
-    def _hand_out(self, slot: int, pages: list[int]) -> None:
-        """These are a sequence's next pages; nothing has changed if the table can't be written."""
+    def _append_pages(self, slot: int, pages: list[int]) -> None:
+        """Append to a sequence's pages; a failed write of the block table changes nothing."""
         held = self._pages[slot]
         ids = on_device(torch.tensor(pages, dtype=torch.int32), self.device)
         self.block_table[slot, len(held) : len(held) + len(pages)] = ids
         held.extend(pages)
         self._users.update(pages)
 
-    def _unlabel(self, page: int) -> None:
-        if self._index is not None:
-            self._index.drop(page)
-
     def cached_prefix_len(self, tokens: Sequence[int]) -> int:
-        """How many of the first ``tokens`` needn't be computed, because pages hold their keys and values."""
-        return self._index.match(tokens)[1] if self._index is not None else 0
+        """Number of leading ``tokens`` whose keys and values are in pages."""
+        return self._index.match(tokens)[1]
 
     def shared_pages(self, tokens: Sequence[int]) -> int:
-        """How many pages :meth:`reuse` would share with open sequences: they take none of the free ones."""
-        return sum(page in self._users for page in self._index.match(tokens)[0]) if self._index is not None else 0
+        """Pages that :meth:`reuse` would share with open sequences; they take no free page."""
+        return sum(page in self._users for page in self._index.match(tokens)[0])
 
     def reuse(self, slot: int, tokens: Sequence[int]) -> int:
-        """Give a sequence that has no pages yet those that hold the longest known beginning of its ``tokens``.
+        """Give a sequence without pages the cached pages of the longest known prefix of its ``tokens``.
 
-        Full pages are shared, and nobody writes to them. A partly filled one belongs to this sequence from now on.
+        Full pages are shared and never written to. A partly filled one becomes this sequence's own.
 
         Returns:
-            How many tokens needn't be computed; the last one always must be.
+            Number of cached tokens; the last of ``tokens`` must always be computed.
         """
-        if self._index is None or self._pages[slot]:
+        if self._pages[slot]:
             return 0
-        pages, known = self._index.match(tokens)
+        pages, cached_tokens = self._index.match(tokens)
         if pages:
-            self._hand_out(slot, pages)
+            self._append_pages(slot, pages)
         for page in pages:
-            self._kept.pop(page, None)
-        if known % self.page_size:
-            self._unlabel(pages[-1])
-        return known
+            self._cached.pop(page, None)
+        if cached_tokens % self.page_size:
+            self._index.drop(pages[-1])
+        return cached_tokens
 
     def close(self, slot: int, tokens: Sequence[int] = ()) -> None:
-        """Retire a sequence: its pages and its row are free at once.
+        """Free a sequence's pages and row.
 
-        Args:
-            tokens: those whose keys and values its pages hold; a pool that keeps pages finds them by these.
+        ``tokens``: those whose keys and values its pages hold; a pool with ``keep`` caches the pages under them.
         """
         pages = self._pages.pop(slot)
-        if self._index is not None:
+        if self._keep:
             self._index.label(pages, tokens)
-        for page in reversed(pages):  # of kept pages the last of a text goes first, without which others still serve
+        for page in reversed(pages):  # evicted in this order: a prefix is useful without its end
             self._users[page] -= 1
             if not self._users[page]:
                 del self._users[page]
-                if self._index is not None and page in self._index:
-                    self._kept[page] = None
+                if page in self._index:
+                    self._cached[page] = None
                 else:
                     self._free_pages.append(page)
         self._free_slots.append(slot)
 
     def clear_cache(self) -> None:
-        """Drop what is known about pages, while no sequence is open.
+        """Drop all cached pages, while no sequence is open.
 
         Raises:
-            RuntimeError: one is; when it closes, its pages would be labelled again.
+            RuntimeError: a sequence is open; its pages would be labelled again when it closes.
         """
         if self._pages:
             raise RuntimeError(f"{len(self._pages)} sequences are open; close them first")
-        if self._index is not None:
-            self._index = PrefixIndex(self.page_size)
-        self._free_pages.extend(self._kept)
-        self._kept.clear()
+        self._index = PrefixIndex(self.page_size)
+        self._free_pages.extend(self._cached)
+        self._cached.clear()
 
     def take_cached(self, other: PagedKVPool) -> None:
-        """Copy the kept pages of ``other``, a pool of the same layers, as many as fit, the newest first.
-
-        This pool must be unused; both exist while it happens.
-        """
-        newest = list(other._kept)[::-1][: len(self._free_pages)]
-        place = {page: self._free_pages.pop() for page in newest}
-        if not place or other._index is None:
+        """Copy cached pages of ``other``, a pool of the same layers, into this unused pool: the newest that fit."""
+        newest = list(other._cached)[::-1][: len(self._free_pages)]
+        new_pages = {page: self._free_pages.pop() for page in newest}
+        if not new_pages:
             return
-        self.copy_from(other, place)
-        self._index = other._index.moved(place)
-        self._kept = {place[page]: None for page in reversed(newest)}
+        self.copy_from(other, new_pages)
+        self._index = other._index.moved(new_pages)
+        self._cached = {new_pages[page]: None for page in reversed(newest)}
 
     def check_integrity(self) -> None:
-        """Raise ``AssertionError`` unless every page has one owner, or users that share what it holds, and the block
-        table says the same."""
-        owners = Counter(self._free_pages) + Counter(self._kept.keys())
+        """Raise ``AssertionError`` unless each page is free, cached or in use, and the block table agrees."""
+        owners = Counter(self._free_pages) + Counter(self._cached.keys())
         used: Counter[int] = Counter()
         for slot, pages in self._pages.items():
             used.update(pages)
             table = self.block_table[slot, : len(pages)].tolist()
             assert table == pages, f"block table of sequence {slot} says {table}, the allocator {pages}"
-        labels = set(self._index.pages()) if self._index is not None else set()
+        labels = set(self._index.pages())
         owners.update({page: 1 if page in labels else count for page, count in used.items()})
         assert used == self._users, f"pages owned not once: {used} by the sequences, {self._users} by the allocator"
-        assert labels <= self._kept.keys() | used.keys(), "pages owned not once: labelled ones that are free"
-        assert self._kept.keys() <= labels, "pages owned not once: kept ones without a label"
+        assert labels <= self._cached.keys() | used.keys(), "pages owned not once: labelled ones that are free"
+        assert self._cached.keys() <= labels, "pages owned not once: cached ones without a label"
         wrong = {page: count for page, count in owners.items() if count != 1 or not 0 <= page < self.num_pages}
         assert not wrong, f"pages owned not once: {wrong}"
         assert len(owners) == self.num_pages, f"pages owned not once: {self.num_pages - len(owners)} have no owner"

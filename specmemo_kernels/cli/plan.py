@@ -17,7 +17,7 @@ from specmemo_kernels.planning.device import KNOWN_DEVICES, DeviceProfile, known
 from specmemo_kernels.planning.device_probe import profile_of
 from specmemo_kernels.planning.footprint import HeadsSpec
 from specmemo_kernels.planning.model_spec import ModelSpec
-from specmemo_kernels.planning.planner import choose, problem_of
+from specmemo_kernels.planning.planner import choose, plan_request
 from specmemo_kernels.planning.search import candidates
 from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, Accuracy
 
@@ -41,7 +41,7 @@ def run_plan(options: PlanOptions) -> None:
         workload = Workload(options.context, options.batch, options.prompt or 0)
         heads, accuracy = heads_of(options, spec)
         device, tp = devices_of(options)
-        problem = problem_of(spec, device, workload, heads=heads, accuracy=accuracy, tp=tp, kv_dtype=options.kv_dtype)
+        problem = plan_request(spec, device, workload, heads=heads, accuracy=accuracy, tp=tp, kv_dtype=options.kv_dtype)
         choices = candidates(problem)
         plan = choose(problem, choices, options.memory_budget)
     rows = alternatives(problem, choices, plan)

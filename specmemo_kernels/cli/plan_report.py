@@ -179,7 +179,7 @@ def _chosen(plan: MemoryPlan, dtype: str) -> dict[str, str]:
     return {
         "heads": f"{plan.heads}{bits}",
         "tree": f"{plan.tree.size} nodes, depth {plan.tree.max_depth}",
-        "pages": f"{plan.num_pages} of {plan.page_size} tokens, {plan.kv_dtype or dtype}",
+        "pages": f"{plan.max_pages} of {plan.page_size} tokens, {plan.kv_dtype or dtype}",
         "prefill chunk": f"{plan.prefill_chunk} tokens",
         "sequences at once": str(plan.max_sequences),
         "tokens per step": f"{plan.tokens_per_step:.2f}",

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from specmemo_kernels.forward.batch import CACHED_LAYOUTS
 from specmemo_kernels.tree.draft_tree import DraftTree
 
 
@@ -80,8 +81,7 @@ def fill_tree(root_tokens: torch.Tensor, candidates: torch.Tensor, columns: torc
     return torch.cat([root_tokens[:, None], candidates], dim=1).index_select(1, columns)
 
 
-# The memory plan counts this many (footprint.KEPT_LAYOUTS).
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=CACHED_LAYOUTS)
 def candidate_columns(tree: DraftTree, width: int, device: torch.device) -> torch.Tensor:
     """``[T]`` int64: the column of each node's token in ``[root, *candidates]``, ``width`` candidates per depth."""
     columns = [0] + [1 + (d - 1) * width + r for d, r in zip(tree.depths[1:], tree.ranks[1:], strict=True)]

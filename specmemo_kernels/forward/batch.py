@@ -12,6 +12,8 @@ import torch
 from specmemo_kernels.tree.draft_tree import DraftTree
 
 Tensor = torch.Tensor
+#: Entries in the caches of tree layouts and candidate columns; the memory plan counts them.
+CACHED_LAYOUTS = 8
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,7 @@ class TreeLayout:
     row: Tensor
 
 
-# The memory plan counts this many (footprint.KEPT_LAYOUTS).
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=CACHED_LAYOUTS)
 def tree_layout(tree: DraftTree, sequences: int, device: torch.device) -> TreeLayout:
     """The layout of ``sequences`` copies of ``tree``."""
     parents = torch.tensor(tree.parents, dtype=torch.int32).repeat(sequences)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from specmemo_kernels.cache.page_order import is_dense_by_head
+from specmemo_kernels.cache.page_order import swap_order
 from specmemo_kernels.ops.weight_codes import GROUP, groups_of
 
 Tensor = torch.Tensor
@@ -97,7 +97,7 @@ def page_order(k_pages: Tensor, v_pages: Tensor, scales: Scales) -> None:
     if all(tensor.is_contiguous() for _, tensor in tensors):
         return
     for name, tensor in tensors:
-        if not is_dense_by_head(tensor, scales=name.endswith("scales")):
+        if not swap_order(tensor, scales=name.endswith("scales")).is_contiguous():
             raise ValueError(
                 f"{name} must be contiguous, or, like all pages and scales of the call, once tokens and heads are "
                 f"exchanged; its shape is {tuple(tensor.shape)}, its strides are {tensor.stride()}"

@@ -1,7 +1,6 @@
-"""The memory of other ways to generate, part by part, so that savings are stated against something.
+"""Memory of other implementations by part, for comparison: plain transformers, and Medusa as published.
 
-Both functions count what :mod:`specmemo_kernels.planning.footprint` counts: bytes of live tensors at the worst
-moment, without the model's own weights.
+As in :mod:`specmemo_kernels.planning.footprint`: peak bytes of live tensors, without the model's weights.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from specmemo_kernels.planning.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be generated.
+    """Sizes of a generation task.
 
     Attributes:
-        context: tokens per sequence when it ends, prompt and answer.
-        batch: sequences that are wanted at once.
-        prompt: tokens of the prompt; half of the context unless said otherwise.
+        context: tokens per sequence at the end, prompt and answer.
+        batch: number of sequences.
+        prompt: tokens of the prompt; 0: half of the context.
     """
 
     context: int
@@ -45,7 +44,7 @@ class MedusaRun:
     """Medusa as published (FasterDecoding/Medusa): five heads with a vocabulary matrix each, ``mc_sim_7b_63``.
 
     Attributes:
-        nodes: of the tree, root included. leaves, depth: its paths and their length below the root.
+        nodes: tree size, root included. leaves, depth: number and length of its paths.
     """
 
     heads: HeadsSpec = field(default_factory=HeadsSpec)
@@ -55,11 +54,10 @@ class MedusaRun:
 
 
 def plain_parts(spec: ModelSpec, workload: Workload, tp: int = 1) -> dict[str, int]:
-    """transformers' own greedy ``generate`` without padding: a growing cache, fused attention, last logits alone.
+    """transformers' greedy ``generate`` without padding: dynamic cache, fused attention, last logits only.
 
-    The worst moment is a layer of the prefill (the cache holds the prompt); or of the last step, where a layer's old
-    and new keys, then values, exist side by side while they are concatenated; or the logits of a step, in the model's
-    dtype and copied to float32. ``tp`` divides the cache and a layer as in :func:`page_token_bytes` and
+    The peak is the maximum of: a layer of the prefill; a layer of the last step, while old and new keys are
+    concatenated; the logits of a step, in the model's dtype and in float32. ``tp`` as in :func:`page_token_bytes` and
     :func:`pass_row_bytes`.
     """
     batch, row = workload.batch, pass_row_bytes(spec, tp)
@@ -75,13 +73,13 @@ def plain_parts(spec: ModelSpec, workload: Workload, tp: int = 1) -> dict[str, i
 
 
 def medusa_parts(spec: ModelSpec, workload: Workload, run: MedusaRun | None = None, tp: int = 1) -> dict[str, int]:
-    """Medusa as published: what its own code allocates, at its worst moment.
+    """Peak of Medusa's published code.
 
-    - the cache for ``max_position_embeddings`` tokens at once (``initialize_past_key_values``), candidates included;
-    - all heads with their vocabulary matrices, used by the tree or not;
-    - prefill: attention as matrices ``[heads, L, L]``, at the softmax once in float32 and twice in the model's
-      dtype; then logits of every prompt row, the model's and each head's, the heads' twice (list and stack);
-    - a step: the same logits for every node, then gathered for every path of the tree.
+    - the cache for ``max_position_embeddings`` tokens, candidates included (``initialize_past_key_values``);
+    - all heads with their vocabulary matrices;
+    - prefill: attention matrices ``[heads, L, L]``, in the softmax once in float32 and twice in the model's dtype;
+      then logits of all prompt rows, the model's once and each head's twice (list and stack);
+    - a step: the same logits for all nodes, then gathered for all paths of the tree.
     """
     run = run or MedusaRun()
     size, batch, length = spec.dtype_bytes, workload.batch, workload.prompt
@@ -98,8 +96,8 @@ def medusa_parts(spec: ModelSpec, workload: Workload, run: MedusaRun | None = No
         {"logits": step, "activations": batch * run.nodes * pass_row_bytes(spec, tp)},
         {"activations": batch * length * pass_row_bytes(spec, tp)},
     )
-    held = {
+    static = {
         "kv_cache": batch * max(spec.max_context, workload.context) * page_token_bytes(spec, None, tp),
         "heads": run.heads.nbytes(spec, heads, tp),
     }
-    return held | max(moments, key=lambda parts: sum(parts.values()))
+    return static | max(moments, key=lambda parts: sum(parts.values()))

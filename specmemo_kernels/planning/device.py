@@ -1,4 +1,4 @@
-"""What a device has: memory, bandwidth, matrix rates, overheads; and a table of known devices."""
+"""Device profiles: memory, bandwidth, matrix rates, overheads; and a table of known devices."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any, Self
 
 GIB = 1024**3
 
-#: Shares of a data sheet's rates that large kernels reach. Measured on an H200: a copy moves 4.3 of 4.8 TB/s, a bf16
-#: product makes 788 of 989 TFLOP/s.
+#: Shares of the data sheet's rates that large kernels reach. Measured on an H200: 4.3 of 4.8 TB/s for a copy, 788 of
+#: 989 TFLOP/s for a bf16 product.
 READ_SHARE, MATMUL_SHARE = 0.9, 0.8
-#: One operator of a transformers model in eager mode on a GPU: Python, torch's dispatcher and the launch itself.
+#: Host seconds of an operator in eager mode on a GPU: Python, torch's dispatcher and the launch.
 EAGER_LAUNCH = 8e-6
 
 Curve = tuple[tuple[int, float], ...]
 
-#: By the kind of link, the protocols that a collective may run by: seconds before it begins, seconds of each step of a
-#: ring, share of the link's rate. NCCL's and RCCL's own tuning constants (src/graph/tuning.cc, ring, LL and Simple).
+#: Protocols of collectives by kind of link: seconds to start, seconds per ring step, share of the link's rate. Tuning
+#: constants of NCCL and RCCL (src/graph/tuning.cc, ring, LL and Simple).
 LINKS: dict[str, tuple[tuple[float, float, float], ...]] = {
     "pcie": ((6.6e-6, 1.0e-6, 1 / 4), (8.4e-6, 5.7e-6, 1.0)),
     "nvlink": ((6.6e-6, 0.6e-6, 1 / 4), (8.4e-6, 3.4e-6, 1.0)),
@@ -29,24 +29,21 @@ LINKS: dict[str, tuple[tuple[float, float, float], ...]] = {
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """A device as the planner sees it.
+    """Performance figures of a device.
 
     Attributes:
-        memory: bytes in all.
+        memory: total bytes.
         read_rate: bytes per second that a large kernel reads.
-        matmul_rate: FLOP/s of large dense products, by dtype name (``"float16"``); a dtype that is missing can't be
-            computed in.
-        launch_seconds: host time of one operator called from a module.
-        overlaps: reading and computing overlap inside a kernel, and the host runs ahead of the device; else all
-            three add up.
-        shared_memory: bytes of shared memory (LDS) of one program; 0 where there is none.
+        matmul_rate: FLOP/s of large dense products by dtype name (``"float16"``); other dtypes aren't supported.
+        launch_seconds: host time of an operator called from a module.
+        overlaps: whether reading, computing and the host overlap; else their times add up.
+        shared_memory: bytes of shared memory (LDS) per program; 0: none.
         link_rate: bytes per second, each way, to another device of the same kind.
-        link: its kind, of :data:`LINKS`.
+        link: kind of link, a key of :data:`LINKS`.
         kernel_target: name of the Triton target (``"sm_80"``, ``"gfx90a"``), or ``None``.
         curves: by dtype, measured seconds per weight of ``linear`` at some row counts; they replace the roofline.
-        matrix_seconds: by dtype, what every matrix takes beyond that at some row counts, however small it is: its
-            first bytes come from memory before a prefetcher knows of it.
-        source: where the numbers come from.
+        matrix_seconds: by dtype, extra seconds per matrix at some row counts: its first bytes aren't prefetched.
+        source: origin of the figures.
     """
 
     name: str
@@ -64,8 +61,7 @@ class DeviceProfile:
     source: str = "data sheet"
 
     def __post_init__(self) -> None:
-        numbers = {"memory": self.memory, "read_rate": self.read_rate, "launch_seconds": self.launch_seconds}
-        numbers["link_rate"] = self.link_rate
+        numbers = {name: getattr(self, name) for name in ("memory", "read_rate", "launch_seconds", "link_rate")}
         numbers |= {f"matmul_rate[{name}]": rate for name, rate in self.matmul_rate.items()}
         for name, value in numbers.items():
             if not value > 0:
@@ -76,41 +72,41 @@ class DeviceProfile:
             raise ValueError(f"DeviceProfile {self.name}: link is {self.link!r}, known are {', '.join(LINKS)}")
 
     def compute_dtype(self, dtype: str) -> str:
-        """``dtype`` where the device computes in it, else the 16-bit or 32-bit type that it has."""
+        """``dtype`` if the device supports it, else its 16-bit or 32-bit type."""
         return next(name for name in (dtype, "float16", "float32", *self.matmul_rate) if name in self.matmul_rate)
 
     def linear_seconds(self, weights: float, weight_bytes: float, rows: int, dtype: str, matrices: float = 0) -> float:
-        """A product of ``rows`` rows with ``matrices`` of ``weights`` elements in all that take ``weight_bytes`` bytes.
+        """Seconds to multiply ``rows`` rows with ``matrices`` of ``weights`` elements, ``weight_bytes`` bytes, in all.
 
-        Roofline (Williams et al. 2009): the larger of reading and computing where the device overlaps them, else
-        their sum; or the measured curve, straight between its points and beyond the last.
+        By the measured curve, interpolated, or else by the roofline (:meth:`kernel_seconds`).
         """
         curve = self.curves.get(dtype)
         if curve:
-            each = self.matrix_seconds.get(dtype)
-            return weights * _interpolated(curve, rows) + (matrices * _interpolated(each, rows) if each else 0.0)
+            extra = self.matrix_seconds.get(dtype)
+            return weights * _interpolated(curve, rows) + (matrices * _interpolated(extra, rows) if extra else 0.0)
         return self.kernel_seconds(weight_bytes, 2.0 * weights * rows, dtype)
 
     def kernel_seconds(self, read: float, flops: float, dtype: str) -> float:
-        """Reading ``read`` bytes and computing ``flops`` by the roofline."""
+        """Roofline (Williams et al. 2009): maximum of reading and computing where they overlap, else their sum."""
         reading, computing = read / self.read_rate, flops / self.matmul_rate[dtype]
         return max(reading, computing) if self.overlaps else reading + computing
 
     def collective_seconds(self, steps: int, crossing: float) -> float:
-        """A collective of ``steps`` steps of a ring in which ``crossing`` bytes leave each device, by the fastest
-        protocol: ``start + steps * step + crossing / (share * link_rate)``, as NCCL estimates it.
+        """Seconds of a ring collective with ``crossing`` bytes sent by each device, by the fastest protocol.
+
+        NCCL's estimate: ``start + steps * step + crossing / (share * link_rate)``.
         """
         return min(
             start + steps * step + crossing / (share * self.link_rate) for start, step, share in LINKS[self.link]
         )
 
     def with_host(self, device_seconds: float, operators: int) -> float:
-        """A pass that takes ``device_seconds`` on the device and launches ``operators``."""
+        """Seconds of a pass of ``device_seconds`` with ``operators`` launches."""
         host = operators * self.launch_seconds
         return max(device_seconds, host) if self.overlaps else device_seconds + host
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict for ``json.dump``; inverse of :meth:`from_json`."""
+        """A dict for ``json.dump``."""
         return asdict(self)
 
     @classmethod
@@ -130,7 +126,7 @@ class DeviceProfile:
             raise ValueError(f"not a device profile: {error}; make a new one with `specmemo probe`") from error
 
     def save(self, path: Path) -> None:
-        """Write it as JSON; folders are made."""
+        """Write a JSON file, and its folders."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
 
@@ -139,7 +135,7 @@ class DeviceProfile:
         """Read what :meth:`save` wrote.
 
         Raises:
-            ValueError: the file holds something else; the message names it.
+            ValueError: not a profile; the message has the path.
         """
         try:
             return cls.from_json(json.loads(path.read_text()))
@@ -148,11 +144,11 @@ class DeviceProfile:
 
 
 def _interpolated(curve: Curve, rows: int) -> float:
-    """Straight lines through the points; the last line goes on, below the first point its value holds."""
+    """Piecewise linear; constant below the first point, extrapolated beyond the last."""
     if rows <= curve[0][0] or len(curve) == 1:
         return curve[0][1]
-    place = next((i for i in range(1, len(curve)) if rows <= curve[i][0]), len(curve) - 1)
-    (x0, y0), (x1, y1) = curve[place - 1], curve[place]
+    right = next((i for i in range(1, len(curve)) if rows <= curve[i][0]), len(curve) - 1)
+    (x0, y0), (x1, y1) = curve[right - 1], curve[right]
     return max(y0 + (y1 - y0) * (rows - x0) / (x1 - x0), y0 if rows > x1 else 0.0)
 
 
@@ -169,15 +165,15 @@ def _gpu(
     link: str = "pcie",
 ) -> DeviceProfile:
     """A GPU from its data sheet: dense 16-bit matrix rate with float32 sums, float32 vector rate."""
-    kinds = {"float16": tflops16, "float32": tflops32} | ({"bfloat16": tflops16} if bf16 else {})
+    tflops = {"float16": tflops16, "float32": tflops32} | ({"bfloat16": tflops16} if bf16 else {})
     return DeviceProfile(
-        name, gib * GIB, tb_per_s * 1e12 * READ_SHARE, {k: v * 1e12 * MATMUL_SHARE for k, v in kinds.items()},
+        name, gib * GIB, tb_per_s * 1e12 * READ_SHARE, {k: v * 1e12 * MATMUL_SHARE for k, v in tflops.items()},
         EAGER_LAUNCH, True, shared_kib << 10, target, link_gb * 1e9, link,
     )  # fmt: skip
 
 
-#: By the name that the command line takes; a GPU's profile has its driver's name in full. Links: NVLink 3 and 4, one
-#: Infinity Fabric link; elsewhere PCI Express. Shared memory per program: CUDA C++ programming guide, table of compute
+#: Known devices by their command line names; a GPU's profile has its full driver name. Links: NVLink 3 and 4, one
+#: Infinity Fabric link, else PCI Express. Shared memory per program: CUDA C++ programming guide, table of compute
 #: capabilities; 64 KiB of LDS on CDNA.
 KNOWN_DEVICES: dict[str, DeviceProfile] = {
     # NVIDIA Titan RTX product page: 24 GB, 672 GB/s, 130 TFLOPS tensor, 16.3 float32. Turing has no bfloat16.
@@ -206,28 +202,25 @@ KNOWN_DEVICES: dict[str, DeviceProfile] = {
 
 
 def same_name(one: str, other: str) -> bool:
-    """Whether two driver names are the same, but for case, spaces and the vendor in front."""
-    return _without_vendor(one) == _without_vendor(other)
-
-
-def _without_vendor(name: str) -> str:
-    return " ".join(name.casefold().split()).removeprefix("nvidia ").removeprefix("amd ")
+    """Whether two driver names are equal apart from case, spaces and vendor."""
+    a, b = (" ".join(n.casefold().split()).removeprefix("nvidia ").removeprefix("amd ") for n in (one, other))
+    return a == b
 
 
 def known_device(name: str) -> DeviceProfile:
-    """The entry of :data:`KNOWN_DEVICES` with that key, or with that driver name as a whole; case doesn't matter.
+    """The entry of :data:`KNOWN_DEVICES` with this key or full driver name; case is ignored.
 
-    Part of a name isn't enough: laptop, Ti, PCIe and MIG variants are other devices.
+    A part of a name doesn't match, as laptop, Ti, PCIe and MIG variants are other devices.
 
     Raises:
-        ValueError: no such entry; the message lists them.
+        ValueError: unknown device; the message lists the known ones.
     """
     if name.casefold() in KNOWN_DEVICES:
         return KNOWN_DEVICES[name.casefold()]
-    found = next((profile for profile in KNOWN_DEVICES.values() if same_name(profile.name, name)), None)
-    if found is None:
+    match = next((profile for profile in KNOWN_DEVICES.values() if same_name(profile.name, name)), None)
+    if match is None:
         raise ValueError(
             f"unknown device {name!r}, known are {', '.join(KNOWN_DEVICES)} and their full driver names; measure "
             "others: specmemo probe"
         )
-    return found
+    return match

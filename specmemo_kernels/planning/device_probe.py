@@ -1,4 +1,4 @@
-"""The profile of a device of this machine: measured, known by name, or kept from an earlier measurement."""
+"""Profiles of this machine's devices: measured, known by name, or cached from an earlier measurement."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _SIDE = 1536
 _FEW_ROWS = (1, 4, 16, 64)
 _SMALL_SIDE = 384
-#: Matrices of so many bytes in all, more than caches hold, are multiplied a twelfth at a time.
+#: Total bytes of the matrices, more than caches hold, and the number of groups that are multiplied in turn.
 _BYTES, _TURNS = 112 << 20, 12
-#: Operators of a layer of transformers' own Llama, as torch dispatches them in a step with a cache.
+#: Operators per layer of transformers' Llama in a step with a cache, counted by a dispatch mode.
 _LAYER_OPERATORS = 55
 
 
 def probe(device: str = "cpu", seconds: float = 3.0) -> DeviceProfile:
     """Measure a torch device of this machine, in about ``seconds``.
 
-    Bandwidth by copying far more than caches hold; products of several row counts with matrices that take turns, so
-    that none is found in a cache, large ones and small ones; operators by the layers of a tiny transformers Llama. Each
-    figure is the best of several runs: what the device can do when nobody disturbs it.
+    Bandwidth: a copy far larger than caches. Products: several row counts, with large and small matrices in turn, so
+    that none is cached. Launches: the layers of a tiny transformers Llama. Each figure is the best of several runs.
 
     Raises:
-        ValueError: no such device here, or neither a CPU nor a CUDA or HIP device.
+        ValueError: no such device, or neither a CPU nor a CUDA or HIP device.
     """
     import torch
 
@@ -56,7 +55,7 @@ def probe(device: str = "cpu", seconds: float = 3.0) -> DeviceProfile:
         launch = _launch_seconds(torch, where, 2 * share, sync)
     rates = {name: 2 * rows / cost for name, points in curves.items() for rows, cost in points[-1:]}
     common: dict[str, Any] = {"read_rate": read_rate, "matmul_rate": rates, "launch_seconds": launch, "curves": curves}
-    common["matrix_seconds"] = {name: _beyond(small[name], curves[name]) for name in names}
+    common["matrix_seconds"] = {name: _extra_seconds(small[name], curves[name]) for name in names}
     if on_cpu:
         return DeviceProfile(_machine(torch), host_memory(), overlaps=False, source="measured", **common)
     properties = torch.cuda.get_device_properties(where)
@@ -66,7 +65,6 @@ def probe(device: str = "cpu", seconds: float = 3.0) -> DeviceProfile:
 
 
 def _kernel_target(where: Any) -> str | None:
-    """The rule of block sizes for a GPU, ``None`` where the kernels don't run on it."""
     try:
         return target_of_gpu(where)
     except ValueError:
@@ -78,8 +76,8 @@ def _linear_curve(
 ) -> Curve:
     """Seconds per weight of square matrices at some row counts."""
     dtype = getattr(torch, name)
-    each = max(1, _BYTES // (_TURNS * side**2 * dtype.itemsize))
-    weights = [[torch.ones(side, side, dtype=dtype, device=where) for _ in range(each)] for _ in range(_TURNS)]
+    count = max(1, _BYTES // (_TURNS * side**2 * dtype.itemsize))
+    weights = [[torch.ones(side, side, dtype=dtype, device=where) for _ in range(count)] for _ in range(_TURNS)]
     points = []
     for rows in counts:
         x, turns = torch.ones(rows, side, dtype=dtype, device=where), itertools.cycle(weights)
@@ -88,18 +86,18 @@ def _linear_curve(
             for weight in next(turns):
                 torch.nn.functional.linear(x, weight)
 
-        points.append((rows, _best(products, share, sync, least=_TURNS) / (each * side**2)))
+        points.append((rows, _best(products, share, sync, least=_TURNS) / (count * side**2)))
     return tuple(points)
 
 
-def _beyond(small: Curve, large: Curve) -> Curve:
-    """Seconds that a small matrix takes beyond its weights' share of a large one's."""
-    each = dict(large)
-    return tuple((rows, max(0.0, seconds - each[rows]) * _SMALL_SIDE**2) for rows, seconds in small)
+def _extra_seconds(small: Curve, large: Curve) -> Curve:
+    """Seconds per small matrix beyond the time per weight of large ones."""
+    expected = dict(large)
+    return tuple((rows, max(0.0, seconds - expected[rows]) * _SMALL_SIDE**2) for rows, seconds in small)
 
 
 def _launch_seconds(torch: Any, where: Any, share: float, sync: Callable[[], None]) -> float:
-    """Host time per operator: what six more layers of a tiny Llama add to a step, divided by their operators."""
+    """Host seconds per operator, from the step times of a tiny Llama with two and with eight layers."""
     from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
     seconds = []
@@ -108,10 +106,10 @@ def _launch_seconds(torch: Any, where: Any, share: float, sync: Callable[[], Non
             vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=256,
         )  # fmt: skip
-        with torch.random.fork_rng(devices=[]):  # the caller's seed is for other things
+        with torch.random.fork_rng(devices=[]):  # leave the caller's random state
             model = LlamaForCausalLM(config).to(where).eval()
         ids, cache = torch.zeros(1, 8, dtype=torch.int64, device=where), DynamicCache(config=config)
-        # The cache grows by a token a step, too little to be seen.
+        # The cache grows by one token per call, which doesn't matter.
         step = functools.partial(model, past_key_values=cache, logits_to_keep=1)
         step(ids)
         seconds.append(_best(functools.partial(step, ids[:, :1]), share / 2, sync))
@@ -119,7 +117,7 @@ def _launch_seconds(torch: Any, where: Any, share: float, sync: Callable[[], Non
 
 
 def _best(call: Callable[[], Any], share: float, sync: Callable[[], None], least: int = 3) -> float:
-    """Seconds of the fastest of as many calls as ``share`` seconds hold, at least ``least``, after one to warm up."""
+    """Minimum seconds of the calls made in ``share`` seconds, at least ``least``, after one warm-up call."""
     call()
     sync()
     best, ends, count = float("inf"), time.perf_counter() + share, 0
@@ -132,7 +130,7 @@ def _best(call: Callable[[], Any], share: float, sync: Callable[[], None], least
 
 
 def _machine(torch: Any) -> str:
-    """The processor and the threads that torch uses, which is what a CPU profile is valid for."""
+    """Processor and number of torch threads; a CPU profile is valid for this pair."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -143,7 +141,7 @@ def _machine(torch: Any) -> str:
 
 @contextmanager
 def _as_value_error(device: str) -> Iterator[None]:
-    """Torch's errors about a device that isn't there become a ValueError that names it."""
+    """Turn torch's errors about a missing device into a ValueError with its name."""
     try:
         yield
     except (RuntimeError, AssertionError) as error:
@@ -151,7 +149,7 @@ def _as_value_error(device: str) -> Iterator[None]:
 
 
 def _resolved(device: str) -> Any:
-    """The torch device with the index that torch would take; a CPU has none."""
+    """The torch device with its index; a CPU has none."""
     import torch
 
     with _as_value_error(device):
@@ -167,10 +165,7 @@ def _resolved(device: str) -> Any:
 
 
 def cache_file(device: str) -> Path:
-    """Where `specmemo probe` keeps the profile of a torch device: the user's cache folder (XDG base directories).
-
-    Spellings of one device share a file: ``"cuda"`` is the current GPU.
-    """
+    """Path of a device's profile in the user's cache folder (XDG base directories); ``"cuda"`` is the current GPU."""
     base = os.environ.get("XDG_CACHE_HOME")
     folder = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
     return folder / "specmemo_kernels" / f"device-{str(_resolved(device)).replace(':', '-')}.json"
@@ -178,14 +173,14 @@ def cache_file(device: str) -> Path:
 
 @functools.cache
 def profile_of(device: str) -> DeviceProfile:
-    """The profile of a torch device of this process: cached by `specmemo probe`, known by name, or probed in a second.
+    """The profile of a torch device: cached by `specmemo probe`, known by name, or probed in a second.
 
-    Probes once per process at most, and writes no file. A cached CPU profile counts only for the same processor and
-    number of threads; a GPU's profile only for the same name and about the same memory, as cards of one name differ
-    in it and then in more (a GeForce RTX 3060 has 8 or 12 GB). ``memory`` is what the device has here.
+    Probes at most once per process, and writes no file. A cached CPU profile is valid for the same processor and number
+    of threads. A GPU profile is valid for the same name and about the same memory, as cards of one name may differ in
+    both memory and speed (a GeForce RTX 3060 has 8 or 12 GB). ``memory`` is this device's.
 
     Raises:
-        ValueError: no such device here.
+        ValueError: no such device.
     """
     import torch
 
@@ -207,5 +202,5 @@ def profile_of(device: str) -> DeviceProfile:
 
 
 def _same_size(expected: int, memory: int) -> bool:
-    """Drivers and error correction keep up to a tenth of a GPU's memory."""
+    """Compare memory sizes; drivers and error correction reserve up to a tenth."""
     return abs(memory - expected) <= expected // 10

@@ -1,6 +1,6 @@
-"""The C allocator and MKL's buffers on a CPU: what they hold beside tensors, and how it goes back to the system.
+"""Memory held by the C allocator and MKL on a CPU: measure it and return it to the system.
 
-Everything here is for glibc and torch builds with MKL. Elsewhere nothing is measured and nothing is released.
+For glibc and torch builds with MKL; elsewhere these functions do nothing.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 
 import torch
 
-#: glibc's parameters of mallopt (malloc.h).
+#: Parameters of glibc's mallopt (malloc.h).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-#: Larger blocks are mapped on their own, so that freeing one returns it. glibc begins at 128 KiB and raises the
-#: threshold up to 32 MiB with each mapped block that is freed. Tensors then lie in the heap and leave holes: 13 MiB
-#: beside 13 MiB of activations. At 1 MiB there were 2 to 10 MiB of holes, at 256 KiB there are 1 to 4. A prefill of 600
-#: tokens takes about 3 % longer (page faults), a decode step the same time.
+#: Larger blocks are mapped, so that freeing one returns it. glibc starts at 128 KiB and raises the threshold to up to
+#: 32 MiB whenever a mapped block is freed. Tensors in the heap then leave holes: 13 MiB beside 13 MiB of activations, 2
+#: to 10 MiB with a threshold of 1 MiB, 1 to 4 MiB with 256 KiB. A prefill of 600 tokens takes about 3 % longer (page
+#: faults), a decode step the same time.
 MAPPED_BYTES = 256 << 10
 #: Free bytes at the end of the heap that may stay.
 _TRIMMED_BYTES = 2 << 20
 
 
 class _MallocInfo(ctypes.Structure):
-    """``struct mallinfo2`` of glibc 2.33; ``hblkhd`` and ``uordblks`` are bytes in use, mapped and in the heap."""
+    """``struct mallinfo2`` of glibc 2.33; bytes in use are ``hblkhd`` (mapped) and ``uordblks`` (heap)."""
 
     _fields_ = [
         *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
@@ -35,18 +35,18 @@ class _MallocInfo(ctypes.Structure):
 
 
 def _function(name: str, result: Any = ctypes.c_int) -> Callable[..., Any] | None:
-    """A function of the C library, ``None`` where it has none of this name."""
+    """A function of the C library, or ``None``."""
     if not sys.platform.startswith("linux"):
         return None
-    found = getattr(ctypes.CDLL(None), name, None)
-    if found is not None:
-        found.restype = result
-    return found
+    function = getattr(ctypes.CDLL(None), name, None)
+    if function is not None:
+        function.restype = result
+    return function
 
 
 @functools.cache
 def _mkl_free_buffers() -> Callable[[], object] | None:
-    """MKL's function that frees its packing buffers; torch's own builds export it by an internal name."""
+    """MKL's function to free its packing buffers; torch's builds export it by an internal name."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     except OSError:
@@ -56,9 +56,9 @@ def _mkl_free_buffers() -> Callable[[], object] | None:
 
 
 def free_library_buffers() -> None:
-    """Free the buffers that MKL keeps from product to product.
+    """Free MKL's packing buffers.
 
-    A product with more rows than any before gets another buffer beside the old ones, so call this before it.
+    Call this before a product with more rows than any before: MKL allocates another buffer beside the old ones.
     """
     free = _mkl_free_buffers()
     if free is not None:
@@ -66,7 +66,7 @@ def free_library_buffers() -> None:
 
 
 def release_host_memory() -> None:
-    """Return to the system what libraries and the C allocator hold without need."""
+    """Return unused memory of MKL and the C allocator to the system."""
     free_library_buffers()
     trim = _function("malloc_trim")
     if trim is not None:
@@ -74,17 +74,17 @@ def release_host_memory() -> None:
 
 
 def return_large_blocks() -> None:
-    """Make the C allocator return each large block when it is freed, in this process from now on."""
+    """Make the C allocator return freed large blocks to the system, for the rest of the process."""
     mallopt = _function("mallopt")
-    if mallopt is not None and _function("malloc_trim") is not None:  # mallopt alone: other numbers in other libraries
+    if mallopt is not None and _function("malloc_trim") is not None:  # else not glibc: parameters differ
         mallopt(_MMAP_THRESHOLD, MAPPED_BYTES)
         mallopt(_TRIM_THRESHOLD, _TRIMMED_BYTES)
 
 
 def allocated_bytes() -> int:
-    """Bytes in use of the C allocator, those of tensors on the CPU among them; 0 where it doesn't say."""
-    info = _function("mallinfo2", _MallocInfo)
-    if info is None:
+    """Bytes in use of the C allocator, CPU tensors included; 0 without ``mallinfo2``."""
+    mallinfo = _function("mallinfo2", _MallocInfo)
+    if mallinfo is None:
         return 0
-    found = info()
-    return int(found.hblkhd + found.uordblks)
+    info = mallinfo()
+    return int(info.hblkhd + info.uordblks)

@@ -1,7 +1,7 @@
-"""The memory plan: what generation may use, part by part, decided before anything is allocated.
+"""Memory plans: the bytes of each part of generation, decided before anything is allocated.
 
-:func:`divide_budget` divides a budget for a loaded model and a tree, on what was measured of it; plans for models that
-needn't be loaded are :mod:`specmemo_kernels.planning.planner`'s.
+:func:`divide_budget` makes the plan of a loaded model and tree, from measurements. Plans from a configuration are made
+by :mod:`specmemo_kernels.planning.planner`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 class BudgetError(ValueError):
-    """The budget can't hold what was asked for; the message names the part, the limit and what to do."""
+    """The budget is too small; the message has the largest part, the limit and what to do."""
 
 
 def parse_bytes(size: int | str, name: str = "memory_budget") -> int:
-    """``"2GiB"``, ``"512 MB"``, ``"1000"`` or a number of bytes; ``name`` is the argument's.
+    """Parse ``"2GiB"``, ``"512 MB"``, ``"1000"`` or a number of bytes.
 
     Raises:
-        ValueError: not a size, or not positive.
+        ValueError: not a positive size; ``name`` is the argument's name.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", str(size))
     count = float(match[1]) * _UNITS.get(match[2], math.nan) if match else math.nan
@@ -48,35 +48,34 @@ def format_bytes(size: float) -> str:
 
 
 def format_at_least(size: int) -> str:
-    """``size`` as :func:`format_bytes` writes it, rounded up, so that it is enough when given as a budget."""
+    """:func:`format_bytes` rounded up, so that the text is a sufficient budget."""
     unit = 1024 ** next(power for power in range(4) if size < 1024 ** (power + 1) or power == 3)
-    # What is shown has one decimal for KiB and MiB, two for GiB.
+    # format_bytes has one decimal for KiB and MiB, two for GiB.
     decimals = {1: 1, 1024: 10, 1024**2: 10}.get(unit, 100)
     return format_bytes(math.ceil(size * decimals / unit) * unit / decimals)
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What generation may use.
+    """Limits of generation, and the memory they take.
 
     Attributes:
         tree: the tree of a step, root included; pruned for the device and the budget.
-        max_sequences: sequences decoded at once; more wait for a free place.
-        page_size: tokens per page. max_pages: the most pages there will ever be (``None``: no budget was given, a
-            call of generate gets what its lengths need).
-        prefill_chunk: most prompt tokens per forward pass.
-        budget: bytes that the parts may take together, or ``None``. Plans of :func:`plan_memory` count the model's
-            weights among the parts, those of patching don't.
-        parts: bytes of each part at most; with a budget their sum stays within it. Prompts of more rows than
-            ``max_sequences`` add their ids, 24 bytes per padded token.
-        heads: Medusa heads to load, where the plan chose them. head_bits: 4 where their own vocabulary matrices are in
-            4-bit codes, ``None`` where they are as stored.
-        kv_dtype: of keys and values in pages, ``None`` for the model's own; ``"int8"`` and ``"fp8"`` are codes with
-            scales, never chosen unasked.
-        tokens_per_step, tokens_per_second, step_seconds: predicted, where the plan knows the device.
-        reasons: what decided, in sentences.
-        kernels: the GPU kernels' block sizes, one per class of sequences (of the widest heads, where layers differ);
-            ``None`` where other kernels run.
+        max_sequences: sequences decoded at once; others are queued.
+        page_size: tokens per page. max_pages: maximum of pages (``None``, without a budget: as many as the lengths of
+            a call need).
+        prefill_chunk: maximum of prompt tokens per forward pass.
+        budget: bytes for all parts, or ``None``. Plans of :func:`plan_memory` include the model's weights, those of
+            patching don't.
+        parts: maximum bytes of each part; their sum is within the budget. Prompts of more rows than ``max_sequences``
+            add their ids, 24 bytes per padded token.
+        heads: Medusa heads to load, if chosen by the plan. head_bits: 4 if their own vocabulary matrices are in 4-bit
+            codes, ``None``: as stored.
+        kv_dtype: ``"int8"`` or ``"fp8"`` for pages of codes with scales; ``None``: the model's dtype.
+        tokens_per_step, tokens_per_second, step_seconds: predicted, for a known device.
+        reasons: explanation of the choice, in sentences.
+        kernels: block sizes of the GPU kernels, one per class of sequences (for the widest heads, where layers differ);
+            ``None`` for other backends.
     """
 
     tree: DraftTree
@@ -96,18 +95,13 @@ class MemoryPlan:
     kernels: tuple[KernelConfig, ...] | None = None
 
     @property
-    def num_pages(self) -> int | None:
-        """The same as ``max_pages``."""
-        return self.max_pages
-
-    @property
     def total_bytes(self) -> int:
-        """Predicted peak: all parts together."""
+        """Predicted peak: the sum of the parts."""
         return sum(self.parts.values())
 
     @property
     def generation_bytes(self) -> int:
-        """All parts but the model's weights, which is what ``patch(memory_budget=...)`` bounds."""
+        """All parts but the model's weights: the bytes that ``patch(memory_budget=...)`` limits."""
         return self.total_bytes - self.parts.get("weights", 0)
 
     @property
@@ -117,11 +111,11 @@ class MemoryPlan:
 
     @property
     def max_tokens(self) -> int | None:
-        """Tokens that the pages hold, over all sequences."""
+        """Capacity of the pages in tokens, over all sequences."""
         return None if self.max_pages is None else self.max_pages * self.page_size
 
     def to_json(self) -> dict[str, object]:
-        """A plain dict for ``json.dump``; the tree as rank paths."""
+        """A dict for ``json.dump``; the tree as rank paths."""
         return asdict(self) | {"tree": [list(path) for path in self.tree.paths]}
 
     def __str__(self) -> str:
@@ -159,39 +153,37 @@ def divide_budget(
     prefill_chunk: int = 256,
     kv_dtype: str | None = None,
 ) -> MemoryPlan:
-    """Divide ``budget`` bytes: heads, scratch and a forward pass first, pages get the rest.
+    """Divide ``budget`` bytes: heads, scratch and a forward pass first, the rest for pages.
 
-    ``kv_dtype`` is what ``shape`` was made for; the plan only says so.
-
-    Under pressure the prefill chunk shrinks before anything else (it costs little speed), down to the nodes of a
-    step; then fewer sequences run at once.
+    With a small budget the prefill chunk shrinks first, down to the nodes of a step, as this costs little speed; then
+    the number of sequences. ``kv_dtype`` must be that of ``shape``.
 
     Raises:
-        BudgetError: not even one page fits.
+        BudgetError: not a single page fits.
     """
     if budget is None:
         parts = fixed_parts(shape, StepSize(tree.size, max_sequences, prefill_chunk, page_size))
         return MemoryPlan(tree, max_sequences, page_size, None, prefill_chunk, None, parts, kv_dtype=kv_dtype)
-    loads = [
+    sizes = [
         StepSize(tree.size, sequences, chunk, page_size)
         for sequences in _halvings(max_sequences, 1)
         for chunk in _halvings(prefill_chunk, min(32, prefill_chunk))
     ]
-    for load in loads:
-        parts, page = fixed_parts(shape, load), page_parts(shape, load)
+    for size in sizes:
+        parts, page = fixed_parts(shape, size), page_parts(shape, size)
         left, page_bytes = budget - sum(parts.values()), sum(page.values())
-        # A quarter for pages is the least that keeps a large chunk or batch from starving the cache.
-        if left >= max(page_bytes, budget // 4) or (load == loads[-1] and left >= page_bytes):
+        # At least a quarter for pages, so that a large chunk or batch doesn't starve the cache.
+        if left >= max(page_bytes, budget // 4) or (size == sizes[-1] and left >= page_bytes):
             pages = left // page_bytes
             parts = {name: parts.get(name, 0) + pages * page.get(name, 0) for name in parts | page}
-            return MemoryPlan(tree, load.sequences, page_size, pages, load.chunk, budget, parts, kv_dtype=kv_dtype)
+            return MemoryPlan(tree, size.sequences, page_size, pages, size.chunk, budget, parts, kv_dtype=kv_dtype)
     raise BudgetError(_too_small(budget, page_size, parts, page_bytes, shape.coded_head_bytes))
 
 
 def _too_small(
     budget: int, page_size: int, parts: dict[str, int], page_bytes: int, coded_head_bytes: int | None
 ) -> str:
-    """Which parts the least plan has, how much is missing for it, and what would do."""
+    """The parts of the smallest plan, the missing bytes, and what would fit."""
     least = sum(parts.values()) + page_bytes
     needed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
     largest = max(parts, key=lambda name: parts[name])

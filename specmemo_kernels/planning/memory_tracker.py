@@ -1,4 +1,4 @@
-"""How many bytes of tensors a piece of code makes: live and peak, on any device."""
+"""Live and peak bytes of the tensors that code allocates, on any device."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from torch.utils._pytree import tree_leaves
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts the storages that operators return while the mode is on; what existed before is left out.
+    """Counts the storages that operators return while the mode is active.
 
-    Every operator call is intercepted, so it slows code down: measure time and memory in separate runs. What an
-    operator allocates and frees inside itself isn't seen.
-
-    Args:
-        trace: keep ``live`` after every operator.
+    It intercepts every operator and slows code down, so measure time in separate runs. Temporaries inside an operator
+    aren't counted.
 
     Attributes:
-        live: bytes held now. peak: the most so far. Both count storages, however many tensors share them.
-        trace: ``live`` after each operator, where it was asked for.
+        live, peak: bytes of live storages, now and at most.
+        trace: ``live`` after each operator, with ``trace=True``.
     """
 
     def __init__(self, trace: bool = False) -> None:
@@ -34,7 +31,7 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.is_inference_mode_enabled():  # composite operators arrive whole, and it is their parts that allocate
+        if torch.is_inference_mode_enabled():  # composite operators aren't decomposed before dispatch
             with self:
                 parts = func.decompose(*args, **(kwargs or {}))
             if parts is not NotImplemented:
@@ -49,7 +46,7 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def _note(self, leaf: Any, counts: bool) -> None:
-        """Remember a tensor's storage; a new one adds to ``live`` until it is freed."""
+        """Register a tensor's storage; a new one counts as live until it is freed."""
         if not isinstance(leaf, torch.Tensor):
             return
         storage = leaf.untyped_storage()
@@ -57,7 +54,7 @@ class MemoryTracker(TorchDispatchMode):
         if key in self._seen:
             return
         size = storage.nbytes() if counts else 0
-        # The storage's Python object lives as long as its memory, so its weak reference tells when that is freed.
+        # The storage's Python object lives as long as its memory.
         self._seen[key] = weakref.ref(storage, lambda _: self._freed(key, size))
         self.live += size
         self.peak = max(self.peak, self.live)

@@ -1,4 +1,4 @@
-"""What a configuration of transformers says about sizes, whatever its family calls them."""
+"""Reads sizes from transformers configurations, whose field names depend on the family."""
 
 from __future__ import annotations
 
@@ -9,38 +9,35 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def read_sizes(text: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The fields of a ``ModelSpec`` but its quantisation, from a configuration's fields for text.
+    """The fields of a ``ModelSpec``, quantisation excepted, from a text configuration.
 
     Raises:
-        ValueError: a size is missing or a dtype isn't known; the message names it and ``name``.
+        ValueError: a missing size or an unknown dtype; the message has the field and ``name``.
     """
 
     def need(*keys: str) -> int:
-        found = next((text[key] for key in keys if text.get(key) is not None), None)
-        if not isinstance(found, int) or found < 1:
-            raise ValueError(f"the configuration of {name} has {keys[0]}={found!r}, a size of at least 1 is needed")
-        return found
+        value = next((text[key] for key in keys if text.get(key) is not None), None)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"the configuration of {name} has {keys[0]}={value!r}, a size of at least 1 is needed")
+        return value
 
     def get(*keys: str) -> int:
         return _size_or_0(text, name, *keys)
 
-    hidden, layers, heads = need("hidden_size", "n_embd"), need("num_hidden_layers", "n_layer"), need(
-        "num_attention_heads", "n_head"
-    )  # fmt: skip
+    hidden, layers = need("hidden_size", "n_embd"), need("num_hidden_layers", "n_layer")
+    heads = need("num_attention_heads", "n_head")
     experts = get("num_local_experts", "num_experts", "n_routed_experts")
     width = get("intermediate_size", "n_inner") or 4 * hidden
     expert_size = (get("moe_intermediate_size") or width) if experts else 0
     shared = get("shared_expert_intermediate_size") or get("n_shared_experts") * expert_size
-    dense = (
-        layers if not experts else min(layers, get("first_k_dense_replace") + len(text.get("mlp_only_layers") or ()))
-    )
+    dense = get("first_k_dense_replace") + len(text.get("mlp_only_layers") or ()) if experts else layers
     attention = _attention(text, name, hidden, heads)
     dtype = str(text.get("dtype") or text.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"the configuration of {name} has dtype={dtype!r}, expected one of {', '.join(DTYPE_BYTES)}")
     return attention | {
         "name": name, "hidden_size": hidden, "num_layers": layers, "vocab_size": need("vocab_size"),
-        "num_qo_heads": heads, "intermediate_size": width, "dense_layers": dense,
+        "num_qo_heads": heads, "intermediate_size": width, "dense_layers": min(layers, dense),
         "gated": text.get("model_type") not in _UNGATED, "num_experts": experts,
         "experts_per_token": get("num_experts_per_tok") if experts else 0, "expert_size": expert_size,
         "shared_size": shared if experts else 0,
@@ -52,7 +49,7 @@ def read_sizes(text: Mapping[str, Any], name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-#: Families that differ from Llama in ways that a config.json doesn't spell out.
+#: Families with differences from Llama that aren't in a config.json.
 _UNGATED = {"gpt2", "gpt_neox", "phi", "opt", "starcoder2", "nemotron"}
 _FOUR_NORMS = {"gemma2", "gemma3", "gemma3_text"}
 _FUSED = {"phi3", "glm", "glm4"}
@@ -60,29 +57,29 @@ _TIED = {"gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "cohere", "cohere2"
 
 
 def _ffn_tensors(family: str) -> int:
-    """Gate, up and their product; both halves of a fused matrix, the gate's activation and the product; or two.
+    """Live tensors of a dense layer: two; three with a gate (gate, up, product); four with a fused matrix.
 
-    gpt-oss's experts hold nine: the fused pair, both clamped, three to make the gate of one, the other plus one, the
-    product; other experts hold four as fused layers do.
+    Experts have four as well; gpt-oss's have nine: the fused pair, both clamped, three for the gate, up plus one, the
+    product.
     """
     return 2 if family in _UNGATED else 4 if family in _FUSED else 3
 
 
 def _size_or_0(text: Mapping[str, Any], name: str, *keys: str) -> int:
-    """The first of these fields that is set, 0 where none is.
+    """The first of these fields that is set, else 0.
 
     Raises:
-        ValueError: it isn't a number of at least 0.
+        ValueError: not a number of at least 0.
     """
     key = next((key for key in keys if text.get(key) is not None), keys[0])
-    found = text.get(key) or 0
-    if not isinstance(found, int | float) or not 0 <= found < 1 << 63:
-        raise ValueError(f"the configuration of {name} has {key}={found!r}, a size is needed")
-    return int(found)
+    value = text.get(key) or 0
+    if not isinstance(value, int | float) or not 0 <= value < 1 << 63:
+        raise ValueError(f"the configuration of {name} has {key}={value!r}, a size is needed")
+    return int(value)
 
 
 def _attention(text: Mapping[str, Any], name: str, hidden: int, heads: int) -> dict[str, int]:
-    """Heads, dimensions and matrix elements of one layer's attention, from grouped queries to a latent (DeepSeek)."""
+    """Heads, dimensions and matrix elements of one layer's attention, grouped queries or latent (DeepSeek)."""
     if text.get("kv_lora_rank"):
         rope, plain = int(text["qk_rope_head_dim"]), int(text["qk_nope_head_dim"])
         latent, value, dim = int(text["kv_lora_rank"]), int(text["v_head_dim"]), rope + plain
@@ -104,14 +101,14 @@ def _attention(text: Mapping[str, Any], name: str, hidden: int, heads: int) -> d
 
 
 def quantised_bits(config: Mapping[str, Any]) -> tuple[float, str]:
-    """Bits per weight of a ``quantization_config``, its scales and zero points included, and what is quantised.
+    """Bits per weight of a ``quantization_config``, scales and zero points included, and the quantised part.
 
-    gptq and awq: a 16-bit scale and a zero point per group. bitsandbytes: a float32 scale per 64 weights in 4 bits
-    (with double quantisation 8 bits, and a float32 per 256 of them), one per row in 8 bits. fp8: a float32 scale per
-    block of 128 x 128. mxfp4: an 8-bit scale per 32 weights, experts alone (gpt-oss).
+    gptq and awq: a 16-bit scale and a zero point per group. bitsandbytes: in 4 bits a float32 scale per 64 weights
+    (with double quantisation 8 bits, and a float32 per 256 scales), in 8 bits a scale per row. fp8: a float32 scale per
+    block of 128 x 128. mxfp4: an 8-bit scale per 32 weights of experts (gpt-oss).
 
     Raises:
-        ValueError: another method; the message names it and those that are known.
+        ValueError: unknown method; the message lists the known ones.
     """
     method = str(config.get("quant_method", "")).lower()
     if method in ("gptq", "awq"):

@@ -1,4 +1,4 @@
-"""What memory and time of generation depend on of a model: read from a configuration, without its weights."""
+"""Model sizes for predictions of memory and time, read from a configuration."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from typing import Any, Self
 
 from specmemo_kernels.planning.model_config import DTYPE_BYTES, quantised_bits, read_sizes
 
-#: Bytes of a configuration that are read; with the tables of large tokenizers they have some 100 KB.
+#: Maximum of bytes read from a configuration; typical ones have up to 100 KB.
 _LONGEST_CONFIG = 16 << 20
 
 
 def ranks_share(queries: int, keys: int, ranks: int) -> bool:
-    """Whether ``ranks`` ranks can each have as many whole query heads and as many key/value heads as the next one: a
-    share of the latter, or, where there are fewer of them than ranks, one that several ranks hold.
+    """Whether ``ranks`` ranks get equal numbers of query heads and KV heads.
+
+    With more ranks than KV heads, several ranks hold the same KV head.
     """
     return ranks >= 1 and queries % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0)
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The sizes of a decoder of transformers.
+    """Sizes of a transformers decoder.
 
     Attributes:
-        hidden_size, num_layers, vocab_size, num_qo_heads, num_kv_heads, head_dim, v_head_dim: as their names say;
-            ``num_kv_heads`` and the dimensions are those of keys and values as attention receives them.
+        num_kv_heads, head_dim, v_head_dim: of keys and values as attention receives them.
         attention_weights: matrix elements of one layer's attention.
-        intermediate_size: width of a dense feed-forward layer. dense_layers: how many layers have one.
-        gated: feed-forward layers have two matrices into the middle (gate and up) instead of one.
+        intermediate_size: width of a dense feed-forward layer. dense_layers: number of layers with one.
+        gated: whether feed-forward layers have a gate matrix.
         num_experts, experts_per_token, expert_size, shared_size: of the other layers, mixtures of experts.
-        ffn_tensors, expert_tensors: how many tensors of the middle's width a dense layer and an expert hold at once.
+        ffn_tensors, expert_tensors: tensors of the intermediate width that a dense layer and an expert hold at once.
         norm_weights, bias_weights: vector elements of one layer.
-        tied: the lm_head is the embedding.
-        dtype: of activations, keys and values, and of weights that aren't quantised.
+        tied: whether the lm_head is the embedding.
+        dtype: of activations, keys, values, and weights that aren't quantised.
         weight_bits: bits per quantised element, scales and zero points included; ``None``: as ``dtype``.
-        quantised: ``"layers"``: the layers' matrices; ``"experts"``: those of experts alone.
-        max_context: the longest sequence the model was made for.
+        quantised: ``"layers"``: the layers' matrices; ``"experts"``: only those of experts.
+        max_context: the model's maximum of positions.
     """
 
     name: str
@@ -77,12 +77,13 @@ class ModelSpec:
         return self.num_layers * self.num_kv_heads * (self.head_dim + self.v_head_dim) * self.dtype_bytes
 
     def kv_heads_of_rank(self, tp: int) -> int:
-        """Of one of ``tp`` ranks; a head is whole, so at least one."""
+        """KV heads of one of ``tp`` ranks, at least one."""
         return max(1, self.num_kv_heads // tp)
 
     def layer_weights_of_rank(self, tp: int, whole: float | None = None) -> float:
-        """Matrix elements of all layers (``whole``; ``None``: :attr:`layer_weights`) on one of ``tp`` ranks: its share,
-        and where ranks outnumber the key/value heads the rest of those that it holds whole.
+        """Matrix elements of all layers on one of ``tp`` ranks, replicated KV heads included.
+
+        ``whole``: elements on all ranks; ``None``: :attr:`layer_weights`.
         """
         rows = (self.kv_heads_of_rank(tp) - self.num_kv_heads / tp) * (self.head_dim + self.v_head_dim)
         return (self.layer_weights if whole is None else whole) / tp + self.num_layers * self.hidden_size * rows
@@ -93,12 +94,12 @@ class ModelSpec:
 
     @property
     def dense_ffn_weights(self) -> int:
-        """Of one dense layer: ``(2 or 3) * hidden * intermediate``."""
+        """Feed-forward elements of one dense layer."""
         return self._ffn_matrices * self.hidden_size * self.intermediate_size
 
     @property
     def expert_weights(self) -> int:
-        """Of one expert."""
+        """Matrix elements of one expert."""
         return self._ffn_matrices * self.hidden_size * self.expert_size
 
     @property
@@ -107,22 +108,22 @@ class ModelSpec:
 
     @property
     def shared_weights(self) -> int:
-        """Of one mixture layer, what every token uses: the shared expert and the router."""
+        """Elements of one mixture layer that every token uses: shared expert and router."""
         return self._ffn_matrices * self.hidden_size * self.shared_size + self.num_experts * self.hidden_size
 
     @property
     def layer_weights(self) -> int:
         """Matrix elements of all layers."""
-        mixture = self.num_experts * self.expert_weights + self.shared_weights
-        return (
-            self.num_layers * self.attention_weights
-            + self.dense_layers * self.dense_ffn_weights
-            + self.moe_layers * mixture
-        )
+        return int(self._layer_weights(self.num_experts))
+
+    def _layer_weights(self, experts: float) -> float:
+        """Matrix elements of all layers with ``experts`` experts per mixture."""
+        dense = self.num_layers * self.attention_weights + self.dense_layers * self.dense_ffn_weights
+        return dense + self.moe_layers * (experts * self.expert_weights + self.shared_weights)
 
     @property
     def layer_matrices(self) -> int:
-        """Matrices that a token meets in all layers; attention's taken to be four."""
+        """Matrices that a token is multiplied with in all layers; four per attention."""
         experts = self.moe_layers * (self.experts_per_token + bool(self.shared_size))
         return 4 * self.num_layers + self._ffn_matrices * (self.dense_layers + experts)
 
@@ -133,15 +134,14 @@ class ModelSpec:
 
     @property
     def parameters(self) -> int:
-        """All of the model."""
+        """Elements of the model."""
         vectors = self.num_layers * (self.norm_weights + self.bias_weights) + self.hidden_size
         return self.layer_weights + self.vocab_weights * (1 if self.tied else 2) + vectors
 
     @property
     def weight_bytes(self) -> int:
-        """All of the model; what quantisation leaves out (embeddings, lm_head, norms) in ``dtype``."""
-        few = self._quantised_weights
-        return int((self.parameters - few) * self.dtype_bytes + few * (self.weight_bits or 0) / 8)
+        """Bytes of the model; embeddings, lm_head and norms are never quantised."""
+        return int(self._stored_bytes(self.parameters))
 
     @property
     def _quantised_weights(self) -> int:
@@ -153,39 +153,37 @@ class ModelSpec:
     @property
     def bytes_per_weight(self) -> float:
         """Mean over the layers' matrices."""
-        few = self._quantised_weights
-        plain = (self.layer_weights - few) * self.dtype_bytes
-        return (plain + few * (self.weight_bits or 0) / 8) / self.layer_weights
+        return self._stored_bytes(self.layer_weights) / self.layer_weights
+
+    def _stored_bytes(self, elements: int) -> float:
+        """Bytes of ``elements``, all quantised ones among them."""
+        quantised = self._quantised_weights
+        return (elements - quantised) * self.dtype_bytes + quantised * (self.weight_bits or 0) / 8
 
     def read_weights(self, rows: int) -> float:
         """Matrix elements of the layers that a pass over ``rows`` rows reads.
 
-        With ``k`` of ``E`` experts per token, ``E * (1 - (1 - k/E)**rows)`` experts are met on average if each is as
-        likely as the next.
+        With ``k`` of ``E`` equally likely experts per token, a pass uses ``E * (1 - (1 - k/E)**rows)`` on average.
         """
-        met = 0.0
+        experts = 0.0
         if self.num_experts:
-            met = self.num_experts * (1 - (1 - self.experts_per_token / self.num_experts) ** rows)
-        mixture = met * self.expert_weights + self.shared_weights
-        dense = self.num_layers * self.attention_weights + self.dense_layers * self.dense_ffn_weights
-        return dense + self.moe_layers * mixture
+            experts = self.num_experts * (1 - (1 - self.experts_per_token / self.num_experts) ** rows)
+        return self._layer_weights(experts)
 
     @property
     def active_weights(self) -> int:
-        """Matrix elements of the layers that one token multiplies with."""
-        mixture = self.experts_per_token * self.expert_weights + self.shared_weights
-        dense = self.num_layers * self.attention_weights + self.dense_layers * self.dense_ffn_weights
-        return dense + self.moe_layers * mixture
+        """Matrix elements of the layers that one token is multiplied with."""
+        return int(self._layer_weights(self.experts_per_token))
 
     def with_weights(self, bits: float) -> ModelSpec:
-        """The same model with its layers' matrices in ``bits`` bits (scales included)."""
+        """A copy with the layers' matrices in ``bits`` bits, scales included."""
         return replace(self, weight_bits=bits, quantised="layers")
 
     def with_dtype(self, dtype: str) -> ModelSpec:
-        """The same model loaded in ``dtype``.
+        """A copy in ``dtype``.
 
         Raises:
-            ValueError: a dtype whose size isn't known.
+            ValueError: unknown dtype.
         """
         if dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPE_BYTES)}")
@@ -196,10 +194,10 @@ class ModelSpec:
 
     @classmethod
     def load(cls, source: str | Path) -> Self:
-        """From a ``config.json``, a folder with one, or a hub id (looked up by transformers).
+        """Read a ``config.json``, a folder with one, or a hub id (by transformers).
 
         Raises:
-            ValueError: not a configuration of a decoder; the message names source and field.
+            ValueError: not a configuration of a decoder; the message has source and field.
             OSError: no such file, folder or id.
         """
         path = Path(source)
@@ -214,10 +212,10 @@ class ModelSpec:
 
     @classmethod
     def from_config(cls, config: Any, name: str | None = None) -> Self:
-        """From a configuration of transformers, or the dict of a ``config.json``.
+        """From a transformers configuration, or the dict of a ``config.json``.
 
         Raises:
-            ValueError: a field is missing, or a quantisation whose size isn't known; the message names it.
+            ValueError: a missing field or an unknown quantisation; the message has its name.
         """
         if not isinstance(config, Mapping):
             config = config.to_dict()
@@ -234,17 +232,12 @@ class ModelSpec:
 
 
 def _read_json(file: Path) -> Mapping[str, Any]:
-    """The object in a JSON file; of a file of weights only the beginning is read.
-
-    Raises:
-        ValueError: the file holds something else; the message names it.
-    """
     with file.open("rb") as stream:
-        content = stream.read(_LONGEST_CONFIG)
+        content = stream.read(_LONGEST_CONFIG)  # might be a file of weights
     try:
-        found = json.loads(content)
+        config = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{file} holds a {type(found).__name__}, expected the JSON object of a config.json")
-    return found
+    if not isinstance(config, Mapping):
+        raise ValueError(f"{file} holds a {type(config).__name__}, expected the JSON object of a config.json")
+    return config

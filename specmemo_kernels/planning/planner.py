@@ -1,4 +1,4 @@
-"""Plans for models that needn't be loaded: heads, tree, pages and blocks with the most predicted speed in a budget."""
+"""Plans from a configuration: the heads, tree, pages and kernel blocks that are fastest within a budget."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Model = ModelSpec | str | Path
 Device = DeviceProfile | str
 
 
-def problem_of(
+def plan_request(
     model: Model | Any,
     device: Device,
     workload: Workload,
@@ -52,45 +52,44 @@ def problem_of(
     workspace_bytes: int = 0,
     kv_dtype: str | None = None,
 ) -> PlanRequest:
-    """What :func:`plan_memory` and :func:`minimum_budget` work on, from what a caller has.
+    """Check the input of :func:`plan_memory` and :func:`minimum_budget`.
 
     Args:
-        model: a :class:`ModelSpec`, a configuration (object, file, folder or hub id).
+        model: a :class:`ModelSpec`, or a configuration (object, file, folder or hub id).
         device: a profile, or the name of a known device.
-        heads: the heads that could be loaded; five with vocabulary matrices of their own, as Medusa publishes.
-            ``HeadsSpec(head_bits=4)`` plans with those in 4-bit codes, and with the accuracies of heads that aren't.
-        kv_dtype: ``"int8"`` or ``"fp8"`` for keys and values in pages as codes with scales, half the bytes of 16 bits
-            and not lossless; ``None`` (default): in the model's dtype.
+        heads: the available heads; default: five with their own vocabulary matrices, as Medusa publishes.
+            ``HeadsSpec(head_bits=4)``: matrices in 4-bit codes, with the accuracies of unquantised heads.
+        kv_dtype: ``"int8"`` or ``"fp8"`` for pages of codes with scales, half the bytes of 16 bits and not lossless;
+            ``None``: the model's dtype.
 
     Raises:
-        ValueError: an unknown device, sizes that make no sense, a dtype or head size that the device's kernels can't
-            compute in.
+        ValueError: an unknown device, impossible sizes, or a dtype or head size without a kernel on the device.
     """
     if not isinstance(model, ModelSpec):
         model = ModelSpec.load(model) if isinstance(model, str | Path) else ModelSpec.from_config(model)
     check_ranks(model, tp)
     profile = known_device(device) if isinstance(device, str) else device
-    problem = PlanRequest(
+    request = PlanRequest(
         on_device(model, profile), profile, workload, heads or HeadsSpec(), accuracy, tp, max_nodes, workspace_bytes,
         kv_dtype,
     )  # fmt: skip
-    _kernels(problem, PAGE_SIZES[0])
-    return problem
+    _kernels(request, PAGE_SIZES[0])
+    return request
 
 
-def _kernels(problem: PlanRequest, page_size: int) -> tuple[KernelConfig, ...] | None:
-    """The block sizes that the GPU's kernels will have, ``None`` on other devices.
+def _kernels(request: PlanRequest, page_size: int) -> tuple[KernelConfig, ...] | None:
+    """Block sizes of the GPU kernels, ``None`` on other devices.
 
     Raises:
-        ValueError: they can't compute this.
+        ValueError: no kernel for these sizes.
     """
-    spec, device = problem.spec, problem.device
+    spec, device = request.spec, request.device
     if device.kernel_target is None:
         return None
-    group = spec.num_qo_heads // problem.tp // spec.kv_heads_of_rank(problem.tp)
+    group = spec.num_qo_heads // request.tp // spec.kv_heads_of_rank(request.tp)
     sizes = (spec.head_dim, spec.v_head_dim, group, getattr(torch, spec.dtype))
     try:
-        return attention_configs(device.kernel_target, *sizes, page_size, quantised=problem.kv_dtype is not None)
+        return attention_configs(device.kernel_target, *sizes, page_size, quantised=request.kv_dtype is not None)
     except ValueError as error:
         raise ValueError(f"{spec.name} on {device.name}: {error}") from error
 
@@ -98,116 +97,115 @@ def _kernels(problem: PlanRequest, page_size: int) -> tuple[KernelConfig, ...] |
 def plan_memory(
     model: Model | Any, device: Device, budget: int | str | None, workload: Workload, **options: Any
 ) -> MemoryPlan:
-    """The plan with the most predicted tokens per second whose parts, the model's weights included, fit ``budget``.
+    """The plan with the most predicted tokens per second within ``budget``, the model's weights included.
 
-    Every combination of heads, tree, sequences at once, prefill chunk and page size is tried (:mod:`search`), so no
-    other is better by the same formulas; of equally fast ones the smallest is taken.
+    An exhaustive search over heads, tree, batch limit, prefill chunk and page size (:mod:`search`); of equally fast
+    plans the smallest.
 
     Args:
-        model, device, options: as for :func:`problem_of`.
-        budget: bytes, or ``"16GiB"``; at most the device's memory, which ``None`` stands for.
+        model, device, options: as for :func:`plan_request`.
+        budget: bytes, or ``"16GiB"``; ``None``, and at most: the device's memory.
 
     Raises:
-        BudgetError: nothing fits; it names the part and what would.
+        BudgetError: nothing fits; the message has the largest part and what would fit.
     """
-    problem = problem_of(model, device, workload, **options)
-    return choose(problem, candidates(problem), budget)
+    request = plan_request(model, device, workload, **options)
+    return choose(request, candidates(request), budget)
 
 
-def choose(problem: PlanRequest, choices: list[PlanCandidate], budget: int | str | None) -> MemoryPlan:
-    """:func:`plan_memory` over choices that are there already."""
-    asked = problem.device.memory if budget is None else parse_bytes(budget)
-    limit = min(asked, problem.device.memory)
+def choose(request: PlanRequest, choices: list[PlanCandidate], budget: int | str | None) -> MemoryPlan:
+    """:func:`plan_memory` over existing candidates."""
+    given = request.device.memory if budget is None else parse_bytes(budget)
+    limit = min(given, request.device.memory)
     best, free = fastest(choices, limit), fastest(choices, math.inf)
     if best is None or free is None:
-        raise BudgetError(_nothing_fits(problem, choices, limit))
-    paths = tree_paths(problem, best.heads, best.tree_size)
+        raise BudgetError(_nothing_fits(request, choices, limit))
+    paths = tree_paths(request, best.heads, best.tree_size)
     return MemoryPlan(
         tree=DraftTree.from_paths(paths), max_sequences=best.sequences, page_size=best.page_size,
-        max_pages=best.num_pages, prefill_chunk=best.chunk, budget=limit, parts=parts_of(problem, best),
-        heads=best.heads, head_bits=problem.heads.head_bits, kv_dtype=problem.kv_dtype,
+        max_pages=best.max_pages, prefill_chunk=best.chunk, budget=limit, parts=parts_of(request, best),
+        heads=best.heads, head_bits=request.heads.head_bits, kv_dtype=request.kv_dtype,
         tokens_per_step=best.tokens_per_step, tokens_per_second=best.speed.tokens_per_second,
         step_seconds=best.speed.step_seconds,
-        reasons=tuple(_reasons(problem, choices, best, free, asked)), kernels=_kernels(problem, best.page_size),
+        reasons=tuple(_reasons(request, choices, best, free, given)), kernels=_kernels(request, best.page_size),
     )  # fmt: skip
 
 
 def minimum_budget(model: Model | Any, device: Device, workload: Workload, retain: float = 0.96, **options: Any) -> int:
-    """The smallest budget that keeps ``retain`` of the speed that unlimited memory allows, in bytes.
+    """The smallest budget, in bytes, with at least ``retain`` of the speed of unlimited memory.
 
-    ``retain=0`` is the smallest that runs at all. The same options and formulas as :func:`plan_memory`.
+    ``retain=0``: the smallest budget that runs. Options as for :func:`plan_memory`.
 
     Raises:
         ValueError: ``retain`` outside 0..1.
     """
-    problem = problem_of(model, device, workload, **options)
-    return smallest_budget(candidates(problem), retain)
+    request = plan_request(model, device, workload, **options)
+    return smallest_budget(candidates(request), retain)
 
 
 def smallest_budget(choices: list[PlanCandidate], retain: float) -> int:
-    """:func:`minimum_budget` over choices that are there already."""
+    """:func:`minimum_budget` over existing candidates."""
     if not 0 <= retain <= 1:
         raise ValueError(f"retain is {retain}, it must lie within 0..1")
-    wanted = retain * max(c.speed.tokens_per_second for c in choices)
-    return min(c.total_bytes for c in choices if c.speed.tokens_per_second >= wanted)
+    least_speed = retain * max(c.speed.tokens_per_second for c in choices)
+    return min(c.total_bytes for c in choices if c.speed.tokens_per_second >= least_speed)
 
 
 def _reasons(
-    problem: PlanRequest, choices: list[PlanCandidate], best: PlanCandidate, free: PlanCandidate, asked: int
+    request: PlanRequest, choices: list[PlanCandidate], best: PlanCandidate, free: PlanCandidate, given: int
 ) -> list[str]:
-    """Why this tree, whether memory or the device decided, and what was adapted."""
-    device = problem.device
-    alike = [c for c in choices if (c.sequences, c.chunk) == (best.sequences, best.chunk)]
-    plain = next(c for c in alike if c.heads == 0)
-    widest = max(alike, key=lambda c: (c.tree_size, c.tokens_per_step))
+    device = request.device
+    trees = [c for c in choices if (c.sequences, c.chunk) == (best.sequences, best.chunk)]
+    plain = next(c for c in trees if c.heads == 0)
+    largest = max(trees, key=lambda c: (c.tree_size, c.tokens_per_step))
     lines = []
-    for other in (best, widest) if widest.tree_size > best.tree_size else (best,):
+    for other in (best, largest) if largest.tree_size > best.tree_size else (best,):
         cost = other.speed.step_seconds / plain.speed.step_seconds
         lines.append(
             f"a step over {counted(other.tree_size, 'node')} takes {cost:.2f} times a plain step and writes "
             f"{other.tokens_per_step:.2f} tokens: {other.tokens_per_step / cost:.2f} times the plain speed"
         )
-    if widest.tree_size > best.tree_size and widest.total_bytes <= min(asked, device.memory):
+    if largest.tree_size > best.tree_size and largest.total_bytes <= min(given, device.memory):
         lines.append(f"a larger tree would fit, but costs more time on {device.name} than it gains")
     if best.speed.tokens_per_second < free.speed.tokens_per_second:
         share = best.speed.tokens_per_second / free.speed.tokens_per_second
         lines.append(f"memory is the limit: {share:.1%} of the speed that {format_bytes(free.total_bytes)} would allow")
-    if best.sequences < problem.workload.batch:
-        lines.append(f"{problem.workload.batch} sequences run {best.sequences} at a time")
-    if problem.kv_dtype is not None:
-        lines.append(f"keys and values are kept in {problem.kv_dtype}: tokens may differ from the model's own")
-    if asked > device.memory:
+    if best.sequences < request.workload.batch:
+        lines.append(f"{request.workload.batch} sequences run {best.sequences} at a time")
+    if request.kv_dtype is not None:
+        lines.append(f"keys and values are kept in {request.kv_dtype}: tokens may differ from the model's own")
+    if given > device.memory:
         lines.append(f"{device.name} has {format_bytes(device.memory)}, less than the budget")
     return lines
 
 
-def _nothing_fits(problem: PlanRequest, choices: list[PlanCandidate], limit: int) -> str:
-    """Which parts the least plan has, how much is missing, and what would do."""
-    spec = problem.spec
+def _nothing_fits(request: PlanRequest, choices: list[PlanCandidate], limit: int) -> str:
+    """The parts of the smallest plan, the missing bytes, and what would fit."""
+    spec = request.spec
     least = min(choices, key=lambda c: c.total_bytes)
-    parts = parts_of(problem, least)
+    parts = parts_of(request, least)
     needed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     largest = max(parts, key=lambda name: parts[name])
     advice = [f"a budget of {format_at_least(least.total_bytes)}"]
     others = least.total_bytes - parts["weights"]
     for bits in (8.0, 4.5):
         smaller = spec.with_weights(bits)
-        if spec.weight_bits is None and weight_bytes(smaller, problem.tp) + others <= limit:
+        if spec.weight_bits is None and weight_bytes(smaller, request.tp) + others <= limit:
             advice.append(f"weights in {bits:g} bits ({format_bytes(smaller.weight_bytes)})")
             break
     if others and limit > least.total_bytes - parts["kv_pages"]:
         room = limit - (least.total_bytes - parts["kv_pages"])
-        tokens = room // page_token_bytes(spec, problem.kv_dtype, problem.tp)
+        tokens = room // page_token_bytes(spec, request.kv_dtype, request.tp)
         advice.append(f"a context of about {tokens // least.sequences} tokens")
-    if problem.kv_dtype is None and (coded := least_bytes(replace(problem, kv_dtype="int8"))) <= limit:
+    if request.kv_dtype is None and (coded := least_bytes(replace(request, kv_dtype="int8"))) <= limit:
         advice.append(f"pages in int8, which is not lossless (kv_dtype='int8': {format_at_least(coded)})")
     for ranks in (2, 4, 8):
-        shared = problem.tp == 1 and ranks_share(spec.num_qo_heads, spec.num_kv_heads, ranks)
-        if shared and least_bytes(replace(problem, tp=ranks)) <= limit:
+        shared = request.tp == 1 and ranks_share(spec.num_qo_heads, spec.num_kv_heads, ranks)
+        if shared and least_bytes(replace(request, tp=ranks)) <= limit:
             advice.append(f"{ranks} such devices (tp={ranks})")
             break
     return (
-        f"{format_bytes(limit)} is too small for {spec.name} on {problem.device.name}: the least plan needs {needed}; "
+        f"{format_bytes(limit)} is too small for {spec.name} on {request.device.name}: the least plan needs {needed}; "
         f"{format_bytes(least.total_bytes - limit)} missing, the largest part is {largest}. What would do: "
         + "; or ".join(advice)
     )

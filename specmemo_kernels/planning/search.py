@@ -1,4 +1,4 @@
-"""Every plan there is for a model, a device and a workload: its bytes and its predicted speed."""
+"""Enumerates all plans for a model, a device and a workload, with their bytes and predicted speed."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from specmemo_kernels.tree.acceptance import (
     extrapolated,
 )
 
-#: What is tried. Ranks: as many candidates of a head as published trees use.
+#: The search space. Ranks: candidates per head, as in published trees.
 PAGE_SIZES = (16, 32, 64)
 CHUNKS = (32, 64, 128, 256, 512, 1024, 2048)
 MAX_NODES = 64
 RANKS = 10
-#: A loaded model's tree may grow beyond the best one as far as that costs this share of the predicted speed:
-#: predictions and texts differ, and each step verifies only what pays.
+#: A loaded model's tree may be larger than the best one if that costs at most this share of the predicted speed:
+#: predictions are inexact, texts differ, and each step chooses a part of the tree.
 HEADROOM = 0.1
-#: On a GPU torch's allocator rounds large blocks up to 2 MiB: four pools, the heads, the live blocks of a pass.
+#: On a GPU torch's allocator rounds large blocks up to 2 MiB: four pools, the heads, the live tensors of a pass.
 _SLACK_BLOCKS, _SLACK_BLOCK = 16, 2 << 20
 #: Tokens per split of the GPU kernels, the smallest they choose.
 _SPLIT_SIZE = 512
@@ -42,15 +42,15 @@ _SPLIT_SIZE = 512
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a plan is wanted for.
+    """Input of the search.
 
     Attributes:
         spec: the model, in a dtype that the device computes in (:func:`on_device`).
-        heads, accuracy: heads that could be loaded, ``[head][k]`` cumulative accuracy of their best guesses.
-        tp: ranks of tensor parallel; all bytes are those of one rank.
-        max_nodes: the largest tree that is considered, root included.
-        workspace_bytes: what the backend keeps for itself.
-        kv_dtype: ``"int8"`` or ``"fp8"`` for pages of codes, which are never chosen unasked; ``None``: the model's.
+        heads, accuracy: available heads, ``[head][k]`` cumulative accuracy of their best guesses.
+        tp: ranks of tensor parallelism; all bytes are those of one rank.
+        max_nodes: the largest tree size, root included.
+        workspace_bytes: constant memory of the backend.
+        kv_dtype: ``"int8"`` or ``"fp8"`` for pages of codes; ``None``: the model's dtype.
     """
 
     spec: ModelSpec
@@ -72,12 +72,12 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class PlanCandidate:
-    """One way to run a workload.
+    """One plan of the search.
 
     Attributes:
-        heads: how many heads are loaded; as deep as the tree, which has ``tree_size`` nodes with its root.
-        sequences: decoded at once. chunk: prompt tokens per pass. page_size, num_pages: of the cache, for
-            ``sequences`` that reach the workload's context.
+        heads: loaded heads, and the depth of the tree. tree_size: nodes, root included.
+        sequences: decoded at once. chunk: prompt tokens per pass.
+        page_size, max_pages: the cache for ``sequences`` of the workload's context.
         total_bytes: of all parts.
     """
 
@@ -86,16 +86,16 @@ class PlanCandidate:
     sequences: int
     chunk: int
     page_size: int
-    num_pages: int
+    max_pages: int
     total_bytes: int
     tokens_per_step: float
     speed: Speed
 
 
 def on_device(spec: ModelSpec, device: DeviceProfile) -> ModelSpec:
-    """The model in a dtype that the device computes in: float32, where a CPU's rate in 16 bits isn't known.
+    """The model in the device's compute dtype: float32 on a CPU without a known 16-bit rate.
 
-    Never on a GPU: its kernels take the model's dtype or refuse it (:mod:`specmemo_kernels.backends.kernel_config`).
+    GPU kernels accept the model's dtype or raise (:mod:`specmemo_kernels.backends.kernel_config`).
     """
     if device.kernel_target is not None:
         return spec
@@ -103,117 +103,112 @@ def on_device(spec: ModelSpec, device: DeviceProfile) -> ModelSpec:
     return spec if dtype == spec.dtype else replace(spec, dtype=dtype)
 
 
-def tree_paths(problem: PlanRequest, heads: int, size: int) -> list[tuple[int, ...]]:
-    """The best ``size - 1`` paths of the first ``heads`` heads, best first; ranks beyond the table extrapolated."""
-    ranks = min(RANKS, problem.spec.vocab_size)
-    table = [row[:ranks] for row in extrapolated(problem.accuracy[:heads], ranks)]
+def tree_paths(request: PlanRequest, heads: int, size: int) -> list[tuple[int, ...]]:
+    """The best ``size - 1`` paths of the first ``heads`` heads, best first."""
+    ranks = min(RANKS, request.spec.vocab_size)
+    table = [row[:ranks] for row in extrapolated(request.accuracy[:heads], ranks)]
     return best_first_paths(table, size - 1) if heads else []
 
 
-def parts_of(problem: PlanRequest, choice: PlanCandidate) -> dict[str, int]:
-    """Bytes of every part of one choice, on one rank."""
-    return _parts(problem, choice.heads, choice.tree_size, choice.sequences, choice.chunk, choice.page_size)[0]
+def parts_of(request: PlanRequest, choice: PlanCandidate) -> dict[str, int]:
+    """Bytes by part of a candidate, on one rank."""
+    return _parts(request, choice.heads, choice.tree_size, choice.sequences, choice.chunk, choice.page_size)[0]
 
 
 def _parts(
-    problem: PlanRequest, heads: int, tree_size: int, sequences: int, chunk: int, page_size: int
+    request: PlanRequest, heads: int, tree_size: int, sequences: int, chunk: int, page_size: int
 ) -> tuple[dict[str, int], int]:
-    """The parts, and the pages in them: what ``sequences`` need whose last tree ends behind the context."""
-    spec, gpu = problem.spec, problem.device.kernel_target is not None
+    """Bytes by part, and the number of pages; the last tree may extend beyond the context."""
+    spec, gpu = request.spec, request.device.kernel_target is not None
     shape = predicted_shape(
-        spec, problem.heads, heads, tp=problem.tp, split_size=_SPLIT_SIZE if gpu else 0,
-        workspace_bytes=problem.workspace_bytes, kv_dtype=problem.kv_dtype,
+        spec, request.heads, heads, tp=request.tp, split_size=_SPLIT_SIZE if gpu else 0,
+        workspace_bytes=request.workspace_bytes, kv_dtype=request.kv_dtype,
     )  # fmt: skip
-    load = StepSize(tree_size, sequences, min(chunk, sequences * problem.workload.prompt), page_size)
-    each = -(-(problem.workload.context + heads) // page_size)
-    fixed, page = fixed_parts(shape, load), page_parts(shape, load)
-    parts = {"weights": weight_bytes(spec, problem.tp)} | fixed
-    parts["kv_pages"] = sequences * each * page["kv_pages"]
-    # Sequences of one length: no row attends to more than its own pages.
-    parts["activations"] += each * page["activations"]
-    parts["metadata"] += equal_length_metadata(load, sequences * each)
+    size = StepSize(tree_size, sequences, min(chunk, sequences * request.workload.prompt), page_size)
+    pages_each = -(-(request.workload.context + heads) // page_size)
+    page = page_parts(shape, size)
+    parts = {"weights": weight_bytes(spec, request.tp)} | fixed_parts(shape, size)
+    parts["kv_pages"] = sequences * pages_each * page["kv_pages"]
+    # All sequences have the same length: a row attends to ``pages_each`` pages.
+    parts["activations"] += pages_each * page["activations"]
+    parts["metadata"] += equal_length_metadata(size, sequences * pages_each)
     if gpu:
         parts["slack"] = _SLACK_BLOCKS * _SLACK_BLOCK
-    return parts, sequences * each
+    return parts, sequences * pages_each
 
 
-def least_bytes(problem: PlanRequest) -> int:
-    """What one sequence of plain decoding needs at least."""
-    return min(sum(_parts(problem, 0, 1, 1, CHUNKS[0], page)[0].values()) for page in PAGE_SIZES)
+def least_bytes(request: PlanRequest) -> int:
+    """Minimum bytes for plain decoding of one sequence."""
+    return min(sum(_parts(request, 0, 1, 1, CHUNKS[0], page)[0].values()) for page in PAGE_SIZES)
 
 
 def batch_limits(batch: int) -> list[int]:
-    """Sequences at once that make different numbers of rounds, largest first: fewer would only idle."""
+    """Batch limits, largest first: the smallest for each number of rounds."""
     return sorted({-(-batch // rounds) for rounds in range(1, batch + 1)}, reverse=True)
 
 
-def shapes_of_trees(problem: PlanRequest) -> Iterator[tuple[int, int, float]]:
-    """``(heads, tree_size, tokens per step)`` of every tree worth asking about; plain decoding first.
-
-    Trees that don't use their last head are left out: with one head less they are the same.
-    """
+def shapes_of_trees(request: PlanRequest) -> Iterator[tuple[int, int, float]]:
+    """``(heads, tree_size, tokens per step)`` of all trees that use their last head; plain decoding first."""
     yield 0, 1, 1.0
-    most = min(problem.heads.num_heads, len(problem.accuracy))
-    for heads in range(1, most + 1):
-        paths = tree_paths(problem, heads, problem.max_nodes)
+    for heads in range(1, min(request.heads.num_heads, len(request.accuracy)) + 1):
+        paths = tree_paths(request, heads, request.max_nodes)
         for count in range(1, len(paths) + 1):
             if any(len(path) == heads for path in paths[:count]):
-                table = extrapolated(problem.accuracy[:heads], RANKS)
+                table = extrapolated(request.accuracy[:heads], RANKS)
                 yield heads, count + 1, expected_tokens_per_step(paths[:count], table)
 
 
-def candidates(problem: PlanRequest) -> list[PlanCandidate]:
-    """All choices: heads x tree x batch limit x chunk, each with the page size that needs least."""
-    work, found = problem.workload, []
-    trees = list(shapes_of_trees(problem))
+def candidates(request: PlanRequest) -> list[PlanCandidate]:
+    """All combinations of heads, tree, batch limit and chunk, each with the page size that needs least."""
+    work, plans = request.workload, []
+    trees = list(shapes_of_trees(request))
     for sequences in batch_limits(work.batch):
         chunks = sorted({min(chunk, sequences * work.prompt) for chunk in CHUNKS})
         prefill = {
-            chunk: prefill_seconds(problem.spec, problem.device, work, sequences, chunk, problem.tp, problem.kv_dtype)
+            chunk: prefill_seconds(request.spec, request.device, work, sequences, chunk, request.tp, request.kv_dtype)
             for chunk in chunks
         }
         for heads, size, tokens in trees:
             run = decode_pass(work, sequences, size, heads)
-            step = pass_seconds(problem.spec, problem.device, run, problem.heads, problem.tp, problem.kv_dtype)
+            step = pass_seconds(request.spec, request.device, run, request.heads, request.tp, request.kv_dtype)
             for chunk in chunks:
-                options = [_parts(problem, heads, size, sequences, chunk, page) for page in PAGE_SIZES]
+                options = [_parts(request, heads, size, sequences, chunk, page) for page in PAGE_SIZES]
                 totals = [sum(parts.values()) for parts, _ in options]
                 best = totals.index(min(totals))
                 speed = generation_speed(work, prefill[chunk], step, tokens, sequences)
                 page, pages = PAGE_SIZES[best], options[best][1]
-                found.append(PlanCandidate(heads, size, sequences, chunk, page, pages, totals[best], tokens, speed))
-    return found
+                plans.append(PlanCandidate(heads, size, sequences, chunk, page, pages, totals[best], tokens, speed))
+    return plans
 
 
 def fastest(choices: Sequence[PlanCandidate], budget: float) -> PlanCandidate | None:
-    """The fastest choice within ``budget`` bytes, the smallest of equally fast ones; ``None`` where nothing fits."""
+    """The fastest plan within ``budget`` bytes, then the smallest; ``None`` if nothing fits."""
     fitting = [c for c in choices if c.total_bytes <= budget]
     return max(fitting, key=lambda c: (c.speed.tokens_per_second, -c.total_bytes), default=None)
 
 
 def frontier(choices: Sequence[PlanCandidate]) -> list[PlanCandidate]:
-    """The choices that nothing of the same size or smaller outruns, smallest first."""
-    kept: list[PlanCandidate] = []
+    """The Pareto frontier of bytes and speed, smallest first."""
+    best: list[PlanCandidate] = []
     for choice in sorted(choices, key=lambda c: (c.total_bytes, -c.speed.tokens_per_second)):
-        if not kept or choice.speed.tokens_per_second > kept[-1].speed.tokens_per_second:
-            kept.append(choice)
-    return kept
+        if not best or choice.speed.tokens_per_second > best[-1].speed.tokens_per_second:
+            best.append(choice)
+    return best
 
 
-def best_tree(problem: PlanRequest, with_heads: bool) -> tuple[PlanCandidate, PlanCandidate, PlanCandidate]:
-    """The tree of at least one draft with the most tokens per second of decoding, the largest one with the same heads
-    that is nearly as fast (:data:`HEADROOM`), and plain decoding beside them.
+def best_tree(request: PlanRequest, with_heads: bool) -> tuple[PlanCandidate, PlanCandidate, PlanCandidate]:
+    """For a loaded model: the fastest tree with drafts, the largest nearly as fast (:data:`HEADROOM`), plain decoding.
 
-    For a model that is loaded already: memory is divided afterwards, so bytes are left at 0. ``with_heads``: drafting
-    costs what Medusa heads cost; else it is taken to be free.
+    Bytes are left at 0; memory is divided afterwards. ``with_heads``: count the time of Medusa heads, else no drafting
+    time.
     """
 
     def timed(heads: int, size: int, tokens: float) -> PlanCandidate:
-        run = decode_pass(problem.workload, 1, size, heads if with_heads else 0)
-        step = pass_seconds(problem.spec, problem.device, run, problem.heads, problem.tp, problem.kv_dtype)
+        run = decode_pass(request.workload, 1, size, heads if with_heads else 0)
+        step = pass_seconds(request.spec, request.device, run, request.heads, request.tp, request.kv_dtype)
         return PlanCandidate(heads, size, 1, 0, 0, 0, 0, tokens, Speed(step, tokens / step))
 
-    plain, *trees = (timed(*tree) for tree in shapes_of_trees(problem))
+    plain, *trees = (timed(*tree) for tree in shapes_of_trees(request))
     best = max(trees, key=lambda c: (c.speed.tokens_per_second, -c.tree_size), default=plain)
     least = (1 - HEADROOM) * best.speed.tokens_per_second
     nearly = [c for c in trees if c.heads == best.heads and c.speed.tokens_per_second >= least]

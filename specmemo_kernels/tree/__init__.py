@@ -1,1 +1,1 @@
-"""Draft trees: their shape, their acceptance, and how much of one pays."""
+"""Draft trees: shape, acceptance estimates and the part to verify."""

@@ -1,4 +1,4 @@
-"""How much of the planned tree a step verifies: as much as gives the most expected tokens per second."""
+"""Adaptive trees: each step verifies the part of the planned tree with the most expected tokens per second."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from dataclasses import dataclass
 from specmemo_kernels.tree.acceptance import RunningAcceptance
 from specmemo_kernels.tree.draft_tree import DraftTree
 
-#: After so many steps the choice is looked at anew.
+#: Steps between two choices.
 _REVIEW = 16
-#: Another part of the tree has to be better by this share to be taken.
-_WORTH_IT = 0.01
-#: What looking at the whole tree now and then may cost of the speed, by the estimates of the time.
+#: Maximum share of the time spent on exploration: steps that verify the whole tree.
 _EXPLORATION = 0.01
-#: Least weight of the newest step in the running means of what steps and drafts take beside what is known of them.
+#: Minimum weight of the newest sample in a running mean.
 _NEWEST = 0.1
-#: A time this many times beyond what is known of it was held up by something else.
-_HELD_UP = 4
+#: Samples are clamped to this multiple of the expected time. Without the clamp, delays of up to 20x in 2 % of the steps
+#: cost 10 to 18 % of the speed (simulated).
+_OUTLIER = 4
 
 
 @dataclass(frozen=True)
@@ -29,85 +28,70 @@ class PassSeconds:
     points: tuple[tuple[int, float], ...]
 
     def at(self, rows: float) -> float:
-        """On straight lines through the points; beyond the last one with the slope of the last two."""
+        """Piecewise linear interpolation; beyond the last point with the slope of the last two."""
         if len(self.points) == 1 or rows <= self.points[0][0]:
             return self.points[0][1]
-        place = min(bisect_left(self.points, (rows, 0.0)), len(self.points) - 1)
-        (low, a), (high, b) = self.points[place - 1 : place + 1]
+        right = min(bisect_left(self.points, (rows, 0.0)), len(self.points) - 1)
+        (low, a), (high, b) = self.points[right - 1 : right + 1]
         return a + (rows - low) * max(0.0, b - a) / (high - low)
 
 
 @dataclass(frozen=True)
 class DraftBacklog:
-    """What asking the drafter has before it: how many tokens of all sequences, the newest ones apart, it would have to
-    compute first (``behind``), and how many more each sequence may write (``remaining``, on average)."""
+    """Work before a drafter's next proposal.
+
+    ``behind``: tokens of all sequences, the newest ones apart, that the drafter must compute first. ``remaining``: mean
+    number of tokens that each sequence may still write.
+    """
 
     behind: int = 0
     remaining: float = math.inf
 
 
-class _RunningMean:
-    """Of what is beyond the known, the newest counting most; nothing at first."""
+class _Overhead:
+    """Running mean of measured seconds beyond the expected ones; 0 at first."""
 
     def __init__(self) -> None:
         self.value, self._count = 0.0, 0
 
-    def add(self, beyond: float, known: float) -> None:
-        """One more; what is many times the ``known`` tells little, as something else held it up."""
-        beyond = min(max(-known, beyond), _HELD_UP * known)
+    def add(self, seconds: float, expected: float) -> None:
+        """Add a sample of ``seconds`` beyond ``expected`` ones, clamped."""
         self._count += 1
-        self.value += (beyond - self.value) * max(_NEWEST, 1 / self._count)
-
-
-class _StepOverhead:
-    """What steps take beyond the known seconds of their passes, by the passes' rows.
-
-    The known ones were measured once and can be off by more than two sizes of a tree differ.
-    """
-
-    def __init__(self) -> None:
-        self._means: dict[int, _RunningMean] = {}
-
-    def add(self, rows: int, beyond: float, known: float) -> None:
-        self._means.setdefault(rows, _RunningMean()).add(beyond, known)
-
-    def at(self, rows: int) -> float:
-        """Of steps with so many rows; of those seen that come nearest, else."""
-        if not self._means:
-            return 0.0
-        return self._means[min(self._means, key=lambda seen: (abs(seen - rows), seen))].value
+        sample = min(max(-expected, seconds), _OUTLIER * expected)
+        self.value += (sample - self.value) * max(_NEWEST, 1 / self._count)
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """For a number of sequences: the ``part`` of the tree that is the fastest; the seconds that a ``look`` at the
-    whole tree loses beside it; the seconds that each token gains (``gain``) over steps without drafts."""
+    """The fastest part for a number of sequences.
+
+    ``explore``: extra seconds of a step over the whole tree. ``gain``: seconds saved per token, compared to steps
+    without drafts.
+    """
 
     part: DraftTree
-    look: float
+    explore: float
     gain: float
 
 
 class TreeChooser:
-    """Decides for each step which part of the planned tree it verifies.
+    """Chooses the part of the planned tree that each step verifies.
 
-    The part with the most expected tokens per second: its nodes' running shares of acceptance over the seconds of a
-    pass with so many rows, which were measured while patching, what the drafter was seen to take for such a part, and
-    what steps were seen to take beside both. Any number of nodes is considered, the likeliest ones first; small ties
-    go to the part in use. The root alone asks no drafter.
+    The part has the most expected tokens per second: the sum of its nodes' estimated acceptance, over the seconds of a
+    pass with that many rows plus the drafter's. Candidates are the likeliest n nodes, for each n. A one-node tree skips
+    the drafter.
 
-    A drafter that would first have to compute what it doesn't know yet (a draft model and a new prompt) is asked if
-    the part's gain over the root alone, on the tokens still wanted, makes up for that.
+    A drafter that lags behind (a draft model and a new prompt) is used if the gain on the remaining tokens exceeds the
+    time to catch up.
 
-    A part says nothing about the nodes that it lacks. So now and then a step verifies the whole tree, when what that
-    loses, the drafter's catching up included, is at most one per cent of the time since the last such step.
+    Steps over a part give no samples of the other nodes. So a step verifies the whole tree when the extra time, the
+    drafter's catching up included, is at most 1 % of the time since the last such step.
 
     Args:
-        tree: the planned one: the largest that a step may verify.
+        tree: the planned tree, the largest that a step may verify.
         acceptance: the running estimate for its nodes.
-        seconds: of the target's pass, by its rows.
-        draft_seconds: of one pass of a drafter that makes one per depth; ``None``: drafting costs the same for any
-            part but the root alone.
+        seconds: the target's pass by its rows, measured while patching; attention and lm_head excluded.
+        draft_seconds: one pass of a drafter that runs once per depth; ``None``: the drafter runs once per step.
         sizes: numbers of nodes that a part may have, beside the whole tree; ``None``: any.
     """
 
@@ -122,37 +106,36 @@ class TreeChooser:
         self.tree, self.acceptance, self.seconds, self.draft_seconds = tree, acceptance, seconds, draft_seconds
         self.sizes = range(1, tree.size) if sizes is None else sizes
         self._root = tree.pruned(1)
-        # Beyond known times: seconds of a step, seconds of a drafter's pass, and the share of its catching up.
-        self._beside, self._asking, self._catching_up = _StepOverhead(), _RunningMean(), _RunningMean()
+        # A mean per number of rows corrects wrong pass times: where the machine was busy while they were measured, one
+        # mean for all costs 15 % of the speed (bench_adapt, 64 nodes); with correct times it makes no difference.
+        self._step_overhead: dict[int, _Overhead] = {}
+        self._draft_overhead = _Overhead()  # of a drafter's pass
         self._choices: dict[int, _Choice] = {}
-        self._fresh: set[int] = set()
-        self._steps = self._looked = 0
-        self._since = 0.0  # seconds since a step last verified the whole tree to see what it is worth
         self._next: dict[int, DraftTree] = {}
+        self._steps = self._explored = 0
+        self._since = 0.0  # seconds since the last exploration
 
-    def tree_for(self, sequences: int, outlook: Callable[[], DraftBacklog] = DraftBacklog) -> DraftTree:
-        """What the next step of so many sequences verifies; the same until :meth:`stepped`.
+    def tree_for(self, sequences: int, backlog: Callable[[], DraftBacklog] = DraftBacklog) -> DraftTree:
+        """The tree of the next step of this many sequences; the same until :meth:`stepped`.
 
-        Args:
-            outlook: tells what lies before drafter and sequences; asked once, and only if that matters.
+        ``backlog`` is called at most once, and only if the result depends on it.
         """
         if sequences not in self._next:
-            if sequences not in self._fresh:
-                self._fresh.add(sequences)
-                self._review(sequences)
-            self._next[sequences] = self._choose(sequences, outlook)
+            if sequences not in self._choices:
+                self._choices[sequences] = self._choose(sequences)
+            self._next[sequences] = self._explore_or_use(self._choices[sequences], sequences, backlog)
         return self._next[sequences]
 
-    def _choose(self, sequences: int, outlook: Callable[[], DraftBacklog]) -> DraftTree:
-        choice, spare = self._choices[sequences], _EXPLORATION * self._since
-        look = self._steps - self._looked >= _REVIEW and choice.look <= spare and choice.part.size < self.tree.size
-        if not look and choice.part.size == 1:
+    def _explore_or_use(self, choice: _Choice, sequences: int, backlog: Callable[[], DraftBacklog]) -> DraftTree:
+        spare = _EXPLORATION * self._since
+        due = self._steps - self._explored >= _REVIEW and choice.explore <= spare and choice.part.size < self.tree.size
+        if not due and choice.part.size == 1:
             return choice.part
-        ahead = outlook()
-        late = self._known_catch_up(sequences, ahead.behind) * (1 + self._catching_up.value)
-        if look and choice.look + late <= spare:
+        pending = backlog()
+        catch_up = self._catch_up(sequences, pending.behind)
+        if due and choice.explore + catch_up <= spare:
             return self.tree
-        return choice.part if not late or late < ahead.remaining * choice.gain else self._root
+        return choice.part if not catch_up or catch_up < pending.remaining * choice.gain else self._root
 
     def stepped(
         self,
@@ -162,78 +145,62 @@ class TreeChooser:
         drafting: float | None = None,
         behind: int = 0,
     ) -> None:
-        """A step verified ``tree`` for each of some sequences and accepted the path to node ``last[b]``.
+        """Record a step over ``tree``; node ``last[b]`` ends the accepted path of sequence b.
 
         Args:
-            seconds: how long it took beside the drafter, if it did nothing else.
-            drafting: how long the drafter took.
-            behind: as :class:`DraftBacklog` has it, before the step.
+            seconds: of the step without drafting; ``None`` if the step also did other work.
+            drafting: seconds of the drafter.
+            behind: :attr:`DraftBacklog.behind` before the step.
         """
         sequences = len(last)
-        looked = self.tree_for(sequences) is self.tree
+        explored = self.tree_for(sequences) is self.tree
         self.acceptance.record(tree, last)
         self._steps += 1
         rows = sequences * tree.size
         target = self.seconds.at(rows)
         if seconds is not None:
-            self._beside.add(rows, seconds - target, target)
-        passes, known = self._passes(sequences, tree.max_depth)
+            self._step_overhead.setdefault(rows, _Overhead()).add(seconds - target, target)
+        passes, expected = self._drafting(sequences, tree.max_depth)
         if drafting is not None and passes:
-            late = self._known_catch_up(sequences, behind)
-            beyond = drafting - known - late
-            if late <= known:
-                self._asking.add(beyond / passes, (known or target) / passes)
-            else:
-                self._catching_up.add((beyond - passes * self._asking.value) / late, 1.0)
+            beyond = drafting - expected - self._catch_up(sequences, behind)
+            self._draft_overhead.add(beyond / passes, (expected or target) / passes)
         self._since += self._step_seconds(sequences, tree.size, tree.max_depth)
-        if looked:
-            self._looked, self._since = self._steps, 0.0
+        if explored:
+            self._explored, self._since = self._steps, 0.0
         self._next.clear()
         if self._steps % _REVIEW == 0:
-            self._fresh.clear()
+            self._choices.clear()
 
-    def _passes(self, sequences: int, depth: int) -> tuple[int, float]:
-        """How often the drafter works for a tree of this depth, and what is known beforehand of the seconds of that."""
+    def _drafting(self, sequences: int, depth: int) -> tuple[int, float]:
+        """Passes of the drafter for a tree of this depth, and their expected seconds."""
         if self.draft_seconds is None:
             return min(depth, 1), 0.0
         return depth, depth * self.draft_seconds.at(sequences)
 
     def _step_seconds(self, sequences: int, size: int, depth: int) -> float:
-        passes, known = self._passes(sequences, depth)
-        rows = sequences * size
-        return self.seconds.at(rows) + self._beside.at(rows) + known + passes * self._asking.value
+        passes, drafting = self._drafting(sequences, depth)
+        rows, overhead = sequences * size, 0.0
+        if self._step_overhead:
+            overhead = self._step_overhead[min(self._step_overhead, key=lambda seen: (abs(seen - rows), seen))].value
+        return self.seconds.at(rows) + overhead + drafting + passes * self._draft_overhead.value
 
-    def _known_catch_up(self, sequences: int, behind: int) -> float:
-        """The seconds that so many tokens beside the newest ones add to a drafter's first pass, by its rows alone."""
+    def _catch_up(self, sequences: int, behind: int) -> float:
+        """Extra seconds of the drafter's first pass for ``behind`` more tokens (50 % off costs 1 % of the speed)."""
         if self.draft_seconds is None or not behind:
             return 0.0
         return self.draft_seconds.at(sequences + behind) - self.draft_seconds.at(sequences)
 
-    def _review(self, sequences: int) -> None:
-        """Choose anew for so many sequences."""
+    def _choose(self, sequences: int) -> _Choice:
         gains = self.acceptance.gains()
         order = sorted(range(self.tree.size), key=lambda node: (-gains[node], node))  # parents before children
         best, speed, tokens, depth = 1, 0.0, 0.0, 0
         for size, node in enumerate(order, start=1):
             tokens += gains[node]
             depth = max(depth, self.tree.depths[node])
-            if size not in self.sizes and size < self.tree.size:
-                continue
-            seconds = self._step_seconds(sequences, size, depth)
-            if tokens / seconds > speed * (1 + 1e-9):
-                best, speed = size, tokens / seconds
-        before = self._choices.get(sequences)
-        if before is None or self._speed(sequences, before.part, gains) * (1 + _WORTH_IT) < speed:
-            part = self.tree.part(order[:best])
-        else:
-            part = before.part
-        speed = self._speed(sequences, part, gains)
-        # Seconds beside those in which the part would write as many tokens.
-        look = self._step_seconds(sequences, self.tree.size, self.tree.max_depth) - tokens / speed
-        self._choices[sequences] = _Choice(part, look, self._step_seconds(sequences, 1, 0) - 1 / speed)
-
-    def _speed(self, sequences: int, part: DraftTree, gains: Sequence[float]) -> float:
-        """Expected tokens per second of a sequence."""
-        place = {path: node for node, path in enumerate(self.tree.paths, start=1)}
-        tokens = 1.0 + sum(gains[place[path]] for path in part.paths)
-        return tokens / self._step_seconds(sequences, part.size, part.max_depth)
+            if size in self.sizes or size == self.tree.size:
+                candidate = tokens / self._step_seconds(sequences, size, depth)
+                if candidate > speed * (1 + 1e-9):
+                    best, speed = size, candidate
+        # Beside the seconds in which the part would write as many tokens.
+        explore = self._step_seconds(sequences, self.tree.size, self.tree.max_depth) - tokens / speed
+        return _Choice(self.tree.part(order[:best]), explore, self._step_seconds(sequences, 1, 0) - 1 / speed)

@@ -1,4 +1,4 @@
-"""The draft tree: which candidates are verified together, and the masks and positions that follow from it."""
+"""Draft trees: the candidates of a step, their depths and their attention mask."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ WORD = 64
 class DraftTree:
     """A tree of candidates; node 0 is the root (the newest emitted token), parents come before children.
 
+    Every prefix of the node list is a tree, so a list sorted best first is pruned by a cut (:meth:`pruned`).
+
     Args:
         parents: one per node, -1 for the root.
-        ranks: which of its head's candidates a node holds (0: the best); 0 for the root.
-
-    Nodes listed best first make pruning a cut: every prefix of the list is a tree (:meth:`pruned`).
+        ranks: rank of each node among its head's candidates (0: the best); 0 for the root.
     """
 
     parents: tuple[int, ...]
@@ -46,8 +46,8 @@ class DraftTree:
         """A tree from rank paths as Medusa publishes them: ``[0, 2]`` is head 1's third guess under head 0's best.
 
         Raises:
-            TypeError: something that isn't a list of lists of integers.
-            ValueError: a negative rank, an empty path, one given twice, or one before the path that it extends.
+            TypeError: ``paths`` is not a list of lists of integers.
+            ValueError: a negative rank, an empty path, a path given twice or before its parent.
         """
         if not isinstance(paths, Iterable) or isinstance(paths, str | bytes):
             raise wrong_type("tree", paths, "a list of rank paths, each a list of integers")
@@ -69,7 +69,7 @@ class DraftTree:
 
     @classmethod
     def chain(cls, depth: int) -> DraftTree:
-        """The root and ``depth`` drafts in a row; ``chain(0)`` is plain decoding."""
+        """The root and a chain of ``depth`` drafts; ``chain(0)`` is plain decoding."""
         depth = integer("depth", depth, 0)
         return cls(tuple(range(-1, depth)), (0,) * (depth + 1))
 
@@ -80,7 +80,7 @@ class DraftTree:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Ancestors of each node; the root has 0."""
+        """Number of ancestors of each node."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(depths[parent] + 1 if parent >= 0 else 0)
@@ -88,33 +88,33 @@ class DraftTree:
 
     @property
     def max_depth(self) -> int:
-        """The most drafts that one step can accept."""
+        """Maximum of drafts that one step can accept."""
         return max(self.depths)
 
     @cached_property
     def width(self) -> int:
-        """How many candidates the drafter must offer per depth."""
+        """Candidates needed from the drafter per depth."""
         return max(self.ranks) + 1
 
     def pruned(self, size: int) -> DraftTree:
-        """The first ``size`` nodes (best first order keeps the best)."""
+        """The tree of the first ``size`` nodes."""
         if not 1 <= size <= self.size:
             raise ValueError(f"can't prune a tree of {self.size} nodes to {size}")
         return self if size == self.size else DraftTree(self.parents[:size], self.ranks[:size])
 
     def truncated(self, depth: int) -> DraftTree:
-        """The nodes of depth at most ``depth``, in their order."""
+        """The tree of the nodes down to ``depth``."""
         return self if depth >= self.max_depth else _truncated(self, depth)
 
     def part(self, nodes: Iterable[int]) -> DraftTree:
-        """The tree of some of its nodes, in their order; the root must be among them, and every node's parent."""
-        kept = sorted(nodes)
-        new_id = {node: i for i, node in enumerate(kept)} | {-1: -1}
-        return DraftTree(tuple(new_id[self.parents[node]] for node in kept), tuple(self.ranks[node] for node in kept))
+        """The tree of a subset of nodes that has the root and each node's parent."""
+        subset = sorted(nodes)
+        new_id = {node: i for i, node in enumerate(subset)} | {-1: -1}
+        return DraftTree(tuple(new_id[self.parents[n]] for n in subset), tuple(self.ranks[n] for n in subset))
 
     @cached_property
     def paths(self) -> tuple[tuple[int, ...], ...]:
-        """The rank path of each node but the root; inverse of :meth:`from_paths`."""
+        """Rank path of each node but the root; inverse of :meth:`from_paths`."""
         paths: list[tuple[int, ...]] = [()]
         for parent, rank in zip(self.parents[1:], self.ranks[1:], strict=True):
             paths.append((*paths[parent], rank))
@@ -122,7 +122,7 @@ class DraftTree:
 
     @cached_property
     def mask(self) -> torch.Tensor:
-        """``tree_mask`` ``[T, ceil(T/64)]`` int64: bit j of row i says that node j is i or an ancestor of i."""
+        """``tree_mask`` ``[T, ceil(T/64)]`` int64: bit j of row i is set if node j is i or an ancestor of i."""
         rows: list[int] = []
         for node, parent in enumerate(self.parents):
             rows.append((rows[parent] if parent >= 0 else 0) | 1 << node)
@@ -131,10 +131,10 @@ class DraftTree:
 
 
 def tree_argument(tree: Any) -> DraftTree | int | None:
-    """An argument ``tree`` of :func:`specmemo_kernels.patch`, its rank paths as a tree.
+    """Check the argument ``tree`` of :func:`specmemo_kernels.patch`; rank paths become a tree.
 
     Raises:
-        TypeError, ValueError: it is none of a tree, rank paths, a number of nodes and ``None``.
+        TypeError, ValueError: ``tree`` is not a tree, rank paths, a number of nodes or ``None``.
     """
     if tree is None or isinstance(tree, DraftTree):
         return tree
@@ -144,17 +144,16 @@ def tree_argument(tree: Any) -> DraftTree | int | None:
 
 
 def _integers(name: str, values: Any) -> tuple[int, ...]:
-    """``values`` as a tuple of integers; trees are made in every step, so a tuple of them is returned as it is."""
-    if type(values) is tuple and all(type(value) is int for value in values):
+    if type(values) is tuple and all(type(value) is int for value in values):  # fast path: trees are made in each step
         return values
-    found = integers(values)
-    if found is None:
+    checked = integers(values)
+    if checked is None:
         raise wrong_type(name, values, "a list of integers")
-    return tuple(found)
+    return tuple(checked)
 
 
 def _signed(word: int) -> int:
-    """The low 64 bits as the int64 that has them."""
+    """Reinterpret the low 64 bits as int64."""
     word &= (1 << WORD) - 1
     return word - (1 << WORD) if word >> (WORD - 1) else word
 
