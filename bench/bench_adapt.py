@@ -24,7 +24,7 @@ from timing import environment
 
 import specmemo_kernels as sk
 from specmemo_kernels.cli.common import demo_model_folder, load_model, load_tokenizer
-from specmemo_kernels.integrations.hf.plan import make_chooser
+from specmemo_kernels.integrations.hf.plan import Setup, make_chooser
 from specmemo_kernels.tree.choice import TreeChooser
 
 Row = dict[str, Any]
@@ -46,15 +46,8 @@ def compare(model: Any, folder: Path, nodes: int, prompts: list[torch.Tensor], n
     """Both ways of one planned tree."""
     with sk.patch(model, folder / "heads", tree=nodes or None, max_batch_size=1, reuse_prefix=False) as handle:
         heads = handle.drafter.heads  # type: ignore[attr-defined]
-        chooser = handle.chooser or make_chooser(
-            model,
-            handle.facts,
-            handle.drafter,
-            heads.cumulative_topk_accuracy,
-            handle.plan,
-            handle.graphs,
-            handle.ranks,
-        )
+        setup = Setup(model, handle.facts, handle.drafter, heads.cumulative_topk_accuracy, handle.backend, handle.ranks)
+        chooser = handle.chooser or make_chooser(setup, handle.plan, handle.graphs)
         sides: dict[str, TreeChooser | None] = {"static": None, "adaptive": chooser}
         for side in sides.values():
             run(handle, side, prompts[0], 16)

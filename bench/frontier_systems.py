@@ -170,8 +170,8 @@ class OurSystem:
         return output[0, len(turn.ids) :].tolist()
 
     def forget(self) -> None:
-        if self.handle._pool is not None:
-            self.handle._pool.clear_cache()
+        if self.handle.pool is not None:
+            self.handle.pool.clear_cache()
 
     def reset(self) -> None:
         self.handle.stats.reset()
@@ -202,7 +202,7 @@ class OurSystem:
         """Its pages can be named afterwards."""
 
     def label(self, tracker: PartTracker) -> None:
-        pool = self.handle._pool  # what the last call left for the next; asking pool_for would be another call
+        pool = self.handle.pool  # what the last call left for the next; requesting a pool would be another call
         assert pool is not None
         for group in pool.groups:
             tracker.label(group.k_pages, "KV cache")

@@ -124,7 +124,7 @@ def _round(
                 if rng.random() < 0.02:  # somebody who may be waiting, running or done
                     run.abort(rng.choice([i for i, (_, _, aborts) in enumerate(wanted) if aborts] or [piece.index]))
             completions = run.completions()
-        pool = handle._pool
+        pool = handle.pool
         assert pool is not None
         pool.check_integrity()
         assert pool.free_pages == pool.num_pages, "pages didn't come back"

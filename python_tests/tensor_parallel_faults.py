@@ -96,7 +96,7 @@ def faults(folder: Path, last: str) -> dict[str, Any]:
         found["pieces"], found["consumer"] = broken_batch(model, fails(KeyError("who reads the pieces")))
         found["consumer, once more"] = run(model)
     with start(model) as handle:
-        found["asked"] = caught(lambda: handle.ranks.ask(fails(KeyError("what a person types"))))
+        found["asked"] = caught(lambda: handle.ranks.broadcast_input(fails(KeyError("what a person types"))))
     found["unpatched"] = caught(lambda: handle.ranks.broadcast_scalar(1.0))
     with start(model, timeout=2.0):
         found |= {last: run(model, last), f"{last}, once more": run(model)}

@@ -123,8 +123,8 @@ def compare(folder: Path) -> dict[str, Any]:
             part["head_bytes"].append(handle.bytes_by_part["heads"])
             part["local_kv_heads"] = [layer.num_kv_heads for layer in handle.facts.layers]
             part["traffic"] = step_traffic(shared, handle)
-            assert handle._pool is not None
-            handle._pool.check_integrity()
+            assert handle.pool is not None
+            handle.pool.check_integrity()
         found["own" if own else "shared"] = part
     with patched(shared, heads) as handle:  # a tree that the device chooses, a chooser that looks at the clock
         found["chosen"] = {"actual": outputs(shared), "expected": expected, "tree": handle.plan.tree.size}

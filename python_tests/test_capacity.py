@@ -71,7 +71,7 @@ def test_pages_come_as_they_are_needed(drafter: str, monkeypatch: pytest.MonkeyP
         stats = handle.stats
         assert stats.preemptions == 0
         assert (stats.graph_steps > 0) == (drafter == "graph")
-        pool = handle._pool
+        pool = handle.pool
         assert pool is not None
         assert pool.block_table.shape[1] == pool.num_pages <= 2 * handle.pages_for([2 * (150 + 24 + 9)])
         pool.check_integrity()
@@ -83,8 +83,8 @@ def test_ordinary_calls_get_their_pages_at_once() -> None:
         for new in (page_demand.FIRST_TOKENS // 2, page_demand.FIRST_TOKENS):
             sequence = SequenceState([3, 4, 5], new)
             handle.scheduler([sequence], None)  # type: ignore[arg-type]
-            assert handle._pool is not None
-            assert handle._pool.num_pages == handle.pages_for([3 + new + handle.slots_ahead])
+            assert handle.pool is not None
+            assert handle.pool.num_pages == handle.pages_for([3 + new + handle.slots_ahead])
 
 
 def test_a_huge_limit_takes_no_memory() -> None:

@@ -225,9 +225,9 @@ def test_streams_and_stops(model: PreTrainedModel) -> None:
         stream.close()
         cut = session.messages[-1]["content"]
         assert len(cut) < 900
-        assert handle._pool is not None
-        handle._pool.check_integrity()
-        assert handle._pool.free_pages == handle._pool.num_pages
+        assert handle.pool is not None
+        handle.pool.check_integrity()
+        assert handle.pool.free_pages == handle.pool.num_pages
         before = list(session.messages)
         with pytest.raises(ValueError, match="temperature"):
             list(session.stream("more", do_sample=True, temperature=-1.0))
@@ -251,5 +251,5 @@ def test_an_interrupted_turn_was_never_there(model: PreTrainedModel) -> None:
         assert (session.messages, session.prompt("again")) == (messages, prompt)
         assert session.ask("again") == tokenizer.decode(own(model, prompt, 12))
         assert first == messages[-1]["content"]
-        assert handle._pool is not None
-        handle._pool.check_integrity()
+        assert handle.pool is not None
+        handle.pool.check_integrity()

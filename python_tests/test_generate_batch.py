@@ -90,7 +90,7 @@ def test_abort_on_the_way(model: PreTrainedModel, drafter: OracleDrafter) -> Non
                 run.abort(1)
                 run.abort(7)
         done = run.completions()
-        assert handle._pool.free_pages == handle._pool.num_pages
+        assert handle.pool.free_pages == handle.pool.num_pages
     for i, completion in enumerate(done):
         assert (completion.finish_reason == "aborted") == (i in (1, 7))
         assert completion.tokens == expected[i][: len(completion.tokens)]

@@ -233,7 +233,7 @@ def test_generation_from_graphs(family: str, lengths: tuple[int, ...]) -> None:
         assert sum(step.replay is not None for step in kept._steps.values()) >= 1
         assert handle.bytes_by_part["graphs"] <= handle.plan.parts["graphs"]
         assert torch.equal(greedy(model, inputs, 60), expected)
-        pool = handle._pool
+        pool = handle.pool
         assert pool is not None
         pool.check_integrity()
 

@@ -37,7 +37,7 @@ def oracle(model: PreTrainedModel, inputs: dict[str, torch.Tensor], new: int = 4
 
 def whole(handle: sk.SpecMemo) -> None:
     """Every page is back."""
-    pool = handle._pool
+    pool = handle.pool
     assert pool is not None
     pool.check_integrity()
     assert pool.free_pages == pool.num_pages
@@ -325,9 +325,9 @@ def test_what_patch_says(model: PreTrainedModel) -> None:
         assert handle.graphs.reason == "graph=False was given"
     with sk.patch(model, random_heads(model), graph=True) as handle:
         assert handle.graphs.reason == ""
-    with pytest.raises(ValueError, match="graph=True, but PromptLookupDrafter looks at the tokens on the host"):
+    with pytest.raises(ValueError, match="graph=True, but PromptLookupDrafter reads the tokens on the host"):
         sk.patch(model, "prompt-lookup", graph=True)
     moving = tiny_model("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
-    with pytest.raises(ValueError, match="graph=True, but its rotary embedding looks at the positions"):
+    with pytest.raises(ValueError, match="graph=True, but its rotary embedding reads the positions"):
         sk.patch(moving, random_heads(moving), graph=True)
     assert "specmemo" not in vars(model)

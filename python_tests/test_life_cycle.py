@@ -273,8 +273,8 @@ def test_aborts_and_closes_from_many_threads(model: PreTrainedModel, hasty: None
             for completion, tokens in zip(run.completions(), alone, strict=True):
                 assert completion.tokens == tokens[: len(completion.tokens)]
                 assert completion.finish_reason == ("length" if len(completion.tokens) == 20 else "aborted")
-            assert handle._pool.free_pages == handle._pool.num_pages
-            handle._pool.check_integrity()
+            assert handle.pool.free_pages == handle.pool.num_pages
+            handle.pool.check_integrity()
     assert not failures
 
 

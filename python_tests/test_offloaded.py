@@ -52,8 +52,8 @@ def test_layers_that_are_fetched_from_disk_write_the_same(tmp_path: Path, on_dis
         assert torch.equal(model.generate(ids, **arguments), expected)
         assert {layer.device.type for layer in handle.facts.layers} == {"cpu"}
         assert sum(handle.stats.accepted_at_depth) > 0
-        assert handle._pool is not None
-        handle._pool.check_integrity()
+        assert handle.pool is not None
+        handle.pool.check_integrity()
 
 
 def test_each_layers_pages_lie_on_its_device() -> None:

@@ -67,7 +67,7 @@ def test_restored_after_an_exception(model: PreTrainedModel) -> None:
     with sk.patch(model, Broken([], 0.0)) as handle:
         with pytest.raises(RuntimeError, match="drafter broke"):
             greedy(model, inputs, 20)
-        pool = handle._pool
+        pool = handle.pool
         pool.check_integrity()
         assert pool.free_pages == pool.num_pages
         assert torch.equal(greedy(model, inputs, 20), expected), "a failed call spoiled the next one"

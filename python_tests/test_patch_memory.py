@@ -167,7 +167,7 @@ def test_more_rows_than_places() -> None:
             needed = sum(-(-(length + new + handle.plan.tree.max_depth) // page) for length in lengths)
             assert budget is None or handle.plan.max_pages < needed, "all rows would fit: nothing has to wait"
             assert torch.equal(greedy(model, inputs, new), expected)
-            pool = handle._pool
+            pool = handle.pool
             assert pool is not None
             assert pool.num_pages < needed
             assert pool.free_pages == pool.num_pages
@@ -189,12 +189,12 @@ def test_pool_serves_again_and_grows() -> None:
     model = tiny_model("llama", seed=23)
     with sk.patch(model, OracleDrafter([], 0.0), tree=4) as handle:
         greedy(model, batch((20,)), 10)
-        first = handle._pool
+        first = handle.pool
         greedy(model, batch((10,)), 10)
-        assert handle._pool is first, "a shorter call reuses the pages"
+        assert handle.pool is first, "a shorter call reuses the pages"
         greedy(model, batch((200,)), 10)
-        assert handle._pool is not first
-        assert handle._pool.num_pages >= 14
+        assert handle.pool is not first
+        assert handle.pool.num_pages >= 14
 
 
 def test_budget_too_small_for_a_page() -> None:

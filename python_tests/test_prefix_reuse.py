@@ -51,7 +51,7 @@ def test_a_conversation_computes_what_is_new(model: PreTrainedModel, kv_dtype: s
                 assert output[0, len(prompt) :].tolist() == reply
                 assert stats.reused_tokens == known
             assert stats.prefill_tokens == len(prompt) - stats.reused_tokens
-            pool = handle._pool
+            pool = handle.pool
             assert pool is not None
             pool.check_integrity()
             assert pool.num_pages == -(-(len(prompt) + 20 + handle.plan.tree.max_depth) // size)
@@ -216,8 +216,8 @@ def test_kept_pages_count_inside_the_budget() -> None:
                 handle.stats.reset()
                 ids = [*greedy(model, one(ids), 20)[0].tolist(), *range(9, 19)]
                 reused += handle.stats.reused_tokens > 0
-                assert handle._pool is not None
-                sizes.append(handle._pool.num_pages)
+                assert handle.pool is not None
+                sizes.append(handle.pool.num_pages)
         assert tracker.peak + handle.drafter.nbytes <= plan.total_bytes
         assert len(sizes) > 4
         assert sizes[-1] == plan.max_pages

@@ -200,8 +200,8 @@ def test_a_transformers_model(kwargs: dict[str, object], monkeypatch: pytest.Mon
         with failing_everywhere(monkeypatch) as mode:
             assert torch.equal(generated(), expected)
         assert handle.stats.retries == mode.failures > 100
-        assert handle._pool is not None
-        empty(handle._pool)
+        assert handle.pool is not None
+        empty(handle.pool)
 
 
 def test_outside_of_steps() -> None:
@@ -222,8 +222,8 @@ def test_outside_of_steps() -> None:
                 outcomes[True] += 1
             except torch.OutOfMemoryError:
                 outcomes[False] += 1
-            if handle._pool is not None:
-                empty(handle._pool)
+            if handle.pool is not None:
+                empty(handle.pool)
         assert min(outcomes.values()) > 1
         assert torch.equal(greedy(model, inputs, 6), expected)
 

@@ -215,8 +215,8 @@ def test_families(family: str, kv_dtype: str) -> None:
         ) as handle:
             outputs.append(greedy(model, inputs, 24))
             assert handle.plan.kv_dtype == kv_dtype
-            assert handle._pool is not None
-            assert handle._pool.k_pages[0].dtype == KV_DTYPES[kv_dtype]
+            assert handle.pool is not None
+            assert handle.pool.k_pages[0].dtype == KV_DTYPES[kv_dtype]
             assert handle.stats.tokens_per_step > 1
     assert torch.equal(*outputs)
 

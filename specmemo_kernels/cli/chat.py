@@ -81,7 +81,7 @@ class Chat:
                 return None, str(error)
 
         while True:
-            message, error = self.handle.ranks.ask(attempt)
+            message, error = self.handle.ranks.broadcast_input(attempt)
             if error is None:
                 return message  # type: ignore[no-any-return]
             if not interactive:

@@ -1,4 +1,4 @@
-"""Whether two folders hold the same weights, without reading all of them."""
+"""Checksums of a model's checkpoint files, without reading all of them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from transformers.utils.hub import cached_file
 
 
 def checkpoint_digest(name_or_path: str) -> dict[str, object]:
-    """A checksum for each safetensors file that a model was loaded from: of its tensors' names, shapes and some rows.
+    """A checksum for each safetensors file of a model: of its tensors' names, shapes and some rows.
 
-    Nothing where there are no such files on this machine (any more).
+    Empty if this machine has no such files.
     """
     folder = _folder(name_or_path) if name_or_path else None
     files = [] if folder is None else sorted(folder.glob("*.safetensors"))
@@ -27,22 +27,22 @@ def _folder(name_or_path: str) -> Path | None:
         return Path(name_or_path)
     for name in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME):
         with suppress(OSError):  # neither a folder nor the name of a repository
-            found = cached_file(name_or_path, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
-            if found is not None:
-                return Path(found).parent
+            path = cached_file(name_or_path, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+            if path is not None:
+                return Path(path).parent
     return None
 
 
 def _digest(path: Path) -> int:
-    """Of each tensor its first, middle and last row: weights that were trained further differ in every row."""
-    found = 0
+    """Checksum of each tensor's first, middle and last row: further training changes every row."""
+    checksum = 0
     with safe_open(path, framework="pt") as file:
         for key in sorted(file.keys()):
-            part = file.get_slice(key)
-            shape = part.get_shape()
-            found = zlib.crc32(f"{key} {shape} {part.get_dtype()}".encode(), found)
+            tensor = file.get_slice(key)
+            shape = tensor.get_shape()
+            checksum = zlib.crc32(f"{key} {shape} {tensor.get_dtype()}".encode(), checksum)
             rows = sorted({0, shape[0] // 2, shape[0] - 1}) if shape and all(shape) else []
             for row in rows:
-                flat = part[row : row + 1].contiguous().flatten()
-                found = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), found)
-    return found
+                flat = tensor[row : row + 1].contiguous().flatten()
+                checksum = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), checksum)
+    return checksum

@@ -1,4 +1,4 @@
-"""What the processes of one model tell each other; here that of a single one, which has nobody to ask."""
+"""The rank interface and its single-process implementation."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ from specmemo_kernels.planning.footprint import GenerationShape
 from specmemo_kernels.tree.choice import TreeChooser
 
 Tensor = torch.Tensor
-#: Asked after each new token with all tokens so far; ``True`` ends the sequence.
+#: Called after each new token with all tokens so far; ``True`` ends the sequence.
 Stop = Callable[[list[int]], bool]
 
 
 class RankError(RuntimeError):
-    """Another rank is gone, silent, failed, or isn't doing what this one does; nothing was returned."""
+    """Another rank failed, exited, timed out, or runs something else; nothing was returned."""
 
 
 class SingleRank:
-    """One process, which need not ask anybody; :class:`team.RankGroup` is several."""
+    """The ranks of a model in one process; :class:`rank_group.RankGroup` has several processes."""
 
     rank, size = 0, 1
 
-    def decide(self, choose: Callable[[], Any]) -> Any:
-        """What ``choose`` returns on rank 0."""
-        return choose()
+    def broadcast_result(self, compute: Callable[[], Any]) -> Any:
+        """The result of ``compute`` on rank 0."""
+        return compute()
 
-    def ask(self, choose: Callable[[], Any]) -> Any:
-        """:meth:`decide` for what may take any time, such as what a person types."""
-        return choose()
+    def broadcast_input(self, read: Callable[[], Any]) -> Any:
+        """:meth:`broadcast_result` without a time limit, such as for a person's input."""
+        return read()
 
     def broadcast_scalar(self, value: float) -> float:
         """Rank 0's number."""
         return value
 
-    def run_on_all(self, what: str, do: Callable[[], Any]) -> Any:
-        """``do()`` on every rank; if it fails anywhere, all ranks raise."""
+    def run_on_all(self, name: str, do: Callable[[], Any]) -> Any:
+        """``do()`` on every rank; if it fails on one rank, all ranks raise. ``name`` is its name in the message."""
         return do()
 
     def assert_same(self, facts: Mapping[str, object]) -> None:
-        """Raise :class:`RankError` unless these are the same everywhere."""
+        """Raise :class:`RankError` unless ``facts`` are the same on all ranks."""
 
     def max_over_ranks(self, shape: GenerationShape) -> GenerationShape:
         """A shape that is enough for every rank."""
         return shape
 
     def agree_on_random_state(self, device: torch.device) -> None:
-        """Torch's generator on ``device`` goes on from rank 0's state."""
+        """Set torch's generator on ``device`` to rank 0's state."""
 
     def topk(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, k: int,
@@ -67,8 +67,8 @@ class SingleRank:
         """:func:`ops.lm_head_topk` over the whole vocabulary, ``weight`` and ``bias`` being this rank's rows of it."""
         return ops.kernels(backend, hidden.device).lm_head_topk(hidden, weight, bias, k, scales)
 
-    def whole_heads(self, model: Any) -> Callable[[], None]:
-        """Give this rank all rows of its key/value heads, where it has some of them; returns what undoes it."""
+    def replicate_kv_heads(self, model: Any) -> Callable[[], None]:
+        """Give this rank all rows of its key/value heads where it has some of them; returns the undo function."""
         return lambda: None
 
     def lm_head(self, model: Any) -> tuple[Tensor, Tensor | None]:
@@ -76,51 +76,56 @@ class SingleRank:
         return lm_head(model)
 
     def shard(self, heads: MedusaHeads, device: torch.device) -> MedusaHeads:
-        """Heads with this rank's rows of their own vocabulary matrices, or codes, on ``device``."""
+        """Heads with this rank's rows (or codes) of their own vocabulary matrices, on ``device``."""
         return heads
 
     def target(self, model: nn.Module, facts: ModelFacts, backend: str) -> HFTarget:
-        """The model as the loop sees it."""
+        """The target model of the speculative loop."""
         return HFTarget(model, facts, backend)
 
     def chooser(self, *args: Any) -> TreeChooser:
-        """A :class:`TreeChooser` that chooses the same on every rank."""
+        """A :class:`TreeChooser` with the same choices on every rank."""
         return TreeChooser(*args)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Around what must end on every rank if it ends on one."""
+        """Context in which an error on one rank is an error on all ranks."""
         yield
 
     def fail(self, error: BaseException) -> None:
-        """This rank leaves a call with ``error``: the others, which wait for it, are told."""
+        """Notify the other ranks, at their next message, that this rank leaves a call with ``error``."""
 
     def step(self, sequences: Sequence[SequenceState], pool: PagedKVPool, aborted: Sequence[int] = ()) -> list[int]:
-        """Before a step: raises :class:`RankError` unless all ranks have the same sequences, tokens and pages.
+        """Check before a step that all ranks have the same sequences, tokens and pages; returns rank 0's ``aborted``.
 
-        Returns rank 0's ``aborted``.
+        Raises:
+            RankError: they differ.
         """
         return list(aborted)
 
-    def stop(self, own: Stop) -> Stop:
-        """What rank 0's says, asked of all of them."""
-        return own
+    def stop(self, stop: Stop) -> Stop:
+        """A stop function with rank 0's result; ``stop`` runs on all ranks."""
+        return stop
 
     def agree_on_guesses(self, drafter: Drafter) -> Callable[[Tensor], Tensor] | None:
-        """What makes rank 0's guesses ``[B, T]`` everybody's; ``None`` where they are the same by construction."""
+        """A function that broadcasts rank 0's guesses ``[B, T]``; ``None`` if they are the same by construction."""
         return None
 
     def finish(self, sequences: Sequence[SequenceState]) -> None:
-        """The end of a call: returns when all ranks got there with the same tokens, else raises :class:`RankError`."""
+        """End a call: wait for all ranks, and check that they have the same tokens.
+
+        Raises:
+            RankError: they differ.
+        """
 
     def close(self) -> None:
-        """Undo what was set up."""
+        """Free the process group and restore its timeout."""
 
 
 def digest(model: Any) -> dict[str, object]:
-    """What must be the same on every rank: versions, configuration, checkpoint, and the weights that all hold whole.
+    """The facts that all ranks must share: versions, configuration, checkpoint, and weights that aren't sharded.
 
-    Of weights that are divided nobody has what another one has; that they are of one model only their files tell.
+    Sharded weights can't be compared; their checkpoint files are.
     """
     facts: dict[str, object] = {f"version of {name}": version(name) for name in ("torch", "transformers")}
     facts["version of specmemo_kernels"] = __version__
@@ -134,16 +139,16 @@ def digest(model: Any) -> dict[str, object]:
 
 
 def heads_digest(heads: nn.Module) -> dict[str, object]:
-    """The same of heads, before they are divided."""
+    """:func:`digest` of heads, before they are sharded."""
     tensors = [*heads.named_parameters(), *heads.named_buffers()]
     return {f"heads' {name}": (tuple(t.shape), _magnitude(t)) for name, t in tensors}
 
 
 def _magnitude(tensor: Tensor) -> str:
-    """Sum of all magnitudes in float64, which the same weights give on the same kind of device; of codes, of bytes."""
-    weights = tensor.detach()
-    if weights.is_meta:
+    """Sum of all magnitudes in float64, reproducible on the same kind of device; for codes, the sum of bytes."""
+    tensor = tensor.detach()
+    if tensor.is_meta:
         return "not compared"
-    if not weights.is_floating_point() or weights.element_size() < 2:
-        return str(int(weights.contiguous().view(torch.uint8).sum(dtype=torch.int64)))
-    return f"{float(torch.linalg.vector_norm(weights, 1, dtype=torch.float64)):.9e}"
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        return str(int(tensor.contiguous().view(torch.uint8).sum(dtype=torch.int64)))
+    return f"{float(torch.linalg.vector_norm(tensor, 1, dtype=torch.float64)):.9e}"

@@ -1,17 +1,17 @@
-"""Tensor parallel models: the vocabulary, the heads and the pages divided over ranks.
+"""Tensor parallel models: vocabulary, heads and pages sharded over ranks.
 
 Each rank runs the same program (``torchrun``) and holds its share of the model's heads, of the vocabulary and of the
-pages; of key/value heads at least one (:mod:`key_heads`). A step's decisions follow from data that every rank has in
-the same bits:
+pages, and at least one key/value head (:mod:`key_heads`). Every decision of a step follows from data that is
+bit-identical on all ranks:
 
-- Scheduling: each rank admits, preempts and retires by the same rules, from the same sequences and free pages. Before
-  each step the ranks compare a checksum of both, and at the end of a call of what was written.
-- Tokens: each rank's best candidates over its rows of the vocabulary go to every rank, which picks from all of them by
-  value, then by the lower token (:meth:`TensorParallel.topk`): the order in which one process would find them. That is
-  16 bytes per row and candidate, whatever the vocabulary. Medusa heads' guesses are found in the same way.
-- Sampling: one row of logits at a time, of which every rank gets all parts; rank 0's generator state is everybody's.
-- What only one rank can know (a measured time, what a stopping criterion says, who is aborted, what a draft model
-  guesses) is rank 0's.
+- Scheduling: each rank admits, preempts and retires sequences by the same rules, from the same sequences and free
+  pages. Ranks compare a checksum of both before each step, and of the tokens at the end of a call.
+- Tokens: the best candidates of each rank's vocabulary rows are gathered, 16 bytes per row and candidate, whatever the
+  vocabulary. Each rank selects from all candidates by value, then by the lower token (:meth:`TensorParallel.topk`), as
+  one process would. Medusa heads' guesses are computed in the same way.
+- Sampling: one row of logits at a time is gathered; all ranks use rank 0's generator state.
+- Results that differ between ranks (measured times, stopping criteria, aborted requests, a draft model's guesses) are
+  rank 0's.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from specmemo_kernels.arguments import positive_number
 from specmemo_kernels.drafting.medusa_heads import MedusaHeads
 from specmemo_kernels.forward.target import TargetOutput
 from specmemo_kernels.integrations.distributed.key_heads import ReplicatedKVHeads
+from specmemo_kernels.integrations.distributed.rank_group import RankGroup
 from specmemo_kernels.integrations.distributed.ranks import SingleRank
-from specmemo_kernels.integrations.distributed.team import RankGroup
 from specmemo_kernels.integrations.hf.attention import UnsupportedModel
 from specmemo_kernels.integrations.hf.target import HFTarget, ModelFacts, lm_head
 from specmemo_kernels.tree.choice import TreeChooser
@@ -39,18 +39,18 @@ Tensor = torch.Tensor
 
 
 class TensorParallel(RankGroup):
-    """The ranks that hold one tensor parallel model.
+    """The ranks of a tensor parallel model.
 
     Args:
-        model: some of its parameters are distributed tensors.
-        mesh: of these.
-        timeout: as of :class:`RankGroup`.
+        model: a model with distributed parameters.
+        mesh: their device mesh.
+        timeout: see :class:`RankGroup`.
 
     Attributes:
         rows: this rank's part ``[first, last)`` of the vocabulary.
 
     Raises:
-        UnsupportedModel: the model is divided in another way as well.
+        UnsupportedModel: the model is not on all ranks.
     """
 
     def __init__(self, model: Any, mesh: Any, timeout: float) -> None:
@@ -75,7 +75,7 @@ class TensorParallel(RankGroup):
         self._counts = counts
         self.rows = sum(counts[: self.rank]), sum(counts[: self.rank + 1])
 
-    def whole_heads(self, model: Any) -> Callable[[], None]:
+    def replicate_kv_heads(self, model: Any) -> Callable[[], None]:
         heads = ReplicatedKVHeads()
         heads.install(model, self.rank, self.size)
         return heads.undo
@@ -84,37 +84,36 @@ class TensorParallel(RankGroup):
         weight, bias = lm_head(model)
         if self._sharded:
             return weight, bias
-        mine = slice(*self.rows)
-        return weight[mine], None if bias is None else bias[mine]
+        rows = slice(*self.rows)
+        return weight[rows], None if bias is None else bias[rows]
 
     def topk(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, k: int,
         scales: Tensor | None = None, backend: str | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         here = min(k, weight.shape[0])
-        # float64 holds any value and any token exactly. Ranks send tensors of one size; the rest of them isn't read.
-        mine = hidden.new_zeros((len(hidden), k, 2), dtype=torch.float64)
+        # float64 holds any value and any token exactly. Ranks send tensors of one size, whose padding isn't read.
+        local = hidden.new_zeros((len(hidden), k, 2), dtype=torch.float64)
         if here:
             values, tokens = ops.kernels(backend, hidden.device).lm_head_topk(hidden, weight, bias, here, scales)
-            mine[:, :here, 0] = values.double()
-            mine[:, :here, 1] = (tokens + self.rows[0]).double()
-        values, tokens = best_of_ranks(self._gather(mine), self._counts, k)
+            local[:, :here, 0] = values.double()
+            local[:, :here, 1] = (tokens + self.rows[0]).double()
+        values, tokens = best_of_ranks(self._gather(local), self._counts, k)
         return values.to(hidden.dtype), tokens
 
-    def whole_row(self, part: Tensor) -> Tensor:
-        """All ranks' parts of a row ``[V]``."""
+    def gather_row(self, part: Tensor) -> Tensor:
+        """A row ``[V]`` from all ranks' parts."""
         padded = part.new_zeros(max(self._counts))
         padded[: len(part)] = part
-        everybody = self._gather(padded)
-        return torch.cat([row[:count] for row, count in zip(everybody, self._counts, strict=True)])
+        return torch.cat([row[:count] for row, count in zip(self._gather(padded), self._counts, strict=True)])
 
-    def _gather(self, mine: Tensor) -> Tensor:
+    def _gather(self, local: Tensor) -> Tensor:
         """``[size, ...]`` on the model's device."""
-        everybody = mine.new_empty(self.size, *mine.shape)
-        self.bytes_sent += mine.nbytes
+        gathered = local.new_empty(self.size, *local.shape)
+        self.bytes_sent += local.nbytes
         with self.guarded():
-            dist.all_gather(list(everybody.unbind(0)), mine.contiguous(), group=self._group)
-        return everybody
+            dist.all_gather(list(gathered.unbind(0)), local.contiguous(), group=self._group)
+        return gathered
 
     def shard(self, heads: MedusaHeads, device: torch.device) -> MedusaHeads:
         return heads.part(*self.rows, device)
@@ -123,7 +122,7 @@ class TensorParallel(RankGroup):
         return _ShardedTarget(model, facts, backend, self)
 
     def chooser(self, *args: Any) -> TreeChooser:
-        return _TeamChooser(self, *args)
+        return _SharedChooser(self, *args)
 
 
 class _ShardedTarget(HFTarget):
@@ -142,15 +141,15 @@ class _ShardedTarget(HFTarget):
         if output.logits is not None:
             return super().row_logits(output, row)
         weight, bias = self.team.lm_head(self.model)
-        return self.team.whole_row(nn.functional.linear(output.hidden[row : row + 1], weight, bias)[0])
+        return self.team.gather_row(nn.functional.linear(output.hidden[row : row + 1], weight, bias)[0])
 
 
-class _TeamChooser(TreeChooser):
-    """Learns from rank 0's clock."""
+class _SharedChooser(TreeChooser):
+    """A chooser that is updated with rank 0's times."""
 
-    def __init__(self, team: RankGroup, *args: Any) -> None:
+    def __init__(self, ranks: RankGroup, *args: Any) -> None:
         super().__init__(*args)
-        self._team = team
+        self._ranks = ranks
 
     def stepped(
         self,
@@ -160,35 +159,34 @@ class _TeamChooser(TreeChooser):
         drafting: float | None = None,
         behind: int = 0,
     ) -> None:
-        seconds, drafting = (None if own is None else self._team.broadcast_scalar(own) for own in (seconds, drafting))
+        seconds, drafting = (None if t is None else self._ranks.broadcast_scalar(t) for t in (seconds, drafting))
         super().stepped(tree, last, seconds, drafting, behind)
 
 
 def best_of_ranks(candidates: Tensor, counts: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` best candidates of all ranks, as one process would find them: NaN is the largest, ties go to the lower
-    token.
+    """The ``k`` best candidates of all ranks, in the order of one process: NaN is largest, ties go to the lower token.
 
     Args:
         candidates: ``[ranks, N, k, 2]`` float64 values and tokens, each rank's best first.
-        counts: tokens of each rank's vocabulary rows; a rank of fewer than ``k`` has as many candidates.
+        counts: vocabulary rows per rank; a rank with fewer than ``k`` rows has as many candidates.
 
     Returns:
         values ``[N, k]`` float64 and tokens ``[N, k]`` int64.
     """
-    found = torch.cat([part[:, : min(k, count)] for part, count in zip(candidates, counts, strict=True)], dim=1)
+    merged = torch.cat([part[:, : min(k, count)] for part, count in zip(candidates, counts, strict=True)], dim=1)
     # Later ranks hold higher tokens, so a stable order leaves ties to the lower token.
-    order = found[..., 0].argsort(dim=1, descending=True, stable=True)[:, :k]
-    best = found.gather(1, order[..., None].expand(-1, -1, 2))
+    order = merged[..., 0].argsort(dim=1, descending=True, stable=True)[:, :k]
+    best = merged.gather(1, order[..., None].expand(-1, -1, 2))
     return best[..., 0], best[..., 1].long()
 
 
 def ranks_of(model: Any, timeout: float) -> SingleRank:
-    """The team that holds ``model``, or one process if its parameters aren't distributed.
+    """The ranks of ``model``: one process if its parameters aren't distributed.
 
     Raises:
         TypeError, ValueError: ``timeout`` isn't a positive number of seconds.
-        UnsupportedModel: as of :class:`TensorParallel`.
-        RankError: the others aren't there.
+        UnsupportedModel: see :class:`TensorParallel`.
+        RankError: other ranks are missing.
     """
     timeout = positive_number("rank_timeout", timeout, hint=" (seconds)")
     if not (dist.is_available() and dist.is_initialized()):

@@ -1,7 +1,7 @@
-"""How a transformers model's attention layers reach our operator, without touching their code.
+"""Routes a transformers model's attention layers to our operator, without changes of their code.
 
-Each attention module sees its config through :class:`ConfigView`, which names our attention function only while one
-of our forward passes runs in the same context. Plain forwards, training and saving see the model's own config.
+Each attention module reads its config through :class:`ConfigView`, which names our attention function only while our
+forward pass runs in the same context. Plain forward passes, training and saving read the model's own config.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from specmemo_kernels.integrations.hf.mask import UnsupportedModel as Unsupporte
 
 ATTENTION_NAME = "specmemo"
 
-#: Keyword arguments that have no effect on scores whatever their value. Masks and padding are expressed by the batch.
+#: Keyword arguments without effect on scores. The batch expresses masks and padding.
 _NO_EFFECT = frozenset(
     {
-        # Positions are already part of query and key; the batch has its own copy for the mask.
+        # Positions are already part of query and key; the batch has a copy for the mask.
         "position_ids",
         "cache_position",
         "position_embeddings",
-        # Requests about caches and outputs outside of the attention function.
+        # Options of caches and outputs outside of the attention function.
         "use_cache",
         "output_hidden_states",
         "return_dict",
         "output_router_logits",
         "logits_to_keep",
         "num_items_in_batch",
-        # Flash attention's choices of kernel and dtype.
+        # Kernel and dtype options of flash attention.
         "deterministic",
         "target_dtype",
     }
 )
-#: Keyword arguments with the single value (beside ``None``) that has no effect.
+#: Keyword arguments with the only value (besides ``None``) that has no effect.
 _ONLY: dict[str, Any] = {"dropout": 0, "is_causal": True, "output_attentions": False}
 
 
 class AttentionCall(Protocol):
-    """What runs in place of a layer's attention (``StepAttention``, or the probe that looks at shapes)."""
+    """The replacement of a layer's attention (``StepAttention``, or a probe)."""
 
     def __call__(
         self,
@@ -60,7 +60,7 @@ class AttentionCall(Protocol):
     ) -> torch.Tensor: ...
 
 
-#: The window of each layer (``None``: all tokens).
+#: The sliding window of each layer (``None``: all tokens).
 Windows = Mapping[int, int | None]
 
 _current: ContextVar[tuple[AttentionCall, Windows] | None] = ContextVar("specmemo_attention", default=None)
@@ -68,9 +68,9 @@ _current: ContextVar[tuple[AttentionCall, Windows] | None] = ContextVar("specmem
 
 @contextmanager
 def attention_call(call: AttentionCall, windows: Windows | None = None) -> Iterator[None]:
-    """Route the attention layers of patched models to ``call`` in this context (thread, task) alone.
+    """Route the attention layers of patched models to ``call`` in this context (thread, task) only.
 
-    Layers that ``windows`` leaves out have the window that they pass to their attention function.
+    Layers without an entry in ``windows`` use the window that they pass to their attention function.
     """
     token = _current.set((call, windows or {}))
     try:
@@ -91,10 +91,10 @@ def specmemo_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function registered with transformers: ``query`` ``[1, heads, N, head_dim]``, the result ``[1, N, ...]``.
+    """The attention function for transformers: ``query`` ``[1, heads, N, head_dim]``, result ``[1, N, ...]``.
 
     Raises:
-        UnsupportedModel: it got an argument that it doesn't use, or a mask other than the pass's own.
+        UnsupportedModel: an unsupported argument, or a mask that isn't the pass's own.
     """
     current = _current.get()
     if current is None:
@@ -107,7 +107,9 @@ def specmemo_attention(
         raise unsupported(module, f"passes {given} to its attention function instead of the model's")
     window = windows.get(layer, sliding_window or None)
     if attention_mask.rule is not None:
-        _check_shapes(module, query, key)
+        if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+            shapes = f"queries {list(query.shape)} and keys {list(key.shape)}"
+            raise unsupported(module, f"attends with {shapes}; both must be of the same tokens of one row")
         window = window_of(module, attention_mask.rule, query.device)
     if sliding_window and sliding_window != window:
         raise unsupported(module, f"passes sliding_window={sliding_window} to its attention function, masks {window}")
@@ -128,15 +130,8 @@ AttentionInterface.register(ATTENTION_NAME, specmemo_attention)
 AttentionMaskInterface.register(ATTENTION_NAME, observed_mask)
 
 
-def _check_shapes(module: nn.Module, query: torch.Tensor, key: torch.Tensor) -> None:
-    """Raise where keys come from elsewhere than the pass's own tokens."""
-    if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
-        shapes = f"queries {list(query.shape)} and keys {list(key.shape)}"
-        raise unsupported(module, f"attends with {shapes}; both must be of the same tokens of one row")
-
-
 def _check_arguments(module: nn.Module, others: dict[str, Any], **numbers: float | None) -> None:
-    """Raise for each argument of the attention function that would change scores and isn't used."""
+    """Raise if an argument that isn't implemented would change scores."""
     for name, value in others.items():
         if value is None or name in _NO_EFFECT:
             continue
@@ -151,9 +146,9 @@ def _check_arguments(module: nn.Module, others: dict[str, Any], **numbers: float
 
 
 class ConfigView:
-    """A model config that names our attention function while one of our steps runs, and else is the original.
+    """A view of a model config that names our attention function while our forward pass runs.
 
-    Copies and pickles of it are the original config, so a copied or saved model is a plain one.
+    Copies and pickles are the original config, so that a copied or saved model is a plain model.
     """
 
     def __init__(self, config: Any) -> None:
@@ -180,7 +175,7 @@ class ConfigView:
 
 
 def _viewed(value: Any) -> Any:
-    """A part of a config as a view of its own while one of our steps runs."""
+    """A part of a config, as a view while our forward pass runs."""
     return ConfigView(value) if isinstance(value, PreTrainedConfig) and _current.get() is not None else value
 
 
@@ -189,20 +184,19 @@ def _same(config: Any) -> Any:
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that look up their attention function: they hold a config and know their layer."""
-    found = (m for m in model.modules() if "config" in vars(m) and hasattr(m, "layer_idx"))
-    return [m for m in found if isinstance(m.layer_idx, int)]
+    """The modules that look up an attention function: they have a config and a layer index."""
+    return [m for m in model.modules() if "config" in vars(m) and isinstance(getattr(m, "layer_idx", None), int)]
 
 
 def install_view(module: nn.Module) -> None:
-    """Give an attention module its view; undone by :func:`remove_view`."""
+    """Replace a module's config by a view; undone by :func:`remove_view`."""
     config = vars(module)["config"]
     if not isinstance(config, ConfigView):
         vars(module)["config"] = ConfigView(config)
 
 
 def remove_view(module: nn.Module) -> None:
-    """Put the original config back."""
+    """Restore the original config."""
     config = vars(module).get("config")
     if isinstance(config, ConfigView):
         vars(module)["config"] = config._original
@@ -210,7 +204,7 @@ def remove_view(module: nn.Module) -> None:
 
 @contextmanager
 def views_everywhere(model: nn.Module) -> Iterator[None]:
-    """Give all of a model's modules their view, so that its masks too are made for our attention function."""
+    """Install views in all of a model's modules, so that masks are made for our attention function too."""
     others = [m for m in model.modules() if isinstance(vars(m).get("config"), PreTrainedConfig)]
     for module in others:
         install_view(module)

@@ -1,4 +1,4 @@
-"""``generate_batch``: many requests through one patched model, each with parameters of its own."""
+"""``generate_batch``: many requests through one patched model, each with its own parameters."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Prompt = Sequence[int] | torch.Tensor
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and how to continue it.
+    """A prompt and its generation parameters.
 
     Attributes:
         prompt: token ids without padding.
-        max_new_tokens: where it ends at the latest.
-        eos_token_ids: emitting one of these ends it; ``None``: those of the model's generation config.
-        sampling: how tokens are drawn; ``None``: greedily.
-        stop: asked after each new token with all tokens so far; ``True`` ends it.
+        max_new_tokens: maximum of new tokens.
+        eos_token_ids: tokens that end the request; ``None``: those of the model's generation config.
+        sampling: sampling parameters; ``None``: greedy.
+        stop: called after each new token with all tokens so far; ``True`` ends the request.
     """
 
     prompt: Prompt
@@ -43,7 +43,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one step added to request ``index``: its new ``tokens``, and whether these were its last."""
+    """The new ``tokens`` of request ``index`` from one step, and whether the request has ``finished``."""
 
     index: int
     tokens: list[int]
@@ -52,12 +52,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Completion:
-    """What became of a request.
+    """The result of a request.
 
     Attributes:
-        tokens: the new ones, the ending token included.
+        tokens: new tokens, the ending token included.
         finish_reason: ``"eos"``, ``"length"``, ``"stop"`` or ``"aborted"``.
-        steps: verification steps; accepted: drafts accepted in them; preemptions: how often its pages were taken.
+        steps: verification steps. accepted: accepted drafts. preemptions: number of preemptions.
     """
 
     tokens: list[int]
@@ -68,22 +68,22 @@ class Completion:
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens that a step of this request yielded: accepted drafts and the target's own; 0 without a step."""
+        """Mean tokens per step: accepted drafts and the target's own token; 0 without a step."""
         return (self.accepted + self.steps) / self.steps if self.steps else 0.0
 
 
 class BatchRun:
-    """A batch on its way: an iterator of :class:`Piece`, in the order in which tokens come.
+    """A running batch: an iterator of :class:`Piece` in the order of generation.
 
-    It holds the model's pages until it is exhausted or closed (``with`` closes it); another generation of the same
-    model, ``unpatch`` and ``release`` wait for that, or raise if they come from the same thread.
+    The batch locks the model until it is exhausted or closed (``with`` closes it). Another generation of the same
+    model, ``unpatch`` and ``release`` wait for that, or raise if called from the same thread.
     """
 
     def __init__(self, handle: SpecMemo, requests: Sequence[Request]) -> None:
         self._handle = handle
         self._scheduler: Scheduler | None = None
-        # Held during a step and while closing, so that one thread at a time owns the scheduler. `abort` needs no lock.
-        self._owner = threading.RLock()
+        # Locked during a step and while closing: one thread at a time uses the scheduler. `abort` needs no lock.
+        self._scheduler_lock = threading.RLock()
         self._stepping = self._closing = False
         self._ready: list[Piece] = []
         self._aborted: deque[int] = deque()
@@ -95,26 +95,23 @@ class BatchRun:
         handle.lock(self)
         try:
             with handle.ranks.guarded():
-                self._scheduler = self._start(handle)
+                longest = max(len(s.prompt) + s.max_new_tokens for s in self._sequences)
+                if reason := handle.generator.unsupported_model(longest):
+                    raise ValueError(f"a batch can't be generated: {reason}")
+                verifier = SampledVerifier(handle.target, handle.backend, [s.sampling for s in self._sequences])
+                scheduler = handle.scheduler(self._sequences, verifier)
+                submit_all(scheduler, self._sequences)
+                self._scheduler = scheduler
         except BaseException:
             handle.unlock()
             raise
-
-    def _start(self, handle: SpecMemo) -> Scheduler:
-        longest = max(len(s.prompt) + s.max_new_tokens for s in self._sequences)
-        if reason := handle.generator.unsupported_model(longest):
-            raise ValueError(f"a batch can't be generated: {reason}")
-        verifier = SampledVerifier(handle.target, handle.backend, [s.sampling for s in self._sequences])
-        scheduler = handle.scheduler(self._sequences, verifier)
-        submit_all(scheduler, self._sequences)
-        return scheduler
 
     def __iter__(self) -> Iterator[Piece]:
         return self
 
     @torch.no_grad()
     def __next__(self) -> Piece:
-        with self._owner:
+        with self._scheduler_lock:
             while not self._ready:
                 scheduler = self._scheduler
                 if scheduler is None or self._closing:
@@ -133,18 +130,14 @@ class BatchRun:
         self._stepping = True
         try:
             with self._handle.ranks.guarded():
-                self._agree(scheduler)
+                new_aborts = [self._aborted.popleft() for _ in range(len(self._aborted))]
+                for index in self._handle.ranks.step(self._sequences, scheduler.decoder.pool, new_aborts):
+                    scheduler.abort(self._sequences[index])
                 scheduler.step()
                 if scheduler.idle:
                     self._handle.ranks.finish(self._sequences)
         finally:
             self._stepping = False
-
-    def _agree(self, scheduler: Scheduler) -> None:
-        """With the other ranks: on what there is, and who is aborted."""
-        wanted = [self._aborted.popleft() for _ in range(len(self._aborted))]
-        for index in self._handle.ranks.step(self._sequences, scheduler.decoder.pool, wanted):
-            scheduler.abort(self._sequences[index])
 
     def _collect(self) -> None:
         for index, sequence in enumerate(self._sequences):
@@ -154,10 +147,10 @@ class BatchRun:
                 self._sent[index] = -1 if sequence.finished else sequence.emitted
 
     def abort(self, index: int) -> None:
-        """End a request; its pages are free at once, and its last piece comes next. From any thread, at any time.
+        """End a request: frees its pages, and its last piece is next. From any thread, at any time.
 
-        While another thread computes a step, the request may get the tokens of that step, and ends behind it. Of a
-        tensor parallel model rank 0's calls count, from the next step on.
+        While another thread runs a step, the request ends after that step, perhaps with its tokens. For a tensor
+        parallel model only rank 0's calls have an effect, from the next step on.
 
         Raises:
             TypeError, ValueError: there is no such request.
@@ -166,16 +159,16 @@ class BatchRun:
         scheduler = self._scheduler
         if self._handle.ranks.size > 1:
             self._aborted.append(index)
-        elif scheduler is not None:  # one that is closed has nothing left to abort
+        elif scheduler is not None:  # a closed batch has nothing to abort
             scheduler.abort(sequence)
 
     def close(self) -> None:
-        """Abort what still runs and give the model back. From any thread; it waits for the step of another one.
+        """Abort the unfinished requests and unlock the model. From any thread; waits for a step of another thread.
 
-        A stop function of this batch may call it too: the batch is then closed at the end of the step.
+        If a stop function of this batch calls it, the batch closes at the end of the step.
         """
         self._closing = True
-        with self._owner:
+        with self._scheduler_lock:
             scheduler = self._scheduler
             if scheduler is None:
                 return
@@ -190,10 +183,10 @@ class BatchRun:
                 self._handle.unlock()
 
     def completions(self) -> list[Completion]:
-        """What became of each request, in the order of the input.
+        """The result of each request, in the order of the input.
 
         Raises:
-            RuntimeError: some still run.
+            RuntimeError: requests are still running.
         """
         if running := sum(not s.finished for s in self._sequences):
             raise RuntimeError(f"{running} of {len(self._sequences)} requests still run; iterate to the end, or close")
@@ -223,14 +216,14 @@ def generate_batch(
     sampling: Sampling | None = None,
     on_piece: Callable[[Piece], None] | None = None,
 ) -> list[Completion]:
-    """Continue many prompts, as many at once as the plan holds; the others wait their turn.
+    """Continue many prompts, as many at once as the plan holds; further prompts are queued.
 
     Args:
         model: patched by :func:`specmemo_kernels.patch`.
-        prompts: token ids without padding, or :class:`Request` with parameters of their own.
-        max_new_tokens, eos_token_ids, sampling: of the prompts that are no :class:`Request`. With ``sampling`` the
+        prompts: token ids without padding, or :class:`Request` with its own parameters.
+        max_new_tokens, eos_token_ids, sampling: for prompts that aren't a :class:`Request`. With ``sampling`` the
             i-th prompt's seed is ``sampling.seed + i``.
-        on_piece: gets each request's tokens as they come, in the order of their arrival.
+        on_piece: called with each :class:`Piece` in the order of generation.
 
     Returns:
         One :class:`Completion` per prompt, in their order.
@@ -257,7 +250,7 @@ def stream_batch(
     eos_token_ids: Sequence[int] | None = None,
     sampling: Sampling | None = None,
 ) -> BatchRun:
-    """:func:`generate_batch` as an iterator of pieces, whose requests can be aborted on the way."""
+    """:func:`generate_batch` as an iterator of pieces; requests can be aborted meanwhile."""
     handle = getattr(model, "__dict__", {}).get("specmemo")
     if handle is None:
         raise ValueError("the model isn't patched; call specmemo_kernels.patch(model, heads) first")
@@ -268,33 +261,32 @@ def stream_batch(
     requests = []
     for i, prompt in enumerate(prompts):
         if not isinstance(prompt, Request):
-            own = None if sampling is None else sampling.with_seed(sampling.seed + i)
-            prompt = Request(prompt, max_new_tokens, eos_token_ids, own)
+            seeded = None if sampling is None else sampling.with_seed(sampling.seed + i)
+            prompt = Request(prompt, max_new_tokens, eos_token_ids, seeded)
         requests.append(prompt)
     return BatchRun(handle, requests)
 
 
 def _sequence(handle: SpecMemo, index: int, request: Request) -> SequenceState:
     prompt = integers(request.prompt)
-    known = handle.model.get_input_embeddings().weight.shape[0]
-    if not prompt or min(prompt) < 0 or max(prompt) >= known:
+    vocabulary = handle.model.get_input_embeddings().weight.shape[0]
+    if not prompt or min(prompt) < 0 or max(prompt) >= vocabulary:
         got = shown(request.prompt if prompt is None else prompt)
-        raise ValueError(f"prompt {index} must be one row of token ids from 0 to {known - 1}, got {got}")
-    most = integer(f"max_new_tokens of prompt {index}", request.max_new_tokens)
-    own = handle.model.generation_config.eos_token_id
-    if request.eos_token_ids is not None:
-        own = request.eos_token_ids
-    elif own is None or as_integer(own) is not None:
-        own = [] if own is None else [own]
-    eos = integers(own)
+        raise ValueError(f"prompt {index} must be one row of token ids from 0 to {vocabulary - 1}, got {got}")
+    max_new_tokens = integer(f"max_new_tokens of prompt {index}", request.max_new_tokens)
+    eos = request.eos_token_ids
     if eos is None:
-        raise wrong_type(f"eos_token_ids of prompt {index}", own, "a list of token ids or None")
+        default = handle.model.generation_config.eos_token_id
+        eos = [] if default is None else default if as_integer(default) is None else [default]
+    eos_ids = integers(eos)
+    if eos_ids is None:
+        raise wrong_type(f"eos_token_ids of prompt {index}", eos, "a list of token ids or None")
     if not isinstance(request.sampling, Sampling | None):
         raise wrong_type(f"sampling of prompt {index}", request.sampling, "a Sampling or None")
     if request.stop is not None and not callable(request.stop):
         raise wrong_type(f"stop of prompt {index}", request.stop, "a function of the tokens so far, or None")
     stop = None if request.stop is None else handle.ranks.stop(request.stop)
-    return SequenceState(prompt, most, frozenset(eos), stop, sampling=request.sampling, index=index)
+    return SequenceState(prompt, max_new_tokens, frozenset(eos_ids), stop, sampling=request.sampling, index=index)
 
 
 def _completion(sequence: SequenceState) -> Completion:

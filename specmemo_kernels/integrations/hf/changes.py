@@ -1,65 +1,60 @@
-"""One check before each call: is the model still the one that was patched, and does only its own code see logits?
+"""Checks before each call: whether a patched model may speculate, and whether its cached keys and values are valid.
 
-A speculative step runs packed rows, and usually computes no logits at all. It is wrong where a foreign hook or a
-replaced ``forward`` acts on what a plain step computes, and where parameters have another size, dtype or device than
-the pages and heads were made for. :meth:`ModelGuard.reason` finds both; the caller then runs the model's own code.
+A speculative step runs packed rows, and usually computes no logits at all. It is wrong if a foreign hook or a replaced
+``forward`` acts on the results of a plain step, or if parameters have another size, dtype or device than at patching.
+:class:`ModelGuard` detects both; the caller then runs the model's own code. :class:`ModelSignature` detects changes of
+weights and settings, after which cached pages are dropped. The guard runs before the model is locked, the signature
+after, so they don't share a walk over the modules.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as global_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from specmemo_kernels.integrations.hf.target import local_part
 
 #: Packages whose hooks and wrappers keep a module's results (device placement, tensor parallel, torch.compile, ours).
 _FRAMEWORKS = frozenset(("torch", "transformers", "accelerate", "specmemo_kernels"))
-_REMEDY = "call specmemo_kernels.unpatch(model), make the change, and patch again"
+#: Attributes of every module.
+_COMMON = frozenset(vars(nn.Module()))
+_SCALARS = (bool, int, float, str)
+#: Elements of each parameter that are compared.
+_SAMPLES = 4
 
+Tensor = torch.Tensor
 TensorFacts = tuple[torch.dtype, torch.Size, torch.device]
-
-
-@dataclass(frozen=True)
-class _Head:
-    """The output embedding at the time of patching."""
-
-    module: nn.Module
-    cls: type
-    weight: tuple[type, TensorFacts] | None
-
-    @classmethod
-    def of(cls, model: Any) -> _Head:
-        module = model.get_output_embeddings()
-        weight = getattr(module, "weight", None)
-        found = (type(weight), _facts(weight)) if isinstance(weight, torch.Tensor) else None
-        return cls(module, type(module), found)
+HeadFacts = tuple[nn.Module, type, type | None, TensorFacts | None]
 
 
 class ModelGuard:
-    """What patching relied on, compared with the model before each call.
+    """Compares a model with its state at patching.
 
     Args:
-        model: patched, with everything in place that patching changes.
-        name: how messages refer to it.
+        model: patched completely.
+        name: the model's name in messages.
     """
 
     def __init__(self, model: Any, name: str = "the model") -> None:
         self.model, self.name = model, name
-        self._head = _Head.of(model)
+        self._head = _head_facts(model)
         self._forward = type(model).forward
         self._parameters = [(key, weakref.ref(p), _facts(p)) for key, p in model.named_parameters()]
 
     def reason(self) -> str:
         """Why speculative steps would not give the model's own tokens, with the remedy, or an empty string."""
         if change := self._change():
-            return f"{change} since patching; to speculate again, {_REMEDY}"
+            return (
+                f"{change} since patching; to speculate again, call specmemo_kernels.unpatch(model), make the change, "
+                "and patch again"
+            )
         if attached := foreign_code(self.model):
             return f"{self.name} has {attached}; to speculate again, remove it"
         device = self.model.get_input_embeddings().weight.device.type
@@ -68,7 +63,7 @@ class ModelGuard:
         return ""
 
     def _change(self) -> str:
-        head = _Head.of(self.model)
+        head = _head_facts(self.model)
         if head != self._head:
             return f"the lm_head of {self.name} has changed from {_described(self._head)} to {_described(head)}"
         if type(self.model).forward is not self._forward:
@@ -80,43 +75,46 @@ class ModelGuard:
         return ""
 
 
+def _head_facts(model: Any) -> HeadFacts:
+    head = model.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    if not isinstance(weight, Tensor):
+        return head, type(head), None, None
+    return head, type(head), type(weight), _facts(weight)
+
+
 def foreign_code(model: Any) -> str:
     """The first hook or replaced ``forward`` that is neither the model's own nor a framework's, or an empty string.
 
-    Hooks count on every module, as they see and may change packed rows. A replaced ``forward`` counts on the model and
-    its lm_head alone: their logits are not computed in a speculative step. Elsewhere it runs inside the step.
+    Hooks count on every module: they see packed rows and may change them. A replaced ``forward`` counts on the model
+    and its lm_head only, whose logits a speculative step doesn't compute. In other modules it runs inside the step.
     """
     head = model.get_output_embeddings()
-    for kind, function in _global_hooks():
+    for kind, function in _hooks(global_hooks._global_forward_hooks, global_hooks._global_forward_pre_hooks):
         if _is_foreign(function):
             return f"a global {kind} ({_origin(function)})"
     for module in model.modules():
-        replaced = module is model or module is head
-        for kind, function in _attached(module, replaced):
+        for kind, function in _attached(module, module is model or module is head):
             if _is_foreign(function):
-                where = next(key for key, each in model.named_modules() if each is module)
+                where = next(key for key, other in model.named_modules() if other is module)
                 return f"a {kind} on {where or type(model).__name__} ({_origin(function)})"
     return ""
 
 
-def _global_hooks() -> Iterator[tuple[str, Any]]:
-    for function in global_hooks._global_forward_hooks.values():
-        yield "forward hook", function
-    for function in global_hooks._global_forward_pre_hooks.values():
-        yield "forward pre-hook", function
+def _hooks(hooks: Mapping[int, Any], pre_hooks: Mapping[int, Any]) -> Iterator[tuple[str, Any]]:
+    yield from (("forward hook", function) for function in hooks.values())
+    yield from (("forward pre-hook", function) for function in pre_hooks.values())
 
 
-def _attached(module: nn.Module, replaced: bool) -> Iterator[tuple[str, Any]]:
-    for function in module._forward_hooks.values():
-        yield "forward hook", function
-    for function in module._forward_pre_hooks.values():
-        yield "forward pre-hook", function
-    held = vars(module)
-    if "_hf_hook" in held:  # accelerate's; several of them are one with a list
-        for hook in getattr(held["_hf_hook"], "hooks", (held["_hf_hook"],)):
+def _attached(module: nn.Module, check_forward: bool) -> Iterator[tuple[str, Any]]:
+    if module._forward_hooks or module._forward_pre_hooks:
+        yield from _hooks(module._forward_hooks, module._forward_pre_hooks)
+    attributes = vars(module)
+    if "_hf_hook" in attributes:  # accelerate's; a sequential hook has a list of hooks
+        for hook in getattr(attributes["_hf_hook"], "hooks", (attributes["_hf_hook"],)):
             yield "hook of accelerate", hook
-    if replaced and "forward" in held:
-        yield "replaced forward", held["forward"]
+    if check_forward and "forward" in attributes:
+        yield "replaced forward", attributes["forward"]
 
 
 def _is_foreign(function: Any) -> bool:
@@ -124,7 +122,7 @@ def _is_foreign(function: Any) -> bool:
 
 
 def _origin(function: Any) -> str:
-    """The module that defines a callable; the names that ``functools.wraps`` copies are not used."""
+    """The module that defines a callable; names that ``functools.wraps`` copies are ignored."""
     while isinstance(function, partial):
         function = function.func
     function = getattr(function, "__func__", function)
@@ -142,6 +140,67 @@ def _written(facts: TensorFacts) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"
 
 
-def _described(head: _Head) -> str:
-    weight = "no weight tensor" if head.weight is None else _written(head.weight[1])
-    return f"{head.cls.__name__} ({weight})"
+def _described(head: HeadFacts) -> str:
+    _, kind, _, facts = head
+    return f"{kind.__name__} ({'no weight tensor' if facts is None else _written(facts)})"
+
+
+class ModelSignature:
+    """The state of a model that determines its keys and values; equal signatures mean that cached pages are valid.
+
+    - Each parameter and buffer: its identity, address, dtype, shape and version (torch counts changes in place), and
+      four of its elements: changes through ``.data``, as by merged adapters and some optimizers, aren't counted.
+    - Each module: its attributes besides tensors and modules, such as an adapter's switches.
+
+    Not detected: changes through ``.data`` that miss these elements, and values that a replaced function reads from
+    elsewhere. Hooks aren't included: models with foreign hooks don't speculate (:func:`foreign_code`).
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module) -> None:
+        self._facts: list[Hashable] = []
+        samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for module in model.modules():
+            attributes = vars(module)
+            self._facts.append(id(module))
+            for name in attributes.keys() - _COMMON:
+                self._facts += name, _plain(attributes[name])
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None:
+                    self._add(tensor, samples)
+        self._samples = {kind: torch.cat(parts).view(torch.uint8) for kind, parts in samples.items()}
+
+    def _add(self, tensor: Tensor, samples: dict[tuple[torch.device, torch.dtype], list[Tensor]]) -> None:
+        """Add a tensor's facts, and elements from all over it, by device and dtype."""
+        identity, tensor = id(tensor), local_part(tensor)
+        # Elements on the meta device, or in a quantised tensor's parts, can't be read.
+        readable = not tensor.is_meta and not is_traceable_wrapper_subclass(tensor)
+        version = 0 if tensor.is_inference() else tensor._version
+        self._facts += identity, tensor.data_ptr() if readable else 0, tensor.dtype, tensor.shape, version
+        count = tensor.numel()
+        if count and readable and tensor.is_contiguous():
+            some = tensor.as_strided((min(count, _SAMPLES),), (max(1, count // _SAMPLES),))
+            samples.setdefault((tensor.device, tensor.dtype), []).append(some)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ModelSignature):
+            return NotImplemented
+        return (
+            self._facts == other._facts
+            and self._samples.keys() == other._samples.keys()
+            and all(torch.equal(sample, other._samples[kind]) for kind, sample in self._samples.items())
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # it holds tensors
+
+
+def _plain(value: Any) -> Any:
+    """A value that changes with ``value``: the contents of containers, the identity of other objects."""
+    kind = type(value)  # isinstance would read __class__, which configurations look up slowly
+    if value is None or issubclass(kind, _SCALARS):
+        return value
+    if issubclass(kind, dict):
+        return tuple((str(key), _plain(content)) for key, content in value.items())
+    if issubclass(kind, (list, tuple, set)):
+        return tuple(map(_plain, value))
+    return id(value)

@@ -1,4 +1,4 @@
-"""``ChatSession``: a conversation with a patched model that computes only what is new in each turn."""
+"""``ChatSession``: a conversation with a patched model that computes only the new tokens of each turn."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from specmemo_kernels.planning.memory_plan import BudgetError
 
 
 class LeftOutWarning(UserWarning):
-    """The oldest part of a conversation no longer fits and is left out of a turn; says how much that is."""
+    """The oldest part of a conversation no longer fits and is left out of a turn; the message has the token count."""
 
 
 class NoTokens(ValueError):
-    """A message without tokens begins a text that has none either."""
+    """A text begins with a message without tokens."""
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """The next prompt: its messages, text and tokens, and what was left out of it to make room."""
+    """The next prompt: its messages, text and tokens, and the size of the part that was left out."""
 
     messages: list[dict[str, str]]
     text: str
@@ -36,26 +36,26 @@ class _Turn:
 class ChatSession:
     """A conversation with a model, turn by turn.
 
-    The keys and values of everything said stay in the patched model's pages, so that a turn computes the new message
-    and its reply alone; a model that isn't patched computes all of it anew. Replies keep the tokens that the model
-    wrote: what the tokenizer would make of their text could be others, from which on pages were no use.
+    The keys and values of the conversation stay in the patched model's pages: a turn computes the new message and its
+    reply only. An unpatched model computes all tokens again. Replies keep the model's own tokens: encoding their text
+    again could give other tokens, for which the cached pages are useless.
 
-    With a chat template turns are messages. A tokenizer without one gets a warning, and what is said becomes one
-    growing text, a line per message, that the model completes.
+    With a chat template, turns are messages. A tokenizer without a template causes a warning, and the model completes
+    one growing text with a line per message.
 
     Args:
-        model: for ``generate``, patched or not.
-        tokenizer: the model's own.
+        model: a model with ``generate``, patched or not.
+        tokenizer: the model's tokenizer.
         system: a message of the role "system" that precedes the conversation.
-        max_tokens: of prompt and reply together; ``None``: as many as model and memory plan hold. When they are
-            reached, the oldest messages (of a text without turns: its first tokens) are left out, with a
-            :class:`LeftOutWarning` in each turn where that happens. A message is never cut: one that doesn't fit
-            alone is an error.
-        generate_options: of each turn's ``generate``; ``max_new_tokens`` is 256 unless given.
+        max_tokens: limit of prompt and reply together; ``None``: the limit of the model and the memory plan. Beyond
+            the limit the oldest messages (without a template: the first tokens) are left out, with a
+            :class:`LeftOutWarning` in each turn where that happens. A message is never cut: one message that doesn't
+            fit is an error.
+        generate_options: options of each turn's ``generate``; ``max_new_tokens`` is 256 unless given.
 
     Attributes:
-        messages: what was said, as chat templates take it; those that were left out are gone.
-        left_out: tokens that were left out since the conversation began.
+        messages: the conversation as chat templates take it, without the messages that were left out.
+        left_out: tokens left out since the conversation began.
 
     Raises:
         ValueError: ``max_new_tokens`` or ``max_tokens`` leave no room, or a system message without a chat template.
@@ -72,8 +72,8 @@ class ChatSession:
     ) -> None:
         self.model, self.tokenizer, self.system = model, tokenizer, system
         self.options = {"max_new_tokens": 256} | generate_options
-        most = longest_text(model)
-        self.max_tokens = most if max_tokens is None else min(max_tokens, most)
+        limit = longest_text(model)
+        self.max_tokens = limit if max_tokens is None else min(max_tokens, limit)
         if not 1 <= self.options["max_new_tokens"] < self.max_tokens:
             raise ValueError(
                 f"max_new_tokens is {self.options['max_new_tokens']}, it must be from 1 to {self.max_tokens - 1}: "
@@ -81,9 +81,9 @@ class ChatSession:
             )
         if not self.templated:
             if system is not None:
-                raise ValueError("the tokenizer has no chat template, so there is no place for a system message")
+                raise ValueError("the tokenizer has no chat template, so system must be None")
             warnings.warn(
-                "specmemo: the tokenizer has no chat template; the model completes what is said as one text",
+                "specmemo: the tokenizer has no chat template; the model completes the conversation as one text",
                 UserWarning,
                 stacklevel=2,
             )
@@ -96,7 +96,7 @@ class ChatSession:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def reset(self) -> None:
-        """Forget what was said."""
+        """Start a new conversation."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.left_out = 0
         # The newest prompt and reply, as text and as tokens.
@@ -104,7 +104,7 @@ class ChatSession:
         self._ids: list[int] = []
 
     def prompt(self, text: str) -> list[int]:
-        """The tokens that the model gets if the user now says ``text``; nothing is noted.
+        """The tokens of the next prompt with the user's ``text``; the conversation doesn't change.
 
         Raises:
             BudgetError: the message alone is too long.
@@ -112,23 +112,22 @@ class ChatSession:
         return self._turn(text).ids
 
     def ask(self, text: str, *, streamer: Any = None, **options: Any) -> str:
-        """The model's reply to ``text``.
+        """The model's reply to ``text``. After an exception, also ``KeyboardInterrupt``, the conversation is as before.
 
         Args:
-            streamer: gets the reply's tokens as they come, as with ``generate``.
-            options: of this turn's ``generate``, beside those of the session.
+            streamer: gets the reply's tokens, as with ``generate``.
+            options: further options of this turn's ``generate``.
 
         Raises:
             BudgetError: the message alone is too long.
-            NoTokens: there is no chat template, and no text either.
-                Whatever is raised, also ``KeyboardInterrupt``, nothing of this turn is noted.
+            NoTokens: there is no chat template, and the text is empty.
         """
         turn = self._turn(text, options)
         left_out = self.left_out + turn.left_out_tokens
         if turn.left_out_tokens:
-            what = f" ({turn.left_out_messages} messages)" if turn.left_out_messages else ""
+            count = f" ({turn.left_out_messages} messages)" if turn.left_out_messages else ""
             warnings.warn(
-                f"specmemo: the conversation no longer fits; its oldest {turn.left_out_tokens} tokens{what} are left "
+                f"specmemo: the conversation no longer fits; its oldest {turn.left_out_tokens} tokens{count} are left "
                 f"out from this turn on, {left_out} since it began",
                 LeftOutWarning,
                 stacklevel=2,
@@ -141,25 +140,25 @@ class ChatSession:
         new = sequences[0, len(turn.ids) :].tolist()
         reply = str(self.tokenizer.decode(new, skip_special_tokens=True))
         self.messages, self.left_out = [*turn.messages, {"role": "assistant", "content": reply}], left_out
-        while new and new[-1] in self.tokenizer.all_special_ids:  # the template writes what ends a turn itself
+        while new and new[-1] in self.tokenizer.all_special_ids:  # the template writes the end-of-turn tokens
             del new[-1]
         self._text, self._ids = turn.text + self._decode(new), turn.ids + new
         return reply
 
     def stream(self, text: str, **options: Any) -> Iterator[str]:
-        """:meth:`ask` as an iterator over pieces of the reply; a reply that isn't read to its end is cut there.
+        """:meth:`ask` as an iterator over pieces of the reply; ``generate`` runs in another thread.
 
-        ``generate`` runs in a thread of its own meanwhile.
+        If the iterator is closed early, the reply ends there.
         """
         stopped = threading.Event()
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        own = [*options.pop("stopping_criteria", ()), _Stopped(stopped)]
+        criteria = StoppingCriteriaList([*options.pop("stopping_criteria", ()), _Stopped(stopped)])
         failure: list[BaseException] = []
 
         def run() -> None:
             try:
-                self.ask(text, streamer=streamer, stopping_criteria=StoppingCriteriaList(own), **options)
-            except BaseException as error:  # raised where the reply is read
+                self.ask(text, streamer=streamer, stopping_criteria=criteria, **options)
+            except BaseException as error:  # raised again in the reading thread
                 failure.append(error)
                 streamer.end()  # type: ignore[no-untyped-call]
 
@@ -174,25 +173,25 @@ class ChatSession:
             raise failure[0]
 
     def _turn(self, text: str, options: dict[str, Any] | None = None) -> _Turn:
-        """The next prompt, the oldest part of the conversation left out where it would get too long."""
+        """The next prompt, without the oldest part of a conversation that is too long."""
         room = self.max_tokens - int((self.options | (options or {}))["max_new_tokens"])
         messages = [*self.messages, {"role": "user", "content": text}]
         if not self.templated:
-            said = f"\n{text}" if self._ids else text
-            new = self._encode(said, special=not self._ids)
+            line = f"\n{text}" if self._ids else text
+            new = self._encode(line, special=not self._ids)
             if not self._ids and not new:
                 raise NoTokens(f"the message {text!r} has no tokens, and nothing was said before")
             self._check_room(len(new), room)
             ids = [*self._ids, *new]
             extra = max(0, len(ids) - room)
-            return _Turn(messages, self._text + said, ids[extra:], left_out_tokens=extra)
-        first, whole, count = 0 if self.system is None else 1, 0, len(messages)
+            return _Turn(messages, self._text + line, ids[extra:], left_out_tokens=extra)
+        first, full_length, count = 0 if self.system is None else 1, 0, len(messages)
         while True:
             prompt = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            ids = self._with_own_tokens(prompt)
-            whole = whole or len(ids)
+            ids = self._encode_conversation(prompt)
+            full_length = full_length or len(ids)
             if len(ids) <= room:
-                return _Turn(messages, prompt, ids, count - len(messages), whole - len(ids))
+                return _Turn(messages, prompt, ids, count - len(messages), full_length - len(ids))
             if len(messages) == first + 1:
                 self._check_room(len(ids), room)
             del messages[first : first + 2]
@@ -204,14 +203,14 @@ class ChatSession:
                 f"max_new_tokens={self.max_tokens - room}; shorten or divide it"
             )
 
-    def _with_own_tokens(self, prompt: str) -> list[int]:
-        """The tokens of a rendered conversation; those that the model itself read and wrote last are kept."""
-        whole = self._encode(prompt, special=False)
+    def _encode_conversation(self, prompt: str) -> list[int]:
+        """The tokens of a rendered conversation, with the tokens of the last prompt and reply as they were."""
+        encoded = self._encode(prompt, special=False)
         if not self._ids or not prompt.startswith(self._text):
-            return whole
+            return encoded
         spliced = [*self._ids, *self._encode(prompt[len(self._text) :], special=False)]
-        # Some tokenizers put something in front of every text; then the pieces are no longer the conversation.
-        return spliced if self._decode(spliced) == self._decode(whole) else whole
+        # Some tokenizers add a prefix to every text; the parts then aren't the conversation any more.
+        return spliced if self._decode(spliced) == self._decode(encoded) else encoded
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
@@ -230,7 +229,7 @@ class _Stopped(StoppingCriteria):
 
 
 def longest_text(model: Any) -> int:
-    """The most tokens of prompt and reply together: the model's positions, and what a patched model's plan holds."""
+    """Most tokens of prompt and reply together: the model's positions, and a patched model's plan."""
     limit = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)
     planned = getattr(getattr(model, "specmemo", None), "max_length", None)
     return limit if planned is None else min(limit, planned)

@@ -1,12 +1,10 @@
-"""What ``patch`` refuses after a look at the model or the drafter, before anything is allocated."""
+"""Checks of ``patch`` before anything is allocated."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from specmemo_kernels import ops
-from specmemo_kernels.arguments import integer
-from specmemo_kernels.drafting.base import Drafter
 from specmemo_kernels.integrations.hf.attention import UnsupportedModel
 from specmemo_kernels.integrations.hf.target import ModelFacts
 
@@ -15,10 +13,10 @@ _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 
 
 def check_modules(model: Any) -> None:
-    """
+    """Refuse dynamic quantisation of ``torch.ao``: it scales the rows of a call together, so tokens depend on drafts.
+
     Raises:
-        UnsupportedModel: modules of ``torch.ao``'s dynamic quantisation. They scale the rows of a call together, so
-            that a token would depend on the drafts beside it.
+        UnsupportedModel: with the module's name.
     """
     for name, module in model.named_modules():
         if type(module).__module__.startswith(_QUANTISED):
@@ -32,7 +30,7 @@ def check_modules(model: Any) -> None:
 def check_numbers(facts: ModelFacts, backend: str, name: str = "the model") -> None:
     """
     Raises:
-        ValueError: the backend's operators don't compute on the model's device or in its dtype.
+        ValueError: the backend doesn't support the model's device or dtype.
     """
     used = {(layer.device, layer.dtype) for layer in facts.layers}
     if facts.plain_lm_head:
@@ -40,13 +38,3 @@ def check_numbers(facts: ModelFacts, backend: str, name: str = "the model") -> N
     for device, dtype in sorted(used, key=str):
         if reason := ops.unsuited(backend, device, dtype):
             raise ValueError(f"{name} computes in {dtype} on {device}, but {reason}")
-
-
-def check_drafter(drafter: Drafter) -> None:
-    """
-    Raises:
-        TypeError, ValueError: its depth or its size isn't a number of at least 0.
-    """
-    name = type(drafter).__name__
-    integer(f"{name}.max_depth", drafter.max_depth, 0)
-    integer(f"{name}.nbytes", drafter.nbytes, 0)

@@ -1,4 +1,4 @@
-"""A transformers model as the drafter of another one."""
+"""The drafter that ``patch(heads=...)`` describes; a transformers model as a drafter."""
 
 from __future__ import annotations
 
@@ -8,12 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from specmemo_kernels.drafting.base import Drafter
 from specmemo_kernels.drafting.draft_model import DraftModelDrafter
+from specmemo_kernels.drafting.load_heads import load_heads
+from specmemo_kernels.drafting.medusa import MedusaDrafter
+from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
+from specmemo_kernels.integrations.distributed.ranks import SingleRank, heads_digest
 from specmemo_kernels.integrations.hf.attach import attach
+from specmemo_kernels.integrations.hf.attention import UnsupportedModel
 from specmemo_kernels.integrations.hf.checks import check_numbers
 from specmemo_kernels.integrations.hf.probe import check_config, probe
 from specmemo_kernels.integrations.hf.target import HFTarget, ModelFacts
+from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, Accuracy
+
+#: ``heads`` for the prompt lookup drafter.
+PROMPT_LOOKUP = "prompt-lookup"
 
 
 @dataclass(frozen=True)
@@ -22,23 +33,18 @@ class DraftModel:
 
     Attributes:
         model: a loaded causal language model, or the folder or hub id of one (loaded in the big model's dtype).
-        tokens: how many it guesses per step.
+        tokens: guesses per step.
     """
 
     model: Any
     tokens: int = 5
 
 
-def is_language_model(heads: Any) -> bool:
-    """Whether ``heads`` is a model that can draft, given as it is."""
-    return hasattr(heads, "generate") and hasattr(heads, "get_output_embeddings")
-
-
 class HFDraftModel(DraftModelDrafter):
-    """A draft model with what planning and unpatching have to know of it.
+    """A transformers model as a drafter.
 
     Attributes:
-        hf_model, facts: the model itself and what its probe showed.
+        hf_model: the model. facts: the result of its probe. detach: removes its hooks.
     """
 
     def __init__(self, hf_model: Any, facts: ModelFacts, tokens: int, backend: str, detach: Callable[[], None]) -> None:
@@ -52,21 +58,64 @@ class HFDraftModel(DraftModelDrafter):
         return super().propose(inputs)
 
 
-def load_draft_model(wanted: DraftModel, model: Any, facts: ModelFacts, backend: str) -> HFDraftModel:
-    """The drafter that ``wanted`` describes, for ``model``.
+def make_drafter(
+    heads: Any, model: Any, facts: ModelFacts, backend: str, head_bits: int | None, ranks: SingleRank
+) -> tuple[Drafter, Accuracy]:
+    """The drafter for ``patch``'s ``heads``, and its accuracies, from which a tree is built.
 
     Raises:
-        UnsupportedModel: it can't be run on packed rows.
-        TypeError, ValueError: another vocabulary, the target itself, a model in training mode or of numbers that the
-            backend doesn't compute with, or ``tokens`` that aren't a number of at least 1.
+        ValueError: ``head_bits`` for anything but Medusa heads with vocabulary matrices of their own.
     """
-    small = wanted.model
+    lookup = isinstance(heads, str) and heads == PROMPT_LOOKUP
+    custom = isinstance(heads, Drafter) and not isinstance(heads, nn.ModuleList)
+    if head_bits is not None and (lookup or custom or isinstance(heads, DraftModel) or _is_language_model(heads)):
+        given = repr(heads) if lookup else f"a {type(heads).__name__}"
+        raise ValueError(f"head_bits is {head_bits}, which is for Medusa heads; heads is {given}")
+    if lookup:
+        return PromptLookupDrafter(), DEFAULT_ACCURACY
+    if _is_language_model(heads):
+        heads = DraftModel(heads)
+    if isinstance(heads, DraftModel):
+        return _load_draft_model(heads, model, facts, backend), DEFAULT_ACCURACY
+    if custom:
+        return heads, DEFAULT_ACCURACY
+    # With several ranks, heads load into host memory: no device need hold all rows of sharded heads.
+    device = facts.device if ranks.size == 1 else torch.device("cpu")
+    sizes = facts.hidden_size, facts.vocab_size
+    loaded = ranks.run_on_all(
+        "loading heads", lambda: load_heads(heads, *sizes, dtype=facts.dtype, device=device, head_bits=head_bits)
+    )
+    if ranks.size > 1:
+        ranks.assert_same(heads_digest(loaded))
+    accuracy = getattr(loaded, "cumulative_topk_accuracy", None) or DEFAULT_ACCURACY
+    shared = ranks.lm_head(model)
+    if shared[0].is_meta and not loaded.own_lm_head:
+        raise UnsupportedModel(
+            f"the heads share the lm_head of {type(model).__name__}, which is offloaded; give it a device in "
+            "device_map, or use heads with vocabulary matrices of their own"
+        )
+    return MedusaDrafter(ranks.shard(loaded, facts.device), shared, backend, ranks.topk), accuracy
+
+
+def _is_language_model(heads: Any) -> bool:
+    return hasattr(heads, "generate") and hasattr(heads, "get_output_embeddings")
+
+
+def _load_draft_model(draft: DraftModel, model: Any, facts: ModelFacts, backend: str) -> HFDraftModel:
+    """The drafter that ``draft`` describes, for ``model``.
+
+    Raises:
+        UnsupportedModel: it can't run on packed rows.
+        TypeError, ValueError: another vocabulary, the target itself, training mode, a dtype that the backend doesn't
+            support, or ``tokens`` below 1.
+    """
+    small = draft.model
     if isinstance(small, str | Path):
         from transformers import AutoModelForCausalLM
 
         loaded: Any = AutoModelForCausalLM.from_pretrained(small, dtype=facts.dtype)
         small = loaded.to(facts.device)
-    if not is_language_model(small):
+    if not _is_language_model(small):
         raise ValueError(f"a draft model needs generate and an lm_head, got {type(small).__name__}")
     if small is model:
         raise ValueError("the draft model must be another model than the patched one")
@@ -82,7 +131,7 @@ def load_draft_model(wanted: DraftModel, model: Any, facts: ModelFacts, backend:
                 f"the draft model has a vocabulary of {small_facts.vocab_size} tokens, the model one of "
                 f"{facts.vocab_size}; both must use the same tokenizer"
             )
-        return HFDraftModel(small, small_facts, wanted.tokens, backend, detach)
+        return HFDraftModel(small, small_facts, draft.tokens, backend, detach)
     except BaseException:
         detach()
         raise

@@ -1,4 +1,4 @@
-"""What runs in place of transformers' own decoding loop: from generate's arguments to sequences and back."""
+"""The speculative replacement of transformers' decoding loop: from generate's arguments to sequences and back."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from specmemo_kernels.engine.decode import GreedyVerifier, SequenceState, Verifier
 from specmemo_kernels.engine.scheduler import submit_all
+from specmemo_kernels.integrations.hf.graph import rope_limit
 from specmemo_kernels.integrations.hf.processors import needs_whole_batch, row_processors
-from specmemo_kernels.integrations.hf.verifier import ProcessedVerifier, put_back, row_generators
+from specmemo_kernels.integrations.hf.verifier import ProcessedVerifier, row_generators, update_default_generator
 
 if TYPE_CHECKING:
     from specmemo_kernels.integrations.hf.handle import SpecMemo
 
 Tensor = torch.Tensor
 
-_UNDERSTOOD = {"attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position", "logits_to_keep"}
+#: Model arguments that a speculative call handles.
+_SUPPORTED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position", "logits_to_keep"}
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of generate, past transformers' own preparation (``_sample``'s arguments)."""
+    """The arguments of ``_sample``: a call of generate after transformers' preparation."""
 
     input_ids: Tensor
     logits_processor: Any
@@ -37,10 +39,9 @@ class _Call:
     streamer: Any
     model_kwargs: dict[str, Any]
 
-    @property
-    def wants(self) -> Callable[[str], bool]:
-        """Whether an ``output_...`` of the returned dict was asked for."""
-        return lambda name: bool(self.config.return_dict_in_generate and getattr(self.config, name))
+    def returns(self, name: str) -> bool:
+        """Whether the returned dict has the output of option ``name`` (``output_...``)."""
+        return bool(self.config.return_dict_in_generate and getattr(self.config, name))
 
     @property
     def attention_mask(self) -> Tensor:
@@ -49,23 +50,23 @@ class _Call:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        found = (c.eos_token_id.flatten().tolist() for c in self.stopping_criteria if type(c) is EosTokenCriteria)
-        return frozenset(token for ids in found for token in ids)
+        criteria = (c for c in self.stopping_criteria if type(c) is EosTokenCriteria)
+        return frozenset(token for c in criteria for token in c.eos_token_id.flatten().tolist())
 
     @property
     def max_length(self) -> int | None:
-        """Length of a row, padding included, at which it ends; ``None`` without a limit."""
+        """Length of a row, padding included, at which generation ends; ``None``: no limit."""
         return min((c.max_length for c in self.stopping_criteria if type(c) is MaxLengthCriteria), default=None)
 
     @property
     def other_criteria(self) -> StoppingCriteriaList:
-        """The criteria that the sequence state doesn't cover by itself."""
+        """The criteria that :class:`SequenceState` doesn't implement."""
         covered = (MaxLengthCriteria, EosTokenCriteria)
         return StoppingCriteriaList([c for c in self.stopping_criteria if type(c) not in covered])
 
 
 class Generator:
-    """Runs generate's greedy and sampling calls speculatively; others get the model's own loop, with one warning."""
+    """Runs greedy and sampling calls speculatively, other calls in the model's own loop (one warning per reason)."""
 
     def __init__(self, handle: SpecMemo) -> None:
         self.handle = handle
@@ -82,37 +83,34 @@ class Generator:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """``GenerationMixin._sample`` with the model's own as ``own_sample``."""
-        call = _Call(
-            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs
-        )
+        """``GenerationMixin._sample``; ``own_sample`` is the model's own method."""
+        arguments = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
+        call = _Call(*arguments, model_kwargs)
         if reason := self._unsupported(call):
             if reason not in self._warned:
                 self._warned.add(reason)
                 warnings.warn(f"specmemo: {reason}; the model's own generate runs instead", UserWarning, stacklevel=4)
-            return own_sample(
-                input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
-            )
-        self.handle.lock()
-        try:
-            with self.handle.ranks.guarded():
-                return self._generate(call)
-        finally:
-            self.handle.unlock()
+            return own_sample(*arguments, **model_kwargs)
+        with self.handle.locked(), self.handle.ranks.guarded():
+            return self._generate(call)
 
     def _unsupported(self, call: _Call) -> str:
-        """Why this call can't be run speculatively, or an empty string."""
+        """Why this call can't speculate, or an empty string."""
         reason = _unsupported_arguments(call) or self._unsupported_prompts(call)
         return reason or self.unsupported_model(call.max_length)
 
     def unsupported_model(self, max_length: int | None) -> str:
-        """Why the model can't speculate as it is now, up to ``max_length`` tokens, or an empty string."""
-        if self.handle.model.training:
+        """Why the model can't speculate up to ``max_length`` tokens in its present state, or an empty string."""
+        model, cached_tokens = self.handle.model, self.handle.facts.cached_tokens
+        if model.training:
             return "the model is in training mode; call model.eval() first"
-        if max_length is not None and self.handle.rope_changes(max_length):
-            return "the rotary embedding changes with the length on the way"
-        if max_length is not None and self.handle.cache_drops(max_length):
-            return f"the model's own cache keeps only {self.handle.facts.cached_tokens} tokens"
+        if max_length is not None:
+            # A step's candidates are ahead of the newest token, and would switch the embedding early.
+            limit = rope_limit(model.config)
+            if limit is not None and max_length + self.handle.plan.tree.max_depth > limit:
+                return "the rotary embedding changes with the length on the way"
+            if cached_tokens is not None and max_length > cached_tokens:
+                return f"the model's own cache keeps only {cached_tokens} tokens"
         return self.handle.changed()
 
     def _unsupported_prompts(self, call: _Call) -> str:
@@ -129,7 +127,7 @@ class Generator:
         if any(self.handle.facts.windows) and bool((mask[:, 1:] < mask[:, :-1]).any()):
             return "the attention_mask hides tokens inside a prompt, and the model's sliding window counts them"
         if not _usual_positions(call):
-            return "own position_ids are not supported"
+            return "position_ids that don't follow from the attention_mask are not supported"
         return ""
 
     def _generate(self, call: _Call) -> Any:
@@ -138,8 +136,8 @@ class Generator:
             self.handle.ranks.agree_on_random_state(device)
         generators = row_generators(device, len(call.input_ids)) if call.config.do_sample else None
         verifier = self._verifier(call, generators)
-        kept = verifier.scores if isinstance(verifier, ProcessedVerifier) and call.wants("output_scores") else None
-        sequences = self._sequences(call, kept)
+        scores = verifier.scores if isinstance(verifier, ProcessedVerifier) and call.returns("output_scores") else None
+        sequences = self._sequences(call, scores)
         scheduler = self.handle.scheduler(sequences, verifier)
         columns = _Columns(call, sequences)
         try:
@@ -151,7 +149,7 @@ class Generator:
         finally:
             scheduler.close()
             if generators is not None:
-                put_back(device, generators)
+                update_default_generator(generators[0])
         columns.end()
         self.handle.ranks.finish(sequences)
         return self._result(call, columns.padded(), verifier)
@@ -171,7 +169,7 @@ class Generator:
         ]
 
     def _verifier(self, call: _Call, generators: Sequence[torch.Generator] | None) -> Verifier:
-        scores, logits = call.wants("output_scores"), call.wants("output_logits")
+        scores, logits = call.returns("output_scores"), call.returns("output_logits")
         if not call.logits_processor and not scores and not logits and not generators:
             return GreedyVerifier(self.handle.target, self.handle.backend)
         rows = range(call.input_ids.shape[0])
@@ -182,41 +180,36 @@ class Generator:
         if not call.config.return_dict_in_generate:
             return ids
         new = ids.shape[1] - call.input_ids.shape[1]
-        kept = verifier if isinstance(verifier, ProcessedVerifier) else None
-        # Its fields are annotated as LongTensor and one-element tuples; transformers itself puts these there.
-        result: Any = GenerateDecoderOnlyOutput
-        return result(
-            sequences=ids,
-            scores=tuple(kept.scores[:new]) if kept and call.wants("output_scores") else None,
-            logits=tuple(kept.logits[:new]) if kept and call.wants("output_logits") else None,
-        )
+        outputs: dict[str, Any] = {"sequences": ids}
+        if isinstance(verifier, ProcessedVerifier):
+            for name in ("scores", "logits"):
+                outputs[name] = tuple(getattr(verifier, name)[:new]) if call.returns(f"output_{name}") else None
+        return GenerateDecoderOnlyOutput(**outputs)
 
 
 def _unsupported_arguments(call: _Call) -> str:
     config, kwargs, batch = call.config, call.model_kwargs, call.input_ids.shape[0]
     cache = kwargs.get("past_key_values")
-    extra = sorted(k for k, v in kwargs.items() if k not in _UNDERSTOOD and not _is_empty(v))
+    extra = sorted(k for k, v in kwargs.items() if k not in _SUPPORTED and not _is_empty(v))
+    keeps_scores = call.returns("output_scores") or call.returns("output_logits")
     whole = needs_whole_batch((*call.logits_processor, *call.other_criteria)) if batch > 1 else []
     checks = (
         (call.synced_gpus, "synced_gpus (FSDP, ZeRO-3) is not supported"),
         (bool(getattr(config, "is_assistant", False)), "the target model reads its assistant's scores and cache"),
         (cache is not None and cache.get_seq_length() > 0, "past_key_values can't be continued; pass all tokens"),
-        # An empty cache that the caller passes is filled, as the caller may go on with it.
+        # The model fills an empty cache that was passed; the caller may continue with it.
         (getattr(cache, "_is_user_defined", False), "past_key_values was passed; leave it out to speculate"),
-        (
-            config.cache_implementation is not None,
-            f"cache_implementation={config.cache_implementation!r} was asked for",
-        ),
-        (not kwargs.get("use_cache", True), "use_cache=False was asked for"),
-        (call.wants("output_attentions"), "output_attentions needs the attention weights"),
-        (call.wants("output_hidden_states"), "output_hidden_states needs every layer's states"),
-        (batch > 1 and (call.wants("output_scores") or call.wants("output_logits")), "scores of a batch are not kept"),
+        (config.cache_implementation is not None, f"cache_implementation={config.cache_implementation!r} was given"),
+        (not kwargs.get("use_cache", True), "use_cache=False was given"),
+        (call.returns("output_attentions"), "output_attentions needs the attention weights"),
+        (call.returns("output_hidden_states"), "output_hidden_states needs every layer's states"),
+        (batch > 1 and keeps_scores, "scores of a batch are not kept"),
         (bool(extra), f"the arguments {extra} are not supported"),
         (call.max_length is None, "there is no max_length"),
         (bool(whole), f"{' and '.join(whole)} may hold state or compare rows, which needs all rows of a batch at once"),
         (
             batch > 1 and bool(call.other_criteria) and not call.eos_token_ids,
-            "batches with own criteria need an eos_token_id",
+            "batches with other stopping criteria need an eos_token_id",
         ),
         (
             any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in call.logits_processor),
@@ -227,12 +220,12 @@ def _unsupported_arguments(call: _Call) -> str:
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether an argument holds nothing: transformers passes an empty dict where a prompt has no images."""
+    """Whether an argument is empty: transformers passes an empty dict for a prompt without images."""
     return value is None or (isinstance(value, dict | list | tuple) and not value)
 
 
 def _usual_positions(call: _Call) -> bool:
-    """Whether the position ids are the ones that follow from the attention mask."""
+    """Whether the position ids follow from the attention mask."""
     positions = call.model_kwargs.get("position_ids")
     if positions is None:
         return True
@@ -242,24 +235,24 @@ def _usual_positions(call: _Call) -> bool:
 
 
 def _stop(call: _Call, row: int, scores: list[Tensor] | None) -> Callable[[list[int]], bool]:
-    """The call's own criteria for one row, with ids and scores as transformers passes them.
+    """The call's criteria for one row, with ids and scores as transformers passes them.
 
     Args:
-        scores: grows by a row ``[1, V]`` for each token, before the criteria see the token; ``None``: not kept.
+        scores: one ``[1, V]`` per new token, the newest token's included; ``None``: not passed to the criteria.
     """
     padded, criteria = call.input_ids[row], call.other_criteria
-    real = int(call.attention_mask[row].sum())
+    prompt_length = int(call.attention_mask[row].sum())
 
     def stop(tokens: list[int]) -> bool:
-        new = torch.tensor(tokens[real:], dtype=padded.dtype, device=padded.device)
-        kept = None if scores is None else tuple(scores[: len(new)])
-        return bool(criteria(torch.cat([padded, new])[None], kept)[0])
+        new = torch.tensor(tokens[prompt_length:], dtype=padded.dtype, device=padded.device)
+        new_scores = None if scores is None else tuple(scores[: len(new)])
+        return bool(criteria(torch.cat([padded, new])[None], new_scores)[0])
 
     return stop
 
 
 class _Columns:
-    """The output ``[B, L + new]`` as it grows; streamers get it column by column, as transformers sends it."""
+    """The growing output ``[B, L + new]``. Streamers get it column by column, as from transformers."""
 
     def __init__(self, call: _Call, sequences: Sequence[SequenceState]) -> None:
         self.call, self.sequences, self.sent = call, sequences, 0
@@ -267,7 +260,7 @@ class _Columns:
         self.pad = 0 if pad is None else int(pad)
 
     def put(self) -> None:
-        """Send the columns that every row has reached (a finished row is padded)."""
+        """Stream the columns that every unfinished row has reached; finished rows are padded."""
         if self.call.streamer is None:
             return
         rows = [s.new_tokens for s in self.sequences]
@@ -282,7 +275,7 @@ class _Columns:
             self.call.streamer.end()
 
     def padded(self) -> Tensor:
-        """Prompt and output of all rows, short ones padded behind."""
+        """Prompts and new tokens of all rows, padded on the right."""
         rows = [torch.tensor(s.new_tokens, dtype=torch.int64) for s in self.sequences]
         new = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.pad)
         return torch.cat([self.call.input_ids, new.to(self.call.input_ids.device)], dim=1)

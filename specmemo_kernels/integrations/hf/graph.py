@@ -1,4 +1,4 @@
-"""Whether a patched model's steps run one ahead of the host, from graphs on a GPU; the steps kept from call to call."""
+"""Whether a patched model's steps overlap with the host, on a GPU from CUDA graphs; the steps reused between calls."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from specmemo_kernels.integrations.hf.target import ModelFacts
 
 @dataclass
 class GraphUse:
-    """What became of ``patch(graph=...)``.
+    """The outcome of ``patch(graph=...)``.
 
     Attributes:
-        wanted: steps run ahead wherever they can. reason: why they don't, else empty.
-        must: it was asked for: a step that can't be captured is an error.
+        wanted: steps overlap with the host where possible. reason: why they don't, else empty.
+        must: ``graph=True`` was given: a step that can't be captured is an error.
     """
 
     wanted: bool = False
@@ -31,7 +31,7 @@ class GraphUse:
     def overlapped_steps(
         self, target: TargetModel, drafter: Drafter, pool: PagedKVPool, backend: str
     ) -> OverlappedSteps | None:
-        """What makes the steps of one decoder; graphs of earlier ones serve again while they are for the same."""
+        """The steps of a decoder. Graphs of an earlier decoder are reused for the same target, drafter and pool."""
         if not self.wanted or not isinstance(drafter, StaticDrafter):
             return None
         steps = self._steps
@@ -43,20 +43,20 @@ class GraphUse:
         return OverlappedSteps(steps, self.must)
 
     def clear(self) -> None:
-        """Let go of everything that is kept."""
+        """Free the graphs and the steps' tensors."""
         self._steps = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes kept: the steps' own tensors and the graphs' pool (what the driver keeps for launches isn't known)."""
+        """Bytes of the steps' tensors and the graphs' pool; the driver's memory for launches is unknown."""
         return 0 if self._steps is None else self._steps.nbytes
 
 
 def graph_use(graph: bool | None, model: Any, facts: ModelFacts, drafter: Drafter, backend: str) -> GraphUse:
-    """What ``patch(graph=graph)`` comes to.
+    """Resolve ``patch(graph=graph)``.
 
     Raises:
-        ValueError: it must be, and can't.
+        ValueError: ``graph`` is true, and no step can overlap with the host.
     """
     if graph is False:
         return GraphUse(reason="graph=False was given")
@@ -69,27 +69,28 @@ def graph_use(graph: bool | None, model: Any, facts: ModelFacts, drafter: Drafte
 
 
 def _impossible(model: Any, facts: ModelFacts, drafter: Drafter, backend: str) -> str:
-    """Why no step of this model can run without asking the host, or an empty string."""
+    """Why every step of this model needs the host, or an empty string."""
     devices = {layer.device for layer in facts.layers} | {facts.device}
     if not isinstance(drafter, StaticDrafter):
-        return f"{type(drafter).__name__} looks at the tokens on the host"
+        return f"{type(drafter).__name__} reads the tokens on the host"
     if len(devices) > 1:
-        return f"the model lies on {len(devices)} devices"
+        return f"the model is on {len(devices)} devices"
     if facts.device.type == "cuda" and backend == "reference":
-        return "backend 'reference' looks at lengths on the host"
+        return "backend 'reference' reads lengths on the host"
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         return "the model is one of several processes' parts"
-    if moving_rope(model.config):
-        return "its rotary embedding looks at the positions on the host (dynamic, longrope)"
+    if rope_limit(model.config) is not None:
+        return "its rotary embedding reads the positions on the host (dynamic, longrope)"
     return ""
 
 
-def rope_kinds(config: Any) -> list[dict[str, Any]]:
-    """The settings of a model's rotary embeddings."""
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    return [rope, *(v for v in rope.values() if isinstance(v, dict))]
-
-
-def moving_rope(config: Any) -> bool:
-    """Whether positions are encoded otherwise beyond some length."""
-    return any(kind.get("rope_type") in ("dynamic", "longrope") for kind in rope_kinds(config))
+def rope_limit(config: Any) -> int | None:
+    """The length beyond which positions are encoded differently (dynamic, longrope); ``None``: there is none."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    if not any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds):
+        return None
+    limits: list[int | None] = [getattr(text, "original_max_position_embeddings", None), text.max_position_embeddings]
+    limits += [kind.get("original_max_position_embeddings") for kind in kinds]
+    return min(limit for limit in limits if limit)

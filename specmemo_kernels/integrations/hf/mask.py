@@ -1,4 +1,4 @@
-"""The attention mask of our forward passes, and whether it means the same as the model's own."""
+"""The attention mask of our forward passes, and the check that it is equivalent to the model's mask."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _NEAR, _FAR = 16, 2**20
 
 
 class UnsupportedModel(ValueError):
-    """The model's attention can't be expressed by the operator; the message names the model and the reason."""
+    """The attention operator can't express the model's attention; the message has the model and the reason."""
 
 
 class PassMask(Tensor):
-    """Stands for the model's attention mask ``[1, 1, 1, 1]``; the attention function takes no other.
+    """Placeholder ``[1, 1, 1, 1]`` for the model's attention mask, the only mask that the attention function accepts.
 
-    Moved or sliced it is still one. Anything computed from it is a plain tensor, which the attention function refuses.
+    Moved or sliced, it stays a placeholder. Results of other functions are plain tensors, which are refused.
 
     Attributes:
-        rule: the mask that the model made, where it was observed; ``None`` where the batch alone decides.
+        rule: the model's mask in the observing pass; ``None`` in steps, where the batch determines the mask.
     """
 
     rule: MaskRule | None = None
@@ -37,9 +37,9 @@ class PassMask(Tensor):
             result = func(*args, **(kwargs or {}))
         if func not in _KEEPS_MASK or not isinstance(result, Tensor):
             return result
-        kept = result.as_subclass(cls)
-        kept.rule = args[0].rule
-        return kept
+        mask = result.as_subclass(cls)
+        mask.rule = args[0].rule
+        return mask
 
 
 _KEEPS_MASK = frozenset(
@@ -49,22 +49,22 @@ _KEEPS_MASK = frozenset(
 
 
 def pass_mask(device: torch.device, rule: MaskRule | None = None) -> Tensor:
-    """A mask for one forward pass. transformers hands 4-D masks through as they are."""
+    """A mask for one forward pass. transformers doesn't change 4-D masks."""
     mask = torch.zeros(1, 1, 1, 1, device=device).as_subclass(PassMask)
     mask.rule = rule
     return mask
 
 
 def observed_mask(*_: Any, mask_function: MaskRule, device: Any = None, **__: Any) -> Tensor:
-    """The function registered with transformers to make masks for our attention function."""
+    """The mask function of our attention, registered with transformers."""
     return pass_mask(torch.device("cpu" if device is None else device), mask_function)
 
 
 def window_of(module: nn.Module, rule: MaskRule, device: torch.device) -> int | None:
-    """The number of positions that a mask lets a token see, itself included; ``None`` if all before it.
+    """The sliding window of a mask, the token itself included; ``None`` if the mask is causal without a window.
 
     Raises:
-        UnsupportedModel: the mask isn't "causal, and within a window", or it depends on more than positions.
+        UnsupportedModel: the mask isn't causal within a window, or it depends on more than positions.
     """
     try:
         window = _last_seen(rule, device)
@@ -83,9 +83,9 @@ def window_of(module: nn.Module, rule: MaskRule, device: torch.device) -> int | 
     return window
 
 
-def unsupported(module: nn.Module, what: str) -> UnsupportedModel:
+def unsupported(module: nn.Module, reason: str) -> UnsupportedModel:
     """The error about one layer's attention."""
-    return UnsupportedModel(f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')} {what}")
+    return UnsupportedModel(f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')} {reason}")
 
 
 def _sees(rule: MaskRule, q: Tensor, k: Tensor) -> Tensor:
@@ -94,9 +94,9 @@ def _sees(rule: MaskRule, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _last_seen(rule: MaskRule, device: torch.device) -> int | None:
-    """The window of a mask that is causal within one, by bisection."""
+    """The window of a mask that is causal within a window, by bisection."""
     near, far = 0, _FAR - 1
-    query = torch.tensor([_FAR - 1], device=device)  # the end of a chunk, of masks that aren't as expected
+    query = torch.tensor([_FAR - 1], device=device)  # in chunked masks, the end of a chunk
     if bool(_sees(rule, query, query - far)):
         return None
     while far - near > 1:
@@ -106,7 +106,7 @@ def _last_seen(rule: MaskRule, device: torch.device) -> int | None:
 
 
 def _pairs(window: int | None) -> tuple[Tensor, Tensor]:
-    """Positions of queries and keys, ``[M]`` int64 each, that tell causal masks, windows and chunks apart."""
+    """Positions of queries and keys, ``[M]`` int64 each, that distinguish causal masks, windows and chunks."""
     near = torch.cartesian_prod(torch.arange(_NEAR), torch.arange(_NEAR))
     marks = [2**i for i in range(_FAR.bit_length() - 1)] + ([] if window is None else [window])
     distances = torch.tensor(sorted({m + d for m in marks for d in (-1, 0, 1)}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,19 +21,14 @@ from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.integrations.distributed.ranks import digest
 from specmemo_kernels.integrations.distributed.tensor_parallel import ranks_of
 from specmemo_kernels.integrations.hf.attach import attach
-from specmemo_kernels.integrations.hf.checks import check_drafter, check_modules, check_numbers
-from specmemo_kernels.integrations.hf.draft import DraftModel, HFDraftModel
+from specmemo_kernels.integrations.hf.checks import check_modules, check_numbers
+from specmemo_kernels.integrations.hf.draft import DraftModel, HFDraftModel, make_drafter
 from specmemo_kernels.integrations.hf.equivalence import evaluation
 from specmemo_kernels.integrations.hf.graph import graph_use
 from specmemo_kernels.integrations.hf.handle import SpecMemo, Unpatched
-from specmemo_kernels.integrations.hf.plan import (
-    kernel_blocks,
-    make_chooser,
-    make_drafter,
-    make_plan,
-)
+from specmemo_kernels.integrations.hf.plan import Setup, kernel_blocks, make_chooser, make_plan
 from specmemo_kernels.integrations.hf.probe import check_config, probe
-from specmemo_kernels.integrations.hf.sharing import register, unregister, without_others
+from specmemo_kernels.integrations.hf.sharing import register, without_others
 from specmemo_kernels.integrations.hf.target import lm_head_hook
 from specmemo_kernels.ops.weight_codes import check_bits
 from specmemo_kernels.planning.host_allocator import release_host_memory, return_large_blocks
@@ -41,7 +37,7 @@ from specmemo_kernels.tree.draft_tree import DraftTree, tree_argument
 
 
 class PatchedGeneration:
-    """Mixed into a patched model's class: generate's greedy mode runs the speculative loop."""
+    """Mixin of a patched model's class: ``generate`` runs the speculative loop."""
 
     specmemo: SpecMemo
 
@@ -50,16 +46,14 @@ class PatchedGeneration:
             raise ValueError(f"input_ids has shape {list(input_ids.shape)}; give at least one row of one token")
         # Another thread may unpatch the model between any two lines, which changes its class back.
         cls, handle = type(self), vars(self).get("specmemo")
-        own = partial(_plain_class(cls)._sample, self)  # type: ignore[attr-defined]
-        if handle is None:
-            return own(input_ids, *args, **kwargs)
-        try:
-            return handle.generator.sample(own, input_ids, *args, **kwargs)
-        except Unpatched:
-            return own(input_ids, *args, **kwargs)
+        own_sample = partial(_plain_class(cls)._sample, self)  # type: ignore[attr-defined]
+        if handle is not None:
+            with suppress(Unpatched):
+                return handle.generator.sample(own_sample, input_ids, *args, **kwargs)
+        return own_sample(input_ids, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles are plain, unpatched models (loading one doesn't need this package)."""
+        """Copy and pickle as a plain, unpatched model; loading it doesn't need this package."""
         state = {k: v for k, v in vars(self).items() if k != "specmemo"}
         head = self.get_output_embeddings()  # type: ignore[attr-defined]
         state["_modules"] = {k: _without_hook(v) if v is head else v for k, v in state["_modules"].items()}
@@ -67,15 +61,14 @@ class PatchedGeneration:
 
 
 def _without_hook(head: nn.Module) -> nn.Module:
-    """The same lm_head, its parameters shared, less our hook."""
-    twin = copy.copy(head)
-    hooks = head._forward_pre_hooks
-    twin._forward_pre_hooks = type(hooks)((k, hook) for k, hook in hooks.items() if hook is not lm_head_hook)
-    return twin
+    """A copy of the lm_head with the same parameters, without our hook."""
+    plain, hooks = copy.copy(head), head._forward_pre_hooks
+    plain._forward_pre_hooks = type(hooks)((k, hook) for k, hook in hooks.items() if hook is not lm_head_hook)
+    return plain
 
 
 def _plain_class(cls: type) -> type:
-    """The class that was patched; one that isn't patched itself."""
+    """The class before patching."""
     order = cls.__mro__
     return order[order.index(PatchedGeneration) + 1] if PatchedGeneration in order else cls
 
@@ -100,44 +93,42 @@ def patch(
     """Make ``model.generate`` speculate: the same tokens, in fewer steps, inside a memory budget.
 
     Args:
-        model: a decoder of transformers with an lm_head, loaded.
+        model: a loaded transformers decoder with an lm_head.
         heads: Medusa heads (a folder, a hub id, a module, a dict of tensors); ``"prompt-lookup"``, which needs no
-            weights; a smaller causal language model with the same vocabulary, or :class:`DraftModel` to say more about
-            one; or any :class:`Drafter`.
+            weights; a smaller causal language model with the same vocabulary, or a :class:`DraftModel`; or any
+            :class:`Drafter`.
         memory_budget: bytes (or ``"2GiB"``) of generation memory: everything but the model's own weights.
-            ``None``: no limit, each call takes what its lengths need.
-        tree: a :class:`DraftTree`, a list of rank paths (as Medusa publishes them), or a number of nodes;
-            ``None`` takes the best nodes for the heads' accuracies and the device, which is known by name or
-            measured once per process, in about a second (``specmemo probe`` keeps that); heads that this tree
-            doesn't use are dropped. Prompt lookup and draft models get a chain unless a tree is given. Of a tree that
-            isn't given each step verifies the part that pays, by what was accepted lately and by measured times.
+            ``None``: no limit, each call allocates for its lengths.
+        tree: a :class:`DraftTree`, a list of rank paths (as Medusa publishes them), or a number of nodes. ``None``: the
+            best tree for the heads' accuracies and the device. The device is known by name, or measured once per
+            process in about a second (``specmemo probe`` saves the result). Heads that this tree doesn't use are
+            dropped. Each step verifies the part of the tree that pays, by recent acceptance and measured times. Prompt
+            lookup and draft models get a chain, unless a tree is given.
         backend: ``"reference"``, ``"cpu"``, ``"triton"`` or ``None`` (by device).
         page_size: tokens per page of the KV cache.
         prefill_chunk: most prompt tokens per forward pass; the plan may lower it to keep the budget.
-        max_batch_size: most sequences decoded at once; the plan may lower it. Further rows wait for their turn.
+        max_batch_size: most sequences decoded at once; the plan may lower it. Further rows are queued.
         kv_dtype: ``"int8"`` or ``"fp8"`` stores keys and values in pages as 8-bit codes with a scale per token and
-            head: about twice the tokens in the same memory, at a small error, so that the tokens may differ from the
-            model's own. ``None`` (default): in the model's dtype. Never chosen for you.
-        head_bits: 4 keeps the heads' own vocabulary matrices as 4-bit codes with a float16 scale per 64, about a
-            quarter of 16-bit ones; packed while loading, a few rows at a time. Heads only guess, so no token changes;
-            the guesses get slightly worse. ``None`` (default): as stored.
-        keep_free: bytes (or ``"512MiB"``) of the device's memory to leave to others. Every few steps it is looked at;
-            below the mark generation gives up, one after the other, nodes of the tree, pages that nobody needs yet, the
-            heads, and sequences, which wait in host memory; it takes them back when there is a quarter more again.
-            ``None``: only when an allocation fails, which either way costs a step's time and no token.
-        reuse_prefix: keep the pages of finished sequences until they are needed otherwise, so that a prompt that
-            begins like an earlier text (the next turn of a conversation) is computed from there on alone. They are
-            dropped when the model's weights, modules, adapters or hooks are seen to have changed; after changes that
-            can't be seen (:mod:`specmemo_kernels.integrations.hf.signature`) call
-            ``model.specmemo.release()``.
-        graph: run whole steps, from the heads' guesses to the commit, without asking the host, each launched before
-            the tokens of the one before are read; on a GPU from a CUDA graph. ``None``: on a GPU, where the model and
-            the drafter allow it (``model.specmemo.graphs.reason`` says why not); ``True``: or else an error, on a CPU
-            too, where nothing is gained by it; ``False``: never. Steps that can't be part of it (prompts on their way,
-            sampling, logits processors, too few pages, ...) are made one by one and counted in
-            ``stats.eager_reasons``.
-        rank_timeout: of a tensor parallel model (``from_pretrained(..., tp_plan="auto")`` under ``torchrun``; every
-            rank makes the same calls): seconds after which a rank that hears nothing of another one raises.
+            head: about twice the tokens in the same memory. The error is small, but tokens may differ from the model's
+            own. ``None`` (default): the model's dtype.
+        head_bits: 4 stores the heads' own vocabulary matrices as 4-bit codes with a float16 scale per 64, about a
+            quarter of 16-bit matrices; they are packed while loading, a few rows at a time. Heads only guess: the
+            guesses get slightly worse, no token changes. ``None`` (default): as stored.
+        keep_free: bytes (or ``"512MiB"``) of the device's memory to leave free, checked every few steps. Below this
+            limit generation degrades: fewer nodes of the tree, then no spare pages, no heads, and fewer sequences
+            (swapped out to host memory). It recovers when a quarter more is free. ``None``: degrade only when an
+            allocation fails. Either way a step is retried, and no token is lost.
+        reuse_prefix: keep the pages of finished sequences until they are needed. A prompt that begins like an earlier
+            text (the next turn of a conversation) is then computed from there on. Pages are dropped when a change of
+            the model's weights, modules, adapters or hooks is detected; after a change that isn't
+            (:mod:`specmemo_kernels.integrations.hf.changes`) call ``model.specmemo.release()``.
+        graph: run whole steps, from the heads' guesses to the commit, without the host. Each step is launched before
+            the tokens of the previous step are read; on a GPU from a CUDA graph. ``None``: on a GPU, where the model
+            and the drafter allow it (else ``model.specmemo.graphs.reason`` says why). ``True``: required, also on a
+            CPU, where it isn't faster. ``False``: never. Other steps (prefill, sampling, logits processors, too few
+            pages, ...) run eagerly and are counted in ``stats.eager_reasons``.
+        rank_timeout: for a tensor parallel model (``from_pretrained(..., tp_plan="auto")`` under ``torchrun``; every
+            rank makes the same calls): seconds of another rank's silence after which a rank raises.
 
     Returns:
         The handle, also ``model.specmemo``; ``with patch(...):`` unpatches at the end.
@@ -173,26 +164,34 @@ def patch(
             if ranks.size > 1:
                 if free is not None:
                     raise ValueError(f"keep_free is {keep_free}; one of {ranks.size} ranks can't give up memory alone")
-                own = {"tree": tree, "backend": name, "reuse_prefix": reuse_prefix, "graph": graph}
-                ranks.assert_same(digest(model) | limits | own | {"head_bits": head_bits})
-            undo.append(ranks.whole_heads(model))
+                others = {"tree": tree, "backend": name, "reuse_prefix": reuse_prefix, "graph": graph}
+                ranks.assert_same(digest(model) | limits | others | {"head_bits": head_bits})
+            undo.append(ranks.replicate_kv_heads(model))
             facts = probe(model)
             check_numbers(facts, name)
             if budget is not None and facts.device.type == "cpu":
                 return_large_blocks()
             drafter, accuracy = make_drafter(without_others(heads), model, facts, name, head_bits, ranks)
-            check_drafter(drafter)
+            for field in ("max_depth", "nbytes"):
+                integer(f"{type(drafter).__name__}.{field}", getattr(drafter, field), 0)
             if isinstance(drafter, HFDraftModel):
                 undo.append(drafter.detach)
                 drafter.keeps_pages = reuse_prefix
             graphs = graph_use(graph, model, facts, drafter, name)
-            drafter, plan, graphs = make_plan(model, facts, drafter, accuracy, name, tree, graphs, limits, ranks)
+            setup = Setup(model, facts, drafter, accuracy, name, ranks)
+            setup, plan, graphs = make_plan(setup, tree, graphs, limits)
+            drafter = setup.drafter
             bits = drafter.heads.head_bits if isinstance(drafter, MedusaDrafter) else None
             plan = replace(plan, kernels=kernel_blocks(facts, name, page_size, kv_dtype), head_bits=bits)
+            chooser = make_chooser(setup, plan, graphs) if tree is None else None
             target = ranks.target(model, facts, name)
-            handle = SpecMemo(model, facts, drafter, plan, target, ranks, name, graphs, free, reuse_prefix)
-            if tree is None:
-                handle.chooser = make_chooser(model, facts, drafter, accuracy, plan, graphs, ranks)
+            undo_steps: list[Callable[[], None]] = [*undo, partial(_make_plain, model)]
+            if isinstance(drafter, OffloadingDrafter):
+                undo_steps.append(drafter.restore)
+            undo_steps.append(ranks.close)
+            handle = SpecMemo(
+                setup, plan, target, graphs, chooser, undo_steps, keep_free=free, reuse_prefix=reuse_prefix
+            )
     except BaseException:
         for step in (*undo, ranks.close):
             step()
@@ -202,12 +201,8 @@ def patch(
     model.__class__ = type(cls.__name__, (PatchedGeneration, cls), names)
     model.specmemo = handle
     register(handle)
-    handle.undo_steps = [*undo, partial(_make_plain, model), partial(unregister, handle)]
     if facts.device.type == "cpu":
         release_host_memory()
-    if isinstance(drafter, OffloadingDrafter):
-        handle.undo_steps.append(drafter.restore)
-    handle.undo_steps.append(ranks.close)
     return handle
 
 
@@ -217,9 +212,9 @@ def _make_plain(model: Any) -> None:
 
 
 def unpatch(model: Any) -> None:
-    """Undo :func:`patch`; a model that isn't patched stays as it is.
+    """Undo :func:`patch`; does nothing if the model isn't patched.
 
-    Waits for the generation of another thread. Calls of ``generate`` that wait meanwhile run the model's own method.
+    Waits for another thread's generation. Queued calls of ``generate`` then run the model's own method.
 
     Raises:
         RuntimeError: a generation of this thread isn't over.

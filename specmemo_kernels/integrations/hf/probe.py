@@ -1,8 +1,9 @@
-"""What small forward passes tell about a transformers model: its layers, its lm_head, memory and time of a pass."""
+"""Facts about a transformers model from small forward passes: layers, lm_head, memory and time of a pass."""
 
 from __future__ import annotations
 
 import inspect
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.integrations.hf.attention import UnsupportedModel
 from specmemo_kernels.integrations.hf.changes import foreign_code
 from specmemo_kernels.integrations.hf.equivalence import check_equivalence, unsupported_errors
-from specmemo_kernels.integrations.hf.target import LmHeadTap, ModelFacts, current_tap, run_packed, tapped
+from specmemo_kernels.integrations.hf.target import ModelFacts, current_tap, run_packed, tapped
 from specmemo_kernels.planning.footprint import PassBytes
 from specmemo_kernels.planning.host_allocator import allocated_bytes, free_library_buffers
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
@@ -22,23 +23,23 @@ from specmemo_kernels.tree.choice import PassSeconds
 
 Tensor = torch.Tensor
 
-#: Layer kinds whose mask is "causal, maybe with a window"; anything else (chunked, linear, ...) has other rules.
+#: Layer kinds with a causal mask, with or without a window. Others (chunked, linear, ...) aren't supported.
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-#: Rows of the passes whose memory is measured: few, so that patching is quick; not one, which models may treat apart.
+#: Rows of the passes whose memory is measured: few, for speed; not a single row, which models may treat differently.
 _MEASURED_ROWS = (8, 16)
-#: Library buffers below this size aren't counted: Python's own objects vary by as much from call to call.
+#: Smallest library buffers that count: Python's own objects vary by as much from call to call.
 _LEAST_COUNTED = 2 << 20
-#: Rows of the passes whose time is measured: a single one is another product (a vector) than several.
+#: Rows of the passes whose time is measured. A single row is a matrix-vector product.
 _TIMED_ROWS = (1, 2, 8, 32, 128)
-#: A pass is timed once more while it has taken less than this together, three times at most.
+#: A pass is repeated, at most three times, until it has taken this long in total.
 _TIMED_SECONDS = 0.3
 
 
 def check_config(config: Any) -> None:
-    """Refuse by name what the operator can't express, before anything runs.
+    """Refuse settings that the attention operator can't express, before anything runs.
 
     Raises:
-        UnsupportedModel: naming the model and the setting.
+        UnsupportedModel: with the model's type and the setting.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     name = text.model_type
@@ -54,58 +55,86 @@ def check_config(config: Any) -> None:
 
 @torch.no_grad()
 def probe(model: Any) -> ModelFacts:
-    """One forward pass of one token, with which the model shows its layers and its lm_head, and three that compare.
+    """Run a forward pass of one token to record the layers and the lm_head, and three passes that compare results.
 
-    The model must be attached (:mod:`specmemo_kernels.integrations.hf.attach`). The lm_head's output is replaced by a
-    rising ramp: when the model's logits rise as well, whatever it does after the lm_head (scaling, soft caps) keeps
-    the order of tokens.
+    The model must be attached (:mod:`specmemo_kernels.integrations.hf.attach`). A ramp replaces the lm_head's output:
+    if the model's logits rise as well, its later operations (scaling, soft caps) keep the order of tokens.
 
     Raises:
-        UnsupportedModel: an attention layer didn't come through, or came through twice, or packed passes compute
-            something else than the model (:func:`check_equivalence`).
+        UnsupportedModel: an attention layer wasn't called, or was called twice, or packed passes compute other hidden
+            states than the model (:func:`check_equivalence`).
     """
-    device, head = _lm_head_module(model)
-    seen, token = _Layers(), torch.zeros(1, dtype=torch.int64, device=device)
-    with unsupported_errors(model), tapped(cut=False) as tap, _Ramp(head, tap) as ramp:
-        logits = run_packed(model, token, token, seen, None)[0, 0]
+    name = type(model).__name__
+    if missing := {"position_ids", "logits_to_keep"} - set(inspect.signature(model.forward).parameters):
+        raise UnsupportedModel(f"{name}.forward doesn't take {sorted(missing)}, which packed nodes need")
+    device, head = model.get_input_embeddings().weight.device, lm_head_of(model)
+    if device.type == "meta":
+        raise UnsupportedModel(f"{name} has its weights on the meta device; load them first")
+    layers, ramp, logits, hidden = _one_token_pass(model, head, device)
     expected = range(model.config.get_text_config().num_hidden_layers)
-    if missing := sorted(set(expected) ^ set(seen.layers)):
+    if different := sorted(set(expected) ^ set(layers)):
         raise UnsupportedModel(
-            f"{type(model).__name__}: attention layers {missing} of {len(expected)} don't use the attention interface"
+            f"{name}: attention layers {different} of {len(expected)} don't use the attention interface"
         )
-    if not len(ramp.values):
-        raise UnsupportedModel(f"{type(model).__name__} makes its logits without its lm_head ({type(head).__name__})")
+    if not len(ramp):
+        raise UnsupportedModel(f"{name} makes its logits without its lm_head ({type(head).__name__})")
     plain = type(head) is nn.Linear and _rows_are_plain(head.weight) and not foreign_code(model)
-    exact = torch.equal(logits, ramp.values)
-    # Below float32 a soft cap makes ties of different logits, so there nothing may come after the lm_head.
-    rises = bool((logits.diff() >= 0).all()) and tap.hidden.dtype == torch.float32
-    masks = check_equivalence(model, device, len(ramp.values), cut=plain and exact)
+    exact = torch.equal(logits, ramp)
+    # In shorter dtypes a soft cap makes ties of different logits: no operation may follow the lm_head.
+    rises = bool((logits.diff() >= 0).all()) and hidden.dtype == torch.float32
+    windows, cached_tokens = check_equivalence(model, device, len(ramp), cut=plain and exact)
     return ModelFacts(
-        layers=tuple(seen.layers[i] for i in expected),
-        num_qo_heads=tuple(seen.num_qo_heads[i] for i in expected),
-        hidden_size=tap.hidden.shape[-1],
-        vocab_size=len(ramp.values),
-        dtype=tap.hidden.dtype,
+        layers=tuple(layers[i][0] for i in expected),
+        num_qo_heads=tuple(layers[i][1] for i in expected),
+        hidden_size=hidden.shape[-1],
+        vocab_size=len(ramp),
+        dtype=hidden.dtype,
         device=device,
         plain_lm_head=plain and (exact or rises),
         exact_lm_head=plain and exact,
-        windows=masks.windows,
-        cached_tokens=masks.cached_tokens,
+        windows=windows,
+        cached_tokens=cached_tokens,
     )
 
 
+def _one_token_pass(
+    model: Any, head: nn.Module, device: torch.device
+) -> tuple[dict[int, tuple[LayerKV, int]], Tensor, Tensor, Tensor]:
+    """Each layer's keys and values with its query heads; the lm_head's replaced output; logits; the lm_head's input."""
+    layers: dict[int, tuple[LayerKV, int]] = {}
+    ramp = torch.empty(0)
+
+    def record_layer(layer: int, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        if layer in layers:
+            raise UnsupportedModel(f"attention layer {layer} runs twice in one forward pass")
+        layers[layer] = LayerKV(k.shape[1], k.shape[2], v.shape[2], k.dtype, k.device), q.shape[1]
+        return _values(q, k, v)  # a single token attends to itself only
+
+    def replace_by_ramp(_: nn.Module, __: Any, output: Tensor) -> Tensor | None:
+        nonlocal ramp
+        if current_tap() is not tap:  # a pass of another thread
+            return None
+        ramp = torch.linspace(-1, 1, output.shape[-1], device=output.device).to(output.dtype)
+        return ramp.expand_as(output)
+
+    token = torch.zeros(1, dtype=torch.int64, device=device)
+    with unsupported_errors(model), tapped(cut=False) as tap, head.register_forward_hook(replace_by_ramp):
+        logits = run_packed(model, token, token, record_layer, None)[0, 0]
+    return layers, ramp, logits, tap.hidden
+
+
 def _rows_are_plain(weight: Tensor) -> bool:
-    """Whether a matrix is a plain tensor in memory, or, over several ranks, whole rows of one on each."""
+    """Whether a matrix is a plain tensor in memory, or is sharded by rows."""
     if hasattr(weight, "placements"):
-        return all(place.is_shard(0) or place.is_replicate() for place in weight.placements)
+        return all(placement.is_shard(0) or placement.is_replicate() for placement in weight.placements)
     return type(weight) in (nn.Parameter, Tensor) and not weight.is_meta
 
 
 def lm_head_of(model: Any) -> nn.Module:
-    """The module that logits come out of.
+    """The model's lm_head.
 
     Raises:
-        UnsupportedModel: there is none.
+        UnsupportedModel: the model has none.
     """
     head: nn.Module | None = model.get_output_embeddings()
     if head is None:
@@ -114,62 +143,12 @@ def lm_head_of(model: Any) -> nn.Module:
     return head
 
 
-def _lm_head_module(model: Any) -> tuple[torch.device, nn.Module]:
-    """Where tokens go in, and the module that they come out of; refuses models in which one of them is missing."""
-    name = type(model).__name__
-    missing = {"position_ids", "logits_to_keep"} - set(inspect.signature(model.forward).parameters)
-    if missing:
-        raise UnsupportedModel(f"{name}.forward doesn't take {sorted(missing)}, which packed nodes need")
-    device = model.get_input_embeddings().weight.device
-    if device.type == "meta":
-        raise UnsupportedModel(f"{name} has its weights on the meta device; load them first")
-    return device, lm_head_of(model)
-
-
-class _Layers:
-    """Stands in for attention in a one-token pass: notes shapes, returns the value (one token sees itself alone)."""
-
-    def __init__(self) -> None:
-        self.layers: dict[int, LayerKV] = {}
-        self.num_qo_heads: dict[int, int] = {}
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
-        if layer in self.layers:
-            raise UnsupportedModel(f"attention layer {layer} runs twice in one forward pass")
-        self.layers[layer] = LayerKV(k.shape[1], k.shape[2], v.shape[2], k.dtype, k.device)
-        self.num_qo_heads[layer] = q.shape[1]
-        return v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-
-
-class _Ramp:
-    """Replaces the lm_head's output by -1 ... 1 along the vocabulary in passes with this ``tap``, not in others."""
-
-    def __init__(self, head: nn.Module, tap: LmHeadTap) -> None:
-        self._head, self._tap, self.values = head, tap, torch.empty(0)
-
-    def __enter__(self) -> _Ramp:
-        self._hook = self._head.register_forward_hook(self._replace)
-        return self
-
-    def _replace(self, _: nn.Module, __: Any, output: Tensor) -> Tensor | None:
-        if current_tap() is not self._tap:
-            return None
-        self.values = torch.linspace(-1, 1, output.shape[-1], device=output.device).to(output.dtype)
-        return self.values.expand_as(output)
-
-    def __exit__(self, *_: object) -> None:
-        self._hook.remove()
-
-
 def measure_passes(model: Any, facts: ModelFacts) -> tuple[PassBytes, PassBytes]:
-    """The bytes that a forward pass makes and drops, the operators' own workspace apart.
-
-    Args:
-        model: as for :func:`probe`, which made ``facts``.
+    """Measure the transient bytes of a forward pass, without the operators' workspace.
 
     Returns:
-        What a pass holds at most up to its lm_head, by its rows, and what the rows that the lm_head gets add to that.
-        The latter is nothing with an exact lm_head: logits are then made of one row at a time, if at all.
+        The bytes up to the lm_head, and the additional bytes for rows of the lm_head, both by the number of rows. The
+        latter are 0 with an exact lm_head: logits are then computed one row at a time, if at all.
     """
     few, many = (_trace(model, rows, facts) for rows in _MEASURED_ROWS)
     forward, logits = (
@@ -180,72 +159,75 @@ def measure_passes(model: Any, facts: ModelFacts) -> tuple[PassBytes, PassBytes]
 
 @torch.inference_mode()
 def measure_libraries(model: Any, facts: ModelFacts) -> int:
-    """Bytes that libraries keep on a CPU after a forward pass, beside tensors: packed matrices above all.
+    """Bytes of library buffers on a CPU after a forward pass, outside of tensors: above all packed matrices.
 
     They hardly depend on the number of rows, and not on the length of texts.
     """
     if facts.device.type != "cpu":
         return 0
-    tokens = torch.zeros(_MEASURED_ROWS[-1], dtype=torch.int64)
-    kept = []
-    for _ in range(2):  # what only the first pass sets up isn't kept for passes
+    tokens = _same_tokens(facts, _MEASURED_ROWS[-1])
+    for _ in range(2):  # the first pass also allocates buffers that stay
         free_library_buffers()
         before = allocated_bytes()
-        with tapped(cut=facts.exact_lm_head):
-            run_packed(model, tokens, tokens, _like_attention, None)
-        kept.append(allocated_bytes() - before)
-    return kept[-1] if kept[-1] >= _LEAST_COUNTED else 0
+        _run(model, facts, tokens)
+        kept_bytes = allocated_bytes() - before
+    return kept_bytes if kept_bytes >= _LEAST_COUNTED else 0
 
 
 @torch.no_grad()
 def _trace(model: Any, rows: int, facts: ModelFacts) -> tuple[list[int], list[int]]:
-    """Bytes held after each operator of a pass over ``rows`` rows: up to the lm_head, and on top of that from there on.
-
-    All rows are the same token at the same place: a mixture of experts sends them all to the same experts, which is
-    the most that one expert can get.
-    """
-    tokens = torch.zeros(rows, dtype=torch.int64, device=facts.device)
+    """Bytes held after each operator of a pass over ``rows`` rows: up to the lm_head, and additional bytes after it."""
     before: list[int] = []
-    tracker = MemoryTracker(trace=True)
-    with tapped(cut=facts.exact_lm_head) as tap:
+    tokens, tracker = _same_tokens(facts, rows), MemoryTracker(trace=True)
+    thread = threading.get_ident()
 
-        def note(*_: Any) -> None:
-            if current_tap() is tap:  # not a pass of another thread
-                before.extend(tracker.trace)
+    def record(*_: Any) -> None:
+        if threading.get_ident() == thread:
+            before.extend(tracker.trace)
 
-        hook = model.get_output_embeddings().register_forward_pre_hook(note)
-        try:
-            with tracker:
-                run_packed(model, tokens, tokens, _like_attention, None)
-        finally:
-            hook.remove()
+    with model.get_output_embeddings().register_forward_pre_hook(record), tracker:
+        _run(model, facts, tokens)
     return before, [max(0, held - before[-1]) for held in tracker.trace[len(before) :]]
 
 
 @torch.inference_mode()
-def time_passes(model: Any, facts: ModelFacts, most_rows: int, agreed: Callable[[float], float] = float) -> PassSeconds:
-    """Seconds of forward passes up to the lm_head by their rows, ``most_rows`` at most; attention itself left out.
+def time_passes(model: Any, facts: ModelFacts, max_rows: int, agreed: Callable[[float], float] = float) -> PassSeconds:
+    """Seconds of forward passes up to the lm_head by their rows, at most ``max_rows``, without attention.
 
-    ``agreed`` turns this rank's seconds into those that all ranks go by, so that they run as many passes.
+    ``agreed`` returns the seconds that all ranks use, so that they run equally many passes.
     """
     points = []
-    for rows in sorted({min(rows, most_rows) for rows in _TIMED_ROWS}):
-        tokens = torch.zeros(rows, dtype=torch.int64, device=facts.device)
-        taken: list[float] = []
-        while len(taken) < 4 and sum(taken) < _TIMED_SECONDS:
+    for rows in sorted({min(rows, max_rows) for rows in _TIMED_ROWS}):
+        tokens = _same_tokens(facts, rows)
+        times: list[float] = []
+        while len(times) < 4 and sum(times) < _TIMED_SECONDS:
             started = time.perf_counter()
-            with tapped(cut=facts.exact_lm_head):
-                run_packed(model, tokens, tokens, _like_attention, None)
+            _run(model, facts, tokens)
             if facts.device.type == "cuda":
                 torch.cuda.synchronize(facts.device)
-            taken.append(agreed(time.perf_counter() - started))
-        points.append((rows, min(taken)))
+            times.append(agreed(time.perf_counter() - started))
+        points.append((rows, min(times)))
     return PassSeconds(tuple(points))
 
 
+def _same_tokens(facts: ModelFacts, rows: int) -> Tensor:
+    """Copies of a token: a mixture of experts sends them all to the same experts, which is an expert's maximum."""
+    return torch.zeros(rows, dtype=torch.int64, device=facts.device)
+
+
+def _run(model: Any, facts: ModelFacts, tokens: Tensor) -> None:
+    """Run a pass over tokens at one position."""
+    with tapped(cut=facts.exact_lm_head):
+        run_packed(model, tokens, tokens, _like_attention, None)
+
+
 def _like_attention(_: int, q: Tensor, k: Tensor, v: Tensor, **__: Any) -> Tensor:
-    """Makes what the attention operator makes: its result, and its logarithms while it runs."""
+    """Allocate the tensors of the attention operator: its result, and its logarithms while it runs."""
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    result = v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    result = _values(q, k, v)
     del lse
     return result
+
+
+def _values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)

@@ -1,8 +1,8 @@
-"""Which logits processors and stopping criteria work on one row at a time.
+"""Logits processors and stopping criteria for single rows of a batch.
 
 transformers calls a processor with all rows of a batch at the same length. Speculative rows advance by different
-numbers of tokens, so in a batch only functions of a single row can be used. Those of transformers are known by type;
-any other may hold state or compare rows.
+numbers of tokens, so in a batch only functions of a single row are supported. Those of transformers are listed by type;
+others may hold state or compare rows.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _ROW_WISE = _types(logits_process, _ROW_WISE_PROCESSORS) | _types(stopping_crite
 
 
 def needs_whole_batch(functions: Iterable[Any]) -> list[str]:
-    """Names of the processors or criteria that have to be called with all rows of a batch, as transformers does."""
+    """Names of the processors or criteria that need all rows of a batch."""
     return sorted({type(function).__name__ for function in functions if type(function) not in _ROW_WISE})
 
 
 def row_processors(processors: Iterable[Any], row: int) -> LogitsProcessorList:
-    """``processors`` for calls with row ``row`` of the batch alone: ``(input_ids [1, L], scores [1, V])``."""
+    """``processors`` for row ``row`` of the batch: ``(input_ids [1, L], scores [1, V])``."""
     return LogitsProcessorList([_for_row(processor, row) for processor in processors])
 
 
@@ -48,8 +48,8 @@ def _for_row(processor: Any, row: int) -> Any:
     if type(processor) is logits_process.PrefixConstrainedLogitsProcessor:
         allowed = processor._prefix_allowed_tokens_fn
         return logits_process.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1)
-    ignored = getattr(processor, "prompt_ignore_length", None)
-    if isinstance(ignored, torch.Tensor):  # of a repetition penalty, one number per row
+    ignored_lengths = getattr(processor, "prompt_ignore_length", None)
+    if isinstance(ignored_lengths, torch.Tensor):  # a repetition penalty has one number per row
         processor = copy.copy(processor)
-        processor.prompt_ignore_length = ignored[row : row + 1]
+        processor.prompt_ignore_length = ignored_lengths[row : row + 1]
     return processor

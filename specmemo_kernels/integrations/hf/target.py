@@ -1,4 +1,4 @@
-"""A transformers model as the target of the speculative loop."""
+"""A transformers model as the target model of the speculative loop."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a one-token forward pass showed (:func:`specmemo_kernels.integrations.hf.probe.probe`).
+    """Facts from a model's probe (:func:`specmemo_kernels.integrations.hf.probe.probe`).
 
     Attributes:
-        layers: what each attention layer stores per token.
+        layers: the keys and values of each attention layer.
         num_qo_heads: query heads of each layer.
-        hidden_size, dtype: of the lm_head's input. device: where tokens go in, and hidden states are kept.
+        hidden_size, dtype: of the lm_head's input. device: of the model's input and the hidden states.
         vocab_size: rows of the lm_head.
-        plain_lm_head: the lm_head is an ``nn.Linear`` whose output order the model keeps, so that
-            :func:`ops.lm_head_argmax` finds the model's own token; else logits are made by the model.
-        exact_lm_head: its output is the model's logits as they are, so that those of one row can be had alone.
-        windows: the sliding window of each layer's attention mask, ``None`` for a layer that sees all tokens.
-        cached_tokens: the most tokens that generate's own cache keeps of a layer whose mask lets it see more, so that
-            longer texts come out differently there; ``None`` if it keeps all that is seen.
+        plain_lm_head: the lm_head is an ``nn.Linear`` and the model keeps the order of its outputs, so that
+            :func:`ops.lm_head_argmax` returns the model's token; else the model computes logits.
+        exact_lm_head: the lm_head's output is the model's logits, so that single-row logits can be computed.
+        windows: the sliding window of each layer's attention mask, ``None`` for full attention.
+        cached_tokens: most tokens in generate's own cache of a layer whose mask sees more; longer texts come out
+            differently there. ``None``: no such layer.
     """
 
     layers: tuple[LayerKV, ...]
@@ -54,7 +54,7 @@ class ModelFacts:
 
 
 class HFTarget:
-    """Runs ``model`` on packed nodes and captures what goes into its lm_head.
+    """Runs ``model`` on packed nodes and captures its lm_head's input.
 
     Implements :class:`specmemo_kernels.engine.decode.TargetModel`.
     """
@@ -65,17 +65,17 @@ class HFTarget:
         self.model, self.facts, self.backend = model, facts, backend
         self.device, self.vocab_size = facts.device, facts.vocab_size
         self._windows = dict(enumerate(facts.windows))
-        self._most_rows = 0
+        self._max_rows = 0
         self._spread = len({facts.device, *(layer.device for layer in facts.layers)}) > 1
 
     def forward(self, batch: TreeBatch, attention: StepAttention, keep: Tensor | None, logits: bool) -> TargetOutput:
-        if self.device.type == "cpu" and len(batch.tokens) > self._most_rows:
-            self._most_rows = len(batch.tokens)
+        if self.device.type == "cpu" and len(batch.tokens) > self._max_rows:
+            self._max_rows = len(batch.tokens)
             free_library_buffers()
         by_model = not self.facts.plain_lm_head or (logits and not self.facts.exact_lm_head)
-        # Of a model on several devices the kept rows lie on the last one, an index would be sent to the first.
+        # A model on several devices would move an index tensor to the first device; the rows are on the last.
         rows = keep.tolist() if keep is not None and self._spread else keep
-        # Without gradients' bookkeeping: a twentieth of a small model's step.
+        # Inference mode saves 5 % of a small model's step.
         with torch.inference_mode(), tapped(cut=not by_model) as tap:
             output = run_packed(self.model, batch.tokens.clamp(min=0), batch.positions, attention, rows, self._windows)
         return TargetOutput(tap.hidden.to(self.device), output[0].to(self.device) if by_model else None)
@@ -96,17 +96,14 @@ class HFTarget:
 
 
 def lm_head(model: Any) -> tuple[Tensor, Tensor | None]:
-    """Weight ``[V, hidden_size]`` and bias ``[V]`` (or ``None``) of a model's lm_head, detached.
-
-    Of an lm_head that is divided over ranks, this rank's rows.
-    """
+    """Weight ``[V, hidden_size]`` and bias ``[V]`` (or ``None``) of a model's lm_head, detached; this rank's rows."""
     head = model.get_output_embeddings()
     bias = getattr(head, "bias", None)
     return local_part(head.weight).detach(), None if bias is None else local_part(bias).detach()
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a distributed tensor; of others all."""
+    """This rank's part of a distributed tensor; other tensors as they are."""
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
 
@@ -119,10 +116,13 @@ def run_packed(
     keep: Tensor | list[int] | None,
     windows: Windows | None = None,
 ) -> Tensor:
-    """The logits ``[1, K, V]`` of one forward pass over packed nodes (``tokens`` and ``positions`` ``[N]`` int64).
+    """The logits ``[1, K, V]`` of a forward pass over packed nodes.
 
-    ``call`` stands in for attention; ``keep`` (``[K]`` int64, or a list; default all) are the rows for the lm_head.
-    ``windows`` are those of the layers' masks, by layer; default what they pass to their attention function.
+    Args:
+        tokens, positions: ``[N]`` int64.
+        call: replaces attention.
+        keep: rows for the lm_head, ``[K]`` int64 or a list; ``None``: all.
+        windows: sliding windows by layer; else the windows that layers pass to their attention function.
     """
     with attention_call(call, windows):
         output = model(
@@ -139,14 +139,14 @@ def run_packed(
 
 @cache
 def _mask(device: torch.device) -> Tensor:
-    """The mask of passes over packed nodes; whatever it holds isn't read."""
+    """The mask of passes over packed nodes; its content isn't read."""
     with torch.inference_mode(False):
         return pass_mask(device)
 
 
 @dataclass
 class LmHeadTap:
-    """What a forward pass sent to its lm_head; with ``cut`` the lm_head itself gets no rows, so no logits are made."""
+    """The input of a forward pass's lm_head; with ``cut`` the lm_head itself gets no rows and computes no logits."""
 
     cut: bool
     hidden: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -156,7 +156,7 @@ _tap: ContextVar[LmHeadTap | None] = ContextVar("specmemo_lm_head_tap", default=
 
 
 def lm_head_hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Forward-pre-hook of a patched model's lm_head: does nothing but in a context that taps it."""
+    """Forward-pre-hook of a patched model's lm_head; without effect outside of :func:`tapped`."""
     tap = _tap.get()
     if tap is None:
         return None
@@ -165,13 +165,13 @@ def lm_head_hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 def current_tap() -> LmHeadTap | None:
-    """The tap of this context."""
+    """The tap of this context, or ``None``."""
     return _tap.get()
 
 
 @contextmanager
 def tapped(cut: bool) -> Iterator[LmHeadTap]:
-    """Tap the lm_head of a patched model in this context (thread, task) alone."""
+    """Capture the input of a patched model's lm_head in this context (thread, task) only."""
     tap = LmHeadTap(cut)
     token = _tap.set(tap)
     try:

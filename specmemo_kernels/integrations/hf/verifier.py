@@ -1,4 +1,4 @@
-"""Verification when transformers' logits processors have a say, greedily or by sampling."""
+"""Verification with transformers' logits processors, greedily or by sampling."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Tensor = torch.Tensor
 
 
 class ProcessedVerifier:
-    """Walks each tree node by node: the target's token is the best *processed* score, or one drawn by the processed
-    scores (lossless, see :class:`SampledVerifier`), and a processor has to see the tokens that lead to a node.
+    """Verify node by node: processors need the tokens that lead to a node.
 
-    Only rows on the accepted path are processed, each once and in order, as transformers would.
+    The target's token is the best *processed* score, or is drawn by the processed scores (lossless, see
+    :class:`SampledVerifier`). Only rows on the accepted path are processed, each once and in order, as in transformers.
 
     Args:
-        target: makes the logits, of one row at a time.
-        processors: for calls ``(input_ids [1, L], scores [1, V]) -> scores [1, V]`` of each row of the batch.
-        input_ids: ``[B, L]`` the prompts as generate got them, padding included.
-        keep: remember logits and scores of every emitted token (batch 1).
-        generators: per row, to draw tokens with; ``None``: the best score wins.
+        target: computes logits, one row at a time.
+        processors: per row of the batch, ``(input_ids [1, L], scores [1, V]) -> scores [1, V]``.
+        input_ids: ``[B, L]`` the prompts as passed to generate, padding included.
+        keep: store logits and scores of every emitted token (batch 1).
+        generators: per row, to draw tokens; ``None``: greedy.
     """
 
     needs_logits = True
@@ -51,37 +51,40 @@ class ProcessedVerifier:
 
     def __call__(self, batch: TreeBatch, sequences: Sequence[SequenceState], output: TargetOutput) -> Verdict:
         bounds, parents, drafts = host_trees(batch)
-        found = []
+        paths = []
         for row, sequence in enumerate(sequences):
-            part = slice(bounds[row], bounds[row + 1])
+            nodes = slice(bounds[row], bounds[row + 1])
             new = torch.tensor(sequence.new_tokens, dtype=self.input_ids.dtype, device=self.input_ids.device)
-            known = torch.cat([self.input_ids[sequence.index], new])
-            choose = partial(self._choose, known, output, bounds[row], sequence.index)
-            found.append(walk(sequence, parents[part], drafts[part], batch.max_depth, choose))
-        return verdict_of(batch, found)
+            prefix = torch.cat([self.input_ids[sequence.index], new])
+            choose = partial(self._choose, prefix, output, bounds[row], sequence.index)
+            paths.append(walk(sequence, parents[nodes], drafts[nodes], batch.max_depth, choose))
+        return verdict_of(batch, paths)
 
-    def _choose(self, known: Tensor, output: TargetOutput, first: int, index: int, node: int, tokens: list[int]) -> int:
-        """The token of one row of the batch."""
-        ids = torch.cat([known, known.new_tensor(tokens)])[None]
+    def _choose(
+        self, prefix: Tensor, output: TargetOutput, first: int, index: int, node: int, tokens: list[int]
+    ) -> int:
+        """The target's token behind ``node`` of row ``index``, whose path is ``tokens``."""
+        ids = torch.cat([prefix, prefix.new_tensor(tokens)])[None]
         logits = self.target.row_logits(output, first + node)
         raw = logits.to(device=ids.device, dtype=torch.float32, copy=True)[None]
-        kept = raw.clone() if self.keep else raw
+        raw_copy = raw.clone() if self.keep else raw
         scores = self.processors[index](ids, raw)
         if self.generators is None:
             token = int(scores[0].argmax())
         else:
             token = draw(scores[0].softmax(0), self.generators[index])
-        if self.keep:  # only now: a row that failed on the way is looked at again
-            self.logits.append(kept)
+        if self.keep:  # at the end: a row that raised before is verified again
+            self.logits.append(raw_copy)
             self.scores.append(scores)
         return token
 
 
 def row_generators(device: torch.device, rows: int) -> list[torch.Generator]:
-    """A generator per row of a batch, all of which follow from the state of torch's own on ``device``.
+    """A generator per row of a batch, derived from the state of torch's default generator on ``device``.
 
-    The first row's continues that one, so that a single prompt draws what transformers would draw; :func:`put_back`
-    brings it back. The others have seeds of their own, so no row's tokens depend on another row.
+    The first generator has that state, so that a single prompt draws transformers' tokens; after the call
+    :func:`update_default_generator` copies its state back. The others have seeds of their own, so that no row's tokens
+    depend on another row.
     """
     first = torch.Generator(device)
     first.set_state(_default_generator(device).get_state())
@@ -91,9 +94,9 @@ def row_generators(device: torch.device, rows: int) -> list[torch.Generator]:
     return [first, *(torch.Generator(device).manual_seed(seed + row) for row in range(1, rows))]
 
 
-def put_back(device: torch.device, generators: Sequence[torch.Generator]) -> None:
-    """Torch's own generator goes on where the first row's has got to."""
-    _default_generator(device).set_state(generators[0].get_state())
+def update_default_generator(generator: torch.Generator) -> None:
+    """Copy the generator's state to torch's default generator on the same device."""
+    _default_generator(generator.device).set_state(generator.get_state())
 
 
 def _default_generator(device: torch.device) -> torch.Generator:

@@ -1,0 +1,164 @@
+"""The page pool that is reused from call to call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from specmemo_kernels.cache.paged_kv import PagedKVPool
+from specmemo_kernels.drafting.base import PagedDrafter
+from specmemo_kernels.engine.pressure import MemoryPressureController, is_out_of_memory, raise_exhausted
+from specmemo_kernels.engine.stats import DecodeStats
+from specmemo_kernels.integrations.hf.changes import ModelSignature
+from specmemo_kernels.integrations.hf.graph import GraphUse
+from specmemo_kernels.integrations.hf.plan import Setup
+from specmemo_kernels.planning.host_allocator import release_host_memory
+from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan
+
+
+class PoolCache:
+    """Keeps the last call's page pool, with the drafter's pages, and replaces it when the next call needs a larger one.
+
+    Attributes:
+        pool: the last call's pool, or ``None``.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        plan: MemoryPlan,
+        graphs: GraphUse,
+        memory_pressure: MemoryPressureController,
+        stats: DecodeStats,
+        reuse_prefix: bool,
+    ) -> None:
+        self.setup, self.plan, self.graphs, self.stats = setup, plan, graphs, stats
+        self.memory_pressure, self.reuse_prefix = memory_pressure, reuse_prefix
+        self.pool: PagedKVPool | None = None
+        self._signature: ModelSignature | None = None
+
+    def pages_for(self, lengths: Sequence[int]) -> int:
+        """Pages for sequences of these lengths, at most the plan's number of sequences at once.
+
+        Raises:
+            BudgetError: a sequence can never fit the plan.
+        """
+        plan = self.plan
+        pages = sorted((-(-length // plan.page_size) for length in lengths), reverse=True)
+        if plan.max_pages is not None and pages[0] > plan.max_pages:
+            raise BudgetError(
+                f"a prompt and its new tokens may take {max(lengths)} slots, the plan holds {plan.max_tokens} "
+                f"({plan.max_pages} pages of {plan.page_size}); shorten the prompt or max_new_tokens, or patch with a "
+                "larger memory_budget"
+            )
+        return min(sum(pages[: plan.max_sequences]), plan.max_pages or sum(pages))
+
+    def get(self, lengths: Sequence[int]) -> PagedKVPool:
+        """A pool of at least :meth:`pages_for` pages; under memory pressure, of the longest sequence's pages.
+
+        Returns the last call's pool if it is large enough. Its cached pages stay valid unless the model has changed.
+
+        Raises:
+            BudgetError: a sequence can never fit the plan.
+        """
+        total_pages, sequences = self.pages_for(lengths), min(len(lengths), self.plan.max_sequences)
+        self._clear_if_changed()
+        while True:
+            level = self.memory_pressure.level
+            pages = total_pages if level.spare_pages else -(-max(lengths) // self.plan.page_size)
+            nodes = min(level.max_tree, self.plan.tree.size) * min(sequences, level.max_sequences)
+            try:
+                if not self._suffices(pages, sequences, nodes):
+                    self._replace(pages, sequences, nodes)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if not self.memory_pressure.shrink(sequences):
+                    raise_exhausted(error, self.memory_pressure.level)
+                self.stats.shrinks += 1
+                continue
+            assert self.pool is not None
+            self.stats.bytes_by_part = self.bytes_by_part
+            return self.pool
+
+    def _suffices(self, pages: int, sequences: int, nodes: int) -> bool:
+        pool = self.pool  # no local name may outlive this call: the next pool might not fit beside this one
+        if pool is None or pool.free_pages < pages:
+            return False
+        return pool.max_nodes >= nodes and pool.fits_sequences(sequences)
+
+    def _replace(self, pages: int, sequences: int, nodes: int) -> None:
+        """Allocate a new pool. Cached pages of the old pool are copied if both pools fit the plan at once."""
+        self.graphs.clear()
+        if self.pool is not None and self.pool.cached_pages and self.memory_pressure.level.spare_pages:
+            if self._both_fit(pages, sequences):
+                try:
+                    return self._allocate(pages, sequences, nodes)
+                except (RuntimeError, MemoryError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+            elif self.plan.max_pages is not None:  # the plan's maximum, so that cached pages are dropped only once
+                pages = self.plan.max_pages
+        self.release()
+        self._allocate(pages, sequences, nodes)
+
+    def _both_fit(self, pages: int, sequences: int) -> bool:
+        """Whether a new pool fits beside the old pool, while no activations are allocated."""
+        plan = self.plan
+        if plan.max_pages is None:
+            return True
+        limit = sum(plan.parts[name] for name in ("kv_pages", "drafter_pages", "tree_scratch", "activations"))
+        page_bytes = (plan.parts["kv_pages"] + plan.parts["drafter_pages"]) // plan.max_pages
+        scratch_bytes = plan.parts["tree_scratch"] // plan.max_sequences * sequences
+        old_bytes = self.bytes_by_part
+        return sum(old_bytes.values()) - old_bytes["heads"] + pages * page_bytes + scratch_bytes <= limit
+
+    def _allocate(self, pages: int, sequences: int, nodes: int) -> None:
+        plan, old, drafter = self.plan, self.pool, self.setup.drafter
+        with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
+            pool = PagedKVPool(
+                self.setup.facts.layers,
+                num_pages=pages,
+                page_size=plan.page_size,
+                max_sequences=sequences,
+                max_nodes=nodes,
+                kv_dtype=plan.kv_dtype,
+                keep=self.reuse_prefix,
+            )
+            if old is not None:
+                pool.take_cached(old)
+            if isinstance(drafter, PagedDrafter) and self.memory_pressure.level.heads:
+                drafter.allocate(pages, plan.page_size, sequences, plan.prefill_chunk)
+        self.pool = pool
+
+    def _clear_if_changed(self) -> None:
+        """Drop cached pages and graphs if the model has changed since they were made."""
+        if not (self.reuse_prefix or self.graphs.wanted):
+            return
+        signature = ModelSignature(self.setup.model)
+        if self.pool is not None and signature != self._signature:
+            self.pool.clear_cache()
+            self.graphs.clear()
+        self._signature = signature
+
+    def release(self) -> None:
+        """Free the pool, the drafter's pages and the graphs."""
+        self.graphs.clear()
+        self.pool = None
+        if isinstance(self.setup.drafter, PagedDrafter):
+            self.setup.drafter.release()
+        if self.setup.facts.device.type == "cpu":
+            release_host_memory()
+
+    @property
+    def bytes_by_part(self) -> dict[str, int]:
+        """Bytes allocated now: heads, pages, scratch, and the graphs' tensors."""
+        pool, drafter = self.pool, self.setup.drafter
+        return {
+            "heads": drafter.nbytes,
+            "kv_pages": pool.page_bytes if pool else 0,
+            "drafter_pages": drafter.page_bytes if isinstance(drafter, PagedDrafter) else 0,
+            "tree_scratch": pool.scratch_bytes if pool else 0,
+            "graphs": self.graphs.nbytes,
+        }
