@@ -1,6 +1,6 @@
 # Every target sets up what it needs in $(VENV) first: a machine with Python 3.11 or 3.12 and a C++ compiler will do.
 #
-#   make demo | test | test-all | lint | docs | models | bench | gpu | clean
+#   make demo | test | test-all | mutants | lint | docs | models | bench | gpu | clean
 #   make test TORCH=torch==2.12.0        another torch than the CPU build of constraints-cpu.txt
 #   make test TESTS=python_tests/test_cli.py ARGS=-x
 #   make demo PYTHON=python3.12 ARGS="--turns 3"
@@ -23,22 +23,27 @@ STAMP := $(VENV)/installed-$(firstword $(shell echo '$(TORCH)' | cksum))
 BUILT_FROM := pyproject.toml setup.py CMakeLists.txt constraints-cpu.txt $(wildcard csrc/* csrc/*/*)
 CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.hpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.hpp)
 
-.PHONY: demo test test-all lint docs models bench gpu clean install
+.PHONY: demo test test-all mutants lint docs models bench gpu clean install
 
 demo: $(STAMP)
 	$(BIN)/specmemo demo $(ARGS)
 
-# A process per core, each with one thread. Without the slow tests; test-all has them too. Tests of several ranks start
-# processes that wait for each other, so they get the machine for themselves.
+# A process per core, each with one thread. Without the slow tests, and with fewer examples; test-all runs everything.
+# Tests of several ranks start processes that wait for each other, so test-all runs them alone.
 WORKERS ?= auto
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 RANKS := python_tests/test_tensor_parallel.py
 test: $(STAMP)
-	$(PYTEST) -n $(WORKERS) --dist loadfile -m 'not slow and not four_ranks' $(TESTS) $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m 'not slow and not four_ranks' $(TESTS) $(ARGS)
 
+test-all: export SPECMEMO_ALL_EXAMPLES := 1
 test-all: $(STAMP)
 	$(PYTEST) $(RANKS) $(ARGS)
-	$(PYTEST) -n $(WORKERS) --dist loadfile --deselect $(RANKS) python_tests $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal --deselect $(RANKS) python_tests $(ARGS)
+
+# Changes one expression at a time in a scratch copy; make test's tests must fail each time. Needs CMake and Ninja.
+mutants: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python python_tests/mutants.py $(ARGS)
 
 lint: $(STAMP) $(VENV)/linters
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -188,6 +189,12 @@ class Budget:
     lse: torch.Tensor
     out_error: float
     lse_error: float
+
+
+@cache
+def case_budget(case: AttentionCase, dtype: torch.dtype) -> Budget:
+    """The budget of a case's inputs, computed once: it is the same for each backend and instruction set."""
+    return attention_budget(attention_inputs(case, dtype), dtype)
 
 
 def attention_budget(inputs: dict[str, object], dtype: torch.dtype) -> Budget:

@@ -6,6 +6,7 @@ import pytest
 import transformers
 from family_models import NAMES
 from family_outcomes import PAGE, outcome, page, recorded
+from selection import sample
 
 #: Tried in every run: a mask made from data, a window that only the mask has, a window of the cache alone, sinks,
 #: a bidirectional mask for images, hybrid layers, errors of the model's own.
@@ -13,9 +14,7 @@ _SAMPLE = ("doge", "phimoe", "moshi", "gpt_oss", "gemma3", "jamba", "xlm")
 _SAME_VERSION = recorded()["transformers"] == transformers.__version__
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in _SAMPLE else pytest.mark.slow) for name in NAMES]
-)
+@pytest.mark.parametrize("name", sample(NAMES, _SAMPLE))
 @pytest.mark.filterwarnings("ignore")
 def test_family(name: str) -> None:
     """A type is in one of the three groups; with the recorded version of transformers, in the recorded one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import ATTENTION_CASES, QUANTISED_CASES, AttentionCase, attention_budget, attention_inputs
+from cases import ATTENTION_CASES, QUANTISED_CASES, AttentionCase, attention_inputs, case_budget
 
 from specmemo_kernels import ops
 
@@ -55,7 +55,7 @@ def test_reference_is_attention(case: AttentionCase) -> None:
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_within_budget(backend: str, case: AttentionCase, dtype: torch.dtype) -> None:
     inputs = attention_inputs(case, dtype)
-    budget = attention_budget(inputs, dtype)
+    budget = case_budget(case, dtype)
     out, lse = ops.tree_attention(**inputs, backend=backend)
     assert out.dtype == dtype
     assert lse.dtype == torch.float32

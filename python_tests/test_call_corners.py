@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
+from selection import sample
 from test_families import answers, batch, greedy
 from tiny_models import VOCAB, OracleDrafter, tiny_model
 from transformers import (
@@ -230,7 +231,7 @@ CHANGES = [_half, _resize, _new_head, _lora_on_the_head, _one_layer_in_double, _
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
-@pytest.mark.parametrize("heads", ["oracle", "medusa", "draft model"])
+@pytest.mark.parametrize("heads", sample(("oracle", "medusa", "draft model"), ["oracle"]))
 def test_changed_after_patching(change: Change, heads: str) -> None:
     """A warning names the change and the remedy, the tokens are the changed model's own, and unpatch works."""
     twin, model = tiny_model("llama", seed=31), tiny_model("llama", seed=31)

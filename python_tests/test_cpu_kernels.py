@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ATTENTION_CASES, QUANTISED_CASES, AttentionCase, attention_budget, attention_inputs, one_sequence
+from cases import ATTENTION_CASES, QUANTISED_CASES, AttentionCase, attention_inputs, case_budget, one_sequence
 from op_cases import PAGED_CASES, PagedCase, append_inputs, commit_inputs
 
 from specmemo_kernels import ops
@@ -55,7 +55,7 @@ def threads() -> Iterator[Any]:
 @pytest.mark.parametrize("case", [*ATTENTION_CASES, LONG, LONGER, *FEW, *CODES], ids=lambda c: c.name)
 def test_attention_of_every_instruction_set(isa: str, case: AttentionCase, dtype: torch.dtype) -> None:
     inputs = attention_inputs(case, dtype)
-    budget = attention_budget(inputs, dtype)
+    budget = case_budget(case, dtype)
     for invariant in (False, True):
         out, lse = ops.tree_attention(**{**inputs, "invariant": invariant}, backend="cpu")
         assert float((out.double() - budget.out).abs().max()) <= budget.out_error, invariant
@@ -67,7 +67,7 @@ def test_head_dims_that_fill_no_register(isa: str, head_dim: int) -> None:
     case = AttentionCase("odd", (70, 9), (5, 7), head_dim=head_dim, v_head_dim=head_dim + 2)
     for dtype in DTYPES:
         inputs = attention_inputs(case, dtype)
-        budget = attention_budget(inputs, dtype)
+        budget = case_budget(case, dtype)
         out, _ = ops.tree_attention(**inputs, backend="cpu")
         assert float((out.double() - budget.out).abs().max()) <= budget.out_error, dtype
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import examples
 from toy_model import PROMPTS, TARGET, VOCAB, ToyDrafter, ToyTarget, decoder, finish, plain, same_as_plain
 
 from specmemo_kernels.engine.decode import SequenceState
@@ -35,7 +36,7 @@ def requests(draw: st.DrawFn) -> SequenceState:
     return SequenceState(prompt, draw(st.integers(1, 24)), eos)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(
     waves=st.lists(st.lists(requests(), min_size=1, max_size=2), min_size=1, max_size=3),
     tree=trees(),

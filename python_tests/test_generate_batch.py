@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from selection import sample
 from test_families import answers, batch, greedy
 from test_patch_memory import with_workspace
 from tiny_models import OracleDrafter, tiny_model
@@ -71,7 +72,7 @@ def test_the_models_own_eos(model: PreTrainedModel, drafter: OracleDrafter) -> N
 
 
 @pytest.mark.parametrize("order", [list(range(8)), list(range(7, -1, -1)), [3, 0, 7, 1, 6, 2, 5, 4]], ids=str)
-@pytest.mark.parametrize("places", [1, 3, 8])
+@pytest.mark.parametrize("places", sample((1, 3, 8), [3]))
 def test_order_and_batch_size_change_nothing(
     model: PreTrainedModel, drafter: OracleDrafter, order: list[int], places: int
 ) -> None:

@@ -66,6 +66,7 @@ def test_generation_under_a_cap() -> None:
     assert rise["RssAnon"] > 0.7 * said["held"] > 0.5 * budget
 
 
+@pytest.mark.slow
 def test_a_cap_below_the_plan() -> None:
     """The system lets it have little more than half of the budget: allocations really fail, the tokens are right."""
     budget = 48 * MIB

@@ -7,6 +7,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from selection import examples
 from test_scheduler import empty
 from toy_model import PROMPTS, TARGET, ToyDrafter, same_as_plain
 
@@ -128,7 +129,7 @@ class Texts(RuleBasedStateMachine):
 
 
 TestTexts = Texts.TestCase
-TestTexts.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestTexts.settings = settings(max_examples=examples(80), stateful_step_count=30, deadline=None)
 
 
 def test_kept_pages_go_oldest_first_and_texts_from_their_end() -> None:

@@ -8,6 +8,7 @@ import re
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from selection import examples
 
 from specmemo_kernels.planning.footprint import GenerationShape, PassBytes, StepSize, fixed_parts, page_parts
 from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan, divide_budget, format_bytes, parse_bytes
@@ -76,7 +77,7 @@ def test_written_sizes_are_read_back(size: int) -> None:
     assert abs(read - size) <= unit * (0.005 if unit == 2**30 else 0.05) + 1
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(problems, budgets)
 def test_a_plan_stays_within_its_budget(problem: dict[str, object], budget: int) -> None:
     """Its parts are what its own numbers cost, together at most the budget; or the error names a budget that works."""
@@ -123,7 +124,7 @@ def check_parts(plan: MemoryPlan, problem: dict[str, object]) -> None:
         assert plan.parts["kv_pages"] == plan.max_tokens * shape.kv_bytes_per_token
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(problems, budgets, st.integers(0, 10**9))
 def test_more_memory_never_hurts(problem: dict[str, object], budget: int, more: int) -> None:
     """A larger budget never fails where a smaller one worked; no fewer sequences, and of alike plans no fewer pages."""

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from interpreter import INTERPRETING, run_in_interpreter
+from interpreter import INTERPRETING, each_speed, run_in_interpreter
+from selection import sample
 from test_families import answers, batch, greedy
 from tiny_models import OracleDrafter, tiny_model
 
@@ -181,30 +182,31 @@ def test_generation(name: str, where: str) -> None:
 
 
 @pytest.mark.skipif(INTERPRETING, reason="this is the interpreter")
-def test_in_the_interpreter() -> None:
+@each_speed
+def test_in_the_interpreter(marks: str) -> None:
     """Every test of ``TestInterpreter`` passes."""
     pytest.importorskip("triton")
-    run_in_interpreter(__file__ + "::TestInterpreter")
+    run_in_interpreter(__file__ + "::TestInterpreter", marks)
 
 
 class TestInterpreter:
     __test__ = INTERPRETING
 
-    @each_case
+    @pytest.mark.parametrize("case", sample(CASES, ("mixed", "late_nan")))
     def test_the_best_tokens(self, case: str) -> None:
         for vocab in (1, 7, 300):
             check("triton", case, vocab, torch.float32)
 
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("dtype", sample((torch.bfloat16, torch.float16), [torch.bfloat16]), ids=str)
     def test_the_best_tokens_in_16_bits(self, dtype: torch.dtype) -> None:
         for case in ("mixed", "nan_weights"):
             check("triton", case, 100, dtype)
 
-    @each_case
+    @pytest.mark.parametrize("case", sample(CASES, ("mixed", "nan_weights")))
     def test_the_best_tokens_by_codes(self, case: str) -> None:
         check_codes("triton", case, torch.bfloat16)
 
-    @pytest.mark.parametrize("case", ["mixed", "all_minus_inf"])
+    @pytest.mark.parametrize("case", sample(("mixed", "all_minus_inf"), ["all_minus_inf"]))
     def test_blocks_of_blocks(self, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """More keys than one reduction takes: the merge has two levels."""
         from specmemo_kernels.backends.triton import lm_head
@@ -212,7 +214,7 @@ class TestInterpreter:
         monkeypatch.setattr(lm_head, "LM_HEAD_REDUCE_CONFIG", replace(lm_head.LM_HEAD_REDUCE_CONFIG, block_n=32))
         check("triton", case, 300, torch.float32)
 
-    @pytest.mark.parametrize("where", ["token", "all", "prompt"])
+    @pytest.mark.parametrize("where", sample(("token", "all", "prompt"), ["token"]))
     def test_generation(self, where: str) -> None:
         check_generation("triton", where)
 

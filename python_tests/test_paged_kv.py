@@ -9,6 +9,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from selection import examples
 
 from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.cache.paged_kv import OutOfPages, PagedKVPool
@@ -91,7 +92,7 @@ class Allocator(RuleBasedStateMachine):
 
 
 TestAllocator = Allocator.TestCase
-TestAllocator.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAllocator.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 
 
 def test_unlike_layers_are_stacked_by_kind() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import AttentionCase, attention_inputs
 from op_cases import PAGED_CASES, PagedCase, append_inputs, commit_inputs, hard_rows
+from selection import sample
 from test_families import answers, batch, greedy
 from test_ops import same_bits, slot_of
 from test_patch_memory import peak_of, wide_model
@@ -201,7 +202,7 @@ def test_unknown_kv_dtype() -> None:
         sk.patch(tiny_model("llama"), OracleDrafter([], 0.0), kv_dtype="int4")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sample(FAMILIES, ("llama", "gemma2", "gpt_oss", "deepseek_v3")))
 @each_kv
 def test_families(family: str, kv_dtype: str) -> None:
     """The cpu backend's tokens are the reference's with the same quantised pages, ragged batch, windows crossed."""
@@ -222,7 +223,7 @@ def test_families(family: str, kv_dtype: str) -> None:
 
 
 @each_kv
-@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
+@pytest.mark.parametrize("family", sample(("llama", "gemma2", "deepseek_v3"), ["llama"]))
 def test_peak_stays_within_the_plan(family: str, kv_dtype: str) -> None:
     """Peak bytes of live tensors; and a budget holds more tokens than without codes, by what a token takes."""
     model = wide_model(family, seed=20)

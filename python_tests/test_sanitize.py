@@ -36,6 +36,7 @@ def test_verdicts(smoke: str, tests: str, status: int, says: str, tmp_path: Path
     assert says in done.stdout
 
 
+@pytest.mark.slow
 def test_its_tests_exist() -> None:
     """Each part of its selection names tests of test_gpu.py."""
     sys.path.insert(0, str(SCRIPT.parent))

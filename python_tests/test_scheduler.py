@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from selection import examples
 from test_decode import BUSHY, requests
 from toy_model import PROMPTS, TARGET, VOCAB, ToyDrafter, ToyTarget, decoder, empty, plain, same_as_plain
 
@@ -49,7 +50,7 @@ def schedules(draw: st.DrawFn) -> tuple[list[tuple[int, SequenceState]], dict[in
     return coming, aborts
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     schedule=schedules(),
     tree=st.sampled_from([BUSHY, CHAIN, DraftTree.chain(0)]),
@@ -138,7 +139,7 @@ def test_more_run_at_once_than_the_worst_case_allows() -> None:
         same_as_plain(state)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 8)), min_size=1, max_size=4),
     tree=st.sampled_from([CHAIN, DraftTree.chain(0)]),

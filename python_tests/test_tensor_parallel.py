@@ -7,12 +7,15 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 from packaging.version import Version
+from selection import sample
 from tiny_models import tiny_model
 from transformers import AutoConfig
 
@@ -31,6 +34,8 @@ MODELS = {
     # fewer key heads than ranks, with what belongs to a head beside its rows: biases, and norms of each head
     "model-qwen3-mqa": ("qwen3", {"num_key_value_heads": 1, "num_attention_heads": 8, "attention_bias": True}),
 }
+#: In every run: a whole key head per rank, which has most parts of its own.
+EVERYDAY = ("model-qwen3-mqa",)
 #: On four ranks each of its key heads is held by two.
 TWO_HEADS = {"model-llama-two-heads": ("llama", {"num_key_value_heads": 2, "num_attention_heads": 8})}
 
@@ -77,19 +82,30 @@ def write_other_models(folder: Path) -> None:
     tiny_model(family, **three).save_pretrained(folder / "model-three-heads")
 
 
+Results = tuple[dict[int, Any], Path]
+each_model = pytest.mark.parametrize("name", sample(MODELS, EVERYDAY))
+
+
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, Any], Path]:
-    folder = write_models(tmp_path_factory.mktemp("two"), list(MODELS))
-    results, codes = session("compare", folder, 2, 500)
-    assert codes == [0, 0]
-    return results, folder
+def two(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
+    """What two ranks wrote, by model; one session has the everyday model, another the slow ones."""
+
+    @cache
+    def results_of(everyday: bool) -> Results:
+        names = [name for name in MODELS if (name in EVERYDAY) == everyday]
+        folder = write_models(tmp_path_factory.mktemp("two"), names)
+        results, codes = session("compare", folder, 2, 500)
+        assert codes == [0, 0]
+        return results, folder
+
+    return lambda name: results_of(name in EVERYDAY)
 
 
 @pytest.mark.parametrize("heads", ["own", "shared"])
-@pytest.mark.parametrize("name", MODELS)
-def test_two_ranks_write_what_one_process_writes(two: tuple[dict[int, Any], Path], name: str, heads: str) -> None:
+@each_model
+def test_two_ranks_write_what_one_process_writes(two: Callable[[str], Results], name: str, heads: str) -> None:
     """Every rank, every kind of call; the greedy tokens are the unpatched model's, too."""
-    _check_tokens(two[0], name, heads)
+    _check_tokens(two(name)[0], name, heads)
 
 
 def _check_tokens(results: dict[int, Any], name: str, heads: str) -> None:
@@ -103,21 +119,21 @@ def _check_tokens(results: dict[int, Any], name: str, heads: str) -> None:
         assert len(found["actual"]["stopped"][0]) == PLACE
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_tree_chosen_by_the_clock_is_the_same_on_every_rank(two: tuple[dict[int, Any], Path], name: str) -> None:
-    first, second = (two[0][rank][name]["chosen"] for rank in (0, 1))
+@each_model
+def test_a_tree_chosen_by_the_clock_is_the_same_on_every_rank(two: Callable[[str], Results], name: str) -> None:
+    first, second = (two(name)[0][rank][name]["chosen"] for rank in (0, 1))
     assert first["tree"] == second["tree"]
     assert first["actual"] == second["actual"]
     kinds = set(KINDS) - {"plain", "aborted"}  # how far an aborted request comes depends on the tree
     assert all(first["actual"][kind] == first["expected"][kind] for kind in kinds)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_each_rank_holds_its_share(two: tuple[dict[int, Any], Path], name: str) -> None:
+@each_model
+def test_each_rank_holds_its_share(two: Callable[[str], Results], name: str) -> None:
     """Pages for half of the KV heads, or the only one; of heads their blocks, and half of their own vocabulary matrices
     (31 + 30)."""
     for heads in ("own", "shared"):
-        parts = [two[0][rank][name][heads] for rank in (0, 1)]
+        parts = [two(name)[0][rank][name][heads] for rank in (0, 1)]
         for part in parts:
             assert part["local_kv_heads"] == [max(1, count // 2) for count in part["kv_heads"]]
         whole = parts[0]["head_bytes"][0]
@@ -125,10 +141,10 @@ def test_each_rank_holds_its_share(two: tuple[dict[int, Any], Path], name: str) 
         assert sum(part["head_bytes"][1] - blocks for part in parts) == whole - blocks
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_heads_in_4_bits_have_the_codes_of_one_process(two: tuple[dict[int, Any], Path], name: str) -> None:
+@each_model
+def test_heads_in_4_bits_have_the_codes_of_one_process(two: Callable[[str], Results], name: str) -> None:
     """So they guess the same, token by token; the planner's bytes are those held."""
-    _check_coded(*two, name, 2)
+    _check_coded(*two(name), name, 2)
 
 
 def _check_coded(results: dict[int, Any], folder: Path, name: str, ranks: int) -> None:
@@ -140,10 +156,10 @@ def _check_coded(results: dict[int, Any], folder: Path, name: str, ranks: int) -
     assert results[0][name]["coded"]["bytes"] == HeadsSpec(3, head_bits=4).nbytes(spec, 3, ranks)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_weights_are_those_of_the_plan_and_saved_whole(two: tuple[dict[int, Any], Path], name: str) -> None:
+@each_model
+def test_weights_are_those_of_the_plan_and_saved_whole(two: Callable[[str], Results], name: str) -> None:
     """Also where a rank was given a whole head; the model's own beam search runs beside; unpatched all is as before."""
-    _check_weights(*two, name, 2)
+    _check_weights(*two(name), name, 2)
 
 
 def _check_weights(results: dict[int, Any], folder: Path, name: str, ranks: int) -> None:
@@ -158,19 +174,19 @@ def _check_weights(results: dict[int, Any], folder: Path, name: str, ranks: int)
     assert results[0][name]["weights"]["bytes"] == pytest.approx(weight_bytes(spec, ranks), rel=0.02)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_guesses_of_a_drafter_of_ones_own_are_rank_0s(two: tuple[dict[int, Any], Path], name: str) -> None:
-    for models in two[0].values():
+@each_model
+def test_guesses_of_a_drafter_of_ones_own_are_rank_0s(two: Callable[[str], Results], name: str) -> None:
+    for models in two(name)[0].values():
         assert models[name]["wild"]["actual"] == models[name]["wild"]["expected"]
-    accepted = {models[name]["wild"]["accepted"] for models in two[0].values()}
+    accepted = {models[name]["wild"]["accepted"] for models in two(name)[0].values()}
     assert len(accepted) == 1
     assert accepted.pop() > 0
 
 
 @pytest.mark.parametrize("heads", ["own", "shared"])
-@pytest.mark.parametrize("name", MODELS)
-def test_messages_are_those_of_the_formula(two: tuple[dict[int, Any], Path], name: str, heads: str) -> None:
-    _check_messages(*two, name, heads)
+@each_model
+def test_messages_are_those_of_the_formula(two: Callable[[str], Results], name: str, heads: str) -> None:
+    _check_messages(*two(name), name, heads)
 
 
 def _check_messages(results: dict[int, Any], folder: Path, name: str, heads: str) -> None:
@@ -218,6 +234,7 @@ def test_four_ranks_write_what_one_process_writes(tmp_path: Path) -> None:
         _check_weights(results, tmp_path, name, 4)
 
 
+@pytest.mark.slow
 def test_ranks_that_differ_fail_or_stall_end_all_with_an_error(tmp_path: Path) -> None:
     """An error that says so, in seconds, and no tokens from anybody; what all refuse alike breaks nothing."""
     write_models(tmp_path, ["model-llama-gqa"])
@@ -274,6 +291,7 @@ def _check_pieces(found: dict[str, Any]) -> None:
     assert all(reason == "aborted" and tokens < 12 for reason, tokens in found["pieces"])
 
 
+@pytest.mark.slow
 def test_chat_under_torchrun(tmp_path: Path) -> None:
     """Rank 0 reads and writes, for both: one process's conversation."""
     arguments = ["--max-new-tokens", "8", "--tree", "6"]
@@ -291,6 +309,7 @@ def test_chat_under_torchrun(tmp_path: Path) -> None:
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_patches_is_missed(tmp_path: Path) -> None:
     results, _ = session("absent", write_models(tmp_path, ["model-llama-gqa"]), 2, 120)
     found = results[0]["absent"]

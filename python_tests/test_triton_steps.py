@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from cases import in_order, random_parents
-from interpreter import INTERPRETING, run_in_interpreter
+from interpreter import INTERPRETING, each_speed, run_in_interpreter
 from op_cases import CODE_CASES, LmHeadCase, hard_rows, lm_head_code_inputs
+from selection import sample
 from test_families import answers, batch, greedy
 from tiny_models import OracleDrafter, tiny_model
 
@@ -21,9 +22,10 @@ from specmemo_kernels.ops.weight_codes import pack, unpack
 pytest.importorskip("triton")
 
 
-def test_in_the_interpreter() -> None:
+@each_speed
+def test_in_the_interpreter(marks: str) -> None:
     """Every test of ``TestInterpreter`` passes."""
-    run_in_interpreter(__file__)
+    run_in_interpreter(__file__, marks)
 
 
 test_in_the_interpreter.__test__ = not INTERPRETING  # type: ignore[attr-defined]
@@ -142,7 +144,12 @@ class TestInterpreter:
     @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
     @pytest.mark.parametrize(
         ("rows", "vocabulary", "hidden", "dtype"),
-        [(5, 1000, 80, torch.float32), (17, 777, 64, torch.float16), (1, 33, 48, torch.float16)],
+        [
+            pytest.param(5, 1000, 80, torch.float32, marks=pytest.mark.slow),
+            pytest.param(17, 777, 64, torch.float16, marks=pytest.mark.slow),
+            (17, 300, 80, torch.float32),
+            (1, 33, 48, torch.float16),
+        ],
     )
     def test_lm_head(self, rows: int, vocabulary: int, hidden: int, dtype: torch.dtype, bias: bool) -> None:
         """Small integers: exact logits, hundreds of ties."""
@@ -157,7 +164,7 @@ class TestInterpreter:
             mine, wanted = (backend.lm_head_topk(x, weight, offset, k) for backend in (triton, reference))
             assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(mine, wanted, strict=True))
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("dtype", sample((torch.float32, torch.bfloat16, torch.float16), [torch.float16]), ids=str)
     @pytest.mark.parametrize("case", [c for c in CODE_CASES if c.vocab < 1000], ids=lambda c: c.name)
     def test_lm_head_of_codes(self, case: LmHeadCase, dtype: torch.dtype) -> None:
         """Integers again; groups full and not."""

@@ -1,0 +1,162 @@
+"""Mutation check: changes one expression at a time and runs everyday tests, which must fail.
+
+``python python_tests/mutants.py [PART OF A FILE'S NAME ...]`` works in a scratch copy of the repository and prints a
+table in Markdown. Exits with 1 if a mutant survives or if its text doesn't occur exactly once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE, TRITON = "specmemo_kernels", "specmemo_kernels/backends/triton"
+LIMIT_S = 600
+
+
+class Mutant(NamedTuple):
+    """``old`` occurs once in ``file`` and becomes ``new``; ``tests`` are a file and a part of its tests' names."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTANTS = (
+    Mutant(f"{TRITON}/tiles.py", "total * decay + tl.sum", "total + tl.sum", "triton_interpreter test_attention"),
+    Mutant(f"{TRITON}/attention.py", "packed % GROUP", "0", "triton_interpreter test_attention"),
+    Mutant(f"{TRITON}/attention.py", "(length + node) // split_size + 1", "(length + node) // split_size",
+           "triton_interpreter test_attention"),
+    Mutant(f"{TRITON}/primitives.py", "seen = node - first + 1", "seen = node - first",
+           "triton_interpreter test_attention"),
+    Mutant(f"{TRITON}/codes.py", "((wide & 0x80) << 8)", "((wide & 0x80) << 7)",
+           "triton_interpreter test_attention_over_codes"),
+    Mutant(f"{TRITON}/codes.py", "((magnitude >> 20) & 1)", "0", "triton_steps of_codes"),
+    Mutant(f"{TRITON}/paged.py", "place > tl.load(accept", "place >= tl.load(accept", "triton_steps test_commit"),
+    Mutant(f"{TRITON}/paged.py", "head * next_head * DIM + column", "head * DIM + column", "triton_steps test_append"),
+    Mutant(f"{TRITON}/verify.py", "start = node + 1", "start = node + 2", "triton_steps test_verify"),
+    Mutant(f"{TRITON}/lm_head.py", "bits < 0, -magnitude", "bits < 0, magnitude", "triton_steps test_lm_head"),
+    Mutant(f"{TRITON}/lm_head.py", "weight_values(codes & 15", "weight_values(codes >> 4", "triton_steps of_codes"),
+    Mutant(f"{PACKAGE}/backends/reference.py", "[None, :] < window", "[None, :] <= window", "attention is_attention"),
+    Mutant(f"{PACKAGE}/backends/reference.py", "<= accept_length[:, None]", "< accept_length[:, None]", "ops commit"),
+    Mutant(f"{PACKAGE}/backends/reference.py", "rows.abs().amax(-1)", "rows.amax(-1)", "quantised_kv codes"),
+    Mutant(f"{PACKAGE}/cache/paged_kv.py", "return -(-tokens // self.page_size)", "return tokens // self.page_size",
+           "paged_kv"),
+    Mutant(f"{PACKAGE}/cache/paged_kv.py", "self._users[page] -= 1", "self._users[page] -= 2", "kept_pages"),
+    Mutant(f"{PACKAGE}/cache/prefix_index.py", "min(at + spared, last)", "at + spared", "kept_pages"),
+    Mutant(f"{PACKAGE}/engine/scheduler.py", "+ growing - pool.free_pages", "- pool.free_pages", "scheduler"),
+    Mutant(f"{PACKAGE}/engine/scheduler.py", "bisect.insort(self._waiting, sequence, key=_arrival)",
+           "self._waiting.append(sequence)", "scheduler"),
+    Mutant(f"{PACKAGE}/engine/verify.py", "[: row[-2] + 1]", "[: row[-2]]", "decode test"),
+    Mutant(f"{PACKAGE}/engine/sampled.py", "drafts[c] == token)", "drafts[c] >= token)", "sampling lossless"),
+    Mutant(f"{PACKAGE}/tree/acceptance.py", "offer(path[:-1], place + 1", "offer(path[:-1], place + 2",
+           "acceptance best_first"),
+    Mutant(f"{PACKAGE}/planning/search.py", "min(totals)", "max(totals)", "planner no_plan"),
+    Mutant(f"{PACKAGE}/planning/search.py", "workload.context + heads", "workload.context", "planner no_plan"),
+    # C++ last: nothing runs after them with what they have built.
+    Mutant("csrc/verify.cpp", "child = node + 1", "child = node + 2", "ops test_verify"),
+    Mutant("csrc/visibility.cpp", "length_ + node + 1 - base", "length_ + node - base", "attention cpu"),
+    Mutant("csrc/softmax.h", "state.sum[r] * keep + part", "state.sum[r] + part", "attention cpu"),
+    Mutant("csrc/quantise.cpp", "x < -limit ? -limit", "x < -limit ? limit", "quantised_kv bits"),
+    Mutant("csrc/quantise.cpp", "0x7ffffu + ((magnitude >> 20) & 1u)", "0x7ffffu", "quantised_kv bits"),
+    Mutant("csrc/lm_head_rows.h", "i = whole; i <", "i = whole + 1; i <", "ops test_lm_head"),
+)  # fmt: skip
+
+
+class Failures:
+    """pytest plugin: the tests that failed."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def pytest_runtest_logreport(self, report) -> None:  # type: ignore[no-untyped-def]
+        if report.failed:
+            self.names.append(report.nodeid)
+
+
+def run_tests(copy: Path, tests: str, interpreter: bool, results: Queue[tuple[int, list[str]]]) -> None:
+    """In a process of its own: pytest on the copy, up to the first failure."""
+    import pytest
+
+    os.chdir(copy)
+    sys.path[:0] = [str(copy), str(copy / "python_tests")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
+    if interpreter:
+        os.environ["TRITON_INTERPRET"] = "1"
+    name, _, words = tests.partition(" ")
+    options = ["-qx", "-p", "no:cacheprovider", "-m", "not slow and not four_ranks", f"python_tests/test_{name}.py"]
+    failures = Failures()
+    with Path(copy, "output.txt").open("w") as file, contextlib.redirect_stdout(file):
+        code = pytest.main([*options, *(["-k", words] if words else [])], plugins=[failures])
+    results.put((int(code), failures.names))
+
+
+def outcome(copy: Path, mutant: Mutant) -> tuple[int, str]:
+    """pytest's exit status and the test that failed."""
+    context = multiprocessing.get_context("forkserver")
+    results: Queue[tuple[int, list[str]]] = context.Queue()
+    process = context.Process(target=run_tests, args=(copy, mutant.tests, "triton_" in mutant.tests, results))
+    process.start()
+    process.join(LIMIT_S)
+    if process.is_alive():
+        process.kill()
+        return 1, "no end"
+    if process.exitcode:
+        return 1, f"exit status {process.exitcode}"
+    code, names = results.get()
+    return code, names[0].split("::", 1)[1] if names else ""
+
+
+def build(copy: Path) -> None:
+    """The C++ module of the copy, with what has changed since the last build."""
+    import pybind11
+
+    command = [
+        "cmake", "-S", copy, "-B", copy / "build", "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
+        f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+        f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={copy / PACKAGE / 'backends'}",
+    ]  # fmt: skip
+    for each in (command, ["cmake", "--build", copy / "build"]):
+        subprocess.run(each, check=True, stdout=subprocess.DEVNULL)
+
+
+def main(parts: list[str]) -> int:
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "transformers", "hypothesis"])
+    wrong = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "build", "__pycache__"))
+        print("| file | text | becomes | killed by | s |\n| --- | --- | --- | --- | --- |", flush=True)
+        for mutant in MUTANTS:
+            if parts and not any(part in mutant.file for part in parts):
+                continue
+            file, begin = copy / mutant.file, time.monotonic()
+            text = file.read_text()
+            if text.count(mutant.old) != 1:
+                code, by = 0, f"**TEXT OCCURS {text.count(mutant.old)} TIMES**"
+            else:
+                file.write_text(text.replace(mutant.old, mutant.new))
+                if mutant.file.startswith("csrc"):
+                    build(copy)
+                code, by = outcome(copy, mutant)
+                name = mutant.tests.split()[0]
+                by = f"`test_{name}.py::{by}`" if code == 1 else f"**SURVIVED** (pytest: {code})"
+                file.write_text(text)
+            wrong += code != 1
+            seconds = time.monotonic() - begin
+            print(f"| {mutant.file} | `{mutant.old}` | `{mutant.new}` | {by} | {seconds:.0f} |", flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

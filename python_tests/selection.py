@@ -1,0 +1,27 @@
+"""Everyday samples of exhaustive tests; ``make test-all`` runs all values and all examples."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def examples(count: int) -> int:
+    """How many examples Hypothesis tries: ``count`` in ``make test-all``, else a quarter."""
+    return count if os.environ.get("SPECMEMO_ALL_EXAMPLES") else max(1, count // 4)
+
+
+def sample(values: Iterable[Any], everyday: Collection[Any], key: Callable[[Any], Any] = lambda x: x) -> list[Any]:
+    """``values`` as parameters, marked slow unless their ``key`` is in ``everyday``; a tuple is several parameters.
+
+    Raises:
+        ValueError: ``everyday`` has a key that no value has.
+    """
+    values = list(values)
+    if unknown := set(everyday) - {key(value) for value in values}:
+        raise ValueError(f"the everyday sample has {unknown}, which no parameter has")
+    slow = [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.slow) for v in values]
+    return [value if key(value) in everyday else other for value, other in zip(values, slow, strict=True)]
