@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +117,8 @@ def run_demo(options: DemoOptions) -> None:
         for side in SIDES:  # warm-up
             pair.generate(side, prompts[0], max_new_tokens=min(16, pair.max_new_tokens))
     view = LiveView(console, pair) if console.is_terminal else TextView(console, pair)
-    for number, prompt in enumerate(prompts, start=1):
-        view.turn(f"{number} of {len(prompts)}: {prompt.title}", prompt)
+    titles = [f"{number} of {len(prompts)}: {prompt.title}" for number, prompt in enumerate(prompts, start=1)]
+    equal_text = [view.turn(title, prompt) for title, prompt in zip(titles, prompts, strict=True)]
     total = 2 * options.rounds * len(prompts)
     description = f"timing {total} runs, nothing else shown meanwhile"
     if not console.is_terminal:
@@ -129,6 +130,7 @@ def run_demo(options: DemoOptions) -> None:
     ) as progress:
         task = progress.add_task(description, total=total)
         timed = measure(pair, prompts, options.rounds, lambda: progress.update(task, advance=1, refresh=True))
+    timed = [replace(row, same_tokens=row.same_tokens and same) for row, same in zip(timed, equal_text, strict=True)]
     with console.status("measuring memory"):
         longest = max(prompts, key=lambda p: p.ids.shape[1])
         if not options.prompt_file:

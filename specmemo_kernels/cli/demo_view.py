@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers.generation.streamers import BaseStreamer
 
-from specmemo_kernels.cli.demo_runs import SIDES, DemoResult, Pair, Prompt
+from specmemo_kernels.cli.demo_runs import SAMPLING, SIDES, DemoResult, Pair, Prompt
 from specmemo_kernels.planning.memory_plan import format_bytes
 
 TITLES = {"plain": "the model's own generate", "patched": "patched with specmemo"}
@@ -97,8 +97,8 @@ class LiveView:
         self.height = max(6, min(16, console.height - PROMPT_LINES - 7))
         console.print(Text.assemble(("green", "green"), ": guessed by the heads and accepted by the model"))
 
-    def turn(self, title: str, prompt: Prompt) -> None:
-        """Stream one prompt's two completions."""
+    def turn(self, title: str, prompt: Prompt) -> bool:
+        """Stream one prompt's two completions; whether they are equal."""
         self.pair.handle.stats.reset()
         feeds: dict[str, Feed] = {}
 
@@ -113,7 +113,8 @@ class LiveView:
         with Live(console=self.console, get_renderable=draw, refresh_per_second=12):
             for side in SIDES:
                 feeds[side] = _feed(self.pair, side)
-                self.pair.generate(side, prompt, streamer=feeds[side])
+                self.pair.sample(side, prompt, feeds[side])
+        return feeds["plain"].ids == feeds["patched"].ids
 
     def _panel(self, side: str, feed: Feed | None) -> Panel:
         lines = list(feed.text().split(allow_blank=True)) if feed else []
@@ -135,16 +136,18 @@ class TextView:
     def __init__(self, console: Console, pair: Pair) -> None:
         self.console, self.pair = console, pair
 
-    def turn(self, title: str, prompt: Prompt) -> None:
-        """Print one prompt's end and stream its two completions."""
+    def turn(self, title: str, prompt: Prompt) -> bool:
+        """Print one prompt's end and stream its two completions; whether they are equal."""
         self.pair.handle.stats.reset()
         self.console.out(f"\n=== {title}\n--- end of the prompt ({prompt.ids.shape[1]} tokens)", highlight=False)
         self.console.out("\n".join(prompt.text.rstrip("\n").splitlines()[-PROMPT_LINES:]), highlight=False)
+        feeds: dict[str, Feed] = {}
         for side in SIDES:
             self.console.out(f"--- {TITLES[side]}", highlight=False)
-            feed = _feed(self.pair, side, self._write)
-            self.pair.generate(side, prompt, streamer=feed)
-            self.console.out(f"\n[{feed.summary()}]", highlight=False)
+            feeds[side] = _feed(self.pair, side, self._write)
+            self.pair.sample(side, prompt, feeds[side])
+            self.console.out(f"\n[{feeds[side].summary()}]", highlight=False)
+        return feeds["plain"].ids == feeds["patched"].ids
 
     def _write(self, piece: str) -> None:
         self.console.out(piece, end="", highlight=False)
@@ -165,7 +168,9 @@ def show_result(console: Console, result: DemoResult) -> None:
     console.print(table)
     console.print(
         f"Prompts: {count}; timed runs of each per side: {result.rounds}, alternating, prompt included; medians. "
-        "Timed apart from the streaming above. Memory: peak bytes of tensors while a prompt of "
+        "Timed apart from the streaming above, and greedily; the text above is sampled (temperature "
+        f"{SAMPLING['temperature']}, top-p {SAMPLING['top_p']}, one seed for both sides). Both are compared. Memory: "
+        "peak bytes of tensors while a prompt of "
         f"{result.memory_prompt_tokens} tokens is completed, without the model's own weights.",
         style="dim",
     )
