@@ -250,7 +250,7 @@ def test_patching_finds_what_was_probed(
     monkeypatch.setattr(machine, "current", current)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: measured.name)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=measured.memory))
-    monkeypatch.setattr(device_probe, "_machine", lambda _: measured.name)
+    monkeypatch.setattr(device_probe, "_machine", lambda: measured.name)
     monkeypatch.setattr(probe_command, "torch_device", torch.device)
     monkeypatch.setattr(probe_command, "probe", lambda *_: measured)
     monkeypatch.setattr(device_probe, "probe", lambda *_, **__: pytest.fail("measured again"))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -11,8 +12,6 @@ from specmemo_kernels.arguments import text
 from specmemo_kernels.cache.page_order import empty_pages, swap_order
 
 Tensor = torch.Tensor
-#: Keys, values and their scales.
-PageTensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 #: Element types of quantised pages by their public names.
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -77,6 +76,12 @@ class LayerGroup:
     k_scales: Tensor | None = None
     v_scales: Tensor | None = None
 
+    @property
+    def stored(self) -> list[Tensor]:
+        """Pages and scales, as in memory: ``[num_layers, num_pages, num_kv_heads, page_size, ...]``."""
+        scales = [swap_order(t, scales=True) for t in (self.k_scales, self.v_scales) if t is not None]
+        return [swap_order(self.k_pages), swap_order(self.v_pages), *scales]
+
 
 @dataclass(frozen=True)
 class HostPages:
@@ -112,31 +117,31 @@ class KVStorage:
         self.device = self.layers[0].device
         self.version = 0
         self._kinds = {kind: tuple(i for i, la in enumerate(self.layers) if la == kind) for kind in self.layers}
-        self._adopt([(*self._new_pages(kind, num_pages), *self._new_scratch(kind, max_nodes)) for kind in self._kinds])
+        self._adopt(
+            [
+                LayerGroup(layers, **self._new_pages(kind, num_pages), **self._new_scratch(kind, max_nodes))
+                for kind, layers in self._kinds.items()
+            ]
+        )
 
-    def _new_pages(self, kind: LayerKV, num_pages: int) -> PageTensors:
+    def _new_pages(self, kind: LayerKV, num_pages: int) -> dict[str, Any]:
         shape = (len(self._kinds[kind]), num_pages, self.page_size, kind.num_kv_heads)
         codes = page_dtype(self.kv_dtype)
-        k, v = (empty_pages(shape, dim, codes or kind.dtype, kind.device) for dim in (kind.head_dim, kind.v_head_dim))
-        if codes is None:
-            return k, v, None, None
-        scales = [empty_pages(shape, None, torch.float32, kind.device) for _ in range(2)]
-        return k, v, scales[0], scales[1]
+        dims = {"k_pages": kind.head_dim, "v_pages": kind.v_head_dim}
+        pages = {name: empty_pages(shape, dim, codes or kind.dtype, kind.device) for name, dim in dims.items()}
+        if codes is not None:
+            pages |= {name: empty_pages(shape, None, torch.float32, kind.device) for name in ("k_scales", "v_scales")}
+        return pages
 
-    def _new_scratch(self, kind: LayerKV, max_nodes: int) -> tuple[Tensor, Tensor]:
+    def _new_scratch(self, kind: LayerKV, max_nodes: int) -> dict[str, Any]:
         shape = (len(self._kinds[kind]), max_nodes, kind.num_kv_heads)
-        k = torch.empty(*shape, kind.head_dim, dtype=kind.dtype, device=kind.device)
-        return k, torch.empty(*shape, kind.v_head_dim, dtype=kind.dtype, device=kind.device)
+        dims = {"k_scratch": kind.head_dim, "v_scratch": kind.v_head_dim}
+        return {name: torch.empty(*shape, dim, dtype=kind.dtype, device=kind.device) for name, dim in dims.items()}
 
-    def _adopt(self, tensors: Sequence[tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor]]) -> None:
-        """Replace the tensors of all groups."""
+    def _adopt(self, groups: Sequence[LayerGroup]) -> None:
+        """Replace the groups and the views of each layer."""
         self.version += 1
-        self.groups = tuple(
-            LayerGroup(layers, k, v, k_scratch, v_scratch, k_scales, v_scales)
-            for layers, (k, v, k_scales, v_scales, k_scratch, v_scratch) in zip(
-                self._kinds.values(), tensors, strict=True
-            )
-        )
+        self.groups = tuple(groups)
         views = {layer: (group, i) for group in self.groups for i, layer in enumerate(group.layers)}
         order = [views[layer] for layer in range(len(self.layers))]
         self.k_pages = [group.k_pages[i] for group, i in order]
@@ -146,30 +151,22 @@ class KVStorage:
         self.k_scales = [None if group.k_scales is None else group.k_scales[i] for group, i in order]
         self.v_scales = [None if group.v_scales is None else group.v_scales[i] for group, i in order]
 
-    def _renew_pages(self, num_pages: int) -> None:
-        """Replace all pages by new ones, without their content."""
-        self._adopt_pages([self._new_pages(kind, num_pages) for kind in self._kinds], num_pages)
-
-    def _extend_pages(self, num_pages: int) -> None:
-        """Allocate more pages and copy the content; a failed allocation changes nothing."""
-        new = [self._new_pages(kind, num_pages) for kind in self._kinds]
-        for pages, group in zip(new, self.groups, strict=True):
-            for larger, old in zip(pages, (group.k_pages, group.v_pages, group.k_scales, group.v_scales), strict=True):
-                if larger is not None and old is not None:
-                    larger[:, : self.num_pages].copy_(old)
-        self._adopt_pages(new, num_pages)
-
-    def _adopt_pages(self, pages: Sequence[PageTensors], num_pages: int) -> None:
-        self._adopt([(*p, g.k_scratch, g.v_scratch) for p, g in zip(pages, self.groups, strict=True)])
+    def _replace_pages(self, num_pages: int, copy: bool = False) -> None:
+        """Allocate other pages, with the content of the old ones if ``copy``; a failed allocation changes nothing."""
+        new = [replace(g, **self._new_pages(k, num_pages)) for k, g in zip(self._kinds, self.groups, strict=True)]
+        if copy:
+            for group, old_group in zip(new, self.groups, strict=True):
+                for pages, old in zip(group.stored, old_group.stored, strict=True):
+                    pages[:, : self.num_pages].copy_(old)
+        self._adopt(new)
         self.num_pages = num_pages
 
     def resize_scratch(self, max_nodes: int) -> None:
         """Reallocate scratch for ``max_nodes`` nodes, between steps; a failed allocation leaves no scratch."""
         for nodes in (0, max_nodes):
             with torch.inference_mode(False):
-                new = [self._new_scratch(kind, nodes) for kind in self._kinds]
-            pages = [(g.k_pages, g.v_pages, g.k_scales, g.v_scales) for g in self.groups]
-            self._adopt([(*p, *n) for p, n in zip(pages, new, strict=True)])
+                kinds = zip(self._kinds, self.groups, strict=True)
+                self._adopt([replace(group, **self._new_scratch(kind, nodes)) for kind, group in kinds])
             self.max_nodes = nodes
 
     def copy_out(self, pages: Sequence[int], tokens: int) -> HostPages:
@@ -195,10 +192,7 @@ class KVStorage:
                 target[:, new].copy_(source[:, old])  # page by page: no temporary
 
     def _stored(self) -> list[Tensor]:
-        """All page tensors, as in memory: ``[num_layers, num_pages, num_kv_heads, page_size, ...]``."""
-        pages = [swap_order(t) for g in self.groups for t in (g.k_pages, g.v_pages)]
-        scales = [t for g in self.groups for t in (g.k_scales, g.v_scales)]
-        return [*pages, *(swap_order(t, scales=True) for t in scales if t is not None)]
+        return [tensor for group in self.groups for tensor in group.stored]
 
     @property
     def page_bytes(self) -> int:

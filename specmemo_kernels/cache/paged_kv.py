@@ -62,7 +62,7 @@ class PagedKVPool(KVStorage):
         for pages in (0, num_pages):
             with torch.inference_mode(False):
                 tables = self.block_table.new_zeros(len(self._free_slots), pages)
-                self._renew_pages(pages)
+                self._replace_pages(pages)
             self.block_table, self._free_pages = tables, list(range(pages - 1, -1, -1))
 
     def grow(self, num_pages: int) -> None:
@@ -75,7 +75,7 @@ class PagedKVPool(KVStorage):
         with torch.inference_mode(False):
             table = self.block_table.new_zeros(self.block_table.shape[0], num_pages)
             table[:, :old].copy_(self.block_table)
-            self._extend_pages(num_pages)
+            self._replace_pages(num_pages, copy=True)
         self.block_table = table
         self._free_pages = [*range(num_pages - 1, old - 1, -1), *self._free_pages]
 

@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from specmemo_kernels.backends.kernel_target import target_of_gpu
 from specmemo_kernels.planning.device import KNOWN_DEVICES, Curve, DeviceProfile, same_name
 from specmemo_kernels.planning.host_memory import host_memory
@@ -36,8 +38,6 @@ def probe(device: str = "cpu", seconds: float = 3.0) -> DeviceProfile:
     Raises:
         ValueError: no such device, or neither a CPU nor a CUDA or HIP device.
     """
-    import torch
-
     where = _resolved(device)
     with _as_value_error(device):
         torch.empty(1, device=where)
@@ -48,23 +48,23 @@ def probe(device: str = "cpu", seconds: float = 3.0) -> DeviceProfile:
     names = ["float32", "bfloat16"] if on_cpu else ["float32", "float16", "bfloat16"]
     share = seconds / (len(names) * (len(_ROWS) + len(_FEW_ROWS)) + 4)
     with torch.inference_mode():
-        curves = {name: _linear_curve(torch, where, name, _SIDE, _ROWS, share, sync) for name in names}
-        small = {name: _linear_curve(torch, where, name, _SMALL_SIDE, _FEW_ROWS, share, sync) for name in names}
+        curves = {name: _linear_curve(where, name, _SIDE, _ROWS, share, sync) for name in names}
+        small = {name: _linear_curve(where, name, _SMALL_SIDE, _FEW_ROWS, share, sync) for name in names}
         big = torch.zeros(2, 2**24 if on_cpu else 2**28, dtype=torch.float32, device=where)
         read_rate = big.nbytes / _best(lambda: big[0].copy_(big[1]), 2 * share, sync)
-        launch = _launch_seconds(torch, where, 2 * share, sync)
+        launch = _launch_seconds(where, 2 * share, sync)
     rates = {name: 2 * rows / cost for name, points in curves.items() for rows, cost in points[-1:]}
     common: dict[str, Any] = {"read_rate": read_rate, "matmul_rate": rates, "launch_seconds": launch, "curves": curves}
     common["matrix_seconds"] = {name: _extra_seconds(small[name], curves[name]) for name in names}
     if on_cpu:
-        return DeviceProfile(_machine(torch), host_memory(), overlaps=False, source="measured", **common)
+        return DeviceProfile(_machine(), host_memory(), overlaps=False, source="measured", **common)
     properties = torch.cuda.get_device_properties(where)
     shared = int(getattr(properties, "shared_memory_per_block_optin", 0))
     common |= {"shared_memory": shared, "kernel_target": _kernel_target(where), "source": "measured"}
     return DeviceProfile(properties.name, properties.total_memory, **common)
 
 
-def _kernel_target(where: Any) -> str | None:
+def _kernel_target(where: torch.device) -> str | None:
     try:
         return target_of_gpu(where)
     except ValueError:
@@ -72,7 +72,7 @@ def _kernel_target(where: Any) -> str | None:
 
 
 def _linear_curve(
-    torch: Any, where: Any, name: str, side: int, counts: tuple[int, ...], share: float, sync: Callable[[], None]
+    where: torch.device, name: str, side: int, counts: tuple[int, ...], share: float, sync: Callable[[], None]
 ) -> Curve:
     """Seconds per weight of square matrices at some row counts."""
     dtype = getattr(torch, name)
@@ -96,7 +96,7 @@ def _extra_seconds(small: Curve, large: Curve) -> Curve:
     return tuple((rows, max(0.0, seconds - expected[rows]) * _SMALL_SIDE**2) for rows, seconds in small)
 
 
-def _launch_seconds(torch: Any, where: Any, share: float, sync: Callable[[], None]) -> float:
+def _launch_seconds(where: Any, share: float, sync: Callable[[], None]) -> float:
     """Host seconds per operator, from the step times of a tiny Llama with two and with eight layers."""
     from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -129,7 +129,7 @@ def _best(call: Callable[[], Any], share: float, sync: Callable[[], None], least
     return best
 
 
-def _machine(torch: Any) -> str:
+def _machine() -> str:
     """Processor and number of torch threads; a CPU profile is valid for this pair."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -148,10 +148,8 @@ def _as_value_error(device: str) -> Iterator[None]:
         raise ValueError(f"device {device!r}: {str(error).splitlines()[0]}") from error
 
 
-def _resolved(device: str) -> Any:
+def _resolved(device: str) -> torch.device:
     """The torch device with its index; a CPU has none."""
-    import torch
-
     with _as_value_error(device):
         where = torch.device(device)
     if where.type == "cpu":
@@ -182,8 +180,6 @@ def profile_of(device: str) -> DeviceProfile:
     Raises:
         ValueError: no such device.
     """
-    import torch
-
     where = _resolved(device)
     if str(where) != device:
         return profile_of(str(where))
@@ -191,7 +187,7 @@ def profile_of(device: str) -> DeviceProfile:
     with suppress(OSError, ValueError):  # not measured yet
         profiles.insert(0, DeviceProfile.load(cache_file(device)))
     if where.type == "cpu":
-        name, memory = _machine(torch), host_memory()
+        name, memory = _machine(), host_memory()
     else:
         with _as_value_error(device):
             name, memory = torch.cuda.get_device_name(where), torch.cuda.get_device_properties(where).total_memory

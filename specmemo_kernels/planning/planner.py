@@ -205,7 +205,7 @@ def _nothing_fits(request: PlanRequest, choices: list[PlanCandidate], limit: int
             advice.append(f"{ranks} such devices (tp={ranks})")
             break
     return (
-        f"{format_bytes(limit)} is too small for {spec.name} on {request.device.name}: the least plan needs {needed}; "
-        f"{format_bytes(least.total_bytes - limit)} missing, the largest part is {largest}. What would do: "
+        f"{format_bytes(limit)} is too small for {spec.name} on {request.device.name}: the smallest plan needs "
+        f"{needed}; {format_bytes(least.total_bytes - limit)} missing, the largest part is {largest}. What would fit: "
         + "; or ".join(advice)
     )

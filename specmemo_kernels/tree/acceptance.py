@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol
+
+from specmemo_kernels.tree.draft_tree import DraftTree
 
 Accuracy = Sequence[Sequence[float]]
 
@@ -83,18 +84,11 @@ def _extrapolate(row: Sequence[float], rank: int) -> float:
     return max(row[-1], 1.0 - (1.0 - row[-1]) * math.pow(rank / last, -exponent))  # max(): rounding errors
 
 
-class RankTree(Hashable, Protocol):
-    """A tree by its rank paths, root excluded."""
-
-    @property
-    def paths(self) -> Sequence[Sequence[int]]: ...
-
-
-def expected_tokens_per_step(tree: RankTree | Sequence[Sequence[int]], cumulative_topk_accuracy: Accuracy) -> float:
+def expected_tokens_per_step(tree: DraftTree | Sequence[Sequence[int]], cumulative_topk_accuracy: Accuracy) -> float:
     """``1 + sum of the nodes' acceptance probabilities``; heads are assumed independent.
 
     Args:
-        tree: a :class:`specmemo_kernels.tree.draft_tree.DraftTree`, or its rank paths as Medusa publishes them.
+        tree: a draft tree, or its rank paths as Medusa publishes them.
         cumulative_topk_accuracy: ``[head][k]``, probability that one of the head's best ``k + 1`` guesses is right.
             Ranks beyond the table are extrapolated (:func:`extrapolated`).
 
@@ -129,21 +123,21 @@ class RunningAcceptance:
         cumulative: the prior, as for :func:`expected_tokens_per_step`; heads are assumed independent.
     """
 
-    def __init__(self, tree: RankTree, cumulative: Accuracy) -> None:
+    def __init__(self, tree: DraftTree, cumulative: Accuracy) -> None:
         widest = max((rank for path in tree.paths for rank in path), default=0)
         prior = rank_probabilities(extrapolated(cumulative, widest + 1))
-        self._paths = [tuple(path) for path in tree.paths]
+        self._paths = tree.paths
         self._offered = {path: float(PRIOR_OFFERS) for path in self._paths}
         self._accepted = {path: PRIOR_OFFERS * prior[len(path) - 1][path[-1]] for path in self._paths}
 
-    def record(self, tree: RankTree, last: Sequence[int]) -> None:
+    def record(self, tree: DraftTree, last: Sequence[int]) -> None:
         """Count a step over ``tree``, a part of this one; node ``last[b]`` ends the accepted path of sequence b.
 
         Node 0 is the root, node i has the path ``tree.paths[i - 1]``.
         """
         children = _children(tree)
         for node in last:
-            accepted = tuple(tree.paths[node - 1]) if node else ()
+            accepted = tree.paths[node - 1] if node else ()
             for depth in range(len(accepted) + 1):
                 for path in children.get(accepted[:depth], ()):
                     hit = path == accepted[: depth + 1]
@@ -159,8 +153,8 @@ class RunningAcceptance:
 
 
 @lru_cache(maxsize=64)
-def _children(tree: RankTree) -> dict[tuple[int, ...], list[tuple[int, ...]]]:
+def _children(tree: DraftTree) -> dict[tuple[int, ...], list[tuple[int, ...]]]:
     children: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-    for path in map(tuple, tree.paths):
+    for path in tree.paths:
         children.setdefault(path[:-1], []).append(path)
     return children
