@@ -1,1 +1,1 @@
-"""Tensor parallel: ranks, the divided vocabulary, whole KV heads."""
+"""Tensor parallel: ranks, the sharded vocabulary, replicated KV heads."""

@@ -261,8 +261,7 @@ def stream_batch(
     requests = []
     for i, prompt in enumerate(prompts):
         if not isinstance(prompt, Request):
-            seeded = None if sampling is None else sampling.with_seed(sampling.seed + i)
-            prompt = Request(prompt, max_new_tokens, eos_token_ids, seeded)
+            prompt = Request(prompt, max_new_tokens, eos_token_ids, sampling and sampling.with_seed(sampling.seed + i))
         requests.append(prompt)
     return BatchRun(handle, requests)
 

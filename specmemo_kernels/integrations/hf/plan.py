@@ -17,7 +17,7 @@ from specmemo_kernels.integrations.hf.draft import HFDraftModel
 from specmemo_kernels.integrations.hf.graph import GraphUse
 from specmemo_kernels.integrations.hf.probe import measure_libraries, measure_passes, time_passes
 from specmemo_kernels.integrations.hf.target import ModelFacts
-from specmemo_kernels.integrations.hf.tree_size import TreeCandidate, device_trees, given_tree
+from specmemo_kernels.integrations.hf.tree_size import tree_candidates
 from specmemo_kernels.planning.footprint import GenerationShape
 from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan, divide_budget, format_bytes
 from specmemo_kernels.tree.acceptance import Accuracy, RunningAcceptance
@@ -56,8 +56,8 @@ def make_plan(
         limits: the other arguments of :func:`divide_budget`.
 
     Returns:
-        The setup, its drafter without the heads that no tree of the device uses; the plan; and ``graphs``, or no
-        graphs if they would take more than :data:`GRAPH_SHARE` of the budget and ``graph=True`` wasn't given.
+        The setup, whose drafter lacks unused heads if ``tree`` is ``None``; the plan; and ``graphs``, or no graphs if
+        they would take more than :data:`GRAPH_SHARE` of the budget and ``graph=True`` wasn't given.
 
     Raises:
         BudgetError: not even one page fits.
@@ -77,14 +77,8 @@ def _first_that_fits(
     setup: Setup, tree: DraftTree | int | None, graphs: GraphUse, limits: dict[str, Any]
 ) -> tuple[Setup, MemoryPlan]:
     """The plan for the first candidate tree that the budget holds."""
-    facts, drafter, accuracy, kv_dtype = setup.facts, setup.drafter, setup.accuracy, limits["kv_dtype"]
-    if tree is not None or getattr(drafter, "prefers_chain", False):
-        candidates = [TreeCandidate(given_tree(tree, drafter, facts, accuracy))]
-    else:
-        candidates = setup.ranks.broadcast_result(
-            lambda: device_trees(setup.model, facts, drafter, accuracy, kv_dtype, setup.ranks.size)
-        )
-    shape = None
+    kv_dtype, shape = limits["kv_dtype"], None
+    candidates = tree_candidates(tree, setup.model, setup.facts, setup.drafter, setup.accuracy, setup.ranks, kv_dtype)
     for candidate in candidates:
         if tree is None:
             setup = dataclasses.replace(setup, drafter=_without_unused_heads(setup.drafter, candidate.tree))

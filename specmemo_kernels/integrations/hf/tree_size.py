@@ -1,4 +1,4 @@
-"""The size of a model's tree: the tree given to ``patch``, or trees for the device, from the largest down."""
+"""Decides the size of a model's tree: the tree given to ``patch``, or trees for the device, largest first."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from specmemo_kernels.drafting.base import Drafter
 from specmemo_kernels.drafting.medusa import MedusaDrafter
+from specmemo_kernels.integrations.distributed.ranks import SingleRank
 from specmemo_kernels.integrations.hf.target import ModelFacts
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.device_probe import profile_of
@@ -31,12 +32,35 @@ class TreeCandidate:
     plan_fields: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def given_tree(tree: DraftTree | int | None, drafter: Drafter, facts: ModelFacts, accuracy: Accuracy) -> DraftTree:
-    """The tree given to ``patch``, the best tree of that many nodes, or (``None``) a chain of the drafter's depth.
+def tree_candidates(
+    tree: DraftTree | int | None,
+    model: Any,
+    facts: ModelFacts,
+    drafter: Drafter,
+    accuracy: Accuracy,
+    ranks: SingleRank,
+    kv_dtype: str | None,
+) -> list[TreeCandidate]:
+    """The trees of which the memory plan takes the first that the budget holds.
+
+    There is one candidate for a ``tree`` given to ``patch`` and for drafters that prefer chains. Else the candidates
+    suit the device: the largest tree that a step may verify, the tree that is predicted to be the fastest, then half as
+    many nodes each, down to 2. In use, :class:`TreeChooser` selects how much of the tree a step verifies. Predictions
+    use :mod:`specmemo_kernels.planning.cost`, :func:`profile_of` and a context of 1024 tokens, or the model's maximum.
 
     Raises:
-        ValueError: the tree is deeper than the drafter, or wider than the vocabulary.
+        ValueError: the given tree is deeper than the drafter, or wider than the vocabulary.
     """
+    if tree is None and not getattr(drafter, "prefers_chain", False):
+        candidates: list[TreeCandidate] = ranks.broadcast_result(
+            lambda: _device_trees(model, facts, drafter, accuracy, kv_dtype, ranks.size)
+        )
+        return candidates
+    return [TreeCandidate(_given_tree(tree, drafter, facts, accuracy))]
+
+
+def _given_tree(tree: DraftTree | int | None, drafter: Drafter, facts: ModelFacts, accuracy: Accuracy) -> DraftTree:
+    """The given tree, the best tree of that many nodes, or (``None``) a chain of the drafter's depth."""
     if tree is None or (isinstance(tree, int) and getattr(drafter, "prefers_chain", False)):
         return DraftTree.chain(drafter.max_depth if tree is None else min(drafter.max_depth, tree - 1))
     if isinstance(tree, int):
@@ -48,16 +72,9 @@ def given_tree(tree: DraftTree | int | None, drafter: Drafter, facts: ModelFacts
     return tree
 
 
-def device_trees(
-    model: Any, facts: ModelFacts, drafter: Drafter, accuracy: Accuracy, kv_dtype: str | None = None, tp: int = 1
+def _device_trees(
+    model: Any, facts: ModelFacts, drafter: Drafter, accuracy: Accuracy, kv_dtype: str | None, tp: int
 ) -> list[TreeCandidate]:
-    """Trees for the model's device, in the order in which a memory plan tries them.
-
-    The first candidate is the largest tree that a step may verify. The second one is predicted to be the fastest. Each
-    further one has half the nodes, down to 2. In use, :class:`TreeChooser` selects how much of the tree a step
-    verifies. Predictions use :mod:`specmemo_kernels.planning.cost`, :func:`profile_of` and a context of 1024 tokens, or
-    the model's maximum.
-    """
     tree, fastest, fields = _largest_tree(model, facts, drafter, accuracy, kv_dtype, tp)
     candidates = [TreeCandidate(tree, fields)]
     if fastest < tree.size:
