@@ -41,9 +41,10 @@ test-all: $(STAMP)
 	$(PYTEST) $(RANKS) $(ARGS)
 	$(PYTEST) -n $(WORKERS) --dist worksteal --deselect $(RANKS) python_tests $(ARGS)
 
-# Changes one expression at a time in a scratch copy; make test's tests must fail each time. Needs CMake and Ninja.
+# Changes one expression at a time in a scratch copy; make test's tests must fail each time.
 mutants: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python python_tests/mutants.py $(ARGS)
+	$(PIP) install --quiet 'cmake>=3.20' ninja 'pybind11>=2.12'
+	PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python python_tests/mutants.py $(ARGS)
 
 lint: $(STAMP) $(VENV)/linters
 	$(BIN)/ruff check .

@@ -126,7 +126,17 @@ def hard_rows(dtype: torch.dtype, dim: int = 33) -> torch.Tensor:
     outlier[:, 3] = torch.tensor([100.0, 1e4, -3e3, 6e4])
     ties = (torch.arange(dim) - 16) / 2
     ties[0] = 127.0
-    rows += [outlier, ties[None], torch.zeros(1, dim), torch.full((1, dim), 2.0**-140), torch.full((1, dim), -7.0)]
+    # Of fp8's codes for 16 and more, and of its subnormal ones, with a scale of 1.
+    fp8_ties = torch.stack([2.0 * torch.arange(dim) + 1, (torch.arange(dim) + 0.5) / 512])
+    fp8_ties[:, 0] = 448.0
+    rows += [
+        fp8_ties,
+        outlier,
+        ties[None],
+        torch.zeros(1, dim),
+        torch.full((1, dim), 2.0**-140),
+        torch.full((1, dim), -7.0),
+    ]
     result = torch.cat(rows).to(dtype)
     return result[result.isfinite().all(1)]
 

@@ -123,6 +123,40 @@ def test_preemption_and_restore_change_nothing() -> None:
     empty(spec.pool)
 
 
+def test_a_preempted_sequence_waits_at_its_place() -> None:
+    """Before a younger one that has never run."""
+    spec = decoder(CHAIN, "none", num_pages=14, page_size=4)
+    states = [SequenceState([i, 3, i], 40) for i in range(3)]
+    scheduler = Scheduler(spec, 2)
+    submit_all(scheduler, states)
+    ended: list[SequenceState] = []
+    while not scheduler.idle:
+        ended += scheduler.step()
+        check_books(scheduler)
+    assert states[1].preemptions > 0
+    assert ended == states
+    for state in states:
+        same_as_plain(state)
+
+
+def test_running_sequences_have_a_page_left_when_another_is_admitted() -> None:
+    """Pages for the next step of both would do now, and one of them would be preempted soon."""
+    spec = decoder(CHAIN, "none", num_pages=7, page_size=4)
+    first, second = SequenceState([1, 2, 3], 20), SequenceState([4], 12)
+    scheduler = Scheduler(spec, 2)
+    scheduler.submit(first)
+    while spec.pool.free_pages > 2:
+        scheduler.step()
+    assert scheduler._next_pages(second) == 2
+    scheduler.submit(second)
+    scheduler.step()
+    assert scheduler.active == (first,)
+    scheduler.run()
+    assert spec.stats.preemptions == 0
+    for state in (first, second):
+        same_as_plain(state)
+
+
 def test_more_run_at_once_than_the_worst_case_allows() -> None:
     """Sequences that may become long but end early share pages that wouldn't hold all of them at their longest."""
     text = plain(TARGET, PROMPTS[0], 8)

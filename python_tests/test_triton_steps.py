@@ -147,7 +147,7 @@ class TestInterpreter:
         [
             pytest.param(5, 1000, 80, torch.float32, marks=pytest.mark.slow),
             pytest.param(17, 777, 64, torch.float16, marks=pytest.mark.slow),
-            (17, 300, 80, torch.float32),
+            (17, 150, 48, torch.float32),
             (1, 33, 48, torch.float16),
         ],
     )
