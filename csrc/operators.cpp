@@ -156,7 +156,6 @@ py::object verify(Arguments a) {
       PyTuple_Pack(3, index.tensor.ptr(), length.tensor.ptr(), bonus.tensor.ptr()));
 }
 
-
 // Without a result (and without an error) a function returns None.
 template <class Function>
 PyObject* guarded(Function function) {

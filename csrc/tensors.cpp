@@ -61,7 +61,7 @@ TensorView view(py::handle tensor) {
   if (torch().exchange->view(tensor.ptr(), &result) != 0) throw py::error_already_set();
   if (result.data == nullptr && std::find(result.shape, result.shape + result.ndim, 0) == result.shape + result.ndim)
     throw py::value_error("backend 'cpu' takes tensors with memory of their own, not a wrapped or fake " +
-                         std::string(Py_TYPE(tensor.ptr())->tp_name));
+                          std::string(Py_TYPE(tensor.ptr())->tp_name));
   return result;
 }
 
