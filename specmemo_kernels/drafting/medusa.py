@@ -73,6 +73,8 @@ class MedusaDrafter:
 
     def _move(self, device: torch.device) -> None:
         """Move all tensors or none: the old ones are freed after the last copy."""
+        if self._weights and self._weights[0].device == device:
+            return
         stacks = [[tensor.to(device) for tensor in kind] for kind in (self._weights, self._biases)]
         count = self.heads.num_heads if self.heads.own_lm_head else 0
         lm_heads = [tensor for head in range(count) for tensor in self.heads.own_tensors(head) if tensor is not None]
