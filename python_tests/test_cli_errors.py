@@ -6,9 +6,11 @@ import importlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -374,7 +376,11 @@ with importing():
         pass
     print("went on")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    # Jobs in the background of a shell inherit an ignored SIGINT.
+    restored = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, preexec_fn=restored
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "specmemo: interrupted\n")
 
 

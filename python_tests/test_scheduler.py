@@ -147,7 +147,7 @@ def test_running_sequences_have_a_page_left_when_another_is_admitted() -> None:
     scheduler.submit(first)
     while spec.pool.free_pages > 2:
         scheduler.step()
-    assert scheduler._next_pages(second) == 2
+    assert scheduler.demand.next_step(second) == 2
     scheduler.submit(second)
     scheduler.step()
     assert scheduler.active == (first,)
