@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant(f"{PACKAGE}/engine/scheduler.py", "+ growing - pool.free_pages", "- pool.free_pages", "scheduler"),
     Mutant(f"{PACKAGE}/engine/scheduler.py", "bisect.insort(self._waiting, sequence, key=_arrival)",
            "self._waiting.append(sequence)", "scheduler"),
-    Mutant(f"{PACKAGE}/engine/verify.py", "[: row[-2] + 1]", "[: row[-2]]", "decode test"),
+    Mutant(f"{PACKAGE}/engine/verify.py", "[: row[-2] + 1]", "[: row[-2] + 2]", "decode test"),
     Mutant(f"{PACKAGE}/engine/sampled.py", "drafts[c] == token)", "drafts[c] >= token)", "sampling lossless"),
     Mutant(f"{PACKAGE}/tree/acceptance.py", "push(path[:-1], index + 1", "push(path[:-1], index + 2",
            "acceptance best_first"),
