@@ -111,7 +111,7 @@ class SequenceState:
         self.swapped = SwappedSequence(pages, None if self.hidden is None else self.hidden.to("cpu", copy=True))
 
     def close(self) -> None:
-        """Give up the row and the state on the device."""
+        """Release the row and the state on the device."""
         self.slot, self.hidden = -1, None
 
     def preempt(self) -> None:
