@@ -93,6 +93,7 @@ class TreeChooser:
         seconds: the target's pass by its rows, measured while patching; attention and lm_head excluded.
         draft_seconds: one pass of a drafter that runs once per depth; ``None``: the drafter runs once per step.
         sizes: numbers of nodes that a part may have, beside the whole tree; ``None``: any.
+        agreed: maps a measured time to the time that all ranks use.
     """
 
     def __init__(
@@ -102,9 +103,10 @@ class TreeChooser:
         seconds: PassSeconds,
         draft_seconds: PassSeconds | None = None,
         sizes: Collection[int] | None = None,
+        agreed: Callable[[float], float] = float,
     ) -> None:
         self.tree, self.acceptance, self.seconds, self.draft_seconds = tree, acceptance, seconds, draft_seconds
-        self.sizes = range(1, tree.size) if sizes is None else sizes
+        self.sizes, self._agreed = range(1, tree.size) if sizes is None else sizes, agreed
         self._root = tree.pruned(1)
         # A mean per number of rows corrects wrong pass times: where the machine was busy while they were measured, one
         # mean for all costs 15 % of the speed (bench_adapt, 64 nodes); with correct times it makes no difference.
@@ -152,6 +154,7 @@ class TreeChooser:
             drafting: seconds of the drafter.
             behind: :attr:`DraftBacklog.behind` before the step.
         """
+        seconds, drafting = (None if t is None else self._agreed(t) for t in (seconds, drafting))
         sequences = len(last)
         explored = self.tree_for(sequences) is self.tree
         self.acceptance.record(tree, last)

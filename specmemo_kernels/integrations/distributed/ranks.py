@@ -18,7 +18,6 @@ from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.integrations.distributed.checkpoint_digest import checkpoint_digest
 from specmemo_kernels.integrations.hf.target import HFTarget, ModelFacts, lm_head
 from specmemo_kernels.planning.footprint import GenerationShape
-from specmemo_kernels.tree.choice import TreeChooser
 
 Tensor = torch.Tensor
 #: Called after each new token with all tokens so far; ``True`` ends the sequence.
@@ -82,10 +81,6 @@ class SingleRank:
     def target(self, model: nn.Module, facts: ModelFacts, backend: str) -> HFTarget:
         """The target model of the speculative loop."""
         return HFTarget(model, facts, backend)
-
-    def chooser(self, *args: Any) -> TreeChooser:
-        """A :class:`TreeChooser` with the same choices on every rank."""
-        return TreeChooser(*args)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:

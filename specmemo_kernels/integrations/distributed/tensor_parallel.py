@@ -32,8 +32,6 @@ from specmemo_kernels.integrations.distributed.rank_group import RankGroup
 from specmemo_kernels.integrations.distributed.ranks import SingleRank
 from specmemo_kernels.integrations.hf.attention import UnsupportedModel
 from specmemo_kernels.integrations.hf.target import HFTarget, ModelFacts, lm_head
-from specmemo_kernels.tree.choice import TreeChooser
-from specmemo_kernels.tree.draft_tree import DraftTree
 
 Tensor = torch.Tensor
 
@@ -121,9 +119,6 @@ class TensorParallel(RankGroup):
     def target(self, model: nn.Module, facts: ModelFacts, backend: str) -> HFTarget:
         return _ShardedTarget(model, facts, backend, self)
 
-    def chooser(self, *args: Any) -> TreeChooser:
-        return _SharedChooser(self, *args)
-
 
 class _ShardedTarget(HFTarget):
     """This rank's share of the model."""
@@ -142,25 +137,6 @@ class _ShardedTarget(HFTarget):
             return super().row_logits(output, row)
         weight, bias = self.team.lm_head(self.model)
         return self.team.gather_row(nn.functional.linear(output.hidden[row : row + 1], weight, bias)[0])
-
-
-class _SharedChooser(TreeChooser):
-    """A chooser that is updated with rank 0's times."""
-
-    def __init__(self, ranks: RankGroup, *args: Any) -> None:
-        super().__init__(*args)
-        self._ranks = ranks
-
-    def stepped(
-        self,
-        tree: DraftTree,
-        last: Sequence[int],
-        seconds: float | None = None,
-        drafting: float | None = None,
-        behind: int = 0,
-    ) -> None:
-        seconds, drafting = (None if t is None else self._ranks.broadcast_scalar(t) for t in (seconds, drafting))
-        super().stepped(tree, last, seconds, drafting, behind)
 
 
 def best_of_ranks(candidates: Tensor, counts: Sequence[int], k: int) -> tuple[Tensor, Tensor]:

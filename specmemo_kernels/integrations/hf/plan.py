@@ -119,7 +119,7 @@ def make_chooser(setup: Setup, plan: MemoryPlan, graphs: GraphUse) -> TreeChoose
     prior = [[0.5]] * plan.tree.max_depth if getattr(drafter, "prefers_chain", False) else setup.accuracy
     sizes = GRAPH_SIZES if graphs.wanted else None
     seconds = time_passes(setup.model, setup.facts, rows, agreed)
-    return setup.ranks.chooser(plan.tree, RunningAcceptance(plan.tree, prior), seconds, draft_seconds, sizes)
+    return TreeChooser(plan.tree, RunningAcceptance(plan.tree, prior), seconds, draft_seconds, sizes, agreed)
 
 
 def kernel_blocks(
