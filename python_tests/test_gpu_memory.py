@@ -10,7 +10,7 @@ from test_families import batch, greedy
 from tiny_models import VOCAB, tiny_model
 
 import specmemo_kernels as sk
-from specmemo_kernels.engine.memory_monitor import DeviceMonitor
+from specmemo_kernels.engine.pressure import DeviceMonitor
 from specmemo_kernels.engine.scheduler import Scheduler
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]

@@ -21,8 +21,8 @@ from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
 from specmemo_kernels.engine.decode import SequenceState, SpecDecoder
 from specmemo_kernels.engine.pressure import DegradationLevel, MemoryPressureController, is_out_of_memory, levels
-from specmemo_kernels.engine.sampled import SampledVerifier
 from specmemo_kernels.engine.scheduler import Scheduler, submit_all
+from specmemo_kernels.engine.verify import SampledVerifier
 from specmemo_kernels.tree.draft_tree import DraftTree
 
 TARGET = ToyTarget(dtype=torch.float32, backend="cpu")

@@ -17,8 +17,7 @@ from toy_model import empty
 import specmemo_kernels as sk
 from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.cache.paged_kv import PagedKVPool
-from specmemo_kernels.engine.memory_monitor import free_bytes
-from specmemo_kernels.engine.pressure import MemoryPressureController, levels
+from specmemo_kernels.engine.pressure import MemoryPressureController, free_bytes, levels
 from specmemo_kernels.engine.scheduler import submit_all
 
 

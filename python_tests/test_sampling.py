@@ -16,9 +16,9 @@ from toy_model import PROMPTS, TARGET, VOCAB, ToyDrafter, decoder, plain, same_a
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from specmemo_kernels.engine.decode import SequenceState
-from specmemo_kernels.engine.sampled import SampledVerifier
 from specmemo_kernels.engine.sampling import Sampling, TypicalAcceptance, draw
 from specmemo_kernels.engine.scheduler import Scheduler, submit_all
+from specmemo_kernels.engine.verify import SampledVerifier
 from specmemo_kernels.forward.batch import tree_batch
 from specmemo_kernels.forward.target import TargetOutput
 from specmemo_kernels.planning.memory_tracker import MemoryTracker

@@ -166,7 +166,7 @@ def test_more_run_at_once_than_the_worst_case_allows() -> None:
     submit_all(scheduler, states)
     scheduler.step()
     assert len(scheduler.active) == 4
-    assert 4 * spec.pool.pages_for(scheduler.demand.slots(5, 50)) > 2 * spec.pool.num_pages
+    assert 4 * scheduler.demand.to_end(states[0]) > 2 * spec.pool.num_pages
     scheduler.run()
     assert spec.stats.preemptions == 0
     for state in states:

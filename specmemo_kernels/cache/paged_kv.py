@@ -15,6 +15,11 @@ class OutOfPages(RuntimeError):
     """A sequence needs more pages than are free; nothing was changed."""
 
 
+def pages_for(tokens: int, page_size: int) -> int:
+    """Pages that hold ``tokens`` tokens."""
+    return -(-tokens // page_size)
+
+
 class PagedKVPool(KVStorage):
     """Page pool of all layers and sequences.
 
@@ -107,7 +112,7 @@ class PagedKVPool(KVStorage):
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold ``tokens`` tokens."""
-        return -(-tokens // self.page_size)
+        return pages_for(tokens, self.page_size)
 
     def open(self) -> int:
         """Allocate a block table row for a new sequence.

@@ -1,4 +1,4 @@
-"""The drafter protocols, and filling a tree with candidates."""
+"""The drafter protocols, filling a tree with candidates, and moving a drafter off its device and back."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.forward.batch import CACHED_LAYOUTS
 from specmemo_kernels.tree.draft_tree import DraftTree
 
@@ -131,3 +132,29 @@ class OffloadingDrafter(Drafter, Protocol):
 
     def restore(self) -> None:
         """Move back to the device; if memory doesn't suffice, everything stays on the host."""
+
+
+def can_offload(drafter: Drafter) -> bool:
+    """Whether a drafter can free memory while it isn't in use."""
+    return isinstance(drafter, PagedDrafter) or (isinstance(drafter, OffloadingDrafter) and drafter.offloadable)
+
+
+class DrafterResidency:
+    """Moves ``drafter`` on and off its device; on it, it has as many pages as the target's ``pool``."""
+
+    def __init__(self, drafter: Drafter, pool: PagedKVPool) -> None:
+        self.drafter, self.pool = drafter, pool
+
+    def ensure(self, on_device: bool, prefill_chunk: int) -> None:
+        """Restore or offload the drafter; after an error the next call completes the move."""
+        if isinstance(self.drafter, OffloadingDrafter):
+            if on_device:
+                self.drafter.restore()
+            else:
+                self.drafter.offload()
+        pages = self.pool.num_pages if on_device else 0
+        if not isinstance(self.drafter, PagedDrafter) or pages == self.drafter.num_pages:
+            return
+        self.drafter.release()
+        if pages:
+            self.drafter.allocate(pages, self.pool.page_size, self.pool.block_table.shape[0], prefill_chunk)

@@ -15,11 +15,9 @@ import torch
 from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting.base import Drafter, PagedDrafter, StatefulDrafter
 from specmemo_kernels.engine.overlap import OverlappedSteps, slots_ahead
-from specmemo_kernels.engine.prefill import Chunk, next_chunk
-from specmemo_kernels.engine.propose import propose
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.stats import DecodeStats
-from specmemo_kernels.engine.tree_pass import tree_pass
+from specmemo_kernels.engine.tree_pass import Chunk, next_chunk, propose, tree_pass
 from specmemo_kernels.engine.verify import GreedyVerifier, Verdict, Verifier
 from specmemo_kernels.forward.batch import TreeBatch
 from specmemo_kernels.forward.target import TargetModel, TargetOutput

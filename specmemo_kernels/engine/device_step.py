@@ -14,9 +14,8 @@ import torch
 from specmemo_kernels.cache.kv_storage import on_device
 from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting.base import StaticDrafter, candidate_columns, fill_tree
-from specmemo_kernels.engine.propose import only_tokens
 from specmemo_kernels.engine.sequence import SequenceState
-from specmemo_kernels.engine.tree_pass import tree_pass
+from specmemo_kernels.engine.tree_pass import only_tokens, tree_pass
 from specmemo_kernels.engine.verify import GreedyVerifier
 from specmemo_kernels.forward.batch import TreeLayout, tree_batch, tree_layout
 from specmemo_kernels.forward.target import TargetModel

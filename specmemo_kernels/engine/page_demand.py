@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specmemo_kernels.cache.paged_kv import pages_for
 from specmemo_kernels.engine.sequence import SequenceState
 
 #: New tokens of a sequence for which pages are allocated at once where no budget bounds the pages. A sequence that
@@ -12,9 +13,15 @@ from specmemo_kernels.engine.sequence import SequenceState
 FIRST_TOKENS = 4096
 
 
-def first_tokens(max_new_tokens: int, emitted: int = 0) -> int:
-    """New tokens for which a sequence without a budget has pages, after it emitted ``emitted``."""
-    return min(max_new_tokens, max(FIRST_TOKENS, 2 * emitted))
+def slots_to_end(sequence: SequenceState, slots_ahead: int, growing: bool) -> int:
+    """Most KV slots of a sequence, with ``slots_ahead`` for candidates behind its last token.
+
+    ``growing``: only for the new tokens for which pages are allocated ahead (:data:`FIRST_TOKENS`).
+    """
+    tokens = sequence.max_new_tokens
+    if growing:
+        tokens = min(tokens, max(FIRST_TOKENS, 2 * sequence.emitted))
+    return len(sequence.prompt) + tokens + slots_ahead
 
 
 @dataclass(frozen=True)
@@ -23,9 +30,9 @@ class PageDemand:
 
     Attributes:
         page_size: tokens per page.
-        slots_ahead: slots behind a sequence's last token. max_depth: those of one step.
+        slots_ahead: slots behind a sequence's last token. max_depth: slots of one step among them.
         max_pages: most pages of the pool.
-        growing: pages are allocated as they are needed (:func:`first_tokens`); else for the whole length.
+        growing: pages are allocated as they are needed (:func:`slots_to_end`); else for the whole length.
     """
 
     page_size: int
@@ -34,28 +41,18 @@ class PageDemand:
     max_pages: int
     growing: bool
 
-    def pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
-
-    def slots(self, prompt: int, new_tokens: int) -> int:
-        """Most slots of a sequence, candidates behind its last token included."""
-        return prompt + new_tokens + self.slots_ahead
-
     def to_end(self, sequence: SequenceState) -> int:
         """Most pages of a sequence, as far as they are allocated ahead."""
-        tokens = sequence.max_new_tokens
-        if self.growing:
-            tokens = first_tokens(tokens, sequence.emitted)
-        return self.pages_for(self.slots(len(sequence.prompt), tokens))
+        return pages_for(slots_to_end(sequence, self.slots_ahead, self.growing), self.page_size)
 
     def next_step(self, sequence: SequenceState) -> int:
         """Pages for a sequence's context and one step."""
-        return self.pages_for(len(sequence.context) + 1 + self.max_depth)
+        return pages_for(len(sequence.context) + 1 + self.max_depth, self.page_size)
 
     def of_pool(self, sequences: Sequence[SequenceState], num_pages: int, spare: bool) -> int:
         """Pages that a pool of ``num_pages`` should have for ``sequences``, oldest first.
 
-        With ``spare``: to the ends of all sequences, at least ``num_pages``. Else to the end of the oldest one,
+        With ``spare``: to the ends of all sequences, at least ``num_pages``. Else to the end of the oldest sequence,
         and for one step of the others.
         """
         if spare or not sequences:

@@ -1,13 +1,17 @@
-"""Degradation under memory pressure: the levels in order, and when the level changes."""
+"""Degradation under memory pressure: free memory, the levels in order, and when the level changes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NoReturn
+from pathlib import Path
+from typing import NoReturn, Protocol
 
-from specmemo_kernels.engine.memory_monitor import MemoryMonitor
+import torch
+
+from specmemo_kernels.planning.host_allocator import release_host_memory
+from specmemo_kernels.planning.host_memory import host_free
 
 #: Polling interval in steps; every step while free memory is below ``keep_free``.
 POLL_EVERY = 16
@@ -22,8 +26,6 @@ _MIN_CHUNK = 16
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed: torch's error, Python's, or a ``RuntimeError`` with such a message."""
-    import torch
-
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     text = str(error).lower()
@@ -45,8 +47,6 @@ def raise_exhausted(error: BaseException, level: DegradationLevel) -> NoReturn:
     Raises:
         torch.OutOfMemoryError, MemoryError: never the bare ``RuntimeError`` of torch's allocator on a CPU.
     """
-    import torch
-
     failure = error
     if not isinstance(error, MemoryError | torch.OutOfMemoryError):
         failure = torch.OutOfMemoryError(str(error))
@@ -91,6 +91,60 @@ def levels(max_tree: int, prefill_chunk: int, max_sequences: int, heads: bool) -
     while steps_down[-1].max_sequences > 1:
         steps_down.append(replace(steps_down[-1], max_sequences=steps_down[-1].max_sequences // 2))
     return tuple(steps_down)
+
+
+class MemoryMonitor(Protocol):
+    """Reads and increases the free memory between steps."""
+
+    def free(self) -> int:
+        """Free bytes on the device with the least."""
+
+    def release_cached(self) -> None:
+        """Return memory cached by allocators to the device."""
+
+
+class DeviceMonitor:
+    """Reads the GPU driver, and the operating system for a CPU.
+
+    Args:
+        devices: those that hold a model and its pages.
+
+    Raises:
+        ValueError: a CPU on a system without ``/proc``.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self.devices = sorted(set(devices), key=str)
+        if any(device.type == "cpu" for device in self.devices) and not Path("/proc/self/status").exists():
+            raise ValueError("keep_free: free memory of a CPU is read from /proc, which this system doesn't have")
+
+    def free(self) -> int:
+        return min(free_bytes(device) for device in self.devices)
+
+    def release_cached(self) -> None:
+        release_cached(self.devices)
+
+
+def release_cached(devices: Iterable[torch.device]) -> None:
+    """Return memory cached by allocators and libraries to the devices."""
+    kinds = {device.type for device in devices}
+    if "cuda" in kinds:
+        torch.cuda.empty_cache()
+    if "cpu" in kinds:
+        release_host_memory()
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that this process may still allocate on a device.
+
+    On a GPU within ``torch.cuda.set_per_process_memory_fraction``; on a CPU
+    :func:`specmemo_kernels.planning.host_memory.host_free`.
+    """
+    if device.type == "cpu":
+        return host_free()
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return min(free, allowed - torch.cuda.memory_reserved(device))
 
 
 class MemoryPressureController:

@@ -7,17 +7,17 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from specmemo_kernels.cache.paged_kv import OutOfPages
-from specmemo_kernels.drafting.placing import DrafterResidency, can_offload
+from specmemo_kernels.cache.paged_kv import OutOfPages, pages_for
+from specmemo_kernels.drafting.base import DrafterResidency, can_offload
 from specmemo_kernels.engine.decode import SpecDecoder
-from specmemo_kernels.engine.memory_monitor import release_cached
-from specmemo_kernels.engine.page_demand import PageDemand
+from specmemo_kernels.engine.page_demand import PageDemand, slots_to_end
 from specmemo_kernels.engine.pressure import (
     DegradationLevel,
     MemoryPressureController,
     is_out_of_memory,
     levels,
     raise_exhausted,
+    release_cached,
 )
 from specmemo_kernels.engine.sequence import SequenceState
 
@@ -92,8 +92,8 @@ class Scheduler:
                 f"a request has {len(sequence.prompt)} prompt tokens and max_new_tokens {sequence.max_new_tokens}; "
                 "both must be at least 1"
             )
-        slots = demand.slots(len(sequence.prompt), sequence.max_new_tokens)
-        if demand.pages_for(slots) > demand.max_pages:
+        slots = slots_to_end(sequence, demand.slots_ahead, growing=False)
+        if pages_for(slots, demand.page_size) > demand.max_pages:
             raise OutOfPages(
                 f"a prompt of {len(sequence.prompt)} and {sequence.max_new_tokens} new tokens may take {slots} slots, "
                 f"the pool has {demand.max_pages * demand.page_size}; shorten the prompt or max_new_tokens, or raise "

@@ -1,34 +1,139 @@
-"""The pass that every step makes: forward, verify, commit.
+"""The pass that every step makes: draft trees and a prompt chunk, forward, verify, commit.
 
 :mod:`specmemo_kernels.engine.decode` runs it from the host, :mod:`specmemo_kernels.engine.device_step` from a graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
+from specmemo_kernels.arguments import wrong_type
 from specmemo_kernels.cache.paged_kv import PagedKVPool
-from specmemo_kernels.engine.prefill import Chunk
-from specmemo_kernels.forward.batch import TreeBatch, concat_batches
+from specmemo_kernels.drafting.base import Drafter, DraftInput
+from specmemo_kernels.engine.sequence import SequenceState
+from specmemo_kernels.engine.verify import DeviceVerdict, Verdict
+from specmemo_kernels.forward.batch import TreeBatch, chunk_batch, concat_batches, tree_batch
 from specmemo_kernels.forward.step_attention import StepAttention, commit_accepted
 from specmemo_kernels.forward.target import TargetModel, TargetOutput
+from specmemo_kernels.tree.draft_tree import DraftTree
 
 Tensor = torch.Tensor
+AnyVerdict = TypeVar("AnyVerdict", Verdict, DeviceVerdict)
 
 
-class Accepted(Protocol):
-    """``accept_index`` and ``accept_length`` of :func:`specmemo_kernels.ops.verify_tree_greedy`."""
+def propose(
+    drafter: Drafter,
+    tree: DraftTree,
+    sequences: Sequence[SequenceState],
+    pool: PagedKVPool,
+    target: TargetModel,
+    agree: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[TreeBatch, float]:
+    """Fill a tree per sequence with the drafter's candidates; values outside the vocabulary become -1.
 
-    @property
-    def accept_index(self) -> Tensor: ...
-    @property
-    def accept_length(self) -> Tensor: ...
+    A one-node tree skips the drafter.
+
+    Args:
+        agree: maps this process's candidates ``[B, T]`` to the candidates that all ranks of the target verify.
+
+    Returns:
+        The trees, and the seconds that the drafter took.
+
+    Raises:
+        TypeError: the drafter didn't return a tensor.
+        ValueError: its tensor isn't ``[sequences, tree nodes]`` int64.
+    """
+    slots, tokens = [s.slot for s in sequences], [s.tokens for s in sequences]
+    columns = [slots, [t[-1] for t in tokens], [len(t) - 1 for t in tokens]]
+    rows, roots, lengths = torch.tensor(columns, device=target.device)
+    longest = max(map(len, tokens)) - 1
+    if tree.size == 1:
+        return tree_batch(tree, roots[:, None], lengths.int(), pool.block_table[rows], longest), 0.0
+    hidden = torch.stack([s.hidden for s in sequences if s.hidden is not None])
+    started = time.perf_counter()
+    draft = drafter.propose(DraftInput(tree, roots, hidden, tokens, slots))
+    seconds = time.perf_counter() - started
+    expected = (len(sequences), tree.size)
+    if not isinstance(draft, Tensor):
+        raise wrong_type(
+            f"the answer of {type(drafter).__name__}.propose", draft, f"a torch.int64 tensor of shape {expected}"
+        )
+    if tuple(draft.shape) != expected or draft.dtype != torch.int64:
+        raise ValueError(
+            f"{type(drafter).__name__}.propose returned {tuple(draft.shape)} {draft.dtype}, "
+            f"expected {expected} torch.int64 (sequences, tree nodes)"
+        )
+    draft = only_tokens(draft if agree is None else agree(draft), target.vocab_size)
+    if draft.device.type == "cpu":  # reading it from a GPU would block the host
+        tree, draft = _without_empty_depths(tree, draft)
+    draft = draft.to(target.device)
+    draft[:, 0] = roots
+    return tree_batch(tree, draft, lengths.int(), pool.block_table[rows], longest), seconds
 
 
-Verdict = TypeVar("Verdict", bound=Accepted)
+def only_tokens(draft: Tensor, vocab_size: int) -> Tensor:
+    """Replace values outside the vocabulary by -1."""
+    return torch.where((draft < 0) | (draft >= vocab_size), -1, draft)
+
+
+def _without_empty_depths(tree: DraftTree, draft: Tensor) -> tuple[DraftTree, Tensor]:
+    """Truncate the tree at the deepest candidate of any sequence."""
+    guessed = (draft >= 0).any(0).tolist()
+    deepest = max((depth for depth, has_guess in zip(tree.depths, guessed, strict=True) if has_guess), default=0)
+    nodes = [node for node, depth in enumerate(tree.depths) if depth <= deepest]
+    return tree.truncated(deepest), draft[:, nodes] if len(nodes) < tree.size else draft
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The prompt tokens that one forward pass computes (chunked prefill).
+
+    Attributes:
+        parts: ``(sequence, size)`` in the order of their rows.
+        batch: the rows' metadata.
+        fresh: sequences whose prompt it completes; the verifier computes their first tokens.
+        ended: ``fresh``, then preempted sequences whose context it completes.
+        last_rows: ``[len(ended)]`` int64, the last row of each of ``ended`` in the chunk.
+        first_trees: the last rows of ``fresh`` as single-node trees for the verifier; ``None`` without ``fresh``.
+    """
+
+    parts: list[tuple[SequenceState, int]]
+    batch: TreeBatch
+    fresh: list[SequenceState]
+    ended: list[SequenceState]
+    last_rows: Tensor
+    first_trees: TreeBatch | None
+
+
+def next_chunk(prefilling: Sequence[SequenceState], room: int, pool: PagedKVPool, device: torch.device) -> Chunk:
+    """Pick the next tokens, at most ``room``, of the contexts still to be computed, oldest first."""
+    parts = []
+    for sequence in prefilling:
+        if size := min(room, len(sequence.context) - sequence.computed):
+            parts.append((sequence, size))
+            room -= size
+    tokens = [torch.tensor(s.context[s.computed : s.computed + size], device=device) for s, size in parts]
+    slots = torch.tensor([s.slot for s, _ in parts], device=device)
+    batch = chunk_batch(tokens, [s.computed for s, _ in parts], pool.block_table[slots])
+    ends = torch.tensor([size for _, size in parts]).cumsum(0).tolist()
+    done = [(s, end - 1) for (s, size), end in zip(parts, ends, strict=True) if s.computed + size == len(s.context)]
+    done.sort(key=lambda item: item[0].emitted > 0)
+    rows = torch.tensor([row for _, row in done], dtype=torch.int64, device=device)
+    fresh = [s for s, _ in done if not s.emitted]
+    first = _first_trees(fresh, pool, device) if fresh else None
+    return Chunk(parts, batch, fresh, [s for s, _ in done], rows, first)
+
+
+def _first_trees(fresh: Sequence[SequenceState], pool: PagedKVPool, device: torch.device) -> TreeBatch:
+    roots = torch.tensor([s.prompt[-1] for s in fresh], device=device)[:, None]
+    lengths = torch.tensor([len(s.prompt) - 1 for s in fresh], dtype=torch.int32, device=device)
+    table = pool.block_table[torch.tensor([s.slot for s in fresh], device=device)]
+    return tree_batch(DraftTree.chain(0), roots, lengths, table, max(len(s.prompt) for s in fresh) - 1)
 
 
 def tree_pass(
@@ -37,22 +142,22 @@ def tree_pass(
     backend: str | None,
     trees: TreeBatch | None,
     chunk: Chunk | None,
-    verify: Callable[[TreeBatch, TargetOutput], Verdict],
+    verify: Callable[[TreeBatch, TargetOutput], AnyVerdict],
     *,
     logits: bool = False,
-) -> tuple[Verdict | None, Tensor]:
+) -> tuple[AnyVerdict | None, Tensor]:
     """Compute trees and a prompt chunk in one forward pass, verify the trees, and commit their accepted nodes.
 
     Only pages and scratch slots behind the sequences' ends change, so a pass that fails can be repeated.
 
     Args:
-        trees, chunk: one of them may be ``None``.
+        trees, chunk: at most one is ``None``.
         verify: called with the trees and the target's output for their nodes. Behind ``trees`` it gets a single-node
             tree for each prompt that the chunk completes, in the order of ``chunk.fresh``.
         logits: ``verify`` reads rows of logits.
 
     Returns:
-        What ``verify`` returned (``None`` where there was nothing to verify), and the hidden states
+        The verdict (``None`` where there was nothing to verify), and the hidden states
         ``[num_trees + len(chunk.ended), hidden_size]`` of the last accepted nodes and of the completed prompts' last
         tokens.
     """

@@ -1,38 +1,42 @@
-"""Verification: which candidates of a step are accepted."""
+"""Verification: the candidates of a step that are accepted, greedily or by sampling."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from specmemo_kernels import ops
+from specmemo_kernels.engine.sampling import Sampling, TypicalAcceptance, draw
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.forward.batch import TreeBatch
 from specmemo_kernels.forward.target import TargetModel, TargetOutput
 
 Tensor = torch.Tensor
+#: The accepted nodes, root first, and the target's token at each of them.
+Path = tuple[list[int], list[int]]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a step accepted: the tensors of :func:`specmemo_kernels.ops.verify_tree_greedy`, and on the host
+    """The accepted nodes of a step, read by the host.
 
-    ``emitted``: the tokens of each sequence; ``last``: the last node of its accepted path.
+    ``accept_index``, ``accept_length``: as of :func:`specmemo_kernels.ops.verify_tree_greedy`, on the device.
+    ``emitted``: the tokens of each sequence. ``last``: the last node of its accepted path.
     """
 
     accept_index: Tensor
     accept_length: Tensor
-    bonus_token: Tensor
     emitted: list[list[int]]
     last: list[int]
 
 
 @dataclass(frozen=True)
 class DeviceVerdict:
-    """What a step accepted, on the device.
+    """The results of :func:`specmemo_kernels.ops.verify_tree_greedy`, and one tensor for the host.
 
     ``rows`` ``[B, max_depth + 3]`` int64: the path's tokens (padded), ``accept_length`` and the last accepted node.
     """
@@ -44,7 +48,7 @@ class DeviceVerdict:
 
 
 class Verifier(Protocol):
-    """Decides which nodes are accepted. ``needs_logits``: it reads rows of logits, not only the best tokens."""
+    """Selects the accepted nodes. ``needs_logits``: it reads rows of logits, not only the best tokens."""
 
     needs_logits: bool
 
@@ -55,7 +59,7 @@ class Verifier(Protocol):
 
 
 class GreedyVerifier:
-    """Accepts the path that greedy decoding would have written."""
+    """Accepts the path that greedy decoding would generate."""
 
     needs_logits = False
 
@@ -66,9 +70,9 @@ class GreedyVerifier:
         return True
 
     def __call__(self, batch: TreeBatch, sequences: Sequence[SequenceState], output: TargetOutput) -> Verdict:
-        found = self.verify_on_device(batch, output)
-        emitted, last = read_rows(found.rows)  # the one transfer to the host
-        return Verdict(found.accept_index, found.accept_length, found.bonus_token, emitted, last)
+        verdict = self.verify_on_device(batch, output)
+        emitted, last = read_rows(verdict.rows)  # the one transfer to the host
+        return Verdict(verdict.accept_index, verdict.accept_length, emitted, last)
 
     def verify_on_device(self, batch: TreeBatch, output: TargetOutput) -> DeviceVerdict:
         """The verdict without a transfer to the host."""
@@ -82,15 +86,154 @@ class GreedyVerifier:
         index, length, bonus = kernels.verify_tree_greedy(
             batch.tokens, target_tokens, batch.parents, batch.qo_indptr, batch.max_depth
         )
-        # The path's own tokens are what the target wrote at each accepted node.
+        # The emitted tokens are the target's tokens at the accepted nodes.
         node = (batch.qo_indptr[:-1, None] + index.clamp(min=0)).long()
         last = index.gather(1, length[:, None].long()).long()
-        return DeviceVerdict(
-            index, length, bonus, torch.cat([target_tokens[node], length[:, None].long(), last], dim=1)
-        )
+        rows = torch.cat([target_tokens[node], length[:, None].long(), last], dim=1)
+        return DeviceVerdict(index, length, bonus, rows)
 
 
 def read_rows(rows: Tensor) -> tuple[list[list[int]], list[int]]:
     """Each sequence's emitted tokens and its last accepted node, from :attr:`DeviceVerdict.rows`."""
     host_rows = rows.tolist()
     return [row[: row[-2] + 1] for row in host_rows], [row[-1] for row in host_rows]
+
+
+class SampledVerifier:
+    """Verifies each sequence by its own :class:`Sampling`, or greedily without one.
+
+    Lossless verification with deterministic candidates accepts a child with the target's probability of its token,
+    else removes that token, renormalises and goes on to the next child (Leviathan et al., arXiv 2211.17192; Miao et
+    al., arXiv 2305.09781, section 4.3). Drawing a token from the target's distribution and following its child is
+    equivalent: both accept the child of token x with probability p(x), and the other tokens keep their proportions. So
+    one draw per emitted token suffices, and a seed gives the same tokens as without speculation. Logits are computed
+    for one row at a time, on the walked path only.
+    """
+
+    def __init__(self, target: TargetModel, backend: str | None, samplings: Sequence[Sampling | None] = ()) -> None:
+        self.target, self.greedy = target, GreedyVerifier(target, backend)
+        self.needs_logits = any(sampling is not None for sampling in samplings)
+
+    def is_greedy(self, sequences: Sequence[SequenceState]) -> bool:
+        return all(sequence.sampling is None for sequence in sequences)
+
+    def __call__(self, batch: TreeBatch, sequences: Sequence[SequenceState], output: TargetOutput) -> Verdict:
+        if self.is_greedy(sequences):
+            return self.greedy(batch, sequences, output)
+        best: list[int] = []
+        if any(sequence.sampling is None for sequence in sequences):
+            best = self.target.argmax(output).tolist()
+        bounds, parents, drafts = host_trees(batch)
+        paths: list[Path] = []
+        for row, sequence in enumerate(sequences):
+            first, part = bounds[row], slice(bounds[row], bounds[row + 1])
+            tree = parents[part], drafts[part]
+            if sequence.sampling is None:
+                paths.append(walk(sequence, *tree, batch.max_depth, partial(_best_token, best[part])))
+                continue
+            logits = partial(self._logits, output, first)
+            if sequence.sampling.typical is not None:
+                paths.append(_typical(sequence, *tree, logits, sequence.sampling, sequence.sampling.typical))
+            else:
+                choose = partial(_draw_token, sequence, sequence.sampling, logits)
+                paths.append(walk(sequence, *tree, batch.max_depth, choose))
+        return verdict_of(batch, paths)
+
+    def _logits(self, output: TargetOutput, first: int, node: int) -> Tensor:
+        """``[V]``, the logits of a node; ``first`` is the first row of its sequence."""
+        return self.target.row_logits(output, first + node)
+
+
+def host_trees(batch: TreeBatch) -> tuple[list[int], list[int], list[int]]:
+    """``qo_indptr``, ``parents`` and tokens of a batch of trees, on the host."""
+    assert batch.parents is not None, "a prefill chunk has no tree to verify"
+    return batch.qo_indptr.tolist(), batch.parents.tolist(), batch.tokens.tolist()
+
+
+def walk(
+    sequence: SequenceState,
+    parents: list[int],
+    drafts: list[int],
+    max_depth: int,
+    choose: Callable[[int, list[int]], int],
+) -> Path:
+    """Follow, from the root, the children that hold the target's tokens.
+
+    Args:
+        choose: the target's token at a node, given the step's tokens before it; called once per emitted token, in order
+            (see :meth:`SequenceState.memoised_token`).
+    """
+    path: list[int] = [0]
+    tokens: list[int] = []
+    while True:
+        token = sequence.memoised_token(len(tokens), partial(choose, path[-1], tokens))
+        tokens.append(token)
+        if token in sequence.eos_token_ids or len(tokens) >= sequence.remaining or len(path) > max_depth:
+            return path, tokens
+        children = range(path[-1] + 1, len(parents))
+        child = next((c for c in children if parents[c] == path[-1] and drafts[c] == token), None)
+        if child is None:
+            return path, tokens
+        path.append(child)
+
+
+def verdict_of(batch: TreeBatch, paths: Sequence[Path]) -> Verdict:
+    """The verdict of one path per sequence."""
+    index = torch.full((len(paths), batch.max_depth + 1), -1, dtype=torch.int32)
+    for row, (path, _) in enumerate(paths):
+        index[row, : len(path)] = torch.tensor(path, dtype=torch.int32)
+    device = batch.tokens.device
+    length = torch.tensor([len(path) - 1 for path, _ in paths], dtype=torch.int32, device=device)
+    last = [path[-1] for path, _ in paths]
+    return Verdict(index.to(device), length, [tokens for _, tokens in paths], last)
+
+
+def _best_token(best: list[int], node: int, _: list[int]) -> int:
+    return best[node]
+
+
+def _nothing_to_choose(node: int, tokens: list[int]) -> int:
+    raise AssertionError(f"token {len(tokens)} of the step, at node {node}, should have been memoised")
+
+
+def _draw_token(
+    sequence: SequenceState, sampling: Sampling, logits: Callable[[int], Tensor], node: int, _: list[int]
+) -> int:
+    return draw(sampling.probabilities(logits(node)), sequence.random(sampling))
+
+
+def _typical(
+    sequence: SequenceState,
+    parents: list[int],
+    drafts: list[int],
+    logits: Callable[[int], Tensor],
+    sampling: Sampling,
+    rule: TypicalAcceptance,
+) -> Path:
+    """The longest path of typical candidates (ties: the likeliest); the token behind it is drawn."""
+    if sequence.num_memoised:
+        return walk(sequence, parents, drafts, sequence.num_memoised - 1, _nothing_to_choose)
+    log_chance = {0: 0.0}
+    depth = {0: 0}
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        if node and drafts[node] >= 0:
+            children.setdefault(parent, []).append(node)
+    for node in range(len(parents)):  # parents come before children, so each row of logits is computed once
+        if node not in log_chance or node not in children:
+            continue
+        probabilities = (logits(node).float() / sampling.temperature).softmax(0)
+        threshold = rule.threshold(probabilities)
+        for child in children[node]:
+            chance = float(probabilities[drafts[child]])
+            if chance > threshold:
+                log_chance[child] = log_chance[node] + float(torch.tensor(chance).log())
+                depth[child] = depth[node] + 1
+    last = max(log_chance, key=lambda node: (depth[node], log_chance[node], -node))
+    path = [last]
+    while path[-1]:
+        path.append(parents[path[-1]])
+    path.reverse()
+    bonus = draw(sampling.probabilities(logits(last)), sequence.random(sampling))
+    tokens = [*(drafts[node] for node in path[1:]), bonus]
+    return path, [sequence.memoised_token(ahead, partial(int, token)) for ahead, token in enumerate(tokens)]

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specmemo_kernels.arguments import as_integer, integer, integers, shown, wrong_type
-from specmemo_kernels.engine.sampled import SampledVerifier
 from specmemo_kernels.engine.sampling import Sampling
 from specmemo_kernels.engine.scheduler import Scheduler, submit_all
 from specmemo_kernels.engine.sequence import SequenceState
+from specmemo_kernels.engine.verify import SampledVerifier
 
 if TYPE_CHECKING:
     from specmemo_kernels.integrations.hf.handle import SpecMemo

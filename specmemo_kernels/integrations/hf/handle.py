@@ -9,12 +9,11 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from specmemo_kernels.cache.paged_kv import PagedKVPool
-from specmemo_kernels.drafting.placing import can_offload
+from specmemo_kernels.drafting.base import can_offload
 from specmemo_kernels.engine.decode import SpecDecoder, Verifier
-from specmemo_kernels.engine.memory_monitor import DeviceMonitor
 from specmemo_kernels.engine.overlap import slots_ahead
-from specmemo_kernels.engine.page_demand import first_tokens
-from specmemo_kernels.engine.pressure import MemoryPressureController, levels
+from specmemo_kernels.engine.page_demand import slots_to_end
+from specmemo_kernels.engine.pressure import DeviceMonitor, MemoryPressureController, levels
 from specmemo_kernels.engine.scheduler import Scheduler
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.stats import DecodeStats
@@ -96,10 +95,7 @@ class SpecMemo:
         """
         plan = self.plan
         growing = plan.max_pages is None
-        lengths = first_lengths = [len(s.prompt) + s.max_new_tokens + self.slots_ahead for s in sequences]
-        if growing:
-            first_lengths = [len(s.prompt) + first_tokens(s.max_new_tokens) + self.slots_ahead for s in sequences]
-        pool = self._pools.get(first_lengths)
+        pool = self._pools.get([slots_to_end(s, self.slots_ahead, growing) for s in sequences])
         decoder = SpecDecoder(
             self.target, self.drafter, plan.tree, pool, verifier,
             prefill_chunk=plan.prefill_chunk, backend=self.backend, stats=self.stats, chooser=self.chooser,
@@ -110,7 +106,7 @@ class SpecMemo:
             decoder,
             min(len(sequences), plan.max_sequences),
             memory_pressure=self.memory_pressure,
-            max_pages=self.pages_for(lengths),
+            max_pages=self.pages_for([slots_to_end(s, self.slots_ahead, growing=False) for s in sequences]),
             growing=growing,
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from specmemo_kernels.cache.paged_kv import PagedKVPool
+from specmemo_kernels.cache.paged_kv import PagedKVPool, pages_for
 from specmemo_kernels.drafting.base import PagedDrafter
 from specmemo_kernels.engine.pressure import MemoryPressureController, is_out_of_memory, raise_exhausted
 from specmemo_kernels.engine.stats import DecodeStats
@@ -45,7 +45,7 @@ class PoolCache:
             BudgetError: a sequence can never fit the plan.
         """
         plan = self.plan
-        pages = sorted((-(-length // plan.page_size) for length in lengths), reverse=True)
+        pages = sorted((pages_for(length, plan.page_size) for length in lengths), reverse=True)
         if plan.max_pages is not None and pages[0] > plan.max_pages:
             raise BudgetError(
                 f"a prompt and its new tokens may take {max(lengths)} slots, the plan holds {plan.max_tokens} "
@@ -66,7 +66,7 @@ class PoolCache:
         self._clear_if_changed()
         while True:
             level = self.memory_pressure.level
-            pages = total_pages if level.spare_pages else -(-max(lengths) // self.plan.page_size)
+            pages = total_pages if level.spare_pages else pages_for(max(lengths), self.plan.page_size)
             nodes = min(level.max_tree, self.plan.tree.size) * min(sequences, level.max_sequences)
             try:
                 if not self._suffices(pages, sequences, nodes):

@@ -7,10 +7,9 @@ from functools import partial
 
 import torch
 
-from specmemo_kernels.engine.sampled import host_trees, verdict_of, walk
 from specmemo_kernels.engine.sampling import draw
 from specmemo_kernels.engine.sequence import SequenceState
-from specmemo_kernels.engine.verify import Verdict
+from specmemo_kernels.engine.verify import Verdict, host_trees, verdict_of, walk
 from specmemo_kernels.forward.batch import TreeBatch
 from specmemo_kernels.forward.target import TargetModel, TargetOutput
 
