@@ -13,8 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from specmemo_kernels.engine.decode import SequenceState
 from specmemo_kernels.engine.scheduler import Scheduler
+from specmemo_kernels.engine.sequence import SequenceState
 
 
 def storages(values: Any) -> set[int]:

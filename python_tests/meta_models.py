@@ -15,9 +15,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from specmemo_kernels.integrations.hf.attach import attach
 from specmemo_kernels.integrations.hf.probe import _like_attention
-from specmemo_kernels.integrations.hf.target import run_packed, tapped
+from specmemo_kernels.integrations.hf.target import attach, run_packed, tapped
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
 
 LLAMA = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}

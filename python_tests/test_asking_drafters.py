@@ -8,7 +8,7 @@ import pytest
 from test_drafters import toy_draft
 from toy_model import PROMPTS, decoder, empty, finish, same_as_plain
 
-from specmemo_kernels.engine.decode import SequenceState
+from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.tree.acceptance import RunningAcceptance
 from specmemo_kernels.tree.choice import DraftBacklog, PassSeconds, TreeChooser
 from specmemo_kernels.tree.draft_tree import DraftTree

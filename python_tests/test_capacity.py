@@ -9,7 +9,7 @@ from tiny_models import random_heads, tiny_model
 
 import specmemo_kernels as sk
 from specmemo_kernels.engine import page_demand
-from specmemo_kernels.engine.decode import SequenceState
+from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.integrations.hf.chat import longest_text
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from selection import examples
 from toy_model import PROMPTS, TARGET, VOCAB, ToyDrafter, ToyTarget, decoder, finish, plain, same_as_plain
 
-from specmemo_kernels.engine.decode import SequenceState
+from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.forward.batch import TreeBatch
 from specmemo_kernels.forward.step_attention import StepAttention
 from specmemo_kernels.forward.target import TargetOutput

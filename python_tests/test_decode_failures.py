@@ -11,7 +11,7 @@ from toy_model import PROMPTS, TARGET, VOCAB, ToyDrafter, ToyTarget, decoder, em
 
 from specmemo_kernels.cache.paged_kv import OutOfPages
 from specmemo_kernels.drafting import DraftInput
-from specmemo_kernels.engine.decode import SequenceState
+from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.stats import DecodeStats
 from specmemo_kernels.forward.batch import TreeBatch
 from specmemo_kernels.forward.step_attention import StepAttention

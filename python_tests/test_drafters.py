@@ -19,8 +19,8 @@ from specmemo_kernels.drafting import DraftInput
 from specmemo_kernels.drafting.base import PagedDrafter, StatefulDrafter
 from specmemo_kernels.drafting.draft_model import DraftModelDrafter
 from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
-from specmemo_kernels.engine.decode import SequenceState
 from specmemo_kernels.engine.scheduler import Scheduler, submit_all
+from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.tree.draft_tree import DraftTree
 
 

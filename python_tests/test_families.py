@@ -185,7 +185,7 @@ def test_refused_by_name(family: str, reason: str) -> None:
         "num_local_experts": 2,
     }
     config = CONFIG_MAPPING[family](**small)
-    from specmemo_kernels.integrations.hf.attention import UnsupportedModel
+    from specmemo_kernels.integrations.hf.mask import UnsupportedModel
     from specmemo_kernels.integrations.hf.probe import check_config
 
     with pytest.raises(UnsupportedModel, match=reason):

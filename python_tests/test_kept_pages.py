@@ -14,8 +14,10 @@ from toy_model import PROMPTS, TARGET, ToyDrafter, same_as_plain
 import specmemo_kernels as sk
 from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.cache.paged_kv import OutOfPages, PagedKVPool
-from specmemo_kernels.engine.decode import GreedyVerifier, SequenceState, SpecDecoder
+from specmemo_kernels.engine.decode import SpecDecoder
 from specmemo_kernels.engine.scheduler import Scheduler, submit_all
+from specmemo_kernels.engine.sequence import SequenceState
+from specmemo_kernels.engine.verify import GreedyVerifier
 
 LAYER = LayerKV(1, 1, 1, torch.float64, torch.device("cpu"))
 

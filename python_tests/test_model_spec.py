@@ -49,7 +49,7 @@ def test_keys_and_values_of_every_family(family: str) -> None:
     """What attention receives, seen in a pass."""
     from tiny_models import tiny_model
 
-    from specmemo_kernels.integrations.hf.attach import attach
+    from specmemo_kernels.integrations.hf.target import attach
 
     model = tiny_model(family)
     attach(model)

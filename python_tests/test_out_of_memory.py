@@ -19,9 +19,10 @@ from specmemo_kernels.drafting.base import PagedDrafter
 from specmemo_kernels.drafting.draft_model import DraftModelDrafter
 from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
-from specmemo_kernels.engine.decode import SequenceState, SpecDecoder
+from specmemo_kernels.engine.decode import SpecDecoder
 from specmemo_kernels.engine.pressure import DegradationLevel, MemoryPressureController, is_out_of_memory, levels
 from specmemo_kernels.engine.scheduler import Scheduler, submit_all
+from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.verify import SampledVerifier
 from specmemo_kernels.tree.draft_tree import DraftTree
 

@@ -9,7 +9,7 @@ import torch
 from tiny_models import VOCAB, OracleDrafter, tiny_model
 
 import specmemo_kernels as sk
-from specmemo_kernels.integrations.hf import tree_size
+from specmemo_kernels.integrations.hf import plan as hf_plan
 from specmemo_kernels.planning.device import GIB, DeviceProfile
 
 #: The model's 2 layers launch 243 operators: 0.2 ms, beside which a row is nothing (or everything).
@@ -20,7 +20,7 @@ COSTLY_ROWS = replace(
 
 
 def patched(profile: DeviceProfile, monkeypatch: pytest.MonkeyPatch, heads: object = None) -> sk.SpecMemo:
-    monkeypatch.setattr(tree_size, "profile_of", lambda _: profile)
+    monkeypatch.setattr(hf_plan, "profile_of", lambda _: profile)
     model = tiny_model("llama", seed=40)
     return sk.patch(model, sk.MedusaHeads(32, VOCAB, 5) if heads is None else heads)
 
@@ -48,7 +48,7 @@ def test_heads_that_the_tree_does_not_use_are_dropped(monkeypatch: pytest.Monkey
 
 def test_a_budget_too_small_for_the_fastest_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes and then heads give way until it fits; a tree that was asked for never does."""
-    monkeypatch.setattr(tree_size, "profile_of", lambda _: FREE_ROWS)
+    monkeypatch.setattr(hf_plan, "profile_of", lambda _: FREE_ROWS)
     sizes = []
     for budget in (3_000_000, 1_600_000, 1_200_000, 700_000):
         model = tiny_model("llama", seed=40, vocab_size=3000)
@@ -87,7 +87,7 @@ def test_a_drafter_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_dtypes_without_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """bfloat16 on a device whose profile lacks it is taken at the slowest rate there is, not refused."""
-    monkeypatch.setattr(tree_size, "profile_of", lambda _: FREE_ROWS)
+    monkeypatch.setattr(hf_plan, "profile_of", lambda _: FREE_ROWS)
     with sk.patch(tiny_model("llama").to(torch.bfloat16), sk.MedusaHeads(32, VOCAB, 2).to(torch.bfloat16)) as handle:
         assert handle.plan.tree.size > 2
 
@@ -114,7 +114,7 @@ def test_this_machine() -> None:
     with sk.patch(tiny_model("llama"), sk.MedusaHeads(32, VOCAB, 3)) as handle:
         assert 2 <= handle.plan.tree.size <= 64
         assert handle.plan.tokens_per_second > 0
-    assert tree_size.profile_of("cpu") is tree_size.profile_of("cpu")
+    assert hf_plan.profile_of("cpu") is tree_size.profile_of("cpu")
 
 
 #: Compute catches up with the launches at 11 rows.

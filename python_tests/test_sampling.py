@@ -15,9 +15,9 @@ from test_decode import BUSHY, trees
 from toy_model import PROMPTS, TARGET, VOCAB, ToyDrafter, decoder, plain, same_as_plain
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from specmemo_kernels.engine.decode import SequenceState
 from specmemo_kernels.engine.sampling import Sampling, TypicalAcceptance, draw
 from specmemo_kernels.engine.scheduler import Scheduler, submit_all
+from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.verify import SampledVerifier
 from specmemo_kernels.forward.batch import tree_batch
 from specmemo_kernels.forward.target import TargetOutput

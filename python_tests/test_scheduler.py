@@ -14,8 +14,8 @@ from test_decode import BUSHY, requests
 from toy_model import PROMPTS, TARGET, VOCAB, ToyDrafter, ToyTarget, decoder, empty, plain, same_as_plain
 
 from specmemo_kernels.cache.paged_kv import OutOfPages
-from specmemo_kernels.engine.decode import SequenceState
 from specmemo_kernels.engine.scheduler import Scheduler, submit_all
+from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.forward.batch import TreeBatch
 from specmemo_kernels.forward.step_attention import StepAttention
 from specmemo_kernels.forward.target import TargetOutput

@@ -12,7 +12,7 @@ from tiny_models import VOCAB, OracleDrafter, tiny_model
 from toy_model import PROMPTS, decoder, finish, same_as_plain
 
 import specmemo_kernels as sk
-from specmemo_kernels.engine.decode import SequenceState
+from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.tree.acceptance import (
     DEFAULT_ACCURACY,
     Accuracy,

@@ -10,7 +10,9 @@ from specmemo_kernels import ops
 from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting import Drafter, DraftInput
-from specmemo_kernels.engine.decode import GreedyVerifier, SequenceState, SpecDecoder
+from specmemo_kernels.engine.decode import SpecDecoder
+from specmemo_kernels.engine.sequence import SequenceState
+from specmemo_kernels.engine.verify import GreedyVerifier
 from specmemo_kernels.forward.batch import TreeBatch
 from specmemo_kernels.forward.step_attention import StepAttention
 from specmemo_kernels.forward.target import TargetOutput

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
     from specmemo_kernels.engine.sampling import Sampling, TypicalAcceptance
     from specmemo_kernels.integrations.distributed.ranks import RankError
-    from specmemo_kernels.integrations.hf.attention import UnsupportedModel
     from specmemo_kernels.integrations.hf.batch import (
         BatchRun,
         Completion,
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from specmemo_kernels.integrations.hf.chat import ChatSession, LeftOutWarning
     from specmemo_kernels.integrations.hf.draft import DraftModel
     from specmemo_kernels.integrations.hf.handle import SpecMemo
+    from specmemo_kernels.integrations.hf.mask import UnsupportedModel
     from specmemo_kernels.integrations.hf.patch import patch, unpatch
     from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan
     from specmemo_kernels.tree.draft_tree import DraftTree
@@ -70,11 +70,11 @@ _MODULES = {
     "drafting.prompt_lookup": ("PromptLookupDrafter",),
     "engine.sampling": ("Sampling", "TypicalAcceptance"),
     "integrations.distributed.ranks": ("RankError",),
-    "integrations.hf.attention": ("UnsupportedModel",),
     "integrations.hf.batch": ("BatchRun", "Completion", "Piece", "Request", "generate_batch", "stream_batch"),
     "integrations.hf.chat": ("ChatSession", "LeftOutWarning"),
     "integrations.hf.draft": ("DraftModel",),
     "integrations.hf.handle": ("SpecMemo",),
+    "integrations.hf.mask": ("UnsupportedModel",),
     "integrations.hf.patch": ("patch", "unpatch"),
     "planning.memory_plan": ("BudgetError", "MemoryPlan"),
     "tree.draft_tree": ("DraftTree",),

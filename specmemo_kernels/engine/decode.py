@@ -18,15 +18,13 @@ from specmemo_kernels.engine.overlap import OverlappedSteps, slots_ahead
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.stats import DecodeStats
 from specmemo_kernels.engine.tree_pass import Chunk, next_chunk, propose, tree_pass
-from specmemo_kernels.engine.verify import GreedyVerifier, Verdict, Verifier
+from specmemo_kernels.engine.verify import Verdict, Verifier
 from specmemo_kernels.forward.batch import TreeBatch
 from specmemo_kernels.forward.target import TargetModel, TargetOutput
 from specmemo_kernels.tree.choice import DraftBacklog, TreeChooser
 from specmemo_kernels.tree.draft_tree import DraftTree
 
 Tensor = torch.Tensor
-
-__all__ = ["GreedyVerifier", "SequenceState", "SpecDecoder", "TargetModel", "TargetOutput", "Verdict", "Verifier"]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from specmemo_kernels.integrations.hf.attention import UnsupportedModel
+from specmemo_kernels.integrations.hf.mask import UnsupportedModel
 from specmemo_kernels.integrations.hf.target import local_part
 from specmemo_kernels.planning.model_spec import ranks_share
 

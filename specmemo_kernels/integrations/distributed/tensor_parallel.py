@@ -30,7 +30,7 @@ from specmemo_kernels.forward.target import TargetOutput
 from specmemo_kernels.integrations.distributed.key_heads import ReplicatedKVHeads
 from specmemo_kernels.integrations.distributed.rank_group import RankGroup
 from specmemo_kernels.integrations.distributed.ranks import SingleRank
-from specmemo_kernels.integrations.hf.attention import UnsupportedModel
+from specmemo_kernels.integrations.hf.mask import UnsupportedModel
 from specmemo_kernels.integrations.hf.target import HFTarget, ModelFacts, lm_head
 
 Tensor = torch.Tensor

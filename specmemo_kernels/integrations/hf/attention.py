@@ -16,7 +16,6 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from specmemo_kernels.integrations.hf.mask import PassMask, observed_mask, unsupported, window_of
-from specmemo_kernels.integrations.hf.mask import UnsupportedModel as UnsupportedModel
 
 ATTENTION_NAME = "specmemo"
 

@@ -1,15 +1,50 @@
-"""Checks of ``patch`` before anything is allocated."""
+"""Whether a model can be patched: its configuration, modules and dtype, and its results in packed passes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from specmemo_kernels import ops
-from specmemo_kernels.integrations.hf.attention import UnsupportedModel
-from specmemo_kernels.integrations.hf.target import ModelFacts
+import torch
+from torch import nn
+from transformers import DynamicCache
 
+from specmemo_kernels import ops
+from specmemo_kernels.engine.pressure import is_out_of_memory
+from specmemo_kernels.integrations.distributed.ranks import RankError
+from specmemo_kernels.integrations.hf.attention import AttentionCall, attention_call, views_everywhere
+from specmemo_kernels.integrations.hf.mask import UnsupportedModel
+from specmemo_kernels.integrations.hf.target import ModelFacts, run_packed, tapped
+
+Tensor = torch.Tensor
+
+#: Layer kinds with a causal mask, with or without a window. Others (chunked, linear, ...) aren't supported.
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
 #: Packages of torch's quantised modules.
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
+#: Order of the packed nodes. It isn't the order of positions, to detect operations besides attention that mix tokens.
+_ORDER = (3, 0, 6, 1, 7, 4, 2, 5)
+#: Maximum relative distance of two hidden states by rounding, for float32 and for shorter dtypes.
+_TOLERANCE, _SHORT_TOLERANCE = 0.03, 0.3
+
+
+def check_config(config: Any) -> None:
+    """Refuse settings that the attention operator can't express, before anything runs.
+
+    Raises:
+        UnsupportedModel: with the model's type and the setting.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    name = text.model_type
+    if text.is_encoder_decoder:
+        raise UnsupportedModel(f"{name} is an encoder-decoder model; only decoders can be patched")
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if kinds - _LAYER_TYPES:
+        raise UnsupportedModel(f"{name} has layers of type {sorted(kinds - _LAYER_TYPES)}, which can't be expressed")
+    for setting in ("attention_chunk_size", "alibi"):
+        if getattr(text, setting, None):
+            raise UnsupportedModel(f"{name} sets {setting}={getattr(text, setting)!r}, which can't be expressed")
 
 
 def check_modules(model: Any) -> None:
@@ -38,3 +73,149 @@ def check_numbers(facts: ModelFacts, backend: str, name: str = "the model") -> N
     for device, dtype in sorted(used, key=str):
         if reason := ops.unsuited(backend, device, dtype):
             raise ValueError(f"{name} computes in {dtype} on {device}, but {reason}")
+
+
+@contextmanager
+def unsupported_errors(model: nn.Module) -> Iterator[None]:
+    """Convert errors of a model's own code on packed nodes to :class:`UnsupportedModel`."""
+    try:
+        yield
+    except (UnsupportedModel, RankError):
+        raise
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
+        reason = f"{type(error).__name__}: {error}"
+        raise UnsupportedModel(f"{type(model).__name__} can't run a pass over packed nodes ({reason})") from error
+
+
+@torch.no_grad()
+def check_equivalence(
+    model: Any, device: torch.device, vocab_size: int, cut: bool
+) -> tuple[tuple[int | None, ...], int | None]:
+    """Compare the lm_head's input in the model's own pass over a short prompt and in a packed pass.
+
+    Runs three passes over 8 tokens. The model must be attached.
+
+    Args:
+        device: device of the tokens. vocab_size: of the model's vocabulary.
+        cut: run the lm_head on no rows, if no operation follows it.
+
+    Returns:
+        ``windows`` and ``cached_tokens`` of :class:`specmemo_kernels.integrations.hf.target.ModelFacts`.
+
+    Raises:
+        UnsupportedModel: the model's attention masks can't be expressed, or the hidden states differ.
+    """
+    tokens = _prompt(model.config, vocab_size).to(device)
+    positions = torch.arange(len(tokens), device=device)
+    inputs = {"input_ids": tokens[None], "position_ids": positions[None], "use_cache": False, "return_dict": True}
+    with unsupported_errors(model):
+        windows = _observe_masks(model, inputs, cut)
+        cached_tokens = _cached_tokens(model, windows)
+        with tapped(cut) as own_tap:
+            model(attention_mask=torch.ones_like(tokens)[None], **inputs)
+        order = torch.tensor(_ORDER, device=device)
+        with tapped(cut) as tap:
+            run_packed(model, tokens[order], positions[order], _dense_attention(order), None, windows)
+    expected, packed = own_tap.hidden, tap.hidden[order.argsort().to(tap.hidden.device)]
+    short = any(p.dtype.itemsize < 4 for p in model.parameters()) or expected.dtype.itemsize < 4
+    limit = _SHORT_TOLERANCE if short or torch.is_autocast_enabled(device.type) else _TOLERANCE
+    distance = _distance(expected, packed)
+    if distance > limit:
+        raise UnsupportedModel(
+            f"{type(model).__name__} computes other hidden states for packed nodes than for a prompt (relative "
+            f"distance {distance:.2g}, at most {limit} by rounding); something beside attention mixes tokens"
+        )
+    return tuple(windows[layer] for layer in sorted(windows)), cached_tokens
+
+
+def _prompt(config: Any, vocab_size: int) -> Tensor:
+    """One token for each node of :data:`_ORDER`, without special tokens (padding, an image)."""
+    special = _special_tokens(config.to_dict())
+    plain = [token for i in range(1, 64) if (token := 7919 * i % vocab_size) not in special]
+    return torch.tensor((plain or [0])[: len(_ORDER)] * len(_ORDER))[: len(_ORDER)]
+
+
+def _special_tokens(settings: dict[str, Any]) -> set[int]:
+    tokens: set[int] = set()
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            tokens |= _special_tokens(value)
+        elif str(name).endswith(("token_id", "token_index")):
+            tokens |= {token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int)}
+    return tokens
+
+
+@contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; restores each module's mode at the end."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _observe_masks(model: Any, inputs: dict[str, Any], cut: bool) -> dict[int, int | None]:
+    """The window of each layer, from a pass in which the model makes masks for our attention function."""
+    windows: dict[int, int | None] = {}
+
+    def record_window(layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, **_: Any) -> Tensor:
+        windows[layer] = window
+        return v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+
+    with views_everywhere(model), tapped(cut), attention_call(record_window):
+        model(**inputs)
+    return windows
+
+
+def _cached_tokens(model: Any, windows: dict[int, int | None]) -> int | None:
+    """The smallest cache size of generate's layers whose mask sees more tokens; ``None`` if there is none."""
+    cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
+    sizes = {i: layer.sliding_window for i, layer in enumerate(cache.layers) if getattr(layer, "is_sliding", False)}
+    return min((size for i, size in sizes.items() if (window := windows.get(i)) is None or size < window), default=None)
+
+
+def _dense_attention(positions: Tensor) -> AttentionCall:
+    """Attention over one sequence with rows at ``positions``, in float32: the operator's specification."""
+
+    def attend(
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        repeats = q.shape[1] // k.shape[1]
+        keys, values = (t.float().repeat_interleave(repeats, dim=1) for t in (k, v))
+        scores = torch.einsum("nhd,mhd->hnm", q.float(), keys) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        rows = positions.to(q.device)
+        distances = rows[:, None] - rows[None, :]
+        scores = scores.masked_fill((distances < 0) | (distances >= (window or len(rows))), float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.float().view(-1, 1, 1).expand(-1, len(rows), 1)], dim=-1)
+        weights = scores.softmax(dim=-1)[..., : len(rows)]
+        return torch.einsum("hnm,mhd->nhd", weights, values).to(v.dtype).contiguous()
+
+    return attend
+
+
+def _distance(expected: Tensor, packed: Tensor) -> float:
+    """The median row's distance relative to its norm, over the finite rows of ``expected``."""
+    expected, packed = expected.float(), packed.to(expected.device).float()
+    rows = expected.isfinite().all(dim=-1)
+    if not bool(rows.any()):
+        return 0.0
+    lengths = expected[rows].norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    relative = (expected[rows] - packed[rows]).norm(dim=-1) / lengths
+    return float(relative.nan_to_num(nan=float("inf")).median())

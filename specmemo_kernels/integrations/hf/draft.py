@@ -1,30 +1,40 @@
-"""The drafter that ``patch(heads=...)`` describes; a transformers model as a drafter."""
+"""The drafter that ``patch(heads=...)`` describes; a transformers model as a drafter; drafters of several models."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from specmemo_kernels.drafting.base import Drafter
+from specmemo_kernels.drafting.base import Drafter, OffloadingDrafter, StatefulDrafter
 from specmemo_kernels.drafting.draft_model import DraftModelDrafter
 from specmemo_kernels.drafting.load_heads import load_heads
 from specmemo_kernels.drafting.medusa import MedusaDrafter
+from specmemo_kernels.drafting.medusa_heads import MedusaHeads
 from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
 from specmemo_kernels.integrations.distributed.ranks import SingleRank, heads_digest
-from specmemo_kernels.integrations.hf.attach import attach
-from specmemo_kernels.integrations.hf.attention import UnsupportedModel
-from specmemo_kernels.integrations.hf.checks import check_numbers
-from specmemo_kernels.integrations.hf.probe import check_config, probe
-from specmemo_kernels.integrations.hf.target import HFTarget, ModelFacts
+from specmemo_kernels.integrations.hf.checks import check_config, check_numbers
+from specmemo_kernels.integrations.hf.mask import UnsupportedModel
+from specmemo_kernels.integrations.hf.probe import probe
+from specmemo_kernels.integrations.hf.target import HFTarget, ModelFacts, attach
 from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, Accuracy
+
+if TYPE_CHECKING:
+    from specmemo_kernels.integrations.hf.handle import SpecMemo
 
 #: ``heads`` for the prompt lookup drafter.
 PROMPT_LOOKUP = "prompt-lookup"
+
+#: The handles of all patched models, whose drafters are in use.
+_handles: weakref.WeakSet[SpecMemo] = weakref.WeakSet()
+
+register, unregister = _handles.add, _handles.discard
 
 
 @dataclass(frozen=True)
@@ -135,3 +145,37 @@ def _load_draft_model(draft: DraftModel, model: Any, facts: ModelFacts, backend:
     except BaseException:
         detach()
         raise
+
+
+def without_others(heads: Any) -> Any:
+    """``heads`` as given to ``patch``, such that other patched models aren't affected.
+
+    Medusa heads in use by another model are returned as a twin module, whose parameters share the memory: a model may
+    then move its heads to the host while the other model uses them.
+
+    Raises:
+        ValueError: a drafter with state about sequences, or an offloadable one, serves another model. Sequences of both
+            models would have the same slots.
+    """
+    if isinstance(heads, MedusaHeads):
+        ids = _tensor_ids(heads)
+        drafters = (handle.drafter for handle in _handles)
+        shared = any(ids & _tensor_ids(d.heads) for d in drafters if isinstance(d, MedusaDrafter))
+        return heads.twin() if shared else heads
+    has_state = isinstance(heads, StatefulDrafter) or (isinstance(heads, OffloadingDrafter) and heads.offloadable)
+    if has_state and _is_in_use(heads):
+        gc.collect()  # a model that was dropped without unpatch is in a cycle with its handle
+        if _is_in_use(heads):
+            raise ValueError(
+                f"this {type(heads).__name__} has state and serves another patched model; make one for each model, "
+                "or unpatch the other model first"
+            )
+    return heads
+
+
+def _is_in_use(drafter: Any) -> bool:
+    return any(handle.drafter is drafter for handle in _handles)
+
+
+def _tensor_ids(heads: MedusaHeads) -> set[int]:
+    return set(map(id, (*heads.parameters(), *heads.buffers())))

@@ -12,11 +12,17 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from specmemo_kernels.engine.decode import GreedyVerifier, SequenceState, Verifier
 from specmemo_kernels.engine.scheduler import submit_all
+from specmemo_kernels.engine.sequence import SequenceState
+from specmemo_kernels.engine.verify import GreedyVerifier, Verifier
 from specmemo_kernels.integrations.hf.graph import rope_limit
-from specmemo_kernels.integrations.hf.processors import needs_whole_batch, row_processors
-from specmemo_kernels.integrations.hf.verifier import ProcessedVerifier, row_generators, update_default_generator
+from specmemo_kernels.integrations.hf.processors import (
+    ProcessedVerifier,
+    needs_whole_batch,
+    row_generators,
+    row_processors,
+    update_default_generator,
+)
 
 if TYPE_CHECKING:
     from specmemo_kernels.integrations.hf.handle import SpecMemo

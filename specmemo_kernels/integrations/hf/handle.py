@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 
 from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting.base import can_offload
-from specmemo_kernels.engine.decode import SpecDecoder, Verifier
+from specmemo_kernels.engine.decode import SpecDecoder
 from specmemo_kernels.engine.overlap import slots_ahead
 from specmemo_kernels.engine.page_demand import slots_to_end
 from specmemo_kernels.engine.pressure import DeviceMonitor, MemoryPressureController, levels
 from specmemo_kernels.engine.scheduler import Scheduler
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.stats import DecodeStats
+from specmemo_kernels.engine.verify import Verifier
 from specmemo_kernels.integrations.hf.changes import ModelGuard
-from specmemo_kernels.integrations.hf.draft import HFDraftModel
+from specmemo_kernels.integrations.hf.draft import HFDraftModel, unregister
 from specmemo_kernels.integrations.hf.generate import Generator
 from specmemo_kernels.integrations.hf.graph import GraphUse
 from specmemo_kernels.integrations.hf.plan import Setup
 from specmemo_kernels.integrations.hf.pool import PoolCache
-from specmemo_kernels.integrations.hf.sharing import unregister
 from specmemo_kernels.integrations.hf.target import HFTarget
 from specmemo_kernels.planning.memory_plan import MemoryPlan
 from specmemo_kernels.tree.choice import TreeChooser

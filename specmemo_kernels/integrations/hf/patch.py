@@ -20,16 +20,13 @@ from specmemo_kernels.drafting.base import Drafter, OffloadingDrafter
 from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.integrations.distributed.ranks import digest
 from specmemo_kernels.integrations.distributed.tensor_parallel import ranks_of
-from specmemo_kernels.integrations.hf.attach import attach
-from specmemo_kernels.integrations.hf.checks import check_modules, check_numbers
-from specmemo_kernels.integrations.hf.draft import DraftModel, HFDraftModel, make_drafter
-from specmemo_kernels.integrations.hf.equivalence import evaluation
+from specmemo_kernels.integrations.hf.checks import check_config, check_modules, check_numbers, evaluation
+from specmemo_kernels.integrations.hf.draft import DraftModel, HFDraftModel, make_drafter, register, without_others
 from specmemo_kernels.integrations.hf.graph import graph_use
 from specmemo_kernels.integrations.hf.handle import SpecMemo, Unpatched
 from specmemo_kernels.integrations.hf.plan import Setup, kernel_blocks, make_chooser, make_plan
-from specmemo_kernels.integrations.hf.probe import check_config, probe
-from specmemo_kernels.integrations.hf.sharing import register, without_others
-from specmemo_kernels.integrations.hf.target import lm_head_hook
+from specmemo_kernels.integrations.hf.probe import probe
+from specmemo_kernels.integrations.hf.target import attach, lm_head_hook
 from specmemo_kernels.ops.weight_codes import check_bits
 from specmemo_kernels.planning.host_allocator import release_host_memory, return_large_blocks
 from specmemo_kernels.planning.memory_plan import parse_bytes

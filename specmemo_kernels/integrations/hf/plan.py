@@ -1,4 +1,4 @@
-"""The memory plan of a loaded model, and the tree chooser."""
+"""The tree and the memory plan of a loaded model, and the tree chooser."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ from specmemo_kernels.integrations.hf.draft import HFDraftModel
 from specmemo_kernels.integrations.hf.graph import GraphUse
 from specmemo_kernels.integrations.hf.probe import measure_libraries, measure_passes, time_passes
 from specmemo_kernels.integrations.hf.target import ModelFacts
-from specmemo_kernels.integrations.hf.tree_size import tree_candidates
-from specmemo_kernels.planning.footprint import GenerationShape
+from specmemo_kernels.planning.baselines import Workload
+from specmemo_kernels.planning.device_probe import profile_of
+from specmemo_kernels.planning.footprint import GenerationShape, HeadsSpec
 from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan, divide_budget, format_bytes
-from specmemo_kernels.tree.acceptance import Accuracy, RunningAcceptance
+from specmemo_kernels.planning.model_config import DTYPE_BYTES
+from specmemo_kernels.planning.model_spec import ModelSpec
+from specmemo_kernels.planning.search import PlanRequest, best_tree, tree_paths
+from specmemo_kernels.tree.acceptance import Accuracy, RunningAcceptance, best_first_paths
 from specmemo_kernels.tree.choice import TreeChooser
 from specmemo_kernels.tree.draft_tree import DraftTree
 
@@ -28,6 +32,13 @@ from specmemo_kernels.tree.draft_tree import DraftTree
 GRAPH_SHARE = 0.1
 #: Nodes of the partial trees that steps verify from graphs, besides the whole tree. Each size is captured once.
 GRAPH_SIZES = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64))
+#: Context length of the predicted step. Attention is a small part of the step up to there.
+_CONTEXT = 1024
+#: Nodes without a device profile: devices that are neither CPUs nor CUDA or HIP, models of unknown sizes.
+_UNKNOWN_TREE = 12
+
+#: A tree to plan for, and the plan's fields that describe it (predicted speed, reasons).
+_Candidate = tuple[DraftTree, dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,17 +89,16 @@ def _first_that_fits(
 ) -> tuple[Setup, MemoryPlan]:
     """The plan for the first candidate tree that the budget holds."""
     kv_dtype, shape = limits["kv_dtype"], None
-    candidates = tree_candidates(tree, setup.model, setup.facts, setup.drafter, setup.accuracy, setup.ranks, kv_dtype)
-    for candidate in candidates:
+    for candidate, fields in _tree_candidates(setup, tree, kv_dtype):
         if tree is None:
-            setup = dataclasses.replace(setup, drafter=_without_unused_heads(setup.drafter, candidate.tree))
+            setup = dataclasses.replace(setup, drafter=_without_unused_heads(setup.drafter, candidate))
         if shape is None:
-            shape = generation_shape(setup, graphs, limits["page_size"], kv_dtype)
+            shape = _generation_shape(setup, graphs, limits["page_size"], kv_dtype)
         head_bytes, coded_bytes = setup.drafter.nbytes, _coded_bytes(setup.drafter)
         shape = dataclasses.replace(shape, head_bytes=head_bytes, coded_head_bytes=coded_bytes)
         shape = setup.ranks.max_over_ranks(shape)
         try:
-            return setup, dataclasses.replace(divide_budget(shape, candidate.tree, **limits), **candidate.plan_fields)
+            return setup, dataclasses.replace(divide_budget(shape, candidate, **limits), **fields)
         except BudgetError as error:
             failure = error
     raise failure
@@ -136,7 +146,7 @@ def _attention_sizes(facts: ModelFacts) -> list[tuple[LayerKV, tuple[int, int, i
     return [(kind, (heads, kind.num_kv_heads, kind.head_dim, kind.v_head_dim)) for kind, heads in kinds]
 
 
-def generation_shape(setup: Setup, graphs: GraphUse, page_size: int, kv_dtype: str | None) -> GenerationShape:
+def _generation_shape(setup: Setup, graphs: GraphUse, page_size: int, kv_dtype: str | None) -> GenerationShape:
     """The sizes that a memory plan needs, measured where they depend on the model's code."""
     model, facts, drafter, backend = setup.model, setup.facts, setup.drafter, setup.backend
     shapes = _attention_sizes(facts)
@@ -166,3 +176,91 @@ def generation_shape(setup: Setup, graphs: GraphUse, page_size: int, kv_dtype: s
         kept_steps=MAX_STEPS if graphs.wanted else 0,
         graphs=graphs.wanted and facts.device.type == "cuda",
     )
+
+
+def _tree_candidates(setup: Setup, tree: DraftTree | int | None, kv_dtype: str | None) -> list[_Candidate]:
+    """The trees of which the memory plan takes the first that the budget holds.
+
+    There is one candidate for a ``tree`` given to ``patch`` and for drafters that prefer chains. Else the candidates
+    suit the device: the largest tree that a step may verify, the tree that is predicted to be the fastest, then half as
+    many nodes each, down to 2. In use, :class:`TreeChooser` selects how much of the tree a step verifies. Predictions
+    use :mod:`specmemo_kernels.planning.cost`, :func:`profile_of` and a context of 1024 tokens, or the model's maximum.
+
+    Raises:
+        ValueError: the given tree is deeper than the drafter, or wider than the vocabulary.
+    """
+    if tree is None and not getattr(setup.drafter, "prefers_chain", False):
+        candidates: list[_Candidate] = setup.ranks.broadcast_result(lambda: _device_trees(setup, kv_dtype))
+        return candidates
+    return [(_given_tree(tree, setup), {})]
+
+
+def _given_tree(tree: DraftTree | int | None, setup: Setup) -> DraftTree:
+    """The given tree, the best tree of that many nodes, or (``None``) a chain of the drafter's depth."""
+    drafter, vocab_size = setup.drafter, setup.facts.vocab_size
+    if tree is None or (isinstance(tree, int) and getattr(drafter, "prefers_chain", False)):
+        return DraftTree.chain(drafter.max_depth if tree is None else min(drafter.max_depth, tree - 1))
+    if isinstance(tree, int):
+        return DraftTree.from_paths(best_first_paths(setup.accuracy[: drafter.max_depth], tree - 1))
+    if tree.max_depth > drafter.max_depth:
+        raise ValueError(f"the tree is {tree.max_depth} deep, the drafter guesses {drafter.max_depth} tokens ahead")
+    if tree.width > vocab_size:
+        raise ValueError(f"the tree uses rank {tree.width - 1}, the vocabulary has {vocab_size} tokens")
+    return tree
+
+
+def _device_trees(setup: Setup, kv_dtype: str | None) -> list[_Candidate]:
+    tree, fastest, fields = _largest_tree(setup, kv_dtype)
+    candidates = [(tree, fields)]
+    if fastest < tree.size:
+        candidates.append((tree.pruned(fastest), fields))
+    while (size := candidates[-1][0].size) > 2:
+        smaller = tree.pruned(max(2, size // 2))
+        reason = f"the budget holds a tree of {smaller.size} nodes, fewer than would be fastest"
+        candidates.append((smaller, {"reasons": (reason,)}))
+    return candidates
+
+
+def _largest_tree(setup: Setup, kv_dtype: str | None) -> tuple[DraftTree, int, dict[str, Any]]:
+    """The largest tree, the predicted fastest size, and the plan's fields for that size."""
+    facts, drafter = setup.facts, setup.drafter
+    dtype = str(facts.dtype).removeprefix("torch.")
+    accuracy = setup.accuracy[: drafter.max_depth]
+    heads, with_heads = HeadsSpec(len(accuracy)), isinstance(drafter, MedusaDrafter)
+    if isinstance(drafter, MedusaDrafter):
+        heads = HeadsSpec(len(accuracy), drafter.heads.num_layers, drafter.heads.own_lm_head, drafter.heads.head_bits)
+    try:
+        spec = ModelSpec.from_config(setup.model.config)
+    except ValueError as error:
+        return _small_tree(accuracy, str(error))
+    if facts.device.type not in ("cpu", "cuda") or dtype not in DTYPE_BYTES:
+        return _small_tree(accuracy, f"there is no profile for {dtype} on {facts.device}")
+    spec = dataclasses.replace(spec, dtype=dtype)
+    profile = profile_of(str(facts.device))
+    if profile.compute_dtype(dtype) != dtype:
+        rates = dict(profile.matmul_rate) | {dtype: min(profile.matmul_rate.values())}
+        profile = dataclasses.replace(profile, matmul_rate=rates)
+    work = Workload(max(2, min(_CONTEXT, spec.max_context)))
+    request = PlanRequest(spec, profile, work, heads, accuracy, setup.ranks.size, kv_dtype=kv_dtype)
+    best, largest, plain = best_tree(request, with_heads)
+    gain = best.speed.tokens_per_second / plain.speed.tokens_per_second
+    cost = best.speed.step_seconds / plain.speed.step_seconds
+    reasons = [
+        f"on {profile.name} a step over {best.tree_size} nodes is predicted to take {cost:.2f} times a plain step and "
+        f"to write {best.tokens_per_step:.2f} tokens: {gain:.2f} times the plain speed; no other tree gives more"
+    ]
+    if largest.tree_size > best.tree_size:
+        reasons.append(
+            f"steps may verify up to {largest.tree_size} nodes where the text is easier to guess or the device faster"
+        )
+    return DraftTree.from_paths(tree_paths(request, largest.heads, largest.tree_size)), best.tree_size, {
+        "tokens_per_step": best.tokens_per_step, "tokens_per_second": best.speed.tokens_per_second,
+        "step_seconds": best.speed.step_seconds, "reasons": tuple(reasons),
+    }  # fmt: skip
+
+
+def _small_tree(accuracy: Accuracy, why: str) -> tuple[DraftTree, int, dict[str, Any]]:
+    """A tree of a few nodes, which pays nearly everywhere."""
+    paths = best_first_paths(accuracy, _UNKNOWN_TREE - 1)
+    reason = f"{why}, so the tree has at most {_UNKNOWN_TREE} nodes"
+    return DraftTree.from_paths(paths), len(paths) + 1, {"reasons": (reason,)}

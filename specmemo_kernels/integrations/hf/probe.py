@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from specmemo_kernels.cache.kv_storage import LayerKV
-from specmemo_kernels.integrations.hf.attention import UnsupportedModel
 from specmemo_kernels.integrations.hf.changes import foreign_code
-from specmemo_kernels.integrations.hf.equivalence import check_equivalence, unsupported_errors
-from specmemo_kernels.integrations.hf.target import ModelFacts, current_tap, run_packed, tapped
+from specmemo_kernels.integrations.hf.checks import check_equivalence, unsupported_errors
+from specmemo_kernels.integrations.hf.mask import UnsupportedModel
+from specmemo_kernels.integrations.hf.target import ModelFacts, current_tap, lm_head_of, run_packed, tapped
 from specmemo_kernels.planning.footprint import PassBytes
 from specmemo_kernels.planning.host_allocator import allocated_bytes, free_library_buffers
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
@@ -23,8 +23,6 @@ from specmemo_kernels.tree.choice import PassSeconds
 
 Tensor = torch.Tensor
 
-#: Layer kinds with a causal mask, with or without a window. Others (chunked, linear, ...) aren't supported.
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 #: Rows of the passes whose memory is measured: few, for speed; not a single row, which models may treat differently.
 _MEASURED_ROWS = (8, 16)
 #: Smallest library buffers that count: Python's own objects vary by as much from call to call.
@@ -35,30 +33,12 @@ _TIMED_ROWS = (1, 2, 8, 32, 128)
 _TIMED_SECONDS = 0.3
 
 
-def check_config(config: Any) -> None:
-    """Refuse settings that the attention operator can't express, before anything runs.
-
-    Raises:
-        UnsupportedModel: with the model's type and the setting.
-    """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    name = text.model_type
-    if text.is_encoder_decoder:
-        raise UnsupportedModel(f"{name} is an encoder-decoder model; only decoders can be patched")
-    kinds = set(getattr(text, "layer_types", None) or ())
-    if kinds - _LAYER_TYPES:
-        raise UnsupportedModel(f"{name} has layers of type {sorted(kinds - _LAYER_TYPES)}, which can't be expressed")
-    for setting in ("attention_chunk_size", "alibi"):
-        if getattr(text, setting, None):
-            raise UnsupportedModel(f"{name} sets {setting}={getattr(text, setting)!r}, which can't be expressed")
-
-
 @torch.no_grad()
 def probe(model: Any) -> ModelFacts:
     """Run a forward pass of one token to record the layers and the lm_head, and three passes that compare results.
 
-    The model must be attached (:mod:`specmemo_kernels.integrations.hf.attach`). A ramp replaces the lm_head's output:
-    if the model's logits rise as well, its later operations (scaling, soft caps) keep the order of tokens.
+    The model must be attached (:func:`specmemo_kernels.integrations.hf.target.attach`). A ramp replaces the lm_head's
+    output: if the model's logits rise as well, its later operations (scaling, soft caps) keep the order of tokens.
 
     Raises:
         UnsupportedModel: an attention layer wasn't called, or was called twice, or packed passes compute other hidden
@@ -128,19 +108,6 @@ def _rows_are_plain(weight: Tensor) -> bool:
     if hasattr(weight, "placements"):
         return all(placement.is_shard(0) or placement.is_replicate() for placement in weight.placements)
     return type(weight) in (nn.Parameter, Tensor) and not weight.is_meta
-
-
-def lm_head_of(model: Any) -> nn.Module:
-    """The model's lm_head.
-
-    Raises:
-        UnsupportedModel: the model has none.
-    """
-    head: nn.Module | None = model.get_output_embeddings()
-    if head is None:
-        name = type(model).__name__
-        raise UnsupportedModel(f"{name} has no lm_head, get_output_embeddings() is None; load a causal language model")
-    return head
 
 
 def measure_passes(model: Any, facts: ModelFacts) -> tuple[PassBytes, PassBytes]:

@@ -1,21 +1,30 @@
-"""Logits processors and stopping criteria for single rows of a batch.
+"""Logits processors and stopping criteria: verification with processors, and functions for single rows of a batch.
 
 transformers calls a processor with all rows of a batch at the same length. Speculative rows advance by different
-numbers of tokens, so in a batch only functions of a single row are supported. Those of transformers are listed by type;
-others may hold state or compare rows.
+numbers of tokens, so in a batch only functions of a single row are supported.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process, stopping_criteria
 
-#: Row-wise and stateless, by reading their code. Names, as older versions of transformers lack some.
+from specmemo_kernels.engine.sampling import draw
+from specmemo_kernels.engine.sequence import SequenceState
+from specmemo_kernels.engine.verify import Verdict, host_trees, verdict_of, walk
+from specmemo_kernels.forward.batch import TreeBatch
+from specmemo_kernels.forward.target import TargetModel, TargetOutput
+
+Tensor = torch.Tensor
+
+#: Row-wise and stateless, by reading their code; other functions may hold state or compare rows. Names, as older
+#: versions of transformers lack some.
 _ROW_WISE_PROCESSORS = """
     MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor TemperatureLogitsWarper RepetitionPenaltyLogitsProcessor
     TopPLogitsWarper TopKLogitsWarper TopHLogitsWarper MinPLogitsWarper TypicalLogitsWarper EpsilonLogitsWarper
@@ -32,6 +41,96 @@ def _types(module: Any, names: str) -> frozenset[type]:
 
 
 _ROW_WISE = _types(logits_process, _ROW_WISE_PROCESSORS) | _types(stopping_criteria, _ROW_WISE_CRITERIA)
+
+
+class ProcessedVerifier:
+    """Verify node by node: processors need the tokens that lead to a node.
+
+    The target's token is the best *processed* score, or is drawn by the processed scores (lossless, see
+    :class:`SampledVerifier`). Only rows on the accepted path are processed, each once and in order, as in transformers.
+
+    Args:
+        target: computes logits, one row at a time.
+        processors: per row of the batch, ``(input_ids [1, L], scores [1, V]) -> scores [1, V]``.
+        input_ids: ``[B, L]`` the prompts as passed to generate, padding included.
+        keep: store logits and scores of every emitted token (batch 1).
+        generators: per row, to draw tokens; ``None``: greedy.
+    """
+
+    needs_logits = True
+
+    def __init__(
+        self,
+        target: TargetModel,
+        processors: Sequence[Callable[..., Tensor]],
+        input_ids: Tensor,
+        keep: bool,
+        generators: Sequence[torch.Generator] | None = None,
+    ) -> None:
+        self.target, self.generators = target, generators
+        self.processors, self.input_ids, self.keep = processors, input_ids, keep
+        self.scores: list[Tensor] = []
+        self.logits: list[Tensor] = []
+
+    def is_greedy(self, sequences: Sequence[SequenceState]) -> bool:
+        return False
+
+    def __call__(self, batch: TreeBatch, sequences: Sequence[SequenceState], output: TargetOutput) -> Verdict:
+        bounds, parents, drafts = host_trees(batch)
+        paths = []
+        for row, sequence in enumerate(sequences):
+            nodes = slice(bounds[row], bounds[row + 1])
+            new = torch.tensor(sequence.new_tokens, dtype=self.input_ids.dtype, device=self.input_ids.device)
+            prefix = torch.cat([self.input_ids[sequence.index], new])
+            choose = partial(self._choose, prefix, output, bounds[row], sequence.index)
+            paths.append(walk(sequence, parents[nodes], drafts[nodes], batch.max_depth, choose))
+        return verdict_of(batch, paths)
+
+    def _choose(
+        self, prefix: Tensor, output: TargetOutput, first: int, index: int, node: int, tokens: list[int]
+    ) -> int:
+        """The target's token behind ``node`` of row ``index``, whose path is ``tokens``."""
+        ids = torch.cat([prefix, prefix.new_tensor(tokens)])[None]
+        logits = self.target.row_logits(output, first + node)
+        raw = logits.to(device=ids.device, dtype=torch.float32, copy=True)[None]
+        raw_copy = raw.clone() if self.keep else raw
+        scores = self.processors[index](ids, raw)
+        if self.generators is None:
+            token = int(scores[0].argmax())
+        else:
+            token = draw(scores[0].softmax(0), self.generators[index])
+        if self.keep:  # at the end: a row that raised before is verified again
+            self.logits.append(raw_copy)
+            self.scores.append(scores)
+        return token
+
+
+def row_generators(device: torch.device, rows: int) -> list[torch.Generator]:
+    """A generator per row of a batch, derived from the state of torch's default generator on ``device``.
+
+    The first generator has that state, so that a single prompt draws transformers' tokens; after the call
+    :func:`update_default_generator` copies its state back. The others have seeds of their own, so that no row's tokens
+    depend on another row.
+    """
+    first = torch.Generator(device)
+    first.set_state(_default_generator(device).get_state())
+    base = torch.Generator(device)
+    base.set_state(first.get_state())
+    seed = int(torch.randint(2**62, (1,), generator=base, device=device))
+    return [first, *(torch.Generator(device).manual_seed(seed + row) for row in range(1, rows))]
+
+
+def update_default_generator(generator: torch.Generator) -> None:
+    """Copy the generator's state to torch's default generator on the same device."""
+    _default_generator(generator.device).set_state(generator.get_state())
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
 
 
 def needs_whole_batch(functions: Iterable[Any]) -> list[str]:

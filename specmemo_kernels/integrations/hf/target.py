@@ -1,8 +1,10 @@
-"""A transformers model as the target model of the speculative loop."""
+"""A transformers model as the target model of the speculative loop: its forward pass, and the hooks that it needs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -14,11 +16,17 @@ from torch import nn
 
 from specmemo_kernels import ops
 from specmemo_kernels.cache.kv_storage import LayerKV
-from specmemo_kernels.engine.decode import TargetOutput
 from specmemo_kernels.forward.batch import TreeBatch
 from specmemo_kernels.forward.step_attention import StepAttention
-from specmemo_kernels.integrations.hf.attention import Windows, attention_call
-from specmemo_kernels.integrations.hf.mask import pass_mask
+from specmemo_kernels.forward.target import TargetOutput
+from specmemo_kernels.integrations.hf.attention import (
+    Windows,
+    attention_call,
+    attention_modules,
+    install_view,
+    remove_view,
+)
+from specmemo_kernels.integrations.hf.mask import UnsupportedModel, pass_mask
 from specmemo_kernels.planning.host_allocator import free_library_buffers
 
 Tensor = torch.Tensor
@@ -56,7 +64,7 @@ class ModelFacts:
 class HFTarget:
     """Runs ``model`` on packed nodes and captures its lm_head's input.
 
-    Implements :class:`specmemo_kernels.engine.decode.TargetModel`.
+    Implements :class:`specmemo_kernels.forward.target.TargetModel`.
     """
 
     static = True
@@ -93,6 +101,19 @@ class HFTarget:
             return output.logits[row]
         weight, bias = lm_head(self.model)
         return nn.functional.linear(output.hidden[row : row + 1].to(weight.device), weight, bias)[0].to(self.device)
+
+
+def lm_head_of(model: Any) -> nn.Module:
+    """The model's lm_head.
+
+    Raises:
+        UnsupportedModel: the model has none.
+    """
+    head: nn.Module | None = model.get_output_embeddings()
+    if head is None:
+        name = type(model).__name__
+        raise UnsupportedModel(f"{name} has no lm_head, get_output_embeddings() is None; load a causal language model")
+    return head
 
 
 def lm_head(model: Any) -> tuple[Tensor, Tensor | None]:
@@ -178,3 +199,53 @@ def tapped(cut: bool) -> Iterator[LmHeadTap]:
         yield tap
     finally:
         _tap.reset(token)
+
+
+#: Users per module. Models may share modules: a draft model serves several targets or is itself patched; two models
+#: have one lm_head or one decoder. The first user installs the hook or view, the last user removes it.
+_hook_users: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+_view_users: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+_users_lock = threading.Lock()
+
+
+def attach(model: Any) -> Callable[[], None]:
+    """Install the lm_head's hook and the config views; the returned function removes them, once.
+
+    Raises:
+        UnsupportedModel: the model has no lm_head.
+    """
+    head, layers = lm_head_of(model), attention_modules(model)
+    _count_users(head, layers, 1)
+    attached = [True]
+
+    def detach() -> None:
+        if attached:
+            attached.clear()
+            _count_users(head, layers, -1)
+
+    return detach
+
+
+def _count_users(head: nn.Module, layers: list[nn.Module], change: int) -> None:
+    with _users_lock:
+        for users, modules, install, remove in (
+            (_hook_users, [head], _install_hook, _remove_hook),
+            (_view_users, layers, install_view, remove_view),
+        ):
+            for module in modules:
+                users[module] = users.get(module, 0) + change
+                if not users[module]:
+                    del users[module]
+                    remove(module)
+                elif change > 0:
+                    install(module)
+
+
+def _install_hook(head: nn.Module) -> None:
+    if lm_head_hook not in head._forward_pre_hooks.values():  # copies of a draft model have the hook already
+        head.register_forward_pre_hook(lm_head_hook)
+
+
+def _remove_hook(head: nn.Module) -> None:
+    for key in [key for key, hook in head._forward_pre_hooks.items() if hook is lm_head_hook]:
+        del head._forward_pre_hooks[key]
