@@ -75,6 +75,7 @@ def test_pages_come_as_they_are_needed(drafter: str, monkeypatch: pytest.MonkeyP
         assert pool is not None
         assert pool.block_table.shape[1] == pool.num_pages <= 2 * handle.pages_for([2 * (150 + 24 + 9)])
         pool.check_integrity()
+        assert stats.bytes_by_part == handle.bytes_by_part
 
 
 def test_ordinary_calls_get_their_pages_at_once() -> None:

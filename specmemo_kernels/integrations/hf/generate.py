@@ -154,6 +154,7 @@ class Generator:
                 columns.put()
         finally:
             scheduler.close()
+            self.handle.record_bytes()
             if generators is not None:
                 update_default_generator(generators[0])
         columns.end()

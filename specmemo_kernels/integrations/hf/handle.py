@@ -183,6 +183,10 @@ class SpecMemo:
         """Bytes allocated now: heads, pages, scratch, and the graphs' tensors."""
         return self._pools.bytes_by_part
 
+    def record_bytes(self) -> None:
+        """Set ``stats.bytes_by_part``."""
+        self.stats.bytes_by_part = self.bytes_by_part
+
     def undo(self) -> None:
         """Make the model what it was before patching; a second call does nothing.
 
