@@ -185,8 +185,8 @@ def test_refused_by_name(family: str, reason: str) -> None:
         "num_local_experts": 2,
     }
     config = CONFIG_MAPPING[family](**small)
-    from specmemo_kernels.integrations.hf.mask import UnsupportedModel
     from specmemo_kernels.integrations.hf.checks import check_config
+    from specmemo_kernels.integrations.hf.mask import UnsupportedModel
 
     with pytest.raises(UnsupportedModel, match=reason):
         check_config(config)
