@@ -199,7 +199,7 @@ def test_memory_that_does_not_come_back(begins: int) -> None:
     submit_all(scheduler, states)
     with FailingAllocations(lambda site: site >= begins), pytest.raises(torch.OutOfMemoryError) as failure:
         scheduler.run()
-    assert "nothing left to give up (DegradationLevel(max_tree=1" in failure.value.__notes__[0]
+    assert "lowest degradation level (DegradationLevel(max_tree=1" in failure.value.__notes__[0]
     assert all(state.tokens == answer[: len(state.tokens)] for state, answer in zip(states, expected, strict=True))
     empty(scheduler.decoder.pool)
     states = run.states()

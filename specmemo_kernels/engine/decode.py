@@ -1,7 +1,7 @@
 """The speculative loop: draft trees, verify them in one forward pass beside prompt chunks, commit the accepted nodes.
 
-A step is a transaction: all tensors are made first, then the sequences change, on the host alone. A failure before
-that, an allocation above all, leaves every sequence as it was, and the step can be retried.
+A step is a transaction: all tensors are allocated first, then the sequences change, on the host only. A failure before
+that, such as an allocation, leaves every sequence as it was, and the step can be retried.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class _StepTiming:
-    """``started``: ``time.perf_counter()``; ``drafting``: seconds of the drafter; ``behind``: tokens it had to
-    compute first."""
+    """``started``: ``time.perf_counter()``; ``drafting``: seconds of the drafter; ``behind``: its missing tokens."""
 
     started: float
     drafting: float
@@ -38,23 +37,19 @@ class _StepTiming:
 
 
 class SpecDecoder:
-    """Generates for a changing set of sequences, all of which take part in every step.
+    """Generates for a changing set of sequences; every step includes all of them.
 
     Args:
-        target: the model.
-        drafter: fills the tree.
         tree: the largest tree of a step.
         pool: pages; every open sequence holds a row of its block table.
-        verifier: decides what is accepted.
         prefill_chunk: most prompt tokens per forward pass.
         backend: of the operators.
-        stats: counters to add to.
-        chooser: prunes the tree to what pays for the current sequences; ``None``: every step verifies all of it.
-        overlapped: launches each step before the previous one has been read; ``None``: steps are read one by one.
+        chooser: prunes the tree before each step; ``None``: every step verifies the whole tree.
+        overlapped: overlap scheduling; ``None``: each step is read before the next is launched.
         agree: as in :func:`propose`.
 
     Attributes:
-        sequences: those that take steps. prefilling: those whose context is computed, in the order of admission.
+        sequences: running sequences. prefilling: sequences in prefill, in the order of admission.
         max_tree: most nodes per sequence, below the tree's size while memory is low (:meth:`limit`).
     """
 
@@ -83,7 +78,7 @@ class SpecDecoder:
         self._ended: list[SequenceState] = []
 
     def limit(self, max_tree: int, prefill_chunk: int, *, memory_low: bool) -> None:
-        """Bound the next steps; steps in flight are drained and their graphs freed where memory is low."""
+        """Bound the next steps; if memory is low, drain steps in flight and free their graphs."""
         self.max_tree, self.prefill_chunk = max_tree, prefill_chunk
         if self.overlapped is not None:
             self.overlapped.suspended = memory_low
@@ -102,7 +97,7 @@ class SpecDecoder:
         A swapped sequence is copied back and continues where it was.
 
         Raises:
-            OutOfPages: one doesn't fit; none of this call was admitted.
+            OutOfPages: a sequence doesn't fit; none of this call was admitted.
         """
         opened: list[SequenceState] = []
         hidden_states: list[Tensor | None] = []
@@ -159,9 +154,9 @@ class SpecDecoder:
         self.pool.reserve(sequence.slot, len(sequence.tokens) + self._step_tree().max_depth)
 
     def step(self) -> list[SequenceState]:
-        """One forward pass: a tree for each running sequence, and the next chunk of the contexts still to be computed.
+        """One forward pass: a tree for each running sequence, and the next prompt chunk.
 
-        Returns the finished sequences, whose pages are free. With ``overlapped``, they are those of the pass before.
+        Returns the finished sequences, whose pages are free; with ``overlapped``, of the previous pass.
 
         Raises:
             OutOfPages: the accepted tokens might not fit.
@@ -225,7 +220,7 @@ class SpecDecoder:
         return self.next_tree().truncated(max(s.remaining for s in self.sequences) - 1)
 
     def _behind(self) -> int:
-        """Tokens of the running sequences that the drafter has to compute before it drafts."""
+        """Tokens that the drafter must compute before it drafts for the running sequences."""
         if not isinstance(self.drafter, PagedDrafter):
             return 0
         return sum(self.drafter.behind(sequence.slot, sequence.tokens) for sequence in self.sequences)
@@ -234,7 +229,7 @@ class SpecDecoder:
         return DraftBacklog(self._behind(), sum(s.remaining for s in self.sequences) / len(self.sequences))
 
     def _forward(self, trees: TreeBatch | None, timing: _StepTiming | None = None) -> list[SequenceState]:
-        """Run one pass over trees and the next chunk, and change the sequences accordingly; returns the finished."""
+        """Run one pass over trees and the next chunk, and advance the sequences; returns the finished sequences."""
         running = self.sequences if trees is not None else []
         nodes, depth = (0, 0) if trees is None else (trees.num_tree_nodes, trees.max_depth)
         chunk: Chunk | None = None
@@ -242,13 +237,14 @@ class SpecDecoder:
             # The plan counts the larger of a chunk and all trees.
             room = self.prefill_chunk if trees is None else max(self.prefill_chunk, self.pool.max_nodes) - nodes
             chunk = next_chunk(self.prefilling, room, self.pool, self.target.device)
-        taking = [*running, *(chunk.fresh if chunk is not None else ())]
+        emitting = [*running, *(chunk.fresh if chunk is not None else ())]
 
         def verify(batch: TreeBatch, output: TargetOutput) -> Verdict:
-            return self.verifier(batch, taking, output)
+            return self.verifier(batch, emitting, output)
 
-        logits = self.verifier.needs_logits
-        verdict, hidden = tree_pass(self.target, self.pool, self.backend, trees, chunk, verify, logits=logits)
+        verdict, hidden = tree_pass(
+            self.target, self.pool, self.backend, trees, chunk, verify, logits=self.verifier.needs_logits
+        )
         emitted = [] if verdict is None else verdict.emitted
         finished = self.advance(running, emitted, nodes, depth, hidden.unbind(0), chunk)
         if self.chooser is not None and timing is not None and verdict is not None and trees is not None and trees.tree:
@@ -269,19 +265,19 @@ class SpecDecoder:
         """Change the sequences after a pass: all of them, or none if a ``stop`` fails.
 
         Args:
-            running: the sequences whose trees were verified. nodes, depth: all nodes of these trees, and their depth.
-            emitted: their tokens, and behind them the first tokens of the prompts that ``chunk`` completed.
-            hidden: the states that predicted the newest of these tokens; ``None``: a later step has them.
+            running: the sequences whose trees were verified. nodes, depth: total nodes and depth of these trees.
+            emitted: the tokens of ``running``, then the first tokens of the prompts that ``chunk`` completed.
+            hidden: the states that predicted the newest of these tokens; ``None``: a later step returns them.
 
         Returns the finished sequences.
         """
         fresh, ended = (chunk.fresh, chunk.ended) if chunk is not None else ([], [])
-        takers = [*running, *fresh]
-        lengths = [len(sequence.tokens) for sequence in takers]
+        emitting = [*running, *fresh]
+        lengths = [len(sequence.tokens) for sequence in emitting]
         try:
-            taken = [sequence.take(tokens) for sequence, tokens in zip(takers, emitted, strict=True)]
+            taken = [sequence.take(tokens) for sequence, tokens in zip(emitting, emitted, strict=True)]
         except BaseException:
-            for sequence, length in zip(takers, lengths, strict=True):
+            for sequence, length in zip(emitting, lengths, strict=True):
                 sequence.rollback(length)
             raise
         if running:

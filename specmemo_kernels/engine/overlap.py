@@ -1,9 +1,9 @@
 """Overlap scheduling: a step is launched before the tokens of the previous one are read.
 
-While the set of sequences stays the same, each step starts from the state that the previous one left on the device
-(:class:`specmemo_kernels.engine.device_step.DeviceStep`). The host reads a step's tokens while the next one runs; what
-the next one computed for a finished sequence is discarded. Before any other change of the batch, steps in flight are
-drained.
+While the set of sequences stays the same, each step starts from the previous step's state on the device
+(:class:`specmemo_kernels.engine.device_step.DeviceStep`). The host reads a step's tokens while the next step runs. If
+they finish a sequence, its results of the next step are discarded. Before any other change of the batch, steps in
+flight are drained.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def slots_ahead(tree: DraftTree, overlapped: bool) -> int:
 
 @dataclass(frozen=True)
 class _Flight:
-    """A step in flight. ``rows``: its verdict in host memory, complete after ``arrived``; ``timed``: its duration
-    is that of a usual step."""
+    """A step in flight. ``rows``: its verdict in host memory, complete after ``arrived``; ``timed``: neither a first
+    run nor a capture."""
 
     sequences: list[SequenceState]
     tree: DraftTree
@@ -55,7 +55,7 @@ class OverlappedSteps:
     """The steady-state steps of one decoder.
 
     Args:
-        steps: the device's side, possibly shared with later decoders.
+        steps: cached device steps, possibly shared with later decoders.
         must: raise where a step can't be captured; else steps run eagerly from then on.
 
     Attributes:
@@ -155,7 +155,7 @@ class OverlappedSteps:
             self._flights.popleft()
             return []
         hidden = None
-        if len(self._flights) == 1:  # the last one: the next step may run from the host
+        if len(self._flights) == 1:  # the next step may run from the host
             states = self.steps.hidden(len(flight.sequences))
             hidden = [states[row] for row in rows]
         alive, accepted = [flight.sequences[row] for row in rows], [emitted[row] for row in rows]
@@ -166,7 +166,7 @@ class OverlappedSteps:
         return finished
 
     def _seconds(self, flight: _Flight) -> float | None:
-        """The step's duration: from the previous step's end to its own, where both are usual steps."""
+        """The time from the previous step's end to this step's end; ``None`` unless both are ``timed``."""
         now, before = time.perf_counter(), self._read_at
         self._read_at = now if flight.timed else None
         return now - before if before is not None and flight.timed else None

@@ -15,8 +15,8 @@ from specmemo_kernels.planning.host_memory import host_free
 
 #: Polling interval in steps; every step while free memory is below ``keep_free``.
 POLL_EVERY = 16
-#: Consecutive polls with enough free memory before the level is raised; doubled after each raise that had to be taken
-#: back, at most ``_MAX_PATIENCE``.
+#: Consecutive polls with enough free memory before the level is raised; doubled after each raise that was reverted, up
+#: to ``_MAX_PATIENCE``.
 _PATIENCE, _MAX_PATIENCE = 4, 256
 #: Free memory, relative to ``keep_free``, that counts as enough.
 _ENOUGH = 1.25
@@ -51,7 +51,7 @@ def raise_exhausted(error: BaseException, level: DegradationLevel) -> NoReturn:
     if not isinstance(error, MemoryError | torch.OutOfMemoryError):
         failure = torch.OutOfMemoryError(str(error))
     failure.add_note(
-        f"specmemo: memory ran out with nothing left to give up ({level}); free some, shorten the prompt or "
+        f"specmemo: out of memory at the lowest degradation level ({level}); free memory, shorten the prompt or "
         "max_new_tokens, or patch with a smaller memory_budget"
     )
     if failure is error:
@@ -107,7 +107,7 @@ class DeviceMonitor:
     """Reads the GPU driver, and the operating system for a CPU.
 
     Args:
-        devices: those that hold a model and its pages.
+        devices: the devices of a model and its pages.
 
     Raises:
         ValueError: a CPU on a system without ``/proc``.
@@ -152,8 +152,8 @@ class MemoryPressureController:
 
     Args:
         levels: of :func:`levels`.
-        monitor: reads the free memory; ``None``: only failed allocations lower the level, and it is raised again on
-            trial after a number of steps.
+        monitor: reads the free memory; ``None``: failed allocations lower the level, and some steps later it is raised
+            on trial.
         keep_free: bytes of free memory below which the level is lowered.
         swap: copy a preempted sequence's pages to host memory; ``None``: unless pages are in host memory already.
         poll_every: polling interval in steps.

@@ -64,7 +64,7 @@ class Sampling:
             raise wrong_type("typical", self.typical, "a TypicalAcceptance or None")
 
     def with_seed(self, seed: int) -> Sampling:
-        """The same with another seed."""
+        """A copy with another seed."""
         return replace(self, seed=seed)
 
     def generator(self) -> torch.Generator:

@@ -27,12 +27,12 @@ class Scheduler:
 
     A sequence is admitted when a row is free and there are pages for its context and one step; pages for the rest of
     its length are not reserved. Prefill runs in chunks inside the steps of the running sequences. When pages run out,
-    the youngest sequence is preempted and waits in order of arrival. Its pages are swapped out to host memory, or
-    recomputed where they are in host memory already or the copy can't be allocated. Emitted tokens never change. The
-    oldest sequence is never preempted for a younger one, so no sequence starves.
+    the youngest sequence is preempted and requeued in order of arrival. Its pages are swapped out
+    to host memory. If the pool is in host memory already, or the copy can't be allocated, its tokens are recomputed.
+    Emitted tokens never change. The oldest sequence is never preempted for a younger one, so no sequence starves.
 
-    An allocation that fails inside a step changes no sequence: the degradation level goes down and the step is retried.
-    A lower level frees memory: scratch and activations with a smaller tree, spare pages with a smaller pool (all
+    An allocation that fails inside a step changes no sequence: the degradation level is lowered and the step retried. A
+    lower level frees memory: scratch and activations with a smaller tree, spare pages with a smaller pool (all
     sequences are preempted for the reallocation), the drafter by moving it to the host.
 
     Args:
@@ -119,7 +119,7 @@ class Scheduler:
         return not (self._waiting or self.decoder.sequences or self.decoder.prefilling)
 
     def abort(self, sequence: SequenceState) -> None:
-        """End a sequence and keep what it emitted; a finished one stays as it is.
+        """End a sequence and keep its emitted tokens; no effect on a finished sequence.
 
         Its pages are free on return, or at the end of a step in progress. Only the stepping thread changes sequences:
         a sequence aborted by another thread may still get that step's tokens.
@@ -128,7 +128,7 @@ class Scheduler:
         self._take_aborts()
 
     def _take_aborts(self) -> None:
-        """Apply the aborts noted so far; a thread in the middle of a step applies them at its end."""
+        """Apply the queued aborts; a thread inside a step applies them at its end."""
         while self._aborting and self._lock.acquire(blocking=False):
             try:
                 if self._stepping:  # called from a `stop` inside this step
@@ -159,7 +159,7 @@ class Scheduler:
             finally:
                 self._stepping = False
             ended += self._drop_aborted()
-        self._take_aborts()  # aborts noted since the line above
+        self._take_aborts()  # queued since the line above
         return ended
 
     def run(self) -> None:
@@ -178,7 +178,7 @@ class Scheduler:
             self.decoder.abort()
 
     def _step(self) -> list[SequenceState]:
-        """One step of the decoder, retried at lower degradation levels while allocations fail."""
+        """The decoder's step, retried at lower degradation levels while allocations fail."""
         while True:
             try:
                 self._adapt(self.memory_pressure.level)
@@ -265,11 +265,11 @@ class Scheduler:
             del self._waiting[0]
 
     def _fits(self, sequence: SequenceState) -> bool:
-        """Whether there are pages for its next step, and one more for each running sequence that may still grow."""
+        """Whether pages are free for its next step, and another page for each running sequence that may still grow."""
         pool = self.decoder.pool
         growing = sum(self.demand.to_end(s) > pool.held_pages(s.slot) for s in self.active)
         missing = self.demand.next_step(sequence) + growing - pool.free_pages
-        if missing > 0 and sequence.swapped is None:  # a swapped sequence gets pages of its own
+        if missing > 0 and sequence.swapped is None:  # a swapped sequence shares no pages
             missing -= pool.shared_pages(sequence.context)
         return missing <= 0
 

@@ -39,7 +39,7 @@ class SequenceState:
         lost: the most tokens that were in pages and have to be recomputed after a preemption.
         hidden: ``[hidden_size]``, the target's state that predicted the newest token; ``None`` before the first token.
         swapped: its copy in host memory while it is swapped out.
-        finished, aborted: it emits nothing more: completed, or aborted on request.
+        finished, aborted: the sequence is complete, or was aborted on request.
         arrival: its position in the scheduler's order.
         steps, accepted, preemptions: verification steps, drafts accepted in them, and preemptions.
     """
@@ -121,7 +121,7 @@ class SequenceState:
         self.preemptions += 1
 
     def abort(self) -> None:
-        """End the sequence on request; one that is finished stays as it is."""
+        """End the sequence on request; no effect on a finished sequence."""
         if not self.finished:
             self.aborted = self.finished = True
 
@@ -147,7 +147,7 @@ class SequenceState:
         self.finished = self.aborted
 
     def record_step(self, drafts: int) -> None:
-        """Count a verification step that accepted ``drafts`` drafts; they and the root are in pages now."""
+        """Count a verification step that accepted ``drafts`` drafts, which are in pages now, as is the root."""
         self.steps += 1
         self.accepted += drafts
         self.computed += drafts + 1
@@ -163,14 +163,14 @@ class SequenceState:
 
     @property
     def num_memoised(self) -> int:
-        """Number of tokens behind the newest one that are chosen already (:meth:`memoised_token`)."""
+        """Number of chosen tokens behind the newest token (:meth:`memoised_token`)."""
         return max(0, self._memo_start + len(self._memo) - len(self.tokens))
 
     def memoised_token(self, ahead: int, choose: Callable[[], int]) -> int:
-        """The token ``ahead`` places behind the next one: as chosen before, else from ``choose``.
+        """The token ``ahead`` places behind the next token: as chosen before, else from ``choose``.
 
-        A step that fails after sampling is retried, perhaps with a smaller tree. Drawn or processed tokens are kept
-        until they are taken, so that a retry neither draws again nor calls a processor twice.
+        A step that fails after sampling is retried, perhaps with a smaller tree. Drawn or processed tokens are cached
+        until :meth:`take`, so that a retry neither draws again nor calls a processor twice.
         """
         if not self.num_memoised:
             self._memo_start, self._memo = len(self.tokens), []

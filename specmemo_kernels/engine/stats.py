@@ -16,7 +16,7 @@ class DecodeStats:
         prefill_tokens: prompt tokens computed.
         reused_tokens: prompt tokens found in cached pages.
         recomputed_tokens: tokens computed again after a preemption.
-        preemptions: preempted sequences. swaps: those of them with a copy in host memory.
+        preemptions: preempted sequences. swaps: preempted sequences that were copied to host memory.
         graph_steps: overlapped steps (:mod:`specmemo_kernels.engine.overlap`), on a GPU from graphs; includes discarded
             steps of finished sequences.
         eager_reasons: where graphs are on, the number of steps run from the host, by reason.

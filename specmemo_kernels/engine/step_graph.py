@@ -38,7 +38,7 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """CUDA graphs in one memory pool, which is as large as the largest graph: they never run at once."""
+    """CUDA graphs in one memory pool. They never run at once, so the pool is as large as the largest graph."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -163,11 +163,11 @@ class StepCache:
             return self._capture(step.run)
         except Exception as error:
             self.clear()
-            causes: list[BaseException] = [error]  # ending a capture that failed fails again, and says less
+            causes: list[BaseException] = [error]  # ending a failed capture fails again, with a vaguer message
             while causes[-1].__context__ is not None:
                 causes.append(causes[-1].__context__)
             for cause in causes:
-                if is_out_of_memory(cause):  # says nothing about the step: it is tried again, with less
+                if is_out_of_memory(cause):  # the step can be captured once memory is free
                     raise cause from None
             cause = causes[-1]
             self.failed = f"a step can't be captured ({type(cause).__name__}: {str(cause).splitlines()[0][:200]})"

@@ -32,14 +32,14 @@ def propose(
     sequences: Sequence[SequenceState],
     pool: PagedKVPool,
     target: TargetModel,
-    agree: Callable[[Tensor], Tensor] | None = None,
+    agree: Callable[[Tensor], Tensor] | None,
 ) -> tuple[TreeBatch, float]:
     """Fill a tree per sequence with the drafter's candidates; values outside the vocabulary become -1.
 
     A one-node tree skips the drafter.
 
     Args:
-        agree: maps this process's candidates ``[B, T]`` to the candidates that all ranks of the target verify.
+        agree: maps this process's candidates ``[B, T]`` to those that all ranks verify; ``None``: a single process.
 
     Returns:
         The trees, and the seconds that the drafter took.

@@ -22,7 +22,7 @@ ATTENTION_NAME = "specmemo"
 #: Keyword arguments without effect on scores. The batch expresses masks and padding.
 _NO_EFFECT = frozenset(
     {
-        # Positions are already part of query and key; the batch has a copy for the mask.
+        # Query and key contain the positions already; the batch has a copy for the mask.
         "position_ids",
         "cache_position",
         "position_embeddings",

@@ -75,8 +75,8 @@ class Completion:
 class BatchRun:
     """A running batch: an iterator of :class:`Piece` in the order of generation.
 
-    The batch locks the model until it is exhausted or closed (``with`` closes it). Another generation of the same
-    model, ``unpatch`` and ``release`` wait for that, or raise if called from the same thread.
+    The batch locks the model until it is exhausted or closed (``with`` closes it). Until then, another generation of
+    the same model, ``unpatch`` and ``release`` wait, or raise if called from the same thread.
     """
 
     def __init__(self, handle: SpecMemo, requests: Sequence[Request]) -> None:
@@ -147,9 +147,9 @@ class BatchRun:
                 self._sent[index] = -1 if sequence.finished else sequence.emitted
 
     def abort(self, index: int) -> None:
-        """End a request: frees its pages, and its last piece is next. From any thread, at any time.
+        """End a request, from any thread: frees its pages; its last piece is next.
 
-        While another thread runs a step, the request ends after that step, perhaps with its tokens. For a tensor
+        While another thread runs a step, the request ends after that step, perhaps with the step's tokens. For a tensor
         parallel model only rank 0's calls have an effect, from the next step on.
 
         Raises:
@@ -163,9 +163,9 @@ class BatchRun:
             scheduler.abort(sequence)
 
     def close(self) -> None:
-        """Abort the unfinished requests and unlock the model. From any thread; waits for a step of another thread.
+        """Abort the unfinished requests and unlock the model, from any thread; waits for another thread's step.
 
-        If a stop function of this batch calls it, the batch closes at the end of the step.
+        If a stop function of this batch calls ``close``, the batch closes at the end of the step.
         """
         self._closing = True
         with self._scheduler_lock:
@@ -227,7 +227,7 @@ def generate_batch(
         on_piece: called with each :class:`Piece` in the order of generation.
 
     Returns:
-        One :class:`Completion` per prompt, in their order.
+        One :class:`Completion` per prompt, in order.
 
     Raises:
         BudgetError: a request can never fit the plan. TypeError, ValueError: a wrong argument, with its value.

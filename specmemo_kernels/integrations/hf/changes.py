@@ -35,12 +35,7 @@ HeadFacts = tuple[nn.Module, type, type | None, TensorFacts | None]
 
 
 class ModelGuard:
-    """Compares a model with its state at patching.
-
-    Args:
-        model: patched completely.
-        name: the model's name in messages.
-    """
+    """Compares a completely patched model with its state at patching; ``name`` is its name in messages."""
 
     def __init__(self, model: Any, name: str = "the model") -> None:
         self.model, self.name = model, name
@@ -86,8 +81,8 @@ def _head_facts(model: Any) -> HeadFacts:
 def foreign_code(model: Any) -> str:
     """The first hook or replaced ``forward`` that is neither the model's own nor a framework's, or an empty string.
 
-    Hooks count on every module: they see packed rows and may change them. A replaced ``forward`` counts on the model
-    and its lm_head only, whose logits a speculative step doesn't compute. In other modules it runs inside the step.
+    Hooks count on every module, because they may change packed rows. A replaced ``forward`` counts on the model and its
+    lm_head only, whose logits a speculative step doesn't compute. In other modules it runs inside the step.
     """
     head = model.get_output_embeddings()
     for kind, function in _hooks(global_hooks._global_forward_hooks, global_hooks._global_forward_pre_hooks):
@@ -149,7 +144,7 @@ class ModelSignature:
     """The state of a model that determines its keys and values; equal signatures mean that cached pages are valid.
 
     - Each parameter and buffer: its identity, address, dtype, shape and version (torch counts changes in place), and
-      four of its elements: changes through ``.data``, as by merged adapters and some optimizers, aren't counted.
+      four of its elements, because torch doesn't count changes through ``.data`` (merged adapters, some optimizers).
     - Each module: its attributes besides tensors and modules, such as an adapter's switches.
 
     Not detected: changes through ``.data`` that miss these elements, and values that a replaced function reads from

@@ -15,11 +15,11 @@ from specmemo_kernels.planning.memory_plan import BudgetError
 
 
 class LeftOutWarning(UserWarning):
-    """The oldest part of a conversation no longer fits and is left out of a turn; the message has the token count."""
+    """The oldest part of a conversation no longer fits and is left out; the message has the token count."""
 
 
 class NoTokens(ValueError):
-    """A text begins with a message without tokens."""
+    """The first message of a conversation without a chat template has no tokens."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class ChatSession:
     """A conversation with a model, turn by turn.
 
     The keys and values of the conversation stay in the patched model's pages: a turn computes the new message and its
-    reply only. An unpatched model computes all tokens again. Replies keep the model's own tokens: encoding their text
-    again could give other tokens, for which the cached pages are useless.
+    reply only. An unpatched model computes all tokens again. Replies keep the model's own tokens, because encoding
+    their text again could give tokens that no cached page has.
 
     With a chat template, turns are messages. A tokenizer without a template causes a warning, and the model completes
     one growing text with a line per message.
@@ -49,8 +49,7 @@ class ChatSession:
         system: a message of the role "system" that precedes the conversation.
         max_tokens: limit of prompt and reply together; ``None``: the limit of the model and the memory plan. Beyond
             the limit the oldest messages (without a template: the first tokens) are left out, with a
-            :class:`LeftOutWarning` in each turn where that happens. A message is never cut: one message that doesn't
-            fit is an error.
+            :class:`LeftOutWarning` per turn. A new message is never cut: if it doesn't fit alone, the turn raises.
         generate_options: options of each turn's ``generate``; ``max_new_tokens`` is 256 unless given.
 
     Attributes:
@@ -99,7 +98,7 @@ class ChatSession:
         """Start a new conversation."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.left_out = 0
-        # The newest prompt and reply, as text and as tokens.
+        # The last prompt and reply, as text and as tokens.
         self._text = ""
         self._ids: list[int] = []
 
@@ -148,7 +147,7 @@ class ChatSession:
     def stream(self, text: str, **options: Any) -> Iterator[str]:
         """:meth:`ask` as an iterator over pieces of the reply; ``generate`` runs in another thread.
 
-        If the iterator is closed early, the reply ends there.
+        Closing the iterator early ends the reply.
         """
         stopped = threading.Event()
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -209,7 +208,7 @@ class ChatSession:
         if not self._ids or not prompt.startswith(self._text):
             return encoded
         spliced = [*self._ids, *self._encode(prompt[len(self._text) :], special=False)]
-        # Some tokenizers add a prefix to every text; the parts then aren't the conversation any more.
+        # Some tokenizers add a prefix to every text; the parts then differ from the whole conversation.
         return spliced if self._decode(spliced) == self._decode(encoded) else encoded
 
     def _encode(self, text: str, *, special: bool) -> list[int]:

@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 #: Packages of torch's quantised modules.
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
-#: Order of the packed nodes. It isn't the order of positions, to detect operations besides attention that mix tokens.
+#: Order of the packed nodes; not the order of positions, which detects operations besides attention that mix tokens.
 _ORDER = (3, 0, 6, 1, 7, 4, 2, 5)
 #: Maximum relative distance of two hidden states by rounding, for float32 and for shorter dtypes.
 _TOLERANCE, _SHORT_TOLERANCE = 0.03, 0.3
@@ -63,10 +63,7 @@ def check_modules(model: Any) -> None:
 
 
 def check_numbers(facts: ModelFacts, backend: str, name: str = "the model") -> None:
-    """
-    Raises:
-        ValueError: the backend doesn't support the model's device or dtype.
-    """
+    """Raise ``ValueError`` if the backend doesn't support the model's devices or dtypes."""
     used = {(layer.device, layer.dtype) for layer in facts.layers}
     if facts.plain_lm_head:
         used.add((facts.device, facts.dtype))

@@ -54,7 +54,7 @@ class HFDraftModel(DraftModelDrafter):
     """A transformers model as a drafter.
 
     Attributes:
-        hf_model: the model. facts: the result of its probe. detach: removes its hooks.
+        facts: the result of the model's probe. detach: removes its hooks.
     """
 
     def __init__(self, hf_model: Any, facts: ModelFacts, tokens: int, backend: str, detach: Callable[[], None]) -> None:
@@ -89,7 +89,7 @@ def make_drafter(
         return _load_draft_model(heads, model, facts, backend), DEFAULT_ACCURACY
     if custom:
         return heads, DEFAULT_ACCURACY
-    # With several ranks, heads load into host memory: no device need hold all rows of sharded heads.
+    # With several ranks, heads load into host memory, so that no device holds all rows of sharded heads.
     device = facts.device if ranks.size == 1 else torch.device("cpu")
     sizes = facts.hidden_size, facts.vocab_size
     loaded = ranks.run_on_all(
@@ -148,14 +148,14 @@ def _load_draft_model(draft: DraftModel, model: Any, facts: ModelFacts, backend:
 
 
 def without_others(heads: Any) -> Any:
-    """``heads`` as given to ``patch``, such that other patched models aren't affected.
+    """``heads`` as given to ``patch``, without effects on other patched models.
 
     Medusa heads in use by another model are returned as a twin module, whose parameters share the memory: a model may
     then move its heads to the host while the other model uses them.
 
     Raises:
-        ValueError: a drafter with state about sequences, or an offloadable one, serves another model. Sequences of both
-            models would have the same slots.
+        ValueError: a drafter with state per sequence, or an offloadable drafter, serves another model. Sequences of
+            both models would have the same slots.
     """
     if isinstance(heads, MedusaHeads):
         ids = _tensor_ids(heads)

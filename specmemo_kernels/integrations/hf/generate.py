@@ -111,7 +111,7 @@ class Generator:
         if model.training:
             return "the model is in training mode; call model.eval() first"
         if max_length is not None:
-            # A step's candidates are ahead of the newest token, and would switch the embedding early.
+            # Candidates have positions beyond the newest token, and would switch the embedding early.
             limit = rope_limit(model.config)
             if limit is not None and max_length + self.handle.plan.tree.max_depth > limit:
                 return "the rotary embedding changes with the length on the way"
@@ -242,11 +242,7 @@ def _usual_positions(call: _Call) -> bool:
 
 
 def _stop(call: _Call, row: int, scores: list[Tensor] | None) -> Callable[[list[int]], bool]:
-    """The call's criteria for one row, with ids and scores as transformers passes them.
-
-    Args:
-        scores: one ``[1, V]`` per new token, the newest token's included; ``None``: not passed to the criteria.
-    """
+    """The call's criteria for one row; ``scores``: ``[1, V]`` per new token, or ``None``."""
     padded, criteria = call.input_ids[row], call.other_criteria
     prompt_length = int(call.attention_mask[row].sum())
 
@@ -259,7 +255,7 @@ def _stop(call: _Call, row: int, scores: list[Tensor] | None) -> Callable[[list[
 
 
 class _Columns:
-    """The growing output ``[B, L + new]``. Streamers get it column by column, as from transformers."""
+    """The growing output ``[B, L + new]``. Streamers receive it column by column, as from transformers."""
 
     def __init__(self, call: _Call, sequences: Sequence[SequenceState]) -> None:
         self.call, self.sequences, self.sent = call, sequences, 0

@@ -19,7 +19,7 @@ class GraphUse:
     """The outcome of ``patch(graph=...)``.
 
     Attributes:
-        wanted: steps overlap with the host where possible. reason: why they don't, else empty.
+        wanted: steps overlap with the host where possible. reason: why steps don't overlap, else empty.
         must: ``graph=True`` was given: a step that can't be captured is an error.
     """
 
@@ -31,7 +31,7 @@ class GraphUse:
     def overlapped_steps(
         self, target: TargetModel, drafter: Drafter, pool: PagedKVPool, backend: str
     ) -> OverlappedSteps | None:
-        """The steps of a decoder. Graphs of an earlier decoder are reused for the same target, drafter and pool."""
+        """A decoder's steps. Graphs of an earlier decoder are reused for the same target, drafter and pool."""
         if not self.wanted or not isinstance(drafter, StaticDrafter):
             return None
         steps = self._steps
@@ -48,7 +48,7 @@ class GraphUse:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the steps' tensors and the graphs' pool; the driver's memory for launches is unknown."""
+        """Bytes of the steps' tensors and the graphs' pool, without the driver's own memory."""
         return 0 if self._steps is None else self._steps.nbytes
 
 
@@ -85,7 +85,7 @@ def _impossible(model: Any, facts: ModelFacts, drafter: Drafter, backend: str) -
 
 
 def rope_limit(config: Any) -> int | None:
-    """The length beyond which positions are encoded differently (dynamic, longrope); ``None``: there is none."""
+    """The length beyond which the rotary embedding changes (dynamic, longrope); ``None``: no such length."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]

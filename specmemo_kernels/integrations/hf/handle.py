@@ -43,7 +43,7 @@ class SpecMemo:
         plan: the limits of generation (:class:`MemoryPlan`).
         stats: counters since patching or ``stats.reset()`` (:class:`DecodeStats`).
         drafter: proposes tokens.
-        ranks: messages between the processes of a tensor parallel model (:class:`SingleRank`).
+        ranks: the rank interface of a tensor parallel model (:class:`SingleRank`).
         backend: name of the operators' backend.
         reuse_prefix: finished sequences' pages stay cached for prompts with the same beginning.
         memory_pressure: the degradation level (``memory_pressure.level``) and its controller.
@@ -62,8 +62,8 @@ class SpecMemo:
         chooser: TreeChooser | None,
         undo_steps: Sequence[Callable[[], None]],
         *,
-        keep_free: int | None = None,
-        reuse_prefix: bool = True,
+        keep_free: int | None,
+        reuse_prefix: bool,
     ) -> None:
         self.model, self.facts, self.drafter = setup.model, setup.facts, setup.drafter
         self.ranks, self.backend = setup.ranks, setup.backend
@@ -88,7 +88,7 @@ class SpecMemo:
         self._unpatched = False
 
     def scheduler(self, sequences: Sequence[SequenceState], verifier: Verifier) -> Scheduler:
-        """A scheduler for ``sequences``, with a pool and a decoder; the sequences aren't submitted yet.
+        """A scheduler for ``sequences``, with a pool and a decoder; the caller submits the sequences.
 
         Raises:
             BudgetError: a sequence can never fit the plan.
@@ -188,7 +188,7 @@ class SpecMemo:
         self.stats.bytes_by_part = self.bytes_by_part
 
     def undo(self) -> None:
-        """Make the model what it was before patching; a second call does nothing.
+        """Restore the model as before patching; a second call does nothing.
 
         Waits for another thread's generation.
 

@@ -23,7 +23,7 @@ class UnsupportedModel(ValueError):
 class PassMask(Tensor):
     """Placeholder ``[1, 1, 1, 1]`` for the model's attention mask, the only mask that the attention function accepts.
 
-    Moved or sliced, it stays a placeholder. Results of other functions are plain tensors, which are refused.
+    A moved or sliced placeholder stays a placeholder. Results of other functions are plain tensors, which are refused.
 
     Attributes:
         rule: the model's mask in the observing pass; ``None`` in steps, where the batch determines the mask.

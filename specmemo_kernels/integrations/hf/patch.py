@@ -99,7 +99,7 @@ def patch(
         tree: a :class:`DraftTree`, a list of rank paths (as Medusa publishes them), or a number of nodes. ``None``: the
             best tree for the heads' accuracies and the device. The device is known by name, or measured once per
             process in about a second (``specmemo probe`` saves the result). Heads that this tree doesn't use are
-            dropped. Each step verifies the part of the tree that pays, by recent acceptance and measured times. Prompt
+            dropped. Each step verifies the fastest part of the tree, by recent acceptance and measured times. Prompt
             lookup and draft models get a chain, unless a tree is given.
         backend: ``"reference"``, ``"cpu"``, ``"triton"`` or ``None`` (by device).
         page_size: tokens per page of the KV cache.
@@ -114,18 +114,18 @@ def patch(
         keep_free: bytes (or ``"512MiB"``) of the device's memory to leave free, checked every few steps. Below this
             limit generation degrades: fewer nodes of the tree, then no spare pages, no heads, and fewer sequences
             (swapped out to host memory). It recovers when a quarter more is free. ``None``: degrade only when an
-            allocation fails. Either way a step is retried, and no token is lost.
+            allocation fails. A failed step is retried, and no token is lost.
         reuse_prefix: keep the pages of finished sequences until they are needed. A prompt that begins like an earlier
             text (the next turn of a conversation) is then computed from there on. Pages are dropped when a change of
-            the model's weights, modules, adapters or hooks is detected; after a change that isn't
+            the model's weights, modules or adapters is detected. After an undetected change
             (:mod:`specmemo_kernels.integrations.hf.changes`) call ``model.specmemo.release()``.
         graph: run whole steps, from the heads' guesses to the commit, without the host. Each step is launched before
             the tokens of the previous step are read; on a GPU from a CUDA graph. ``None``: on a GPU, where the model
-            and the drafter allow it (else ``model.specmemo.graphs.reason`` says why). ``True``: required, also on a
-            CPU, where it isn't faster. ``False``: never. Other steps (prefill, sampling, logits processors, too few
+            and the drafter allow it (else ``model.specmemo.graphs.reason`` has the reason). ``True``: required, also on
+            a CPU, where it isn't faster. ``False``: never. Other steps (prefill, sampling, logits processors, too few
             pages, ...) run eagerly and are counted in ``stats.eager_reasons``.
-        rank_timeout: for a tensor parallel model (``from_pretrained(..., tp_plan="auto")`` under ``torchrun``; every
-            rank makes the same calls): seconds of another rank's silence after which a rank raises.
+        rank_timeout: seconds after which a rank raises if another rank sends no message. For tensor parallel models
+            (``from_pretrained(..., tp_plan="auto")`` under ``torchrun``), whose ranks all make the same calls.
 
     Returns:
         The handle, also ``model.specmemo``; ``with patch(...):`` unpatches at the end.

@@ -43,12 +43,7 @@ _Candidate = tuple[DraftTree, dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A probed model with its drafter and ranks.
-
-    Attributes:
-        accuracy: of the drafter's guesses.
-        backend: name of the operators' backend.
-    """
+    """A probed model with its drafter, the drafter's accuracy, the operators' backend and the ranks."""
 
     model: Any
     facts: ModelFacts
@@ -183,8 +178,8 @@ def _tree_candidates(setup: Setup, tree: DraftTree | int | None, kv_dtype: str |
 
     There is one candidate for a ``tree`` given to ``patch`` and for drafters that prefer chains. Else the candidates
     suit the device: the largest tree that a step may verify, the tree that is predicted to be the fastest, then half as
-    many nodes each, down to 2. In use, :class:`TreeChooser` selects how much of the tree a step verifies. Predictions
-    use :mod:`specmemo_kernels.planning.cost`, :func:`profile_of` and a context of 1024 tokens, or the model's maximum.
+    many nodes each, down to 2. :class:`TreeChooser` later selects the part of the tree for each step. Predictions use
+    :mod:`specmemo_kernels.planning.cost`, :func:`profile_of` and a context of 1024 tokens, or the model's maximum.
 
     Raises:
         ValueError: the given tree is deeper than the drafter, or wider than the vocabulary.
@@ -260,7 +255,7 @@ def _largest_tree(setup: Setup, kv_dtype: str | None) -> tuple[DraftTree, int, d
 
 
 def _small_tree(accuracy: Accuracy, why: str) -> tuple[DraftTree, int, dict[str, Any]]:
-    """A tree of a few nodes, which pays nearly everywhere."""
+    """A tree of a few nodes, which is faster than no tree on nearly every device."""
     paths = best_first_paths(accuracy, _UNKNOWN_TREE - 1)
     reason = f"{why}, so the tree has at most {_UNKNOWN_TREE} nodes"
     return DraftTree.from_paths(paths), len(paths) + 1, {"reasons": (reason,)}

@@ -55,7 +55,7 @@ class PoolCache:
         return min(sum(pages[: plan.max_sequences]), plan.max_pages or sum(pages))
 
     def get(self, lengths: Sequence[int]) -> PagedKVPool:
-        """A pool of at least :meth:`pages_for` pages; under memory pressure, of the longest sequence's pages.
+        """A pool of at least :meth:`pages_for` pages; when memory is low, of the longest sequence's pages.
 
         Returns the last call's pool if it is large enough. Its cached pages stay valid unless the model has changed.
 
@@ -83,7 +83,7 @@ class PoolCache:
             return self.pool
 
     def _suffices(self, pages: int, sequences: int, nodes: int) -> bool:
-        pool = self.pool  # no local name may outlive this call: the next pool might not fit beside this one
+        pool = self.pool  # no local name may outlive this call: two pools might not fit at once
         if pool is None or pool.free_pages < pages:
             return False
         return pool.max_nodes >= nodes and pool.fits_sequences(sequences)
@@ -98,7 +98,7 @@ class PoolCache:
                 except (RuntimeError, MemoryError) as error:
                     if not is_out_of_memory(error):
                         raise
-            elif self.plan.max_pages is not None:  # the plan's maximum, so that cached pages are dropped only once
+            elif self.plan.max_pages is not None:  # allocate the plan's maximum: cached pages are dropped only once
                 pages = self.plan.max_pages
         self.release()
         self._allocate(pages, sequences, nodes)
@@ -116,7 +116,7 @@ class PoolCache:
 
     def _allocate(self, pages: int, sequences: int, nodes: int) -> None:
         plan, old, drafter = self.plan, self.pool, self.setup.drafter
-        with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
+        with torch.inference_mode(False):  # inference tensors can't be written outside of inference mode
             pool = PagedKVPool(
                 self.setup.facts.layers,
                 num_pages=pages,

@@ -23,7 +23,7 @@ from specmemo_kernels.tree.choice import PassSeconds
 
 Tensor = torch.Tensor
 
-#: Rows of the passes whose memory is measured: few, for speed; not a single row, which models may treat differently.
+#: Rows of the passes whose memory is measured: few, for speed; more than one, as models may treat one row differently.
 _MEASURED_ROWS = (8, 16)
 #: Smallest library buffers that count: Python's own objects vary by as much from call to call.
 _LEAST_COUNTED = 2 << 20
@@ -126,7 +126,7 @@ def measure_passes(model: Any, facts: ModelFacts) -> tuple[PassBytes, PassBytes]
 
 @torch.inference_mode()
 def measure_libraries(model: Any, facts: ModelFacts) -> int:
-    """Bytes of library buffers on a CPU after a forward pass, outside of tensors: above all packed matrices.
+    """Bytes of library buffers (mostly packed matrices) on a CPU after a forward pass.
 
     They hardly depend on the number of rows, and not on the length of texts.
     """
@@ -178,7 +178,7 @@ def time_passes(model: Any, facts: ModelFacts, max_rows: int, agreed: Callable[[
 
 
 def _same_tokens(facts: ModelFacts, rows: int) -> Tensor:
-    """Copies of a token: a mixture of experts sends them all to the same experts, which is an expert's maximum."""
+    """Copies of one token, the maximum for an expert: a mixture of experts routes them all to the same experts."""
     return torch.zeros(rows, dtype=torch.int64, device=facts.device)
 
 

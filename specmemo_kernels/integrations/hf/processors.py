@@ -44,13 +44,12 @@ _ROW_WISE = _types(logits_process, _ROW_WISE_PROCESSORS) | _types(stopping_crite
 
 
 class ProcessedVerifier:
-    """Verify node by node: processors need the tokens that lead to a node.
+    """Verifies node by node: processors need the tokens that lead to a node.
 
-    The target's token is the best *processed* score, or is drawn by the processed scores (lossless, see
+    The target's token has the best *processed* score, or is drawn from the processed scores (lossless, see
     :class:`SampledVerifier`). Only rows on the accepted path are processed, each once and in order, as in transformers.
 
     Args:
-        target: computes logits, one row at a time.
         processors: per row of the batch, ``(input_ids [1, L], scores [1, V]) -> scores [1, V]``.
         input_ids: ``[B, L]`` the prompts as passed to generate, padding included.
         keep: store logits and scores of every emitted token (batch 1).
@@ -99,7 +98,7 @@ class ProcessedVerifier:
             token = int(scores[0].argmax())
         else:
             token = draw(scores[0].softmax(0), self.generators[index])
-        if self.keep:  # at the end: a row that raised before is verified again
+        if self.keep:  # last, because a row that raises above is verified again
             self.logits.append(raw_copy)
             self.scores.append(scores)
         return token
@@ -109,8 +108,8 @@ def row_generators(device: torch.device, rows: int) -> list[torch.Generator]:
     """A generator per row of a batch, derived from the state of torch's default generator on ``device``.
 
     The first generator has that state, so that a single prompt draws transformers' tokens; after the call
-    :func:`update_default_generator` copies its state back. The others have seeds of their own, so that no row's tokens
-    depend on another row.
+    :func:`update_default_generator` copies its state back. The other generators have their own seeds, so that no row's
+    tokens depend on another row.
     """
     first = torch.Generator(device)
     first.set_state(_default_generator(device).get_state())

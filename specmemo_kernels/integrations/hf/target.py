@@ -45,8 +45,8 @@ class ModelFacts:
             :func:`ops.lm_head_argmax` returns the model's token; else the model computes logits.
         exact_lm_head: the lm_head's output is the model's logits, so that single-row logits can be computed.
         windows: the sliding window of each layer's attention mask, ``None`` for full attention.
-        cached_tokens: most tokens in generate's own cache of a layer whose mask sees more; longer texts come out
-            differently there. ``None``: no such layer.
+        cached_tokens: smallest size of a layer cache of generate that holds fewer tokens than the layer's mask sees;
+            for longer texts the model's own tokens differ. ``None``: no such layer.
     """
 
     layers: tuple[LayerKV, ...]
@@ -81,7 +81,7 @@ class HFTarget:
             self._max_rows = len(batch.tokens)
             free_library_buffers()
         by_model = not self.facts.plain_lm_head or (logits and not self.facts.exact_lm_head)
-        # A model on several devices would move an index tensor to the first device; the rows are on the last.
+        # A model on several devices would move an index tensor to the first device; the rows are on the last device.
         rows = keep.tolist() if keep is not None and self._spread else keep
         # Inference mode saves 5 % of a small model's step.
         with torch.inference_mode(), tapped(cut=not by_model) as tap:
