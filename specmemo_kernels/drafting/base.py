@@ -24,7 +24,7 @@ class DraftInput:
         hidden: ``[B, hidden_size]``, the target's last hidden state that predicted ``root_tokens`` (after the final
             norm, as the lm_head receives it).
         token_ids: prompt and output tokens of each sequence, ``root_tokens`` last.
-        slots: a small number that identifies each sequence until :meth:`StatefulDrafter.close`.
+        slots: identifies each sequence until :meth:`StatefulDrafter.close`, by a small number.
     """
 
     tree: DraftTree
@@ -44,7 +44,7 @@ class Drafter(Protocol):
 
     @property
     def max_depth(self) -> int:
-        """Depth of the deepest tree that it can fill."""
+        """Maximum depth of a tree."""
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +54,7 @@ class Drafter(Protocol):
         """``[B, T]`` int64: a token for each node of ``inputs.tree``; column 0 (the root) is ignored.
 
         -1, or any token outside the vocabulary, means "no guess" and is never accepted. If the result is on the CPU,
-        depths without a guess are dropped from the step: reading it needs no synchronisation.
+        which needs no synchronisation, depths without a guess are dropped from the step.
         """
 
 
@@ -66,7 +66,7 @@ class StatefulDrafter(Drafter, Protocol):
     """
 
     def close(self, slot: int) -> None:
-        """Drop a sequence that finished, was aborted or preempted; the slot may be reused for another one."""
+        """Drop a sequence that finished, was aborted or preempted; another sequence may reuse the slot."""
 
 
 @runtime_checkable
@@ -106,13 +106,13 @@ class PagedDrafter(StatefulDrafter, Protocol):
         """Bytes of the pages that are allocated now."""
 
     def behind(self, slot: int, tokens: Sequence[int]) -> int:
-        """Tokens of a sequence that must be computed before it can guess, without the newest one."""
+        """Tokens of a sequence, without the newest token, that the drafter must compute before it drafts."""
 
     def allocate(self, num_pages: int, page_size: int, max_sequences: int, prefill_chunk: int) -> None:
-        """Grant pages for as many tokens and sequences as the target's pool has, and drop all sequences.
+        """Grant as many pages and sequences as the target's pool has, and drop all sequences.
 
-        The drafter may allocate them in the first ``propose``. Its forward passes may have at most ``prefill_chunk``
-        rows, or one per sequence.
+        The drafter may allocate the pages in the first ``propose``. Its forward passes may have at most
+        ``prefill_chunk`` rows, or one per sequence.
         """
 
     def release(self) -> None:

@@ -26,7 +26,7 @@ class _DraftSequence:
         slot: its row of the pool.
         tokens: its tokens in the last ``propose``.
         cached: number of leading tokens whose keys and values are in pages.
-        guessed: tokens whose keys and values are in pages behind those; the target may accept some of them.
+        guessed: guesses whose keys and values are in pages behind ``cached``.
     """
 
     slot: int
@@ -37,8 +37,8 @@ class _DraftSequence:
     def advance(self, tokens: Sequence[int]) -> int:
         """Add accepted guesses to ``cached``, and return it.
 
-        The newest token is never counted, because its successor must be computed. If the last step failed and is
-        retried, ``tokens`` are those of the last proposal.
+        The newest token is never counted, because its successor must be computed. A retried step passes the same
+        ``tokens`` again.
         """
         self.cached = min(self.cached, len(tokens) - 1)
         for token in self.guessed:
@@ -53,13 +53,12 @@ class DraftModelDrafter:
     """Guesses the greedy continuation of a smaller model with the same vocabulary.
 
     Each step first computes the missing tokens (a whole prompt in chunks, later the newest one or two), then one token
-    at a time. Keys and values of accepted guesses stay in pages, those of rejected guesses are overwritten.
+    at a time. Keys and values of accepted guesses stay in pages; rejected guesses are overwritten.
 
     Args:
-        model: the smaller model.
-        layers: the shapes of its attention layers' keys and values.
+        layers: the shapes of the model's keys and values.
         max_depth: tokens guessed per step.
-        weight_bytes: bytes of its weights, counted against the budget.
+        weight_bytes: bytes of the model's weights, counted against the budget.
         backend: of the operators.
 
     Attributes:
@@ -92,7 +91,7 @@ class DraftModelDrafter:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of its pages; 0 before the first ``propose``, which allocates them."""
+        """Bytes of the allocated pages; 0 before the first ``propose``."""
         return self._pool.page_bytes if self._pool is not None else 0
 
     @property
@@ -102,8 +101,8 @@ class DraftModelDrafter:
     def allocate(self, num_pages: int, page_size: int, max_sequences: int, prefill_chunk: int) -> None:
         """Grant pages for as many tokens as the target's pool holds; a draft cache never needs more.
 
-        The first ``propose`` allocates them. If the old pages hold prefixes of closed sequences, they are allocated and
-        copied here; call :meth:`release` before if both pools don't fit in memory.
+        The first ``propose`` allocates them. If the old pages hold prefixes of closed sequences, this method allocates
+        the new pages and copies the prefixes; call :meth:`release` before if both pools don't fit in memory.
         """
         old, self._sequences, self._prefill_chunk = self._pool, {}, prefill_chunk
         self._sizes, self._pool = (num_pages, page_size, max_sequences), None
@@ -133,7 +132,7 @@ class DraftModelDrafter:
             self._pool.close(sequence.slot, sequence.tokens[: sequence.advance(sequence.tokens)])
 
     def behind(self, slot: int, tokens: Sequence[int]) -> int:
-        """Tokens of a sequence that aren't in pages, without the newest one."""
+        """Tokens of a sequence that aren't in pages, without the newest token."""
         if slot in self._sequences:
             cached = self._sequences[slot].advance(tokens)
         else:
@@ -175,10 +174,10 @@ class DraftModelDrafter:
         return self._sequences[slot]
 
     def _reserve(self, pool: PagedKVPool, sequence: _DraftSequence, depth: int) -> bool:
-        """Reserve pages for a sequence's tokens and ``depth - 1`` guesses; ``False`` if there are too few.
+        """Reserve pages for a sequence's tokens and ``depth - 1`` guesses; ``False`` if too few are free.
 
-        The target's sequences may share pages of a prefix that the draft sequences don't share: there may be fewer
-        free pages here than in the target's pool. A sequence without pages gets no guesses until another one ends.
+        Draft sequences may share fewer prefix pages than the target's sequences, so fewer pages may be free here. A
+        sequence without pages gets no guesses until another sequence ends.
         """
         try:
             pool.reserve(sequence.slot, len(sequence.tokens) + depth - 1)

@@ -1,4 +1,4 @@
-"""Sources of Medusa heads: the tensors of files, hub repositories, modules and dicts by key, read on demand."""
+"""Sources of Medusa heads: tensors by key of files, hub repositories, modules and dicts, read on demand."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Entry:
     """A stored tensor: its full key, its file, shape and dtype.
 
     Attributes:
-        value: the tensor, ``None`` for one in a safetensors file.
+        value: the tensor; ``None`` if it is in a safetensors file.
         mapped: :meth:`read` returns a view of the mapped file.
     """
 
@@ -165,7 +165,7 @@ def _read_shards(index: Path, fetch: _Fetch) -> dict[str, Entry]:
     """The heads' tensors of a sharded model. Shards without heads are neither opened nor downloaded."""
     shards = _read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(s, str) and Path(s).name == s for s in shards.values()):
-        raise HeadsError(f"{index}: its weight_map does not lead from keys to names of files beside it")
+        raise HeadsError(f"{index}: its weight_map must map keys to names of files in the same folder")
     head_shards = {key: shards[key] for key in _short_names(shards, str(index)).values()}
     layout_of(_short_names(head_shards, str(index)), str(index))
     entries: dict[str, Entry] = {}
@@ -206,7 +206,7 @@ def _unpickle(path: Path, mapped: bool) -> Mapping[str, Any]:
 
 
 def _tensor_entries(tensors: Mapping[str, Any], where: str, mapped: bool = False) -> dict[str, Entry]:
-    """Entries of tensors in memory. Values of other types get a dtype that every check refuses."""
+    """Entries of tensors in memory. Values of other types get a dtype that fails every check."""
     entries = {}
     for key, value in tensors.items():
         if isinstance(value, torch.Tensor):
@@ -249,5 +249,5 @@ def layout_of(keys: Iterable[str], where: str) -> Layout:
 
 
 def first_few(keys: list[str]) -> str:
-    """Up to four keys and the number of the others, for messages."""
+    """Up to four keys and the number of further keys, for messages."""
     return ", ".join(keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "") if keys else "none"

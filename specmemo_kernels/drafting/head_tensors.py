@@ -37,7 +37,7 @@ class StoredHeads:
         """``cumulative_topk_accuracy`` of the configuration.
 
         Raises:
-            HeadsError: not a row of shares for each head.
+            HeadsError: there isn't a row of shares for each head.
         """
         rows: Any = self.stored.config.get("cumulative_topk_accuracy")
         if rows is None:
@@ -48,7 +48,7 @@ class StoredHeads:
             shares = []
         if len(shares) < self.num_heads or not all(row and min(row) >= 0 and max(row) <= 1 for row in shares):
             raise HeadsError(
-                f"{self.stored.where}: cumulative_topk_accuracy, beside it, is not {self.num_heads} rows of shares"
+                f"{self.stored.where}: its cumulative_topk_accuracy is not {self.num_heads} rows of shares"
             )
         return shares
 
@@ -108,7 +108,7 @@ class StoredHeads:
         dtypes = {entries[key].dtype: entries[key].name for key in reversed(keys)}
         if dtype is None and len(dtypes) > 1:
             mixed = ", ".join(f"{name} is {kind}" for kind, name in reversed(dtypes.items()))
-            raise HeadsError(f"{where}: {mixed}: say which dtype the heads shall have")
+            raise HeadsError(f"{where}: {mixed}; give dtype")
         config_vocab = self.stored.config.get("vocab_size")
         if "own_lm_head" in self.stored.config and not self.own_lm_head and config_vocab != vocab_size:
             raise HeadsError(f"{where}: heads for vocab_size {config_vocab}, but the model has {vocab_size} ({sizes})")
@@ -135,7 +135,7 @@ class StoredHeads:
                     raise HeadsError(f"{entry.where}: {entry.name}: {error}") from error
                 continue
             kind = dtype if not _is_coded(target) else torch.float16 if target.endswith("scales") else None
-            # Tensors of a mapped file are copied, so that later changes of the file don't matter.
+            # Tensors of a mapped file are copied, so that later changes of the file have no effect.
             state[target] = entry.read().to(device=device, dtype=kind, copy=entry.mapped).contiguous()
         return state
 

@@ -29,8 +29,8 @@ def load_heads(
     The numbers of heads and layers are counted from the keys, not read from a config. The layouts:
 
     - Medusa-1: ``{h}.{l}.linear.weight``, ``.bias``, and each head's own lm_head ``{h}.{num_layers}.weight``;
-    - shared ("v2"): the same without ``{h}.{num_layers}.weight``, the model's lm_head serves all heads;
-    - Medusa-2: one of those behind ``medusa_head.`` in a whole model's files; no other tensor is read;
+    - shared ("v2"): the same without ``{h}.{num_layers}.weight``; all heads use the model's lm_head;
+    - Medusa-2: either layout behind ``medusa_head.`` in a whole model's files; no other tensor is read;
     - vLLM: ``blocks.{h}.layers.{l}.weight`` (and ``.bias``), ``lm_heads.{h}.weight``; shared if the config has
       ``original_lm_head`` or no ``lm_heads.*`` exist (a single ``lm_head.weight`` is the model's, so it isn't read).
       ``token_map`` isn't needed with whole lm_heads; lm_heads cut down to it are refused;
@@ -40,13 +40,13 @@ def load_heads(
         source: a folder, a file, a hub id, a :class:`MedusaHeads`, another module (Medusa's own ``ModuleList``) or a
             dict of tensors. In a folder or repository the first of these counts: ``medusa_lm_head.safetensors``,
             ``medusa_lm_head.pt``, ``model.safetensors``, its ``.index.json``, ``pytorch_model.bin``, its
-            ``.index.json``. Pickles are only read with ``weights_only=True``. From the hub come only the files needed.
+            ``.index.json``. Pickles are only read with ``weights_only=True``. Only the needed files are downloaded.
         dtype, device: of the result; ``None`` keeps the source's.
         head_bits: 4 packs own lm_heads into 4-bit codes, a few rows at a time; ``None``: as stored.
 
     Returns:
-        The heads. A :class:`MedusaHeads` that needs no conversion is returned itself; tensors of a module or dict
-        that need none are shared. Files are copied tensor by tensor, nothing stays mapped.
+        The heads. A :class:`MedusaHeads` that needs no conversion is returned itself; unconverted tensors of another
+        module or dict are shared. Files are copied tensor by tensor; no file stays mapped.
 
     Raises:
         HeadsError: no heads, a missing or unknown key, a wrong shape or dtype, ``head_bits`` without own lm_heads.
@@ -69,7 +69,7 @@ def load_heads(
 def describe_heads(source: str | Path, hidden_size: int, vocab_size: int) -> StoredHeads:
     """The heads that :func:`load_heads` would load. Keys, shapes and ``config.json`` are read, no weights.
 
-    (torch files that aren't zip archives can only be read whole.)
+    Exception: torch files that aren't zip archives are read whole.
 
     Raises:
         HeadsError: as :func:`load_heads`.

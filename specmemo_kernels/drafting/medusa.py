@@ -49,7 +49,7 @@ class MedusaDrafter:
 
     @property
     def coded_nbytes(self) -> int | None:
-        """Bytes with own vocabulary matrices in 4 bits; ``None`` if packing changes nothing."""
+        """Bytes with own vocabulary matrices in 4 bits; ``None`` if there is nothing to pack."""
         coded_bytes = self.heads.coded_bytes()
         if coded_bytes is None:
             return None

@@ -69,8 +69,8 @@ class MedusaHeads(nn.ModuleList):
     an own lm_head, ``{h}.{num_layers}.weight``, or ``{h}.{num_layers}.codes`` and ``.scales``.
 
     Attributes:
-        cumulative_topk_accuracy: ``[h][k]``, the share of tokens among head ``h``'s best ``k + 1`` guesses. Saved with
-            the heads; the tree is chosen by it. ``None``: not measured.
+        cumulative_topk_accuracy: ``[h][k]``, the share of tokens among head ``h``'s best ``k + 1`` guesses, from which
+            ``patch`` chooses the tree. Saved with the heads. ``None``: not measured.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class MedusaHeads(nn.ModuleList):
         return first
 
     def twin(self) -> MedusaHeads:
-        """A copy whose parameters and buffers share this module's memory; each can move to another device alone."""
+        """A copy whose parameters and buffers share this module's memory; each module can move to another device."""
         memo: dict[int, Any] = {id(p): nn.Parameter(p.data, p.requires_grad) for p in self.parameters()}
         memo |= {id(buffer): buffer.data for buffer in self.buffers()}
         return copy.deepcopy(self, memo)
