@@ -24,7 +24,8 @@ from timing import environment
 
 import specmemo_kernels as sk
 from specmemo_kernels.cli.common import demo_model_folder, load_model, load_tokenizer
-from specmemo_kernels.integrations.hf.plan import Setup, make_chooser
+from specmemo_kernels.integrations.hf.draft import Setup
+from specmemo_kernels.integrations.hf.plan import make_chooser
 from specmemo_kernels.tree.choice import TreeChooser
 
 Row = dict[str, Any]

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 import specmemo_kernels as sk
 from specmemo_kernels.engine.step_graph import StepCache
 from specmemo_kernels.integrations.hf import patch, plan
-from specmemo_kernels.integrations.hf.graph import GraphUse
+from specmemo_kernels.integrations.hf.pool import GraphUse
 
 TREE = sk.DraftTree.from_paths(_bushy_paths(14))
 PAUSES = {"a prompt is being computed beside", "too few pages are free"}

@@ -47,6 +47,18 @@ def check_config(config: Any) -> None:
             raise UnsupportedModel(f"{name} sets {setting}={getattr(text, setting)!r}, which can't be expressed")
 
 
+def rope_limit(config: Any) -> int | None:
+    """The length beyond which the rotary embedding changes (dynamic, longrope); ``None``: no such length."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    if not any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds):
+        return None
+    limits: list[int | None] = [getattr(text, "original_max_position_embeddings", None), text.max_position_embeddings]
+    limits += [kind.get("original_max_position_embeddings") for kind in kinds]
+    return min(limit for limit in limits if limit)
+
+
 def check_modules(model: Any) -> None:
     """Refuse dynamic quantisation of ``torch.ao``: it scales the rows of a call together, so tokens depend on drafts.
 

@@ -50,6 +50,18 @@ class DraftModel:
     tokens: int = 5
 
 
+@dataclass(frozen=True)
+class Setup:
+    """A probed model with its drafter, the drafter's accuracy, the operators' backend and the ranks."""
+
+    model: Any
+    facts: ModelFacts
+    drafter: Drafter
+    accuracy: Accuracy
+    backend: str
+    ranks: SingleRank
+
+
 class HFDraftModel(DraftModelDrafter):
     """A transformers model as a drafter.
 

@@ -15,7 +15,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from specmemo_kernels.engine.scheduler import submit_all
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.verify import GreedyVerifier, Verifier
-from specmemo_kernels.integrations.hf.graph import rope_limit
+from specmemo_kernels.integrations.hf.checks import rope_limit
 from specmemo_kernels.integrations.hf.processors import (
     ProcessedVerifier,
     needs_whole_batch,

@@ -19,11 +19,9 @@ from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.stats import DecodeStats
 from specmemo_kernels.engine.verify import Verifier
 from specmemo_kernels.integrations.hf.changes import ModelGuard
-from specmemo_kernels.integrations.hf.draft import HFDraftModel, unregister
+from specmemo_kernels.integrations.hf.draft import HFDraftModel, Setup, unregister
 from specmemo_kernels.integrations.hf.generate import Generator
-from specmemo_kernels.integrations.hf.graph import GraphUse
-from specmemo_kernels.integrations.hf.plan import Setup
-from specmemo_kernels.integrations.hf.pool import PoolCache
+from specmemo_kernels.integrations.hf.pool import GraphUse, PoolCache
 from specmemo_kernels.integrations.hf.target import HFTarget
 from specmemo_kernels.planning.memory_plan import MemoryPlan
 from specmemo_kernels.tree.choice import TreeChooser

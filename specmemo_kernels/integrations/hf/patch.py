@@ -21,10 +21,17 @@ from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.integrations.distributed.ranks import digest
 from specmemo_kernels.integrations.distributed.tensor_parallel import ranks_of
 from specmemo_kernels.integrations.hf.checks import check_config, check_modules, check_numbers, evaluation
-from specmemo_kernels.integrations.hf.draft import DraftModel, HFDraftModel, make_drafter, register, without_others
-from specmemo_kernels.integrations.hf.graph import graph_use
+from specmemo_kernels.integrations.hf.draft import (
+    DraftModel,
+    HFDraftModel,
+    Setup,
+    make_drafter,
+    register,
+    without_others,
+)
 from specmemo_kernels.integrations.hf.handle import SpecMemo, Unpatched
-from specmemo_kernels.integrations.hf.plan import Setup, kernel_blocks, make_chooser, make_plan
+from specmemo_kernels.integrations.hf.plan import kernel_blocks, make_chooser, make_plan
+from specmemo_kernels.integrations.hf.pool import graph_use
 from specmemo_kernels.integrations.hf.probe import probe
 from specmemo_kernels.integrations.hf.target import attach, lm_head_hook
 from specmemo_kernels.ops.weight_codes import check_bits
@@ -174,9 +181,8 @@ def patch(
             if isinstance(drafter, HFDraftModel):
                 undo.append(drafter.detach)
                 drafter.keeps_pages = reuse_prefix
-            graphs = graph_use(graph, model, facts, drafter, name)
             setup = Setup(model, facts, drafter, accuracy, name, ranks)
-            setup, plan, graphs = make_plan(setup, tree, graphs, limits)
+            setup, plan, graphs = make_plan(setup, tree, graph_use(graph, setup), limits)
             drafter = setup.drafter
             bits = drafter.heads.head_bits if isinstance(drafter, MedusaDrafter) else None
             plan = replace(plan, kernels=kernel_blocks(facts, name, page_size, kv_dtype), head_bits=bits)

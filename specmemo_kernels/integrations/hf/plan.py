@@ -12,9 +12,8 @@ from specmemo_kernels.cache.kv_storage import LayerKV, page_dtype
 from specmemo_kernels.drafting.base import Drafter, PagedDrafter
 from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.engine.step_graph import MAX_STEPS
-from specmemo_kernels.integrations.distributed.ranks import SingleRank
-from specmemo_kernels.integrations.hf.draft import HFDraftModel
-from specmemo_kernels.integrations.hf.graph import GraphUse
+from specmemo_kernels.integrations.hf.draft import HFDraftModel, Setup
+from specmemo_kernels.integrations.hf.pool import GraphUse
 from specmemo_kernels.integrations.hf.probe import measure_libraries, measure_passes, time_passes
 from specmemo_kernels.integrations.hf.target import ModelFacts
 from specmemo_kernels.planning.baselines import Workload
@@ -39,18 +38,6 @@ _UNKNOWN_TREE = 12
 
 #: A tree to plan for, and the plan's fields that describe it (predicted speed, reasons).
 _Candidate = tuple[DraftTree, dict[str, Any]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """A probed model with its drafter, the drafter's accuracy, the operators' backend and the ranks."""
-
-    model: Any
-    facts: ModelFacts
-    drafter: Drafter
-    accuracy: Accuracy
-    backend: str
-    ranks: SingleRank
 
 
 def make_plan(
