@@ -31,9 +31,9 @@ class Scheduler:
     to host memory. If the pool is in host memory already, or the copy can't be allocated, its tokens are recomputed.
     Emitted tokens never change. The oldest sequence is never preempted for a younger one, so no sequence starves.
 
-    An allocation that fails inside a step changes no sequence: the degradation level is lowered and the step retried. A
-    lower level frees memory: scratch and activations with a smaller tree, spare pages with a smaller pool (all
-    sequences are preempted for the reallocation), the drafter by moving it to the host.
+    An allocation that fails inside a step changes no sequence: the degradation level is lowered and the step retried.
+    Lower levels free memory step by step. A smaller tree frees scratch and activations. A smaller pool frees spare
+    pages; all sequences are preempted for the reallocation. Then the drafter moves to the host.
 
     Args:
         decoder: without sequences; only the scheduler admits to it.

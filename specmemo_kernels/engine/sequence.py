@@ -50,13 +50,13 @@ class SequenceState:
     stop: Callable[[list[int]], bool] | None = None
     sampling: Sampling | None = None
     index: int = 0
-    slot: int = -1
+    slot: int = field(default=-1, init=False)
     tokens: list[int] = field(init=False)
     computed: int = field(default=0, init=False)
     lost: int = field(default=0, init=False)
     hidden: torch.Tensor | None = field(default=None, init=False, repr=False)
     swapped: SwappedSequence | None = field(default=None, init=False, repr=False)
-    finished: bool = False
+    finished: bool = field(default=False, init=False)
     aborted: bool = field(default=False, init=False)
     arrival: int = field(default=0, init=False)
     steps: int = field(default=0, init=False)

@@ -157,9 +157,8 @@ def tree_pass(
         logits: ``verify`` reads rows of logits.
 
     Returns:
-        The verdict (``None`` where there was nothing to verify), and the hidden states
-        ``[num_trees + len(chunk.ended), hidden_size]`` of the last accepted nodes and of the completed prompts' last
-        tokens.
+        The verdict (``None`` where there was nothing to verify), and hidden states
+        ``[num_trees + len(chunk.ended), hidden_size]``: of the last accepted nodes, then of completed prompts' ends.
     """
     batch = _joined(trees, None if chunk is None else chunk.batch)
     verified = _joined(trees, None if chunk is None else chunk.first_trees)

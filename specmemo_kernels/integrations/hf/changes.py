@@ -1,10 +1,10 @@
 """Checks before each call: whether a patched model may speculate, and whether its cached keys and values are valid.
 
-A speculative step runs packed rows, and usually computes no logits at all. It is wrong if a foreign hook or a replaced
-``forward`` acts on the results of a plain step, or if parameters have another size, dtype or device than at patching.
-:class:`ModelGuard` detects both; the caller then runs the model's own code. :class:`ModelSignature` detects changes of
-weights and settings, after which cached pages are dropped. The guard runs before the model is locked, the signature
-after, so they don't share a walk over the modules.
+A speculative step runs packed rows, and usually computes no logits at all. A foreign hook or a replaced ``forward``
+would act on other results than in a plain step. Parameters must have the same size, dtype and device as at patching.
+:class:`ModelGuard` checks both; after a change the caller runs the model's own code. :class:`ModelSignature` detects
+changes of weights and settings, after which cached pages are dropped. The guard runs before the model is locked, the
+signature after, so they don't share a walk over the modules.
 """
 
 from __future__ import annotations

@@ -162,8 +162,8 @@ def _load_draft_model(draft: DraftModel, model: Any, facts: ModelFacts, backend:
 def without_others(heads: Any) -> Any:
     """``heads`` as given to ``patch``, without effects on other patched models.
 
-    Medusa heads in use by another model are returned as a twin module, whose parameters share the memory: a model may
-    then move its heads to the host while the other model uses them.
+    Medusa heads in use by another model are returned as a twin module, whose parameters share the memory. Each model
+    can then move its own heads to the host.
 
     Raises:
         ValueError: a drafter with state per sequence, or an offloadable drafter, serves another model. Sequences of

@@ -167,7 +167,7 @@ def patch(
             limits |= {"max_sequences": max_batch_size, "kv_dtype": kv_dtype}
             if ranks.size > 1:
                 if free is not None:
-                    raise ValueError(f"keep_free is {keep_free}; one of {ranks.size} ranks can't give up memory alone")
+                    raise ValueError(f"keep_free is {keep_free}, but {ranks.size} ranks can't degrade; leave it out")
                 others = {"tree": tree, "backend": name, "reuse_prefix": reuse_prefix, "graph": graph}
                 ranks.assert_same(digest(model) | limits | others | {"head_bits": head_bits})
             undo.append(ranks.replicate_kv_heads(model))
