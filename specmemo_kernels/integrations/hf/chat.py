@@ -108,7 +108,7 @@ class ChatSession:
         Raises:
             BudgetError: the message alone is too long.
         """
-        return self._turn(text).ids
+        return self._turn(text, self.options).ids
 
     def ask(self, text: str, *, streamer: Any = None, **options: Any) -> str:
         """The model's reply to ``text``. After an exception, also ``KeyboardInterrupt``, the conversation is as before.
@@ -121,6 +121,7 @@ class ChatSession:
             BudgetError: the message alone is too long.
             NoTokens: there is no chat template, and the text is empty.
         """
+        options = self.options | options
         turn = self._turn(text, options)
         left_out = self.left_out + turn.left_out_tokens
         if turn.left_out_tokens:
@@ -132,9 +133,7 @@ class ChatSession:
                 stacklevel=2,
             )
         row = torch.tensor([turn.ids], device=self.model.device)
-        output = self.model.generate(
-            row, attention_mask=torch.ones_like(row), streamer=streamer, **self.options | options
-        )
+        output = self.model.generate(row, attention_mask=torch.ones_like(row), streamer=streamer, **options)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         new = sequences[0, len(turn.ids) :].tolist()
         reply = str(self.tokenizer.decode(new, skip_special_tokens=True))
@@ -171,9 +170,9 @@ class ChatSession:
         if failure:
             raise failure[0]
 
-    def _turn(self, text: str, options: dict[str, Any] | None = None) -> _Turn:
+    def _turn(self, text: str, options: dict[str, Any]) -> _Turn:
         """The next prompt, without the oldest part of a conversation that is too long."""
-        room = self.max_tokens - int((self.options | (options or {}))["max_new_tokens"])
+        room = self.max_tokens - int(options["max_new_tokens"])
         messages = [*self.messages, {"role": "user", "content": text}]
         if not self.templated:
             line = f"\n{text}" if self._ids else text
