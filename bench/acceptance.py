@@ -1,16 +1,18 @@
-"""Predicted tokens per step beside measured ones, from files in the layout of FasterDecoding/Medusa's publications.
+"""Predicted and measured tokens per step, from files in the layout of FasterDecoding/Medusa's publications.
 
     python bench/acceptance.py trees.json head_accuracy.json --run mt_bench_7b.json --model 7b --tree mc_sim_7b_63
 
 ``trees.json`` holds named lists of rank paths, ``head_accuracy.json`` ``cumulative_topk_accuracy`` by model, a run
 ``questions`` with ``steps`` and ``new_tokens`` per turn. Nothing is fitted to the run.
 
-What remains between prediction and run: Medusa's scripts count steps from 0, so every turn took one more than its
-file says. The accuracies were counted on the heads' training text, the run is on other text, and tokens per step
-differ by category more than the prediction is off: with ``--categories question.jsonl`` the run is split into the
-categories that FastChat generates at temperature 0 (extraction, math, coding, reasoning: regular text, exact
-acceptance) and the sampled ones (free prose, typical acceptance). And heads are taken as independent, though text that
-one head finds easy is easy for the next, which makes real paths longer than predicted.
+Known differences between prediction and run:
+
+- Medusa's scripts count steps from 0, so every turn took one step more than its file says.
+- The accuracies were counted on the heads' training text; the run is on other text.
+- Tokens per step differ by category, by more than the prediction's error. ``--categories question.jsonl`` splits the
+  run into the categories that FastChat generates at temperature 0 (extraction, math, coding, reasoning: regular text,
+  exact acceptance) and the sampled ones (free prose, typical acceptance).
+- Heads are assumed to be independent. In real text their hits are correlated, so accepted paths are longer.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ File = typer.Argument(exists=True, dir_okay=False)
 
 
 def measured(questions: list[dict[str, Any]]) -> tuple[float, float]:
-    """Tokens per step as the files count steps, and with the step of each turn that they leave out."""
+    """Tokens per step as the files count steps, and with one more step per turn."""
     tokens = sum(sum(q["new_tokens"]) for q in questions)
     steps = sum(sum(q["steps"]) for q in questions)
     return tokens / steps, tokens / (steps + sum(len(q["steps"]) for q in questions))
 
 
 def splits(run: Path, categories: Path | None) -> dict[str, list[dict[str, Any]]]:
-    """The whole run, and where the questions' categories are known its greedy and its sampled part."""
+    """The questions of the run, and of its greedy and its sampled part if ``categories`` is given."""
     questions = json.loads(run.read_text())["questions"]
     if categories is None:
         return {"all": questions}
@@ -55,11 +57,11 @@ def main(
     trees: Annotated[Path, File],
     accuracies: Annotated[Path, File],
     run: Annotated[Path | None, typer.Option(help="a measured run", exists=True, dir_okay=False)] = None,
-    model: Annotated[str, typer.Option(help="whose run it is")] = "7b",
+    model: Annotated[str, typer.Option(help="the model of the run, a key of ACCURACIES")] = "7b",
     tree: Annotated[str, typer.Option(help="the run's tree")] = "mc_sim_7b_63",
     categories: Annotated[Path | None, typer.Option(help="MT-Bench's question.jsonl", exists=True)] = None,
 ) -> None:
-    """Print predictions for every tree and model, and the run beside its own."""
+    """Print predictions for every tree and model, and compare the run with its prediction."""
     console = Console()
     paths = json.loads(trees.read_text())
     tables = json.loads(accuracies.read_text())["cumulative_topk_accuracy"]
@@ -73,9 +75,8 @@ def main(
     predicted = expected_tokens_per_step(paths[tree], tables[model])
     compared = Table("questions", "predicted", "measured", "off by", "one more step a turn", "off by", title=run.name)
     for name, questions in splits(run, categories).items():
-        as_told, corrected = measured(questions)
         row = [f"{predicted:.3f}"]
-        for value in (as_told, corrected):
+        for value in measured(questions):
             row += [f"{value:.3f}", f"{predicted / value - 1:+.1%}"]
         compared.add_row(f"{name} ({len(questions)})", *row)
     console.print(compared)

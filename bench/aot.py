@@ -1,4 +1,4 @@
-"""Compile every Triton kernel for every target, without a GPU, and list what each needs.
+"""Compile every Triton kernel for every target, without a GPU, and list the resources of each.
 
     python bench/aot.py --targets sm_75,sm_80,sm_86,sm_89,sm_90,gfx90a,gfx942,gfx1100 --json out.json
 
@@ -32,7 +32,6 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def numbers(text: str) -> list[int]:
-    """``"1,8"`` as ``[1, 8]``."""
     return [int(part) for part in text.split(",")]
 
 
@@ -52,22 +51,8 @@ def parse() -> argparse.Namespace:
 
 
 def table_of(rows: list[dict[str, Any]], title: str) -> Table:
-    table = Table(title=title)
-    for name in (
-        "target",
-        "kernel",
-        "D",
-        "T",
-        "GQA",
-        "M x N",
-        "warps",
-        "stages",
-        "regs",
-        "stack",
-        "shared KiB",
-        "matrix",
-    ):
-        table.add_column(name)
+    columns = ("target", "kernel", "D", "T", "GQA", "M x N", "warps", "stages", "regs", "stack", "shared KiB", "matrix")
+    table = Table(*columns, title=title)
     for row in rows:
         block = row["config"]
         matrix = " ".join(f"{count} {family}" for family, count in row["matrix"].items())
@@ -90,11 +75,11 @@ def main() -> int:
             continue
         start = time.perf_counter()
         jobs = list(aot_kernels.all_jobs(target, DTYPES[args.dtype], args.head_dims, args.nodes, args.groups))
-        found = [job.row(target) for job in jobs]
-        rows += found
-        bad = sum(bool(row["problem"]) for row in found)
+        target_rows = [job.row(target) for job in jobs]
+        rows += target_rows
+        bad = sum(bool(row["problem"]) for row in target_rows)
         seconds = time.perf_counter() - start
-        console.print(table_of(found, f"{target}: {len(found)} kernels in {seconds:.0f} s, {bad} with a problem"))
+        console.print(table_of(target_rows, f"{target}: {len(jobs)} kernels in {seconds:.0f} s, {bad} with a problem"))
     for row in rows:
         if row["problem"]:
             console.print(f"{row['target']} {row['kernel']} D {row['head_dim']} T {row['nodes']}: {row['problem']}")

@@ -1,4 +1,4 @@
-"""Compile one Triton kernel ahead of time for a GPU that isn't here, and read what it needs from the binary."""
+"""Compile one Triton kernel ahead of time, without the GPU, and read its resources from the binary."""
 
 # mypy: disable-error-code="import-untyped"
 
@@ -27,12 +27,14 @@ MATRIX_PATTERNS = {
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel uses.
+    """Resources of a compiled kernel.
 
     Attributes:
-        registers: per thread (on CDNA: VGPRs and AGPRs together). stack_bytes: per thread, local or scratch memory.
-        spills: registers that the compiler spilled where the binary says so (AMD), else stack_bytes / 4.
-        shared_bytes: shared memory or LDS of a program. matrix: matrix instructions by family.
+        registers: per thread (on CDNA: VGPRs and AGPRs together).
+        stack_bytes: per thread, local or scratch memory.
+        spills: spilled registers, from the binary on AMD, else stack_bytes / 4.
+        shared_bytes: shared memory or LDS of a program.
+        matrix: number of matrix instructions by family.
     """
 
     registers: int
@@ -43,7 +45,7 @@ class Resources:
 
 
 def gpu_target(name: str) -> GPUTarget:
-    """``"sm_80"`` or ``"gfx942"`` as Triton names it; CDNA has wavefronts of 64, the others of 32."""
+    """Triton's target for ``"sm_80"`` or ``"gfx942"``; CDNA has wavefronts of 64, other GPUs of 32."""
     if name.startswith("sm_"):
         return GPUTarget("cuda", int(name[3:]), 32)
     return GPUTarget("hip", name, 64 if name.startswith("gfx9") else 32)
@@ -57,8 +59,8 @@ def compile_kernel(
 
     Args:
         types: Triton type of each run-time argument, such as ``"*fp16"`` or ``"i32"``.
-        constants: values of the others (``None`` for an absent tensor).
-        options: num_warps and the like.
+        constants: values of the constexpr arguments (``None`` for an absent tensor).
+        options: num_warps, num_stages, ...
         aligned: integers that are multiples of 16; pointers always are.
     """
     names = kernel.arg_names

@@ -1,4 +1,4 @@
-"""Every kernel with the arguments and block sizes that its launcher would give it for a model's shape."""
+"""Every Triton kernel with the arguments and block sizes that its launcher passes for a model's shape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specmemo_kernels.ops.weight_codes import GROUP
 KV_TYPES = {None: 0, "int8": 1, "fp8": 2}
 NO_SCALES = {"k_scales_ptr": None, "v_scales_ptr": None}
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-# The kernels that multiply matrices, which must use the target's instructions for it.
+#: Kernels that must use the target's matrix instructions.
 MATRIX_KERNELS = ("tree_attention", "lm_head")
 
 
@@ -37,7 +37,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Job:
-    """One kernel to compile: its name, the shape it serves, its block sizes and how to compile it for a target."""
+    """One kernel to compile. ``compile`` takes the name of a target."""
 
     kernel: str
     shape: Shape
@@ -45,7 +45,7 @@ class Job:
     compile: Callable[[str], aot_compile.Resources]
 
     def row(self, target: str) -> dict[str, Any]:
-        """The shape, block sizes and resources of the kernel on ``target``, and what is wrong with them (or "")."""
+        """The shape, block sizes and resources of the kernel on ``target``, and its :func:`problem`."""
         used = self.compile(target)
         shape = {"head_dim": self.shape.head_dim, "nodes": self.shape.nodes, "gqa": self.shape.group}
         return {
@@ -56,14 +56,14 @@ class Job:
 
 
 def problem(target: str, kernel: str, shape: Shape, used: aot_compile.Resources) -> str:
-    """What a compiled kernel must not do: spill, exceed shared memory, or multiply without matrix instructions."""
+    """The kernel's fault, or "": it spills, exceeds shared memory, or multiplies without matrix instructions."""
     device = TARGETS[target]
     if used.spills or used.stack_bytes:
         return f"{used.stack_bytes} bytes of stack, {used.spills} spills"
     if used.shared_bytes > device.shared_bytes:
         return f"{used.shared_bytes} bytes of shared memory, the limit is {device.shared_bytes}"
-    wanted = device.matrix and shape.dtype != torch.float32 and kernel.startswith(MATRIX_KERNELS)
-    return "no matrix instructions" if wanted and not used.matrix else ""
+    needs_matrix = device.matrix and shape.dtype != torch.float32 and kernel.startswith(MATRIX_KERNELS)
+    return "no matrix instructions" if needs_matrix and not used.matrix else ""
 
 
 def attention_job(target: str, shape: Shape, kernel: str = "tree_attention", **flags: bool) -> Job:
@@ -77,7 +77,7 @@ def attention_job(target: str, shape: Shape, kernel: str = "tree_attention", **f
 
 
 def compile_attention(target: str, shape: Shape, chosen: config.KernelConfig, **flags: bool) -> aot_compile.Resources:
-    """The split kernel with given block sizes. Different node counts share them and are compiled once."""
+    """Compile the split kernel, once for all node counts with the same block sizes."""
     return _compile_attention(target, replace(shape, nodes=0), chosen, tuple(flags.items()))
 
 
@@ -124,18 +124,8 @@ def merge_job(shape: Shape) -> Job:
     types = {"out_ptr": f"*{TYPES[shape.dtype]}", "tree_mask_ptr": "*i64"}
     types |= dict.fromkeys(("lse_ptr", "part_ptr", "part_total_ptr", "part_peak_ptr"), "*fp32")
     types |= dict.fromkeys(("seq_lens_ptr", "qo_indptr_ptr"), "*i32")
-    counts = (
-        "num_qo_heads",
-        "batch",
-        "mask_words",
-        "num_splits",
-        "nodes_1",
-        "nodes_2",
-        "split_1",
-        "split_2",
-        "split_3",
-    )
-    types |= dict.fromkeys((*counts, "window"), "i32")
+    counts = ("num_qo_heads", "batch", "mask_words", "num_splits", "window")
+    types |= dict.fromkeys((*counts, "nodes_1", "nodes_2", "split_1", "split_2", "split_3"), "i32")
     constants = {
         "sinks_ptr": None, "DV": shape.head_dim, "BLOCK_DV": config.block_dim(shape.head_dim),
         "BLOCK_S": attention.MERGE_SPLITS, "BLOCK_B": 64, "HAS_TREE": True, "HAS_WINDOW": False, "HAS_SINKS": False,
@@ -144,7 +134,7 @@ def merge_job(shape: Shape) -> Job:
 
 
 def paged_jobs(shape: Shape) -> Iterator[Job]:
-    """Append and commit."""
+    """The kernels of ``append_paged_kv`` and ``commit_paged_kv``."""
     constants: dict[str, Any] = {"PAGE_SIZE": shape.page_size, "BY_HEAD": True, "KV": KV_TYPES[shape.kv_dtype]}
     constants |= paged.copy_blocks(8, shape.head_dim, shape.head_dim)
     constants |= NO_SCALES if shape.kv_dtype is None else {}
@@ -161,7 +151,7 @@ def paged_jobs(shape: Shape) -> Iterator[Job]:
 
 
 def verify_job(shape: Shape) -> Job:
-    """The greedy walk."""
+    """The kernel of ``verify_tree_greedy``."""
     types = dict.fromkeys(verify.verify_tree_greedy_kernel.arg_names, "*i32") | {"places": "i32"}
     types |= dict.fromkeys(("bonus_token_ptr", "draft_ptr", "target_ptr"), "*i64")
     kernel = verify.verify_tree_greedy_kernel
@@ -169,7 +159,7 @@ def verify_job(shape: Shape) -> Job:
 
 
 def lm_head_job(target: str, shape: Shape, k: int, group: int = 0) -> Job:
-    """The blocks of the vocabulary, for the K best tokens; ``group``: of weights in 4-bit codes, 0: as they are."""
+    """The K best tokens of each vocabulary block; ``group``: elements per scale of 4-bit weights, 0: not quantised."""
     element = f"*{TYPES[shape.dtype]}"
     chosen = config.lm_head_config(target, shape.nodes, shape.dtype)
     types = {"keys_ptr": "*i64", "hidden_ptr": element, "weight_ptr": "*u8" if group else element}
@@ -185,7 +175,7 @@ def lm_head_job(target: str, shape: Shape, k: int, group: int = 0) -> Job:
 
 
 def reduce_job(shape: Shape, k: int) -> Job:
-    """What makes one block's K best of several blocks'."""
+    """The kernel that merges the K best tokens of several blocks."""
     element = f"*{TYPES[shape.dtype]}"
     reduce = config.LM_HEAD_REDUCE_CONFIG
     types = {"out_ptr": "*i64", "values_ptr": element, "tokens_ptr": "*i64", "keys_ptr": "*i64", "count": "i32"}

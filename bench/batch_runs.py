@@ -1,4 +1,4 @@
-"""What bench_batch.py runs: prompts of Spec-Bench, the unpatched model's answers, and the sides that are compared."""
+"""The prompts of bench_batch.py (from Spec-Bench) and the sides that it compares."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specmemo_kernels.forward.batch import TreeBatch
 from specmemo_kernels.forward.step_attention import StepAttention
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
 
-#: A forward pass: its rows, and how many of them the lm_head sees.
+#: A forward pass: its rows, and the rows of the lm_head.
 Pass = tuple[int, int]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DRAFTERS = ("medusa", "draft", "lookup")
@@ -26,7 +26,7 @@ DRAFTERS = ("medusa", "draft", "lookup")
 
 @dataclass(frozen=True)
 class Work:
-    """The prompts and what is asked of each: ``new_tokens`` more, EOS ends nothing (all sides write as many)."""
+    """Prompts, each continued by ``new_tokens`` tokens; EOS is ignored, so all sides write the same number."""
 
     model: Any
     tokenizer: Any
@@ -39,7 +39,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Outcome:
-    """New tokens per prompt, the seconds they took, what the side counted, and, of ours, its forward passes."""
+    """New tokens per prompt, their seconds, the side's counters and, for this package, its forward passes."""
 
     answers: list[list[int]]
     seconds: float
@@ -52,7 +52,7 @@ class Outcome:
 
 
 def load_work(folder: Path, dtype: str, questions: Path, limit: int, new_tokens: int) -> Work:
-    """First turns of the questions, cut to their last tokens where they don't fit the model's context."""
+    """First turns of the questions, cut to the last tokens that fit the model's context."""
     model = load_model(folder, DTYPES[dtype], torch.device("cpu"))
     model.generation_config.eos_token_id = None
     tokenizer = load_tokenizer(folder)
@@ -72,7 +72,7 @@ def first_layers(model: Any, layers: int) -> Any:
 
 
 def heads_for(drafter: str, work: Work, folder: Path, draft_layers: int) -> Any:
-    """What ``patch`` gets as heads."""
+    """The ``heads`` argument of ``patch``."""
     if drafter == "draft":
         return sk.DraftModel(first_layers(work.model, draft_layers), tokens=5)
     return folder / "heads" if drafter == "medusa" else "prompt-lookup"
@@ -99,13 +99,13 @@ class Plain:
         return answers
 
     def held_bytes(self) -> int:
-        """What generation holds beside the model: nothing here."""
+        """Bytes that stay allocated between calls, besides the model."""
         return 0
 
     passes = None
 
     def reset(self) -> None:
-        """Nothing was counted."""
+        """No counters."""
 
     def counts(self) -> dict[str, Any]:
         return {"tokens_per_step": None if self.options else 1.0}
@@ -117,7 +117,8 @@ class Plain:
 class Ours:
     """``generate_batch`` on a patched model of its own, ``batch`` prompts at a time.
 
-    With ``disturb`` prompts come in reverse, every seventh one is aborted after its first piece and asked for again.
+    With ``disturb``, requests are submitted in reverse order, and every seventh is aborted after its first piece and
+    submitted again.
     """
 
     def __init__(self, model: Any, heads: Any, batch: int, budget: str | None, disturb: bool, tree: int | None) -> None:
@@ -140,7 +141,7 @@ class Ours:
         return [completion.tokens for completion in done]
 
     def reset(self) -> None:
-        """Count from here on."""
+        """Reset the counters."""
         self.handle.stats.reset()
         self.passes.clear()
 
@@ -169,9 +170,9 @@ Side = Plain | Ours
 
 
 def take_turns(work: Work, sides: dict[str, Side], group: int) -> dict[str, Outcome]:
-    """Every side answers the same ``group`` prompts in turn, then the next ones: the machine's noise meets all of them.
+    """Run ``group`` prompts on every side, then the next ``group``, so that machine noise affects all sides alike.
 
-    Each warms up on the first group, uncounted.
+    Each side first warms up on the first group.
     """
     answers: dict[str, list[list[int]]] = {name: [] for name in sides}
     seconds = dict.fromkeys(sides, 0.0)
@@ -190,58 +191,59 @@ def take_turns(work: Work, sides: dict[str, Side], group: int) -> dict[str, Outc
 
 
 def peak_bytes(side: Side, work: Work, batch: int) -> int:
-    """Peak bytes of the tensors of one generation over two batches' worth of prompts, heads or draft model included."""
+    """Peak tensor bytes of a generation over two batches of prompts, heads or draft model included."""
     held = side.held_bytes()
     with MemoryTracker() as tracker:
         side.answer(work.prompts[: 2 * batch], min(16, work.new_tokens))
     return tracker.peak + held
 
 
-def _disturbed(model: Any, wanted: list[list[int]], new_tokens: int) -> list[list[int]]:
-    order = list(reversed(range(len(wanted))))
-    again = [i for i in order if i % 7 == 3]
-    prompts = [wanted[i] for i in (*order, *again)]
+def _disturbed(model: Any, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    order = list(reversed(range(len(prompts))))
+    aborted = [i for i in order if i % 7 == 3]
+    submitted = [*order, *aborted]
     answers: dict[int, list[int]] = {}
-    with sk.stream_batch(model, prompts, max_new_tokens=new_tokens, eos_token_ids=[]) as run:
+    texts = [prompts[i] for i in submitted]
+    with sk.stream_batch(model, texts, max_new_tokens=new_tokens, eos_token_ids=[]) as run:
         for piece in run:
-            if piece.index < len(order) and order[piece.index] in again and not piece.finished:
+            if piece.index < len(order) and order[piece.index] in aborted and not piece.finished:
                 run.abort(piece.index)
-        for i, completion in zip((*order, *again), run.completions(), strict=True):
+        for i, completion in zip(submitted, run.completions(), strict=True):
             if completion.finish_reason != "aborted":
                 answers[i] = completion.tokens
-    return [answers[i] for i in range(len(wanted))]
+    return [answers[i] for i in range(len(prompts))]
 
 
 def matches(work: Work, answers: list[list[int]], reference: list[list[int]]) -> tuple[float, float]:
     """Exact and partial match as "Batch Speculative Decoding Done Right" defines them.
 
-    Equality of the decoded strings; and the length of the matching prefix over the reference's length. Means.
+    Means over the prompts: equality of the decoded strings; length of the common prefix over the reference's length.
     """
-    exact, partial_ = 0, 0.0
+    exact, partial = 0, 0.0
     for answer, expected in zip(answers, reference, strict=True):
-        ours_, theirs = work.text(answer), work.text(expected)
-        exact += ours_ == theirs
-        same = next((i for i, (a, b) in enumerate(zip(ours_, theirs, strict=False)) if a != b), len(theirs))
-        partial_ += min(same, len(ours_), len(theirs)) / max(1, len(theirs))
-    return exact / len(reference), partial_ / len(reference)
+        text, expected_text = work.text(answer), work.text(expected)
+        exact += text == expected_text
+        pairs = enumerate(zip(text, expected_text, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), len(expected_text))
+        partial += min(same, len(text)) / max(1, len(expected_text))
+    return exact / len(reference), partial / len(reference)
 
 
 @torch.no_grad()
 def near_ties(work: Work, exact_model: Any, answers: list[list[int]], reference: list[list[int]]) -> dict[str, int]:
-    """For rows that differ: is the first difference a near tie?
+    """Count the rows that differ, and those whose first difference is a near tie.
 
-    It is one if the two tokens' float32 logits differ by less than the band in which bfloat16 can order them either
-    way: twice the largest error that the bfloat16 model makes in any token's logit at that place, at least one unit in
-    the last place of the better one.
+    In a near tie the two tokens' float32 logits differ by less than bfloat16's error: twice the largest error of any
+    logit at that position, at least one unit in the last place of the larger logit.
     """
     differ = ties = 0
     for prompt, answer, expected in zip(work.prompts, answers, reference, strict=True):
-        place = next((i for i, (a, b) in enumerate(zip(answer, expected, strict=True)) if a != b), None)
-        if place is None:
+        position = next((i for i, (a, b) in enumerate(zip(answer, expected, strict=True)) if a != b), None)
+        if position is None:
             continue
         differ += 1
-        ids = torch.tensor([prompt + expected[:place]])
-        pair = [answer[place], expected[place]]
+        ids = torch.tensor([prompt + expected[:position]])
+        pair = [answer[position], expected[position]]
         exact, rounded = (model(ids).logits[0, -1].float() for model in (exact_model, work.model))
         band = 2 * float((exact - rounded).abs().max())
         ulp = float(rounded[pair].abs().max()) * 2**-7

@@ -5,12 +5,14 @@
         --dtype fp32,bf16 --json out.json --plot out.png
 
 FILE is Spec-Bench's question.jsonl; first turns are used, cut to the model's context. All sides of a batch size take
-turns, four batches of prompts each. The draft model is the first layers of the model itself. ``exact_match`` and
-``partial_match`` compare with batch-1 greedy decoding of the unpatched model. ``scaling`` is tokens/s over those of the
-same drafter at batch 1, ``allowed`` what the roofline of its own steps lets it be: tokens per second of floor, relative
-to batch 1. The floor of each forward pass is the longer of reading the weights once and the products of all its rows,
-those of prompts among them, at rates measured in the same run; ``floor_s`` is their sum. ``kv_bytes_written`` equals
-``kv_bytes_committed``: nothing is realigned.
+turns, four batches of prompts each. The draft model is the first layers of the model itself.
+
+- ``exact_match``, ``partial_match``: against batch-1 greedy decoding of the unpatched model.
+- ``floor_s``: sum of the forward passes' floors. A floor is the longer of reading the weights once and the products of
+  all rows, prompts included, at rates measured in the same run.
+- ``scaling``: tokens/s relative to the same drafter at batch 1.
+- ``allowed``: the scaling of the roofline, ``floor_s`` at batch 1 over ``floor_s``.
+- ``kv_bytes_written`` equals ``kv_bytes_committed``: nothing is realigned.
 """
 
 from __future__ import annotations
@@ -25,19 +27,19 @@ import batch_runs as runs
 import matplotlib.pyplot as plt
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 from shapes import twin
-from timing import Yardstick, environment, take_turns
+from timing import Yardstick, print_rows, take_turns, write_result
 
 from specmemo_kernels.cli.common import demo_model_folder, load_model
 
 Row = dict[str, Any]
 PLAIN = "none (plain HF)"
+COLUMNS = ("drafter", "dtype", "batch", "tokens_per_s", "vs_plain", "tokens_per_step", "exact_match", "partial_match",
+           "scaling", "allowed", "peak_generation_bytes")  # fmt: skip
 
 
 class Roofline:
-    """How long forward passes must take for their rows alone; attention and drafting are left out."""
+    """Minimum times of forward passes by their rows, without attention and drafting."""
 
     def __init__(self, model: Any) -> None:
         yard = Yardstick(model.dtype)
@@ -59,9 +61,9 @@ class Roofline:
 def sides_for(
     work: runs.Work, folder: Path, drafters: list[str], batch: int, peers: bool, options: dict[str, Any]
 ) -> dict[str, runs.Side]:
-    """What takes turns at one batch size; each of ours patches a twin of the model.
+    """The sides of one batch size; this package patches a twin of the model for each drafter.
 
-    All read the same weights: copies of them that lie elsewhere in memory make a pass up to 1.5 times as long.
+    All sides read the same weights: a copy elsewhere in memory makes a pass up to 1.5 times as long.
     """
     layers, budget, disturb = options["draft_layers"], options["memory_budget"].get(batch), options["disturb"]
     sides: dict[str, runs.Side] = {}
@@ -102,10 +104,10 @@ def rows_of(
 
 
 def add_scaling(rows: list[Row]) -> None:
-    """Throughput over that of batch 1, and over plain generate at the same batch size."""
+    """Add throughput relative to batch 1, and to plain generate at the same batch size."""
     ours = {(row["drafter"], row["dtype"], row["batch"]): row for row in rows if "floor_s" in row}
     for (drafter, dtype, _), row in ours.items():
-        if (one := ours.get((drafter, dtype, 1))) is not None:  # all write as many tokens
+        if (one := ours.get((drafter, dtype, 1))) is not None:  # all write the same number of tokens
             row["allowed"] = one["floor_s"] / row["floor_s"]
     speed = {(row["drafter"], row["dtype"], row["batch"]): row["tokens_per_s"] for row in rows}
     for row in rows:
@@ -113,17 +115,6 @@ def add_scaling(rows: list[Row]) -> None:
         plain = speed.get((PLAIN, row["dtype"], row["batch"]))
         row["scaling"] = row["tokens_per_s"] / one if one else None
         row["vs_plain"] = row["tokens_per_s"] / plain if plain else None
-
-
-def show(rows: list[Row]) -> None:
-    """The rows as a table."""
-    columns = ["drafter", "dtype", "batch", "tokens_per_s", "vs_plain", "tokens_per_step", "exact_match",
-               "partial_match", "scaling", "allowed", "peak_generation_bytes"]  # fmt: skip
-    table = Table(*columns)
-    for row in rows:
-        cells = [row.get(name) for name in columns]
-        table.add_row(*["" if c is None else f"{c:.3g}" if isinstance(c, float) else str(c) for c in cells])
-    Console(width=160).print(table)
 
 
 def plot(rows: list[Row], picture: Path) -> None:
@@ -153,12 +144,12 @@ def main(
     new_tokens: Annotated[int, typer.Option(help="written for each prompt")] = 64,
     draft_layers: Annotated[int, typer.Option(help="layers of the draft model")] = 2,
     peers: Annotated[bool, typer.Option(help="measure plain and assisted generate too")] = True,
-    disturb: Annotated[bool, typer.Option(help="reverse the order, abort requests and ask for them again")] = False,
+    disturb: Annotated[bool, typer.Option(help="reverse the order, abort requests and submit them again")] = False,
     memory_budget: Annotated[
-        str | None, typer.Option(help="as for patch, one or one per batch size: little makes preemptions")
+        str | None, typer.Option(help="as for patch, one or one per batch size; a small budget causes preemptions")
     ] = None,
     tree: Annotated[
-        int | None, typer.Option(help="nodes verified for each sequence in every step; default: as many as pay")
+        int | None, typer.Option(help="nodes verified for each sequence in every step; default: adaptive")
     ] = None,
     json_: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="a .png or .svg to write")] = None,
@@ -186,10 +177,8 @@ def main(
             for side in sides.values():
                 side.close()
     add_scaling(rows)
-    show(rows)
-    if json_ is not None:
-        json_.parent.mkdir(parents=True, exist_ok=True)
-        json_.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    print_rows(rows, COLUMNS)
+    write_result(json_, {"rows": rows})
     if picture is not None:
         plot(rows, picture)
 

@@ -1,11 +1,11 @@
-"""MT-Bench's two-turn questions as conversations with a patched model: what is computed, what is held, what is said.
+"""MT-Bench's two-turn questions as conversations with a patched model: reused tokens, memory, equal replies.
 
     python bench/bench_chat.py --questions FILE --json bench/results/chat.json
 
-Both turns of a question go through a ``ChatSession`` on a patched model, whose pages stay between turns; then each
-turn's prompt through one that keeps nothing (``fresh_seconds``) and through the unpatched model, in float32.
-Questions are cut to what the model's context holds. ``peak_bytes`` is the peak of live tensors and heads in a run of
-its own (its first ``--tracked`` questions), ``planned_bytes`` what the plan's formulas say for the turn's length.
+Both turns of a question go through a ``ChatSession`` on a patched model with prefix reuse. Then each turn's prompt goes
+through a patched model without prefix reuse (``fresh_seconds``) and through the unpatched model, in float32. Questions
+are cut to the model's context. ``peak_bytes`` is the peak of live tensors and heads in a separate run over the first
+``--tracked`` questions; ``planned_bytes`` is the plan's prediction for the turn's length.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 from shapes import twin
-from timing import environment
+from timing import print_rows, write_result
 
 import specmemo_kernels as sk
 from specmemo_kernels.cli.common import demo_model_folder, load_model, load_tokenizer
@@ -32,20 +30,20 @@ Row = dict[str, Any]
 
 
 class Sides:
-    """One model, its heads in ``heads/``, three times: patched, patched and keeping nothing, plain."""
+    """One model, its heads in ``heads/``, three times: patched, patched without prefix reuse, plain."""
 
     def __init__(self, folder: Path, new_tokens: int) -> None:
         self.plain = load_model(folder, torch.float32, torch.device("cpu"))
-        self.plain.generation_config.eos_token_id = None  # every reply is as long
-        self.model, self.forgetful = twin(self.plain), twin(self.plain)
+        self.plain.generation_config.eos_token_id = None  # all replies have the same length
+        self.model, self.without_reuse = twin(self.plain), twin(self.plain)
         self.tokenizer, self.new_tokens = load_tokenizer(folder), new_tokens
         self.handle = sk.patch(self.model, folder / "heads", max_batch_size=1)
-        sk.patch(self.forgetful, folder / "heads", max_batch_size=1, reuse_prefix=False)
+        sk.patch(self.without_reuse, folder / "heads", max_batch_size=1, reuse_prefix=False)
 
     def session(self) -> sk.ChatSession:
-        """A new conversation, nothing kept of the ones before."""
+        """A new conversation, without the pages of earlier ones."""
         self.handle.release()
-        with warnings.catch_warnings():  # the bundled model has no chat template, which is fine here
+        with warnings.catch_warnings():  # the bundled model has no chat template
             warnings.simplefilter("ignore", UserWarning)
             return sk.ChatSession(self.model, self.tokenizer, max_new_tokens=self.new_tokens, do_sample=False)
 
@@ -55,14 +53,14 @@ class Sides:
         return [self.tokenizer.decode(self.tokenizer(text, verbose=False).input_ids[:room]) for text in turns]
 
     def fresh(self, model: Any, prompt: list[int]) -> tuple[str, float]:
-        """The reply to a prompt that nothing is known of, and the seconds that it takes."""
+        """A reply without prefix reuse, and its seconds."""
         row, started = torch.tensor([prompt]), time.perf_counter()
         output = model.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=self.new_tokens)
         seconds = time.perf_counter() - started
         return self.tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True), seconds
 
     def talk(self, turns: list[str]) -> list[Row]:
-        """Both turns, then each of them from nothing."""
+        """Both turns in one conversation, then each of them without prefix reuse and unpatched."""
         session, rows, replies = self.session(), [], []
         for turn, text in enumerate(turns, start=1):
             prompt, stats = session.prompt(text), self.handle.stats
@@ -72,12 +70,12 @@ class Sides:
             row: Row = {"turn": turn, "prompt_tokens": len(prompt), "seconds": time.perf_counter() - started}
             rows.append(row | {"prefilled": stats.prefill_tokens, "reused": stats.reused_tokens})
         for row, (prompt, reply) in zip(rows, replies, strict=True):
-            again, row["fresh_seconds"] = self.fresh(self.forgetful, prompt)
+            again, row["fresh_seconds"] = self.fresh(self.without_reuse, prompt)
             row |= {"equals_fresh": reply == again, "equals_plain": reply == self.fresh(self.plain, prompt)[0]}
         return rows
 
     def weigh(self, turns: list[str]) -> list[Row]:
-        """Bytes after each turn: held, at the peak so far, and planned for a text of that length."""
+        """Bytes after each turn: held pages, peak so far, and planned for a text of that length."""
         session, rows = self.session(), []
         plan, layers = self.handle.plan, self.handle.facts.layers
         with MemoryTracker() as tracker:
@@ -94,17 +92,16 @@ class Sides:
 
 
 def show(rows: list[Row]) -> None:
-    """Medians of the figures, and of what is true or false how often, by turn."""
-    names = list(rows[0])
-    table = Table(*names)
+    """Print medians of figures and counts of true flags, by turn."""
+    summary: list[Row] = []
     for turn in sorted({row["turn"] for row in rows}):
-        cells = []
-        for name in names:
+        cells: Row = {}
+        for name in rows[0]:
             values = [row[name] for row in rows if row["turn"] == turn and name in row]
             flags = isinstance(values[0], bool)
-            cells.append(f"{sum(values)} of {len(values)}" if flags else f"{statistics.median(values):.4g}")
-        table.add_row(*cells)
-    Console(width=180).print(table)
+            cells[name] = f"{sum(values)} of {len(values)}" if flags else statistics.median(values)
+        summary.append(cells)
+    print_rows(summary)
 
 
 def main(
@@ -115,7 +112,7 @@ def main(
     tracked: Annotated[int, typer.Option(help="questions whose memory is tracked, which is slow")] = 8,
     json_: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
 ) -> None:
-    """Talk, compare, print a table and write JSON."""
+    """Measure, compare, print a table and write JSON."""
     sides = Sides(model or demo_model_folder(), new_tokens)
     lines = questions.read_text(encoding="utf-8").splitlines()[:limit]
     talks = [sides.cut(json.loads(line)["turns"]) for line in lines]
@@ -124,10 +121,7 @@ def main(
     for row, weight in zip(rows, (row for turns in talks[:tracked] for row in sides.weigh(turns)), strict=False):
         row |= weight
     show(rows)
-    if json_ is not None:
-        json_.parent.mkdir(parents=True, exist_ok=True)
-        setup = {"new_tokens": new_tokens, "tree_nodes": sides.handle.plan.tree.size}
-        json_.write_text(json.dumps({"environment": environment(), **setup, "rows": rows}, indent=1) + "\n")
+    write_result(json_, {"new_tokens": new_tokens, "tree_nodes": sides.handle.plan.tree.size, "rows": rows})
     if not all(row["equals_fresh"] and row["equals_plain"] for row in rows):
         raise SystemExit("a reply differs from a fresh run's")
 

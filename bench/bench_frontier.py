@@ -5,21 +5,23 @@
         --json out.json --pictures folder
     python bench/bench_frontier.py --device cuda --model vicuna-7b --questions ... --published ... --json out.json
 
-``bundled`` is the trained model that comes with the package: everything is real, and all systems have to write the same
-tokens (float32). Its tokenizer is for Python, so its conversations are library files that it has never seen, two pieces
-of each as two turns; ``--questions`` gives it MT-Bench instead, which to it is text of no meaning. The other models are
-shapes with random weights: memory and time are real, acceptance is *replayed* (``bench/replay.py``): with
-``--published FOLDER`` (``trees.json`` and ``mt_bench_7b.json``) from Medusa's published run of Vicuna-7B, question by
-question, else from the accuracies of its heads alone. Their prompts are random tokens, as many as the text has
-characters over four. A turn's prompt is the whole conversation so far. Answers have ``--new-tokens`` tokens each, the
-end-of-text token ends none.
+Models:
 
-Systems take turns conversation by conversation; tokens/s are all new tokens over the sum of the conversations' median
-seconds, prompts included. Generation memory is the peak of live tensor bytes beside the model's weights, heads
-included, over the conversation with the most tokens, in a run of its own. Budgets are shares of what Medusa as
-published needs; those above what the package takes without one would change nothing and are left out. "Medusa, our
-tree" is Medusa with as few nodes as this package takes: what the tree alone brings. Heads with a shared lm_head are
-replayed with the accuracies of those with their own.
+- ``bundled``, the trained model of the package. Acceptance is real, and all systems must write the same tokens
+  (float32). It knows Python only, so its conversations are held-out library files, two pieces of each as two turns.
+  ``--questions`` replaces them by MT-Bench.
+- Shapes with random weights. Memory and time are real, acceptance is *replayed* (``bench/replay.py``): with
+  ``--published FOLDER`` (``trees.json`` and ``mt_bench_7b.json``) from Medusa's published run of Vicuna-7B, question by
+  question, else from the accuracies of its heads. Prompts are random tokens, one per four characters of the text. Heads
+  with a shared lm_head are replayed with the accuracies of heads with their own.
+
+A turn's prompt is the whole conversation so far. Answers have ``--new-tokens`` tokens; the end of text is ignored.
+
+Systems take turns conversation by conversation. Tokens/s are all new tokens over the sum of the conversations' median
+seconds, prompts included. Generation memory is the peak of live tensor bytes without the model's weights, heads
+included, in a separate run over the conversation with the most tokens. Budgets are shares of the memory of Medusa as
+published; budgets above the package's memory without a budget are left out. "Medusa, our tree" is Medusa with the
+package's smaller tree, to separate the effect of the tree.
 """
 
 from __future__ import annotations
@@ -49,11 +51,11 @@ from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, best_first_paths
 from specmemo_kernels.tree.draft_tree import DraftTree
 
 BUNDLED = "bundled"
-#: A budget doesn't know how long the conversations are, so a smaller chunk is asked for where they don't fit.
+#: Tried in this order until the conversations fit the budget: ``patch`` doesn't know their length.
 PREFILL_CHUNKS = (256, 64, 16)
 #: Nodes of the trees that Medusa publishes, root included.
 PUBLISHED_NODES = 64
-#: The paper's savings are 65 %; smaller ones show where this package ends.
+#: Shares of Medusa's memory. 0.35 are the paper's savings of 65 %; the smallest shares are below the possible.
 BUDGETS = "0.35,0.2,0.17,0.14,0.1,0.05,0.02"
 #: Medusa publishes five heads.
 PUBLISHED_HEADS = 5
@@ -63,7 +65,8 @@ class Setup:
     """A model with its heads, trees and conversations.
 
     Attributes:
-        heads: by what they are called; Medusa as published takes the first. published: what is replayed, or ``None``.
+        heads: kinds of heads; Medusa as published takes the first.
+        published: source of replayed acceptance, or ``None``.
     """
 
     def __init__(self, name: str, dtype: str, device: str, questions: Path | None, folder: Path | None) -> None:
@@ -93,7 +96,7 @@ class Setup:
         return "real" if self.published is None else "replayed"
 
     def conversations(self, limit: int, new_tokens: int) -> list[Conversation]:
-        """As many as asked for, cut so that prompts, answers and Medusa's 64 slots fit the context."""
+        """``limit`` conversations, cut so that prompts, answers and Medusa's 64 slots fit the context."""
         context = self.model.config.max_position_embeddings
         room = context - 2 * new_tokens - PUBLISHED_NODES
         if self.questions is None:
@@ -104,9 +107,9 @@ class Setup:
 def our_systems(
     setup: Setup, shares: list[float], medusa_peak: int, tokens: int, weighed: Callable[[System], Memory]
 ) -> Iterator[tuple[OurSystem, Memory]]:
-    """For each kind of heads one without a budget, and one for each budget that is less than that takes.
+    """For each kind of heads a system without a budget, and one for each budget below that system's memory.
 
-    Budgets that can't hold ``tokens`` tokens are left out, the first one is said so.
+    Budgets that can't hold ``tokens`` tokens are left out; the first of them is printed.
     """
     for heads in setup.heads:
         peak = medusa_peak
@@ -116,7 +119,7 @@ def our_systems(
             if budget is not None and budget >= peak:
                 continue
             system = fitting(setup, name, heads, budget, tokens)
-            if system is None:  # nor do smaller ones
+            if system is None:  # smaller budgets don't fit either
                 break
             memory = weighed(system)
             peak = memory.peak if share is None else peak
@@ -124,7 +127,7 @@ def our_systems(
 
 
 def fitting(setup: Setup, name: str, heads: sk.MedusaHeads, budget: int | None, tokens: int) -> OurSystem | None:
-    """A system that holds ``tokens`` tokens in its budget, with the largest prefill chunk of a few that leaves room."""
+    """A system that holds ``tokens`` tokens in its budget, with the largest prefill chunk that fits; else ``None``."""
     for chunk in PREFILL_CHUNKS:
         try:
             replayed = setup.published is not None
@@ -156,12 +159,12 @@ def rows_of(setup: Setup, systems: list[System], memories: list[Memory], timings
 
 
 def prefill_chunk(system: System) -> int | None:
-    """Rows of a pass over a prompt; ``None``: all of it."""
+    """Rows of a prefill pass; ``None``: the whole prompt."""
     return system.handle.plan.prefill_chunk if isinstance(system, OurSystem) else None
 
 
 def step_rows(setup: Setup, systems: list[MedusaSystem | OurSystem], steps: int = 12) -> list[Row]:
-    """Where each system's step spends its time, behind a prompt of half the context, 1024 tokens at most."""
+    """Each system's step by part, after a prompt of half the context, at most 1024 tokens."""
     prompt = min(1024, setup.model.config.max_position_embeddings // 2)
     ids = torch.randint(setup.model.config.vocab_size, (prompt,), generator=torch.Generator().manual_seed(0)).tolist()
     new_tokens = PASSES * steps * (setup.tree.max_depth + 1) + 1
@@ -183,16 +186,16 @@ def measure(
     """The rows, each system's memory through a conversation, and steps by part.
 
     Raises:
-        AssertionError: a system writes other tokens than plain generate, where all have to write the same.
+        AssertionError: acceptance is real, in float32, and a system's tokens differ from plain generate's.
     """
     talks, vocab = setup.conversations(limit, new_tokens), setup.model.config.vocab_size
     heaviest = max(talks, key=lambda talk: sum(map(len, talk.turns)))
     until = time.perf_counter() + seconds
 
     def weighed(system: System) -> Memory:
-        found = weigh(system, heaviest, new_tokens, setup.published, vocab)
-        print(f"{system.name} ({system.heads}): {found.peak / 2**20:.1f} MiB", flush=True)
-        return found
+        memory = weigh(system, heaviest, new_tokens, setup.published, vocab)
+        print(f"{system.name} ({system.heads}): {memory.peak / 2**20:.1f} MiB", flush=True)
+        return memory
 
     systems: list[System] = [PlainSystem(setup.model)]
     systems.append(MedusaSystem("Medusa as published", setup.model, setup.heads[0], setup.tree))
@@ -227,12 +230,12 @@ def main(
     dtype: Annotated[str | None, typer.Option(help="default: fp32 for the bundled model, else bf16")] = None,
     questions: Annotated[Path | None, typer.Option(help="MT-Bench's question.jsonl", exists=True)] = None,
     published: Annotated[Path | None, typer.Option(help="folder with Medusa's published files", exists=True)] = None,
-    budgets: Annotated[str, typer.Option(help="shares of what Medusa as published needs")] = BUDGETS,
+    budgets: Annotated[str, typer.Option(help="shares of the memory of Medusa as published")] = BUDGETS,
     limit: Annotated[int, typer.Option(help="conversations")] = 4,
     new_tokens: Annotated[int, typer.Option(help="written in each turn")] = 64,
     rounds: Annotated[int, typer.Option(help="of each conversation and system, at most")] = 3,
-    seconds: Annotated[float, typer.Option(help="no further round is begun after these")] = 180.0,
-    json_: Annotated[Path | None, typer.Option("--json", help="write all of it here")] = None,
+    seconds: Annotated[float, typer.Option(help="no round starts after these")] = 180.0,
+    json_: Annotated[Path | None, typer.Option("--json", help="write all results here")] = None,
     pictures: Annotated[Path | None, typer.Option(help="a folder for frontier.md and the pictures")] = None,
 ) -> None:
     """Measure; print the tables, write JSON, Markdown and pictures."""

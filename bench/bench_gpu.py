@@ -21,9 +21,9 @@ PAGE_SIZE = 16
 
 
 def device_inputs(case: AttentionCase, dtype: torch.dtype, device: str = "cuda") -> dict[str, Any]:
-    """Keyword arguments of ``tree_attention`` made on the device: shuffled pages with room for the nodes, one tree.
+    """Keyword arguments of ``tree_attention`` on the device: shuffled pages with room for the nodes, one tree.
 
-    In memory pages are in the order that this package makes.
+    Pages have the memory order of this package's pool.
     """
     batch, nodes, context = len(case.nodes), case.nodes[0], case.seq_lens[0]
     pages = -(-(context + nodes) // PAGE_SIZE)
@@ -57,7 +57,7 @@ def device_inputs(case: AttentionCase, dtype: torch.dtype, device: str = "cuda")
 
 
 def floor_seconds(case: AttentionCase, size: int, bandwidth: float, rate: float) -> float:
-    """What reading keys, values and queries or multiplying takes at least, with the rates measured in this run."""
+    """The longer of reading keys, values and queries and of multiplying, at the rates measured in this run."""
     batch, nodes, context = len(case.nodes), case.nodes[0], case.seq_lens[0]
     read = 2 * case.num_kv_heads * (context + nodes) + 2 * case.num_qo_heads * nodes
     flops = 4 * batch * nodes * case.num_qo_heads * case.head_dim * (context + nodes / 2)
@@ -67,26 +67,30 @@ def floor_seconds(case: AttentionCase, size: int, bandwidth: float, rate: float)
 def attention_row(
     case: AttentionCase, dtype: torch.dtype, peers: list[str], rates: tuple[float, float], check: Check
 ) -> Row:
-    """One row of the table; raises ``AssertionError`` on a result that is off its budget."""
+    """One row of the table.
+
+    Raises:
+        AssertionError: a result's error is over its budget.
+    """
     inputs = device_inputs(case, dtype)
     pages = (inputs["k_pages"], inputs["v_pages"])
     rest = {name: value for name, value in inputs.items() if name not in ("k_pages", "v_pages")}
     ours = lambda k, v: ops.tree_attention(**rest, k_pages=k, v_pages=v, backend="triton")[0]  # noqa: E731
     problem = op_peers.dense(inputs)
-    made: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {"ours": (ours, pages)}
+    calls: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {"ours": (ours, pages)}
     outputs, times = {"ours": ours(*pages)}, {}
     for name in peers:
         try:
             if name == "flashinfer":
                 run = gpu_peers.flashinfer(inputs)
-                outputs[name], made[name] = run(*pages), (run, pages)
+                outputs[name], calls[name] = run(*pages), (run, pages)
             else:
                 run = op_peers.PEERS[name](problem)
-                outputs[name], made[name] = problem.rows(run(problem.k, problem.v)), (run, (problem.k, problem.v))
-        except Exception as error:  # a peer that can't do this case is left out, and said so
+                outputs[name], calls[name] = problem.rows(run(problem.k, problem.v)), (run, (problem.k, problem.v))
+        except Exception as error:  # print peers that can't run this case
             print(f"{case.name}: {name} left out: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
     check(inputs, outputs, dtype)
-    for name, (function, data) in made.items():
+    for name, (function, data) in calls.items():
         times[name] = graph_seconds(function, data)
     own = times.pop("ours")
     row: Row = {"ms": own * 1e3, "floor_fraction": floor_seconds(case, dtype.itemsize, *rates) / own}
@@ -99,7 +103,10 @@ def attention_row(
 def rows_for(
     cases: list[AttentionCase], dtypes: dict[str, torch.dtype], peers: list[str], seconds: float, check: Check
 ) -> Iterator[Row]:
-    """A row for each case and dtype, started until ``seconds`` are spent; ``t_vs_t1`` where one node came before."""
+    """A row for each case and dtype; no row starts after ``seconds``.
+
+    ``t_vs_t1`` is missing if the case of one node hasn't run before.
+    """
     begin = time.perf_counter()
     for label, dtype in dtypes.items():
         rates = copy_bandwidth(), matmul_rate(dtype)

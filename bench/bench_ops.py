@@ -5,16 +5,20 @@
     python bench/bench_ops.py --model all --context 128,1024,4096,16384 --batch 1,4,8 --tree 1,8,16,25,32,64 \\
         --dtype bf16,fp32
     python bench/bench_ops.py --device cuda --context 2048,8192,32768 --batch 1,8,32 --tree 1,25,64
-    pytest bench/bench_ops.py            the first through pytest-benchmark
+    pytest bench/bench_ops.py            the first command through pytest-benchmark
 
-Every result is checked against float64 before anything is timed; then the operator and its peers take turns.
-``vs_best`` is the fastest peer's time on gathered keys over ours, ``vs_sdpa`` that of SDPA as usually called,
-``vs_paged`` that of the fastest peer with the gather it needs, ``floor_fraction`` the floor over our time. The floor is
-max(bytes / read bandwidth, flops / GEMM rate), both measured in the same turns. ``ms_near`` is the same call, again and
-again, with each sequence's first four pages in place of all: what is left without reading memory. Calls rotate over
-copies of keys and values, so that none finds them in a cache, and before each a product with a layer's weights passes
-through the caches, as in a decoder. On a GPU (``bench_gpu.py``) calls are replayed from a graph, the floor is
-max(bytes / copy bandwidth, flops / matmul rate), and ``t_vs_t1`` is the time over that of one node.
+Every result is checked against float64 before it is timed; then the operator and its peers take turns. Calls rotate
+over copies of keys and values, so that they aren't in a cache. Before each call a product with a layer's weights passes
+through the caches, as in a decoder. Columns:
+
+- ``vs_best``: time of the fastest peer on gathered keys over the operator's time.
+- ``vs_sdpa``: the same for SDPA as usually called. ``vs_paged``: for the fastest peer with the gather it needs.
+- ``floor_fraction``: the floor over the operator's time. The floor is max(bytes / read bandwidth, flops / GEMM rate),
+  both measured in the same turns.
+- ``ms_near``: the same call repeated on each sequence's first four pages, so without the time to read memory.
+
+On a GPU (``bench_gpu.py``) calls are replayed from a graph, the floor is max(bytes / copy bandwidth, flops / matmul
+rate), and ``t_vs_t1`` is the time relative to one node.
 """
 
 from __future__ import annotations
@@ -31,9 +35,7 @@ import op_peers
 import pytest
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
-from timing import Yardstick, copies, environment, rotation, take_turns
+from timing import Yardstick, copies, print_rows, rotation, take_turns, write_result
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python_tests"))
 
@@ -45,6 +47,8 @@ from specmemo_kernels.cache.page_order import empty_pages
 MODELS = {"llama2-7b": (32, 32, 128), "llama3-8b": (32, 8, 128), "llama-70b-tp8": (8, 1, 128)}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 Row = dict[str, Any]
+COLUMNS = ("op", "model", "dtype", "context", "batch", "tree", "ms", "best_peer", "vs_best", "vs_sdpa", "vs_paged",
+           "floor_fraction")  # fmt: skip
 
 
 def attention_case(model: str, context: int, batch: int, tree: int) -> AttentionCase:
@@ -54,7 +58,11 @@ def attention_case(model: str, context: int, batch: int, tree: int) -> Attention
 
 
 def check(inputs: dict[str, Any], outputs: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-    """One KV head of the last sequence in float64 against every output; raises on the first that is off its budget."""
+    """Compare every output with float64, for one KV head of the last sequence.
+
+    Raises:
+        AssertionError: an output's error is over its budget.
+    """
     start, end = inputs["qo_indptr"][-2:].tolist()
     group = inputs["q"].shape[1] // inputs["k_new"].shape[1]
     alone = {
@@ -72,15 +80,15 @@ def check(inputs: dict[str, Any], outputs: dict[str, torch.Tensor], dtype: torch
     budget = attention_budget(alone, dtype)
     for name, out in outputs.items():
         error = float((out[start:end, -group:].double() - budget.out).abs().max())
-        # Twice the tests' room: few elements are looked at, and peers may round scores too. A wrong mask is far off.
+        # Twice the tests' budget: peers may round scores too, and the error of a wrong mask is far larger.
         if not error <= 2 * budget.out_error:
             raise AssertionError(f"{name}: error {error:.2e} is over twice the budget {budget.out_error:.2e}")
 
 
 def our_call(inputs: dict[str, Any]) -> Callable[[torch.Tensor, torch.Tensor], Any]:
-    """``tree_attention`` of pages of keys and values, called as the engine calls it (:func:`ops.kernels`).
+    """``tree_attention`` as a function of the pages, called as the engine calls it (:func:`ops.kernels`).
 
-    Of cases like :func:`attention_case`'s, which have neither a window nor other extras.
+    For cases without window, softcap and sinks.
     """
     q, k_new, v_new, block_table, seq_lens, qo_indptr, tree_mask = (
         inputs[name] for name in ("q", "k_new", "v_new", "block_table", "seq_lens", "qo_indptr", "tree_mask")
@@ -99,8 +107,8 @@ def our_call(inputs: dict[str, Any]) -> Callable[[torch.Tensor, torch.Tensor], A
 
 
 def attention_row(case: AttentionCase, dtype: torch.dtype, yard: Yardstick, peers: list[str], seconds: float) -> Row:
-    """One row of the table of ``tree_attention``."""
-    # Pages are shuffled like a server's; the masks of all sequences are those of the first (SDPA takes one).
+    """One row of ``tree_attention``."""
+    # All sequences get the mask of the first: SDPA takes one mask.
     inputs = attention_inputs(case, dtype)
     nodes, batch, context = case.nodes[0], len(case.nodes), case.seq_lens[0]
     inputs["tree_mask"] = inputs["tree_mask"][:nodes].repeat(batch, 1)  # type: ignore[index]
@@ -116,7 +124,7 @@ def attention_row(case: AttentionCase, dtype: torch.dtype, yard: Yardstick, peer
         try:
             run = op_peers.PEERS[name](problem)
             outputs[name] = problem.rows(run(problem.k, problem.v))
-        except Exception as error:  # a peer that can't do this case is left out, and said so
+        except Exception as error:  # print peers that can't run this case
             print(f"{case.name}: {name} left out: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
             continue
         functions[name] = rotation(run, dense)
@@ -130,8 +138,8 @@ def attention_row(case: AttentionCase, dtype: torch.dtype, yard: Yardstick, peer
     own, gather = times.pop("ours"), times.pop("gather")
     best = min(times, key=times.__getitem__)
     table = torch.as_tensor(inputs["block_table"])
-    few = rest | {"block_table": table[:, torch.arange(table.shape[1]) % 4].contiguous()}
-    near_call = functools.partial(our_call(few), *pages)
+    four_pages = rest | {"block_table": table[:, torch.arange(table.shape[1]) % 4].contiguous()}
+    near_call = functools.partial(our_call(four_pages), *pages)
     near = take_turns({"near": near_call}, seconds=seconds / 4)["near"]
     return {
         "ms": own * 1e3,
@@ -152,7 +160,7 @@ def commit_row(
     batch, length = len(case.nodes), case.seq_lens[0]
     k, v = (torch.randn(layers, batch * nodes, heads, dim).to(dtype) for _ in range(2))
     pages = -(-(length + nodes) // 16)
-    # Other slots in each call, as in each step: the memory that is written to isn't in a cache either.
+    # Other slots in each call, as in each step, so that they aren't in a cache.
     tables = [torch.randperm(batch * pages).int().view(batch, pages) for _ in range(64)]
     k_pages, v_pages = (empty_pages((layers, batch * pages, 16, heads), dim, dtype, k.device).zero_() for _ in range(2))
     lengths = torch.full((batch,), length, dtype=torch.int32)
@@ -194,7 +202,7 @@ def lm_head_row(
     weight = (torch.randn(vocab, hidden_size, generator=g) / hidden_size**0.5).to(dtype)
     run = functools.partial(ops.kernels("cpu", hidden.device).lm_head_argmax, hidden, weight, None)
     exact = hidden.double() @ weight.double().T
-    # The chosen token's exact logit may lie below the best by the rounding of two logits, no more.
+    # The chosen token's exact logit may be below the best by the rounding of two logits.
     short = (exact.amax(1) - exact.gather(1, run()[:, None])[:, 0]).amax()
     assert float(short) <= 2 * torch.finfo(dtype).eps * float(exact.abs().amax()), "lm_head_argmax chose a worse token"
     matmul = lambda: torch.nn.functional.linear(hidden, weight)  # noqa: E731
@@ -218,7 +226,7 @@ def rows_for(
     models: list[str], dtypes: list[str], contexts: list[int], batches: list[int], trees: list[int],
     operators: list[str], peers: list[str], seconds: float,
 ) -> Iterator[Row]:  # fmt: skip
-    """One row for each combination, measured when it is asked for."""
+    """One row for each combination, measured on iteration."""
     for dtype in dtypes:
         kind = DTYPES[dtype]
         yard = Yardstick(kind)
@@ -238,17 +246,6 @@ def rows_for(
                             yield {"op": "commit_paged_kv", **head, **commit_row(case, kind, yard, seconds)}
 
 
-def show(rows: list[Row]) -> None:
-    """The rows as a table."""
-    columns = ["op", "model", "dtype", "context", "batch", "tree", "ms", "best_peer", "vs_best", "vs_sdpa", "vs_paged",
-               "floor_fraction"]  # fmt: skip
-    table = Table(*columns)
-    for row in rows:
-        cells = [row.get(name, "") for name in columns]
-        table.add_row(*[f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells])
-    Console(width=150).print(table)
-
-
 def main(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     model: Annotated[str, typer.Option(help="names from " + ", ".join(MODELS) + ", or all")] = "llama3-8b",
@@ -260,7 +257,7 @@ def main(
     peers: Annotated[
         str, typer.Option(help="of " + ", ".join(op_peers.PEERS) + ", on a GPU flashinfer too")
     ] = "sdpa,sdpa_folded",
-    limit_s: Annotated[float, typer.Option(help="on a GPU: start no row after so many seconds")] = 1800,
+    limit_s: Annotated[float, typer.Option(help="on a GPU: no row starts after these seconds")] = 1800,
     seconds: Annotated[float, typer.Option(help="time for one row")] = 1.0,
     json_: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
 ) -> None:
@@ -274,18 +271,16 @@ def main(
 
         cases = [attention_case(m, c, b, t) for m in models for c in sizes[0] for b in sizes[1] for t in sizes[2]]
         kinds = {name: DTYPES[name] for name in dtype.split(",")}
-        found = bench_gpu.rows_for(cases, kinds, peers.split(","), limit_s, check)
+        measured = bench_gpu.rows_for(cases, kinds, peers.split(","), limit_s, check)
     else:
-        found = rows_for(models, dtype.split(","), *sizes, op.split(","), peers.split(","), seconds)
+        measured = rows_for(models, dtype.split(","), *sizes, op.split(","), peers.split(","), seconds)
     rows = []
     with torch.inference_mode():  # as in decoding
-        for row in found:
+        for row in measured:
             rows.append(row)
             print(json.dumps(row), flush=True)
-    show(rows)
-    if json_ is not None:
-        json_.parent.mkdir(parents=True, exist_ok=True)
-        json_.write_text(json.dumps({"environment": environment(), "device": device, "rows": rows}, indent=1) + "\n")
+    print_rows(rows, COLUMNS)
+    write_result(json_, {"device": device, "rows": rows})
 
 
 @pytest.mark.parametrize("tree", [1, 8, 32])

@@ -1,16 +1,14 @@
-"""What the messages of tensor parallel cost: their share of a step, measured and by the planner's formula.
+"""The cost of tensor parallel messages: their share of a step, measured and by the planner's formula.
 
     torchrun --nproc-per-node 2 bench/bench_ranks.py --model 125m --json bench/results/ranks_cpu.json
 
-Every rank runs one thread. Measured are steps of a fixed tree, the seconds in which a rank is inside a collective (it
-also waits for the others there) and what a collective alone takes at several sizes. Beyond this machine, predicted by
-the planner's formulas: Llama-2-70B on MI250s.
+Every rank runs one thread. Measured: steps of a fixed tree, a rank's seconds inside collectives (waiting for other
+ranks included), and collectives alone at several sizes. Predicted by the planner's formulas: Llama-2-70B on MI250s.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -28,7 +26,7 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from shapes import SHAPES, random_heads, random_model
-from timing import environment
+from timing import write_result
 
 import specmemo_kernels
 from specmemo_kernels.planning.baselines import Workload
@@ -48,23 +46,23 @@ LLAMA_70B = {
 
 
 class Inside(TorchDispatchMode):
-    """Seconds spent in collectives, waiting for the others included: torch.distributed's, and those of DTensors."""
+    """Seconds inside collectives of torch.distributed and of DTensors, waiting for other ranks included."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seconds, self.calls = 0.0, 0
-        self._own: dict[str, Any] = {}
+        self._originals: dict[str, Any] = {}
 
     def __enter__(self) -> Inside:
         for name in ("all_reduce", "all_gather", "broadcast"):
-            self._own[name] = getattr(dist, name)
-            setattr(dist, name, partial(self._timed, self._own[name], True))
+            self._originals[name] = getattr(dist, name)
+            setattr(dist, name, partial(self._timed, self._originals[name], True))
         super().__enter__()
         return self
 
     def __exit__(self, *failure: Any) -> None:
         super().__exit__(*failure)
-        for name, function in self._own.items():
+        for name, function in self._originals.items():
             setattr(dist, name, function)
 
     def _timed(self, function: Any, counts: bool, *args: Any, **kwargs: Any) -> Any:
@@ -82,20 +80,20 @@ class Inside(TorchDispatchMode):
 
 
 def collective_seconds(runs: int) -> list[dict[str, float]]:
-    """Median seconds of an all-reduce and an all-gather by bytes that a rank hands in."""
+    """Median seconds of an all-reduce and an all-gather, by the bytes of one rank."""
     rows = []
     for size in SIZES:
-        mine = torch.ones(size // 4)
-        everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        local = torch.ones(size // 4)
+        gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
         row: dict[str, float] = {"bytes": size}
         for name, call in (
-            ("all_reduce", lambda mine=mine: dist.all_reduce(mine)),
-            ("all_gather", lambda mine=mine, everybody=everybody: dist.all_gather(everybody, mine)),
+            ("all_reduce", lambda local=local: dist.all_reduce(local)),
+            ("all_gather", lambda local=local, gathered=gathered: dist.all_gather(gathered, local)),
         ):
             call()
             taken = []
             for _ in range(runs):
-                mine.fill_(1)
+                local.fill_(1)
                 started = time.perf_counter()
                 call()
                 taken.append(time.perf_counter() - started)
@@ -105,7 +103,7 @@ def collective_seconds(runs: int) -> list[dict[str, float]]:
 
 
 def measure(model: Any, heads: Any, nodes: int, batch: int, new: int) -> dict[str, float]:
-    """Seconds of a step of ``batch`` sequences, and how much of it is spent inside collectives."""
+    """Seconds of a step of ``batch`` sequences, and the share inside collectives."""
     ids = torch.randint(3, 1000, (batch, PROMPT), generator=torch.Generator().manual_seed(0))
     with specmemo_kernels.patch(model, heads, tree=nodes, max_batch_size=batch, reuse_prefix=False) as handle:
 
@@ -122,15 +120,15 @@ def measure(model: Any, heads: Any, nodes: int, batch: int, new: int) -> dict[st
             generate(new)
         steps = many[1] - few[1]
         step = (many[0] - few[0]) / steps
-        talk = (inside_many.seconds - inside_few.seconds) / steps
+        inside = (inside_many.seconds - inside_few.seconds) / steps
         return {
-            "batch": batch, "nodes": nodes, "steps": steps, "step_seconds": step, "collective_seconds": talk,
-            "share": talk / step, "collectives": (inside_many.calls - inside_few.calls) / steps,
+            "batch": batch, "nodes": nodes, "steps": steps, "step_seconds": step, "collective_seconds": inside,
+            "share": inside / step, "collectives": (inside_many.calls - inside_few.calls) / steps,
         }  # fmt: skip
 
 
 def formula(spec: ModelSpec, batch: int, nodes: int, measured: list[dict[str, float]]) -> dict[str, float]:
-    """The step's messages by the formula, each taking what such a collective alone takes here."""
+    """The step's messages by the formula, each at the measured time of a collective alone."""
     messages = step_messages(spec, decode_pass(Workload(2 * PROMPT), batch, nodes, HEADS), HeadsSpec(HEADS))
     return {
         "messages": sum(m.count for m in messages),
@@ -140,7 +138,7 @@ def formula(spec: ModelSpec, batch: int, nodes: int, measured: list[dict[str, fl
 
 
 def _between(measured: list[dict[str, float]], message: Message) -> float:
-    """Straight lines through the measured sizes."""
+    """Seconds of a message, by linear interpolation between the measured sizes."""
     name = "all_gather" if message.gathered else "all_reduce"
     lower, upper = measured[0], measured[1]
     for first, second in pairwise(measured):
@@ -159,9 +157,9 @@ def predicted() -> list[dict[str, Any]]:
     for tp in (4, 8):
         for batch in (1, 10):
             run = decode_pass(Workload(1024), batch, 19, HEADS)
-            talk = sum(m.seconds(device, tp) for m in step_messages(spec, run, heads))
+            inside = sum(m.seconds(device, tp) for m in step_messages(spec, run, heads))
             step = pass_seconds(spec, device, run, heads, tp)
-            rows.append({"tp": tp, "batch": batch, "step_seconds": step, "collective_seconds": talk})
+            rows.append({"tp": tp, "batch": batch, "step_seconds": step, "collective_seconds": inside})
     return rows
 
 
@@ -191,14 +189,10 @@ def main() -> None:
         rows.append(row | formula(spec, batch, args.nodes, collectives))
     if rank:
         return
-    result = {
-        "environment": environment(), "ranks": size, "model": args.model, "steps": rows, "collectives": collectives,
-        "predicted": predicted(),
-    }  # fmt: skip
     for row in rows:
         print({name: round(value, 6) for name, value in row.items()})
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    result = {"ranks": size, "model": args.model, "steps": rows, "collectives": collectives, "predicted": predicted()}
+    write_result(args.json, result)
 
 
 if __name__ == "__main__":

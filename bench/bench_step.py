@@ -1,29 +1,26 @@
-"""One decode step beside the matrix products that it can't do without, timed alone in the same run, and its parts.
+"""One decode step, its matrix products timed alone in the same run, and its parts.
 
     python bench/bench_step.py --shape 125m,bundled --dtype bf16,fp32 --tree 8 --context 1024 --json out.json
     python bench/bench_step.py --shape vicuna-7b --dtype bf16 --tree 25 --device cuda
 
 The step is the patched model's own loop (draft, forward, verify, commit) at batch 1. The products are torch's linears
-with the same weights and rows, one after the other: seven per layer and the lm_head over all nodes, the heads' blocks
-and the lm_head over one row per head. Both take turns, and each passes over all weights, so both find them as cold.
-``ratio`` is the median step over the median of the products. The step's parts come from torch's profiler
-(``bench/step_profile.py``), in steps of their own.
+with the same weights and rows, in sequence: seven per layer and the lm_head over all nodes, the heads' blocks and the
+lm_head over one row per head. Both take turns, and each reads all weights, so neither finds them in a cache. ``ratio``
+is the median step over the median of the products. The step's parts come from torch's profiler
+(``bench/step_profile.py``), in separate steps.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 from shapes import SHAPES, random_heads, random_model
 from step_profile import breakdown
-from timing import environment, take_turns
+from timing import print_rows, take_turns, write_result
 from torch import nn
 
 import specmemo_kernels as sk
@@ -32,12 +29,12 @@ from specmemo_kernels.cli.common import demo_model_folder, hide_loading_bars, lo
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Row = dict[str, Any]
 BUNDLED = "bundled"
-#: Profiled steps, and as many without the profiler, each twice.
+#: The ``steps`` of :func:`step_profile.breakdown`.
 PROFILED = 12
 
 
 class Steps:
-    """Decode steps of one sequence, each call one; the sequence begins anew where ``span`` tokens are written."""
+    """Decode steps of one sequence, one per call; the sequence starts again after ``span`` tokens."""
 
     def __init__(self, model: Any, context: int, span: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -56,7 +53,7 @@ class Steps:
 
 
 def products(model: Any, heads: sk.MedusaHeads, depth: int, nodes: int) -> Callable[[], None]:
-    """All matrix products of a step over ``nodes`` nodes whose tree is ``depth`` deep."""
+    """All matrix products of a step over a tree of ``nodes`` nodes and this ``depth``."""
     lm_head = model.get_output_embeddings().weight
     jobs: list[tuple[torch.Tensor, int]] = []
     for layer in model.model.layers:
@@ -78,8 +75,8 @@ def products(model: Any, heads: sk.MedusaHeads, depth: int, nodes: int) -> Calla
     return run
 
 
-def waited(job: Callable[[], object], device: str) -> Callable[[], object]:
-    """The same until a GPU has done all of it."""
+def synchronised(job: Callable[[], object], device: str) -> Callable[[], object]:
+    """``job``, followed by a synchronisation on a GPU."""
     if device == "cpu":
         return job
 
@@ -91,7 +88,7 @@ def waited(job: Callable[[], object], device: str) -> Callable[[], object]:
 
 
 def load(shape: str, dtype: torch.dtype, device: str, own: bool) -> tuple[Any, sk.MedusaHeads]:
-    """A model and four heads: the bundled one with its own, else random weights."""
+    """A model and four heads: bundled, or random weights."""
     if shape != BUNDLED:
         model = random_model(SHAPES[shape], dtype, device)
         return model, random_heads(model, 4, own)
@@ -110,10 +107,10 @@ def measure(
     with sk.patch(model, heads, tree=tree, max_batch_size=1, graph=graph) as handle:
         plan, depth = handle.plan, handle.plan.tree.max_depth
         step = Steps(model, context, span=128)
-        for _ in range(4):  # a graph is captured the second time that a step is made
+        for _ in range(4):  # a graph is captured in the second step
             step()
         alone = products(model, heads, depth, plan.tree.size)
-        jobs = {"step": waited(step, device), "products": waited(alone, device)}
+        jobs = {"step": synchronised(step, device), "products": synchronised(alone, device)}
         times = take_turns(jobs, seconds=seconds, rounds=(20, 400))
         parts = breakdown(step, PROFILED, torch.device(device))
         return {
@@ -127,12 +124,12 @@ def measure(
 def main(
     shape: Annotated[str, typer.Option(help="of " + ", ".join((BUNDLED, *SHAPES)))] = "125m",
     dtype: Annotated[str, typer.Option(help="of " + ", ".join(DTYPES))] = "bf16,fp32",
-    tree: Annotated[str, typer.Option(help="nodes, or 'plan' for what patch chooses")] = "plan,8",
+    tree: Annotated[str, typer.Option(help="nodes, or 'plan': patch chooses the tree")] = "plan,8",
     context: Annotated[int, typer.Option(help="tokens of the prompt")] = 1024,
     own: Annotated[bool, typer.Option("--own-lm-head", help="heads with a vocabulary matrix each")] = False,
     seconds: Annotated[float, typer.Option(help="for each row")] = 6.0,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    graph: Annotated[bool | None, typer.Option("--graph/--no-graph", help="default: what patch does")] = None,
+    graph: Annotated[bool | None, typer.Option("--graph/--no-graph", help="default: as patch chooses")] = None,
     json_: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
 ) -> None:
     """Measure, print a table and write JSON."""
@@ -142,21 +139,11 @@ def main(
         for kind in dtype.split(",")
         for size in tree.split(",")
     ]
-    known = [{name: cell for name, cell in row.items() if name != "parts_ms"} for row in rows]
-    console = Console(width=140)
-    console.print(_table("a step and its products", known))
-    what = ("shape", "dtype", "nodes")
-    console.print(_table("ms by part", [{n: row[n] for n in what} | row["parts_ms"] for row in rows]))
-    if json_ is not None:
-        json_.parent.mkdir(parents=True, exist_ok=True)
-        json_.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
-
-
-def _table(title: str, rows: list[Row]) -> Table:
-    table = Table(*rows[0], title=title)
-    for row in rows:
-        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row.values()))
-    return table
+    times = [{name: cell for name, cell in row.items() if name != "parts_ms"} for row in rows]
+    print_rows(times, title="a step and its products")
+    setup = ("shape", "dtype", "nodes")
+    print_rows([{name: row[name] for name in setup} | row["parts_ms"] for row in rows], title="ms by part")
+    write_result(json_, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Multi-turn conversations as token ids: MT-Bench, or files that a model completes piece by piece."""
+"""Multi-turn conversations as token ids: MT-Bench, or library files in two pieces."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any
 
 from specmemo_kernels.cli.demo_data import is_held_out, library_files
 
-#: Characters of English per token of Llama's tokenizer, about; where there is no tokenizer, prompts get this length.
+#: Approximate characters of English per token of Llama's tokenizer, for models without a tokenizer.
 CHARACTERS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What the user says, turn by turn, as token ids; ``question`` is its number in MT-Bench (or a count)."""
+    """The user's turns as token ids; ``question`` is the number in MT-Bench (or a count)."""
 
     question: int
     turns: tuple[tuple[int, ...], ...]
 
     def cut(self, room: int) -> Conversation:
-        """Each turn's last tokens, so that all of them together have at most ``room``."""
+        """Each turn's last tokens, at most ``room`` in total."""
         share = room // len(self.turns)
         return Conversation(self.question, tuple(turn[-share:] for turn in self.turns))
 
 
 def mt_bench(questions: Path, tokenizer: Any, limit: int) -> list[Conversation]:
-    """``limit`` questions of MT-Bench's ``question.jsonl``, evenly over the file and so over its categories."""
+    """``limit`` questions of MT-Bench's ``question.jsonl``, evenly over the file and its categories."""
     lines = [json.loads(line) for line in questions.read_text(encoding="utf-8").splitlines() if line.strip()]
     chosen = lines[:: max(1, len(lines) // limit)][:limit]
     return [
@@ -38,7 +38,7 @@ def mt_bench(questions: Path, tokenizer: Any, limit: int) -> list[Conversation]:
 
 
 class NoTokenizer:
-    """Random ids, as many as Llama's tokenizer would make, about; for models that understand nothing anyway."""
+    """Random ids, about as many as Llama's tokenizer would give; for models with random weights."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -51,12 +51,12 @@ class NoTokenizer:
 
 
 def held_out_files(tokenizer: Any, limit: int, tokens: int) -> list[Conversation]:
-    """Library files that the bundled model has never seen: their beginning, and as a second turn what follows it."""
-    found: list[Conversation] = []
+    """Held-out library files: the first ``tokens`` tokens, and as a second turn the next ones."""
+    talks: list[Conversation] = []
     files = [file for file in library_files() if is_held_out(file)]
     random.Random(0).shuffle(files)
     for file in files:
         ids = tokenizer(file.read_text(errors="replace"), verbose=False).input_ids
-        if len(ids) >= 2 * tokens and len(found) < limit:
-            found.append(Conversation(len(found), (tuple(ids[:tokens]), tuple(ids[tokens : 2 * tokens]))))
-    return found
+        if len(ids) >= 2 * tokens and len(talks) < limit:
+            talks.append(Conversation(len(talks), (tuple(ids[:tokens]), tuple(ids[tokens : 2 * tokens]))))
+    return talks

@@ -1,4 +1,4 @@
-"""What bench_frontier.py found, as Markdown tables and pictures."""
+"""Results of bench_frontier.py as Markdown tables and pictures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MARKS = {"plain generate": "s", "Medusa as published": "^", "Medusa, our tree": 
 
 
 def markdown(rows: Sequence[Row], steps: Sequence[Row]) -> str:
-    """The frontier as a table, and where a step's time goes as another."""
+    """Tables of the frontier, of memory by part, and of steps by part."""
     title = ["system", "heads", "nodes", "budget", "generation memory", "beside Medusa's", "tokens/s"]
     title += ["beside Medusa's", "tokens per step"]
     lines = [
@@ -63,17 +63,17 @@ def draw(folder: Path, data: dict[str, Any], rows: Sequence[Row]) -> list[Path]:
     pictures = {"frontier": frontier(rows), "memory": memory(data["memory"])}
     if data["steps"]:
         pictures["step"] = steps(data["steps"])
-    made = []
+    written = []
     for name, figure in pictures.items():
         figure.suptitle(caption, fontsize=9)
-        made.append(folder / f"{name}.png")
-        figure.savefig(made[-1], dpi=130)
+        written.append(folder / f"{name}.png")
+        figure.savefig(written[-1], dpi=130)
         plt.close(figure)
-    return made
+    return written
 
 
 def frontier(rows: Sequence[Row]) -> Any:
-    """Throughput over generation memory; a line through each kind of heads of ours."""
+    """Throughput over generation memory, with a line for each kind of heads of this package."""
     figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
     ours: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
@@ -95,7 +95,10 @@ def frontier(rows: Sequence[Row]) -> Any:
 
 
 def memory(talks: Sequence[dict[str, Any]]) -> Any:
-    """Bytes by part through a conversation: plain, Medusa, ours at most and at least; below on scales of their own."""
+    """Bytes by part during a conversation: plain, Medusa, this package without and with the smallest budget.
+
+    The first row of panels has one scale, the second a scale for each panel.
+    """
     talks = [talk for talk in talks if talk["system"] != "Medusa, our tree"]
     talks = [*talks[:3], talks[-1]] if len(talks) > 3 else talks
     figure, panels = plt.subplots(2, len(talks), figsize=(3 * len(talks) + 1, 6.2), squeeze=False, layout="constrained")
@@ -103,8 +106,8 @@ def memory(talks: Sequence[dict[str, Any]]) -> Any:
     for column, talk in enumerate(talks):
         for line, axes in enumerate(panels[:, column]):
             _stack(axes, talk)
-            own = max(sum(values) for values in zip(*talk["series"].values(), strict=True)) / MIB
-            axes.set_ylim(0, 1.05 * (top if line == 0 else own))
+            panel_top = max(sum(values) for values in zip(*talk["series"].values(), strict=True)) / MIB
+            axes.set_ylim(0, 1.05 * (top if line == 0 else panel_top))
             axes.set_xlim(0, talk["calls"][-1] / 1000)
         panels[0][column].set_title(f"{talk['system']}\nheads: {talk['heads']}", fontsize=9)
         panels[1][column].set_xlabel("thousands of operator calls", fontsize=8)
@@ -119,19 +122,19 @@ def _stack(axes: Axes, talk: dict[str, Any]) -> None:
     series = [[value / MIB for value in talk["series"][part]] for part in PARTS]
     calls = [call / 1000 for call in talk["calls"]]
     axes.stackplot(calls, series, labels=PARTS, linewidth=0)
-    for call, what in talk["marks"]:
-        when = call / 1000
-        axes.axvline(when, color="grey", linewidth=0.8, linestyle=":")
-        axes.text(when, 0.99, f" {what}", transform=axes.get_xaxis_transform(), fontsize=7, va="top")
+    for call, label in talk["marks"]:
+        x = call / 1000
+        axes.axvline(x, color="grey", linewidth=0.8, linestyle=":")
+        axes.text(x, 0.99, f" {label}", transform=axes.get_xaxis_transform(), fontsize=7, va="top")
     axes.tick_params(labelsize=8)
 
 
-def steps(found: Sequence[Row]) -> Any:
+def steps(rows: Sequence[Row]) -> Any:
     """A step's milliseconds, a bar per system."""
-    figure, axes = plt.subplots(figsize=(8, 1.8 + 0.5 * len(found)), layout="constrained")
-    names, left = [row["system"] for row in found], [0.0] * len(found)
+    figure, axes = plt.subplots(figsize=(8, 1.8 + 0.5 * len(rows)), layout="constrained")
+    names, left = [row["system"] for row in rows], [0.0] * len(rows)
     for part in STEP_PARTS:
-        widths = [max(0.0, row[part]) for row in found]
+        widths = [max(0.0, row[part]) for row in rows]
         axes.barh(names, widths, left=left, label=part)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.invert_yaxis()
@@ -142,13 +145,13 @@ def steps(found: Sequence[Row]) -> Any:
 
 
 def thinned(calls: Sequence[int], series: dict[str, list[int]], places: int = 500) -> Row:
-    """The same curves with at most ``places`` moments: of each stretch of time the one that holds most bytes."""
+    """The curves reduced to at most ``places`` points: of each interval the point with the most bytes."""
     totals = [sum(values) for values in zip(*series.values(), strict=True)]
     end = calls[-1] or 1
     best: dict[int, int] = {}
-    for i, when in enumerate(calls):
-        stretch = min(places - 1, places * when // end)
-        if stretch not in best or totals[i] > totals[best[stretch]]:
-            best[stretch] = i
+    for i, call in enumerate(calls):
+        interval = min(places - 1, places * call // end)
+        if interval not in best or totals[i] > totals[best[interval]]:
+            best[interval] = i
     kept = sorted(best.values())
     return {"calls": [calls[i] for i in kept], "series": {p: [v[i] for i in kept] for p, v in series.items()}}

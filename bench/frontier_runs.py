@@ -1,4 +1,4 @@
-"""Conversations with the systems of bench_frontier.py: timed in turns, weighed apart."""
+"""Conversations with the systems of bench_frontier.py: timed in turns; memory measured in separate runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from replay import Published
 
 @dataclass
 class Timing:
-    """Median seconds of every conversation, the answers of the last round, and what was counted in all rounds."""
+    """Median seconds of every conversation, the answers of the last round, and counters of all rounds."""
 
     seconds: list[float] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)
@@ -35,16 +35,16 @@ class Timing:
 def hold(
     system: System, talk: Conversation, new_tokens: int, published: Published | None, between: Callable[[int], None]
 ) -> tuple[list[list[int]], float]:
-    """One conversation: the answers to its turns, and the seconds they took. ``between`` is called before each turn.
+    """One conversation: the answers to its turns, and their seconds. ``between`` is called before each turn.
 
-    What was computed in one turn may serve the next; nothing comes from the same conversation held before.
+    A turn may reuse what earlier turns computed, but nothing from an earlier run of the conversation.
     """
     system.forget()
     ids: list[int] = []
     answers: list[list[int]] = []
     seconds = 0.0
-    for turn, said in enumerate(talk.turns):
-        ids = [*ids, *said]
+    for turn, prompt in enumerate(talk.turns):
+        ids = [*ids, *prompt]
         ranks = None if published is None else published.ranks(talk.question, turn, new_tokens + 8)
         between(turn)
         started = time.perf_counter()
@@ -62,22 +62,22 @@ def take_turns(
     rounds: int,
     until: float,
 ) -> list[Timing]:
-    """Every system holds each conversation, in turn and in changing order, ``rounds`` times.
+    """Run each conversation on every system in turn, ``rounds`` times, in alternating order.
 
-    A further round isn't begun after ``until`` (``time.perf_counter``); the first one is always made.
+    No round but the first starts after ``until`` (``time.perf_counter``).
     """
     timings = [Timing() for _ in systems]
     for talk in talks:
-        taken: list[list[float]] = [[] for _ in systems]
+        by_system: list[list[float]] = [[] for _ in systems]
         answers: list[list[list[int]]] = [[] for _ in systems]
         for turn in range(rounds):
             if turn and time.perf_counter() > until:
                 break
             for i in sorted(range(len(systems)), reverse=bool(turn % 2)):
                 answers[i], seconds = hold(systems[i], talk, new_tokens, published, lambda _: None)
-                taken[i].append(seconds)
-        for timing, seconds_, answer in zip(timings, taken, answers, strict=True):
-            timing.seconds.append(statistics.median(seconds_))
+                by_system[i].append(seconds)
+        for timing, runs, answer in zip(timings, by_system, answers, strict=True):
+            timing.seconds.append(statistics.median(runs))
             timing.answers += answer
             timing.new_tokens += sum(map(len, answer))
     for timing, system in zip(timings, systems, strict=True):
@@ -87,7 +87,7 @@ def take_turns(
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak bytes of a conversation with their parts at that moment, and the way there (:class:`PartTracker`)."""
+    """Peak bytes of a conversation, their parts at the peak, and the bytes over time (:class:`PartTracker`)."""
 
     peak: int
     parts: dict[str, int]
@@ -97,7 +97,7 @@ class Memory:
 
 
 def weigh(system: System, talk: Conversation, new_tokens: int, published: Published | None, vocab_size: int) -> Memory:
-    """One conversation from a clean start, every tensor counted; slow, so apart from the timing."""
+    """Memory of one conversation, with nothing cached before. Tracking is slow, so this run isn't timed."""
     held = system.release()
     tracker = PartTracker(vocab_size)
 
@@ -112,6 +112,6 @@ def weigh(system: System, talk: Conversation, new_tokens: int, published: Publis
         system.label(tracker)
     calls, series = tracker.over_time(held)
     totals = [sum(values) for values in zip(*series.values(), strict=True)]
-    place = max(range(len(totals)), key=totals.__getitem__)
-    parts = {part: values[place] for part, values in series.items()}
-    return Memory(totals[place], parts, calls, series, tracker.marks)
+    peak = max(range(len(totals)), key=totals.__getitem__)
+    parts = {part: values[peak] for part, values in series.items()}
+    return Memory(totals[peak], parts, calls, series, tracker.marks)

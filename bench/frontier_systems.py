@@ -20,7 +20,7 @@ from specmemo_kernels.tree.draft_tree import DraftTree
 
 @dataclass(frozen=True)
 class Turn:
-    """What a system gets: all tokens so far, how many to write, and the ranks to replay (``None``: real acceptance)."""
+    """All tokens so far, the number of tokens to write, and the ranks to replay (``None``: real acceptance)."""
 
     ids: list[int]
     new_tokens: int
@@ -28,11 +28,13 @@ class Turn:
 
 
 class System(Protocol):
-    """Something that answers.
+    """A way to generate answers.
 
     Attributes:
-        name: in tables. budget: bytes, where it has one. nodes: of its tree. steps, step_tokens: counted since
-            :meth:`reset`: verification steps, and the tokens they gave.
+        name: in tables.
+        budget: bytes, or ``None``.
+        nodes: size of the tree.
+        steps, step_tokens: verification steps since :meth:`reset`, and their tokens.
     """
 
     name: str
@@ -47,16 +49,16 @@ class System(Protocol):
     def reset(self) -> None: ...
 
     def forget(self) -> None:
-        """The next conversation finds nothing of earlier ones."""
+        """Drop everything cached from earlier conversations."""
 
     def release(self) -> dict[str, int]:
-        """Let go of all that a call makes and keeps; the bytes by part that remain beside the model's weights."""
+        """Free everything that calls cached; returns the remaining bytes by part, without the model's weights."""
 
     def watch(self, tracker: PartTracker) -> None:
-        """The next answer is tracked."""
+        """Prepare the tracking of the next answer."""
 
     def label(self, tracker: PartTracker) -> None:
-        """Name the tensors that an answer left behind."""
+        """Label the tensors that stay after an answer."""
 
     def close(self) -> None: ...
 
@@ -77,7 +79,7 @@ class PlainSystem:
         return new
 
     def forget(self) -> None:
-        """Nothing is kept from one answer to the next."""
+        """No cache between answers."""
 
     def reset(self) -> None:
         self.steps = self.step_tokens = 0
@@ -89,7 +91,7 @@ class PlainSystem:
         self._plain.options = {"past_key_values": LabelledCache(tracker)}
 
     def label(self, tracker: PartTracker) -> None:
-        """Nothing is left behind."""
+        """The cache is labelled while it grows."""
 
     def close(self) -> None:
         """Nothing to undo."""
@@ -116,7 +118,7 @@ class MedusaSystem:
         return new
 
     def forget(self) -> None:
-        """Nothing is kept from one answer to the next."""
+        """No cache between answers."""
 
     def reset(self) -> None:
         self.steps = self.step_tokens = 0
@@ -127,7 +129,7 @@ class MedusaSystem:
 
     @contextmanager
     def stepping(self, turn: Turn) -> Iterator[Callable[[], object]]:
-        """A function that makes one decode step behind the turn's prompt, then the next one."""
+        """A function that runs the next decode step after the turn's prompt."""
         self._medusa.start(turn.ids)
         if turn.ranks is not None:
             self._replay.places.begin(turn.ranks)
@@ -135,7 +137,7 @@ class MedusaSystem:
         yield partial(self._medusa.step, greedy_accept if turn.ranks is None else self._replay)
 
     def watch(self, tracker: PartTracker) -> None:
-        """Its cache can be named afterwards."""
+        """The cache is labelled after the answer."""
 
     def label(self, tracker: PartTracker) -> None:
         assert self._medusa.cache is not None
@@ -190,7 +192,7 @@ class OurSystem:
 
     @contextmanager
     def stepping(self, turn: Turn) -> Iterator[Callable[[], object]]:
-        """A function that makes one decode step behind the turn's prompt, then the next one."""
+        """A function that runs the next decode step after the turn's prompt."""
         if self._target is not None:
             assert turn.ranks is not None, "a system that replays needs ranks"
             self._target.places.begin(turn.ranks)
@@ -199,10 +201,10 @@ class OurSystem:
             yield partial(next, run)
 
     def watch(self, tracker: PartTracker) -> None:
-        """Its pages can be named afterwards."""
+        """The pages are labelled after the answer."""
 
     def label(self, tracker: PartTracker) -> None:
-        pool = self.handle.pool  # what the last call left for the next; requesting a pool would be another call
+        pool = self.handle.pool  # requesting a pool would be another call
         assert pool is not None
         for group in pool.groups:
             tracker.label(group.k_pages, "KV cache")

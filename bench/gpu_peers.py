@@ -1,4 +1,4 @@
-"""Peers that only a GPU has: FlashInfer's paged prefill with a custom mask, where it can be imported."""
+"""Peers on a GPU: FlashInfer's paged prefill with a custom mask, if installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Tensor = torch.Tensor
 
 
 def flashinfer(inputs: dict[str, Any]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Attention of pages, head by head in memory, that hold the tree's own nodes already; planned beforehand.
+    """A planned call of attention over pages in HND order, with the tree's own nodes written to the pages.
 
     Args:
         inputs: keyword arguments of ``ops.tree_attention``, all sequences of one length and tree.
@@ -28,7 +28,7 @@ def flashinfer(inputs: dict[str, Any]) -> Callable[[Tensor, Tensor], Tensor]:
     batch, nodes = len(inputs["seq_lens"]), int(inputs["qo_indptr"][1])
     length, page = int(inputs["seq_lens"][0]), inputs["k_pages"].shape[1]
     used = -(-(length + nodes) // page)
-    _own_rows(inputs, length, nodes)
+    _write_nodes(inputs, length, nodes)
     device = inputs["q"].device
     seen, _ = ancestors(inputs["tree_mask"][:nodes], nodes, device)
     mask = torch.cat([seen.new_ones(nodes, length), seen], dim=1).flatten().repeat(batch)
@@ -50,8 +50,8 @@ def flashinfer(inputs: dict[str, Any]) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda k, v: wrapper.run(inputs["q"], (swap_order(k), swap_order(v)))  # type: ignore[no-any-return]
 
 
-def _own_rows(inputs: dict[str, Any], length: int, nodes: int) -> None:
-    """Put the nodes' keys and values behind the committed tokens, where FlashInfer reads them."""
+def _write_nodes(inputs: dict[str, Any], length: int, nodes: int) -> None:
+    """Write the nodes' keys and values behind the committed tokens."""
     page = inputs["k_pages"].shape[1]
     position = length + torch.arange(nodes, device=inputs["q"].device)
     for sequence, table in enumerate(inputs["block_table"].long()):

@@ -1,4 +1,4 @@
-"""Times on a GPU: calls over rotated data captured in a graph, replayed, and timed by events."""
+"""Times on a GPU: calls over rotated data, captured in a graph, replayed and timed by events."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 
-# More than any second-level cache in use, so that no call finds its keys there.
+#: More than any L2 cache, so that no call finds its keys there.
 COLD_BYTES = 512 * 2**20
 
 
 def graph_seconds(
-    function: Callable[..., Any], data: tuple[torch.Tensor, ...], *, replays: int = 20, most: int = 16
+    function: Callable[..., Any], data: tuple[torch.Tensor, ...], *, replays: int = 20, max_copies: int = 16
 ) -> float:
-    """Median seconds of one call of ``function`` over copies of ``data`` in turn, launch overhead apart.
+    """Median seconds of one call of ``function`` over copies of ``data`` in turn, without launch overhead.
 
     Raises:
         RuntimeError: the function can't be captured in a graph (it synchronises, or allocates outside of torch).
     """
-    copies = min(most, 1 + COLD_BYTES // max(1, sum(x.nbytes for x in data)))
+    copies = min(max_copies, 1 + COLD_BYTES // max(1, sum(x.nbytes for x in data)))
     sets = [data, *(tuple(x.clone() for x in data) for _ in range(copies - 1))]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -30,7 +30,7 @@ def graph_seconds(
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = [function(*own) for own in sets]
+        results = [function(*arguments) for arguments in sets]
     del results
     times = []
     for _ in range(replays):

@@ -1,14 +1,13 @@
-"""What 4-bit heads cost in acceptance: the bundled model over library files it has never seen.
+"""The effect of 4-bit heads on acceptance: the bundled model over held-out library files.
 
     python bench/head_quality.py --json bench/results/head_quality.json
 
-The bundled heads share the model's lm_head; here each gets a copy of it as its own matrix, which is then put in 4 bits.
-Each tree is verified whole in every step, so tokens per step differ by the guesses alone. The tokens must be the same.
+The bundled heads share the model's lm_head. Here each head gets a copy of it as its own matrix, which is then stored in
+4 bits. Every step verifies the whole tree, so tokens per step depend on the guesses only. The tokens must be the same.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +17,7 @@ import typer
 from kv_quality import prompts_from
 from rich.console import Console
 from rich.table import Table
-from timing import environment
+from timing import write_result
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specmemo_kernels
@@ -68,9 +67,9 @@ def main(
     prompts = prompts_from(AutoTokenizer.from_pretrained(folder), count, prompt, seed)
     rows, same = [], True
     for tree in map(int, trees.split(",")):
-        (full, wanted), (coded, tokens) = (measured(model, heads, prompts, new, tree, bits) for bits in (None, 4))
+        (full, expected), (coded, tokens) = (measured(model, heads, prompts, new, tree, bits) for bits in (None, 4))
         rows += [full, coded | {"tokens_per_step_ratio": coded["tokens_per_step"] / full["tokens_per_step"]}]
-        same &= tokens == wanted
+        same &= tokens == expected
     table = Table("nodes", "bits", "heads, MiB", "tokens per step", "accepted at least 1, 2, ...")
     for row in rows:
         shares = " ".join(f"{share:.3f}" for share in row["acceptance_by_depth"])
@@ -78,10 +77,8 @@ def main(
         table.add_row(*map(str, cells), f"{row['tokens_per_step']:.3f}", shares)
     Console(width=120).print(table)
     print("the same tokens" if same else "TOKENS DIFFER")
-    if json_ is not None:
-        setup = {"dtype": dtype, "count": count, "prompt_tokens": prompt, "new_tokens": new, "seed": seed, "same": same}
-        json_.parent.mkdir(parents=True, exist_ok=True)
-        json_.write_text(json.dumps({"environment": environment(), **setup, "rows": rows}, indent=1) + "\n")
+    setup = {"dtype": dtype, "count": count, "prompt_tokens": prompt, "new_tokens": new, "seed": seed, "same": same}
+    write_result(json_, {**setup, "rows": rows})
     if not same:
         sys.exit(1)
 

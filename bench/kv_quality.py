@@ -1,23 +1,21 @@
-"""How many greedy tokens change when pages are quantised: the bundled model over library files it has never seen.
+"""Greedy tokens that change with quantised pages: the bundled model over held-out library files.
 
     python bench/kv_quality.py --model specmemo_kernels/demo_model --json bench/results/kv_quality.json
 
-Every continuation is generated with pages in the model's dtype, then with codes. After its first change a text goes its
-own way, so what counts are first changes: their rate is changed continuations over the tokens written up to there.
+Every continuation is generated with pages in the model's dtype, then with quantised pages. Texts diverge after the
+first changed token, so only first changes count. Their rate is the number of changed continuations over the tokens up
+to and including the first change.
 """
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
-from timing import environment
+from timing import print_rows, write_result
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specmemo_kernels
@@ -27,30 +25,30 @@ from specmemo_kernels.cli.demo_data import is_held_out, library_files
 
 def prompts_from(tokenizer: Any, count: int, tokens: int, seed: int) -> list[torch.Tensor]:
     """``count`` prompts of ``tokens`` tokens each, ``[1, tokens]`` int64, from random places of held-out files."""
-    rng, found = random.Random(seed), []
+    rng, prompts = random.Random(seed), []
     files = [file for file in library_files() if is_held_out(file)]
-    while len(found) < count:
+    while len(prompts) < count:
         ids = tokenizer(rng.choice(files).read_text(errors="replace"), return_tensors="pt").input_ids
         if ids.shape[1] > tokens:
             start = rng.randrange(ids.shape[1] - tokens)
-            found.append(ids[:, start : start + tokens])
-    return found
+            prompts.append(ids[:, start : start + tokens])
+    return prompts
 
 
 def written(model: Any, folder: Path, prompts: list[torch.Tensor], new: int, kv_dtype: str | None) -> list[list[int]]:
-    """What the patched model writes after each prompt."""
+    """The patched model's continuation of each prompt."""
     with specmemo_kernels.patch(model, folder / "heads", kv_dtype=kv_dtype):
         outputs = [model.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=None) for ids in prompts]
     return [out[0, ids.shape[1] :].tolist() for out, ids in zip(outputs, prompts, strict=True)]
 
 
 def first_change(a: list[int], b: list[int]) -> int | None:
-    """The first place at which two token lists differ, or ``None``."""
+    """The first index at which two token lists differ, or ``None``."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
 
 
 def compared(plain: list[list[int]], codes: list[list[int]]) -> dict[str, float]:
-    """Of all continuations: how many changed, after how many tokens, and first changes per 1000 tokens."""
+    """Changed continuations, tokens up to the first changes, and first changes per 1000 tokens."""
     places = [first_change(a, b) for a, b in zip(plain, codes, strict=True)]
     changed = [place for place in places if place is not None]
     seen = sum(len(text) if place is None else place + 1 for text, place in zip(plain, places, strict=True))
@@ -79,14 +77,9 @@ def main(
     prompts = prompts_from(AutoTokenizer.from_pretrained(folder), count, prompt, seed)
     plain = written(target, folder, prompts, new, None)
     rows = [{"kv_dtype": kv, **compared(plain, written(target, folder, prompts, new, kv))} for kv in ("int8", "fp8")]
-    table = Table(*rows[0])
-    for row in rows:
-        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row.values()))
-    Console(width=150).print(table)
-    if json_ is not None:
-        setup = {"dtype": dtype, "prompt_tokens": prompt, "new_tokens": new, "seed": seed}
-        json_.parent.mkdir(parents=True, exist_ok=True)
-        json_.write_text(json.dumps({"environment": environment(), **setup, "rows": rows}, indent=1) + "\n")
+    print_rows(rows)
+    setup = {"dtype": dtype, "prompt_tokens": prompt, "new_tokens": new, "seed": seed}
+    write_result(json_, {**setup, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
-"""Medusa as published (arXiv 2401.10774), from its description, to compare with: memory first of all.
+"""Medusa as published (arXiv 2401.10774), written from its description as a baseline.
 
-What makes it use the memory that it uses is kept:
+What determines its memory is kept:
 
-- one contiguous cache for the model's full context, allocated up front; candidates have their slots in it;
+- one contiguous cache for the model's full context, allocated up front, with slots for the candidates;
 - a dense tree mask, ``[nodes, context + nodes]``;
 - the logits of the model and of every head at every position of the prompt, and at every node of a step;
-- these gathered along every path of the tree (retrieve indices), of which one is then followed.
+- these logits gathered along every path of the tree (retrieve indices).
 
-What its own code loses beyond that is not: the model's dtype throughout, fused attention instead of matrices of
-scores, all heads' logits written to one tensor instead of a list and its copy, prefill logits dropped as soon as the
-last row is taken, and no forward pass for the last token. So it needs less here than in its own code
-(``specmemo_kernels.planning.baselines.medusa_parts`` has that).
+Other overheads of the published code are left out. Here the model's dtype is used throughout, attention is fused, all
+heads' logits are written to one tensor, prefill logits are freed once the last row is taken, and the last token needs
+no forward pass. The memory of the published code is in ``specmemo_kernels.planning.baselines.medusa_parts``.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ from specmemo_kernels.tree.draft_tree import DraftTree
 
 Tensor = torch.Tensor
 
-#: From ``candidates`` ``[leaves, depth + 1]`` and the model's ``logits`` ``[leaves, depth + 1, V]`` to the best path
-#: and how many of its drafts are accepted.
+#: Maps ``candidates`` ``[leaves, depth + 1]`` and the model's ``logits`` ``[leaves, depth + 1, V]`` to the best path
+#: and the number of its accepted drafts.
 Accept = Callable[[Tensor, Tensor], tuple[int, int]]
 
 
 def greedy_accept(candidates: Tensor, logits: Tensor) -> tuple[int, int]:
-    """The first of the paths that agree longest with what the model itself writes."""
+    """The first path with the longest prefix of the model's own greedy tokens."""
     agree = candidates[:, 1:] == logits[:, :-1].argmax(-1)
     lengths = agree.long().cumprod(dim=1).sum(dim=1)
     best = lengths.argmax()
-    found, count = torch.stack([best, lengths[best]]).tolist()
-    return found, count
+    path, count = torch.stack([best, lengths[best]]).tolist()
+    return path, count
 
 
 class ContiguousCache(Cache):
-    """``[2 * num_layers, 1, num_kv_heads, max_length, head_dim]`` at once; a forward pass writes behind ``length``."""
+    """A cache ``[2 * num_layers, 1, num_kv_heads, max_length, head_dim]``; passes write behind ``length`` tokens."""
 
     def __init__(self, config: Any, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(layers=[])
@@ -54,7 +53,7 @@ class ContiguousCache(Cache):
         self.length = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        """Write the rows of one layer behind the tokens that count; returns all up to there."""
+        """Write the new rows of one layer; returns all rows up to their end."""
         end = self.length + key_states.shape[2]
         keys, values = self.data[2 * layer_idx], self.data[2 * layer_idx + 1]
         keys[:, :, self.length : end] = key_states
@@ -65,23 +64,25 @@ class ContiguousCache(Cache):
         return self.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Keys that a pass over ``query_length`` rows sees, and the place of the first."""
+        """Number of keys that a pass over ``query_length`` rows sees, and the offset of the first."""
         return self.length + query_length, 0
 
     def keep(self, slots: Tensor) -> None:
-        """Move the candidates in ``slots`` (``[n]`` int64, counted from the start) behind the tokens that count."""
+        """Move the accepted candidates in ``slots`` (``[n]`` int64, cache indices) behind the committed tokens."""
         end = self.length + len(slots)
         self.data[..., self.length : end, :] = self.data.index_select(3, slots)
         self.length = end
 
 
 class TreeBuffers:
-    """What follows from the tree alone.
+    """Tensors that depend on the tree only.
 
     Attributes:
-        columns: ``[T]``, each node's place among root and candidates, ``width`` per head.
-        depths: ``[T]``. mask: ``[T, T]``, 0 where a node sees another, else minus infinity.
-        retrieve: ``[leaves, depth + 1]``, the nodes of each path; behind its end the root, masked by ``there``.
+        columns: ``[T]``, each node's index in root and candidates, ``width`` per head.
+        depths: ``[T]``.
+        mask: ``[T, T]``, 0 where a node sees another, else minus infinity.
+        retrieve: ``[leaves, depth + 1]``, the nodes of each path, padded with the root.
+        valid: ``[leaves, depth + 1]``, false in the padding.
     """
 
     def __init__(self, tree: DraftTree, dtype: torch.dtype, device: torch.device) -> None:
@@ -97,19 +98,20 @@ class TreeBuffers:
         longest = tree.max_depth + 1
         self.paths = paths
         self.retrieve = torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=device)
-        self.there = torch.tensor([[i < len(path) for i in range(longest)] for path in paths], device=device)
+        self.valid = torch.tensor([[i < len(path) for i in range(longest)] for path in paths], device=device)
 
 
 class MedusaPublished:
     """Greedy decoding with Medusa heads, batch 1.
 
     Args:
-        model: a Llama of transformers (nothing comes between its lm_head and its logits).
-        heads: on its device and in its dtype.
-        tree: as published by Medusa; 64 nodes with ``mc_sim_7b_63``.
+        model: a Llama of transformers (its logits are the lm_head's output).
+        heads: on the model's device and in its dtype.
+        tree: Medusa's ``mc_sim_7b_63`` has 64 nodes.
 
     Attributes:
-        cache: made by the first call and kept, as Medusa does. steps: of the last call, prefill apart.
+        cache: allocated in the first call and kept.
+        steps: steps of the last call, without prefill.
     """
 
     def __init__(self, model: Any, heads: MedusaHeads, tree: DraftTree) -> None:
@@ -128,14 +130,14 @@ class MedusaPublished:
         """The new tokens, ``max_new_tokens`` of them.
 
         Args:
-            accept: which path is followed; default: what greedy decoding would have written.
+            accept: selects the accepted path; default: greedy.
 
         Raises:
             ValueError: the context has no room for the prompt, the new tokens and a tree.
         """
-        limit, wanted = self.model.config.max_position_embeddings, len(prompt) + max_new_tokens + self.tree.size
-        if wanted > limit:
-            raise ValueError(f"{wanted} slots for prompt, new tokens and tree; the model's context has {limit}")
+        limit, slots = self.model.config.max_position_embeddings, len(prompt) + max_new_tokens + self.tree.size
+        if slots > limit:
+            raise ValueError(f"{slots} slots for prompt, new tokens and tree; the model's context has {limit}")
         tokens = [self.start(prompt)]
         while len(tokens) < max_new_tokens:
             tokens += self.step(accept)
@@ -143,7 +145,7 @@ class MedusaPublished:
 
     @torch.inference_mode()
     def start(self, prompt: Sequence[int]) -> int:
-        """Compute a prompt; its first token."""
+        """Compute a prompt; returns the first new token."""
         if self.cache is None:
             self.cache = ContiguousCache(self.model.config, self.dtype, self.device)
         self.cache.length, self.steps = 0, 0
@@ -156,7 +158,7 @@ class MedusaPublished:
 
     @torch.inference_mode()
     def step(self, accept: Accept = greedy_accept) -> list[int]:
-        """Verify one tree; the tokens that this adds."""
+        """Verify one tree; returns the new tokens."""
         assert self.cache is not None
         self.steps += 1
         tree, start = self.buffers, self.cache.length
@@ -166,7 +168,7 @@ class MedusaPublished:
         logits, by_head = self._logits(self._hidden(drafts[None], start + tree.depths, mask))
         with record_function("medusa::verify"):
             path_logits, path_heads = logits[tree.retrieve], by_head[:, tree.retrieve]
-            candidates = torch.where(tree.there, drafts[tree.retrieve], -1)
+            candidates = torch.where(tree.valid, drafts[tree.retrieve], -1)
             best, count = accept(candidates, path_logits)
         with record_function("medusa::commit"):
             self.cache.keep(start + tree.retrieve[best, : count + 1])
@@ -176,7 +178,7 @@ class MedusaPublished:
         return new
 
     def _hidden(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        """``[N, hidden_size]``, what goes into the lm_head at each of ``ids`` ``[1, N]``."""
+        """The lm_head's input ``[N, hidden_size]`` for ``ids`` ``[1, N]``."""
         output = self.model.model(
             input_ids=ids, position_ids=positions[None], attention_mask=mask, past_key_values=self.cache
         )
@@ -184,7 +186,7 @@ class MedusaPublished:
         return hidden
 
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The model's ``[N, V]`` and all heads' ``[num_heads, N, V]``."""
+        """The model's logits ``[N, V]`` and all heads' ``[num_heads, N, V]``."""
         with record_function("medusa::head"):
             by_head = hidden.new_empty(self.heads.num_heads, len(hidden), len(self.lm_head))
             for head in range(self.heads.num_heads):
@@ -198,11 +200,11 @@ class MedusaPublished:
 
 
 def _ancestors(tree: DraftTree, node: int) -> list[int]:
-    """A node and what leads to it, the root last."""
-    found = [node]
-    while tree.parents[found[-1]] >= 0:
-        found.append(tree.parents[found[-1]])
-    return found
+    """A node and its ancestors, the root last."""
+    path = [node]
+    while tree.parents[path[-1]] >= 0:
+        path.append(tree.parents[path[-1]])
+    return path
 
 
 def _leaves(tree: DraftTree) -> set[int]:

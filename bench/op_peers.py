@@ -1,4 +1,4 @@
-"""What a user would call instead of ``tree_attention``, on keys and values already gathered (its best case)."""
+"""Alternatives to ``tree_attention``, on gathered keys and values (their best case)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from specmemo_kernels.backends.reference import ancestors, gather_pages
 
 Tensor = torch.Tensor
-Attention = Callable[[Tensor, Tensor], Tensor]  # of keys and values, everything else fixed
+Attention = Callable[[Tensor, Tensor], Tensor]  # of keys and values, with the other arguments bound
 
 
 @dataclass(frozen=True)
 class Dense:
-    """One problem as SDPA takes it: q ``[B, Hq, T, D]``, k and v ``[B, Hkv, L + T, D]``, mask ``[T, L + T]``."""
+    """One problem in SDPA's layout: q ``[B, Hq, T, D]``, k and v ``[B, Hkv, L + T, D]``, mask ``[T, L + T]``."""
 
     q: Tensor
     k: Tensor
@@ -28,12 +28,12 @@ class Dense:
     scale: float
 
     def rows(self, out: Tensor) -> Tensor:
-        """``[B, Hq, T, D]`` as the operator's ``[B * T, Hq, D]``."""
+        """``[B, Hq, T, D]`` in the operator's layout ``[B * T, Hq, D]``."""
         return out.transpose(1, 2).flatten(0, 1)
 
 
 def gather(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Keys and values of all sequences (of equal lengths) out of the pages: ``[B, Hkv, L + T, D]`` each."""
+    """Gather keys and values of sequences of equal lengths from the pages: ``[B, Hkv, L + T, D]`` each."""
     lengths, bounds = inputs["seq_lens"].tolist(), inputs["qo_indptr"].tolist()
     sides = []
     for pages, new in ((inputs["k_pages"], inputs["k_new"]), (inputs["v_pages"], inputs["v_new"])):
@@ -84,7 +84,7 @@ def _compiled_flex() -> Any:
 
 
 def flex(problem: Dense) -> Attention:
-    """Compiled FlexAttention with a block mask made beforehand."""
+    """Compiled FlexAttention with a precomputed block mask."""
     p = problem
     _, heads, nodes, _ = p.q.shape
     mask = p.mask

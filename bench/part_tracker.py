@@ -1,4 +1,4 @@
-"""What generation memory consists of at every moment: the bytes of live tensors by part."""
+"""Generation memory over time: the bytes of live tensors by part."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from transformers import DynamicCache
 
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
 
-#: In the order in which pictures stack them.
+#: In the stacking order of the pictures.
 PARTS = ("heads", "KV cache", "candidates' KV", "logits", "activations")
 
 
 class PartTracker(MemoryTracker):
-    """A :class:`MemoryTracker` that knows parts.
+    """A :class:`MemoryTracker` that counts bytes by part.
 
-    A tensor whose last dimension is the vocabulary is logits, what was named by :meth:`label` is what it was named,
-    everything else is activations.
+    Tensors whose last dimension is the vocabulary are logits, tensors passed to :meth:`label` are of that part, all
+    other tensors are activations.
 
     Attributes:
-        calls: of operators so far, the measure of time: clocks would show what tracking costs.
-        changes: ``(calls, serial number of the storage, bytes)``, bytes below zero where it was freed.
-        marks: ``(calls, what began then)``, see :meth:`mark`.
+        calls: operator calls so far, as the time axis; seconds would include the tracking.
+        changes: ``(calls, serial number of the storage, bytes)``, negative bytes for a freed storage.
+        marks: ``(calls, text)``, see :meth:`mark`.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -35,23 +35,23 @@ class PartTracker(MemoryTracker):
         self._serial: dict[int, int] = {}
 
     def label(self, tensor: torch.Tensor, part: str) -> None:
-        """This tensor's storage belongs to ``part``, from its beginning on; one from before tracking is left out."""
+        """Count this tensor's storage as ``part`` since its allocation; storages from before tracking are ignored."""
         serial = self._serial.get(tensor.untyped_storage()._cdata)
         if serial is not None:
             self._parts[serial] = part
 
-    def mark(self, what: str) -> None:
-        """Something begins now."""
-        self.marks.append((self.calls, what))
+    def mark(self, text: str) -> None:
+        """Add a mark at the current time."""
+        self.marks.append((self.calls, text))
 
     def over_time(self, held: dict[str, int]) -> tuple[list[int], dict[str, list[int]]]:
-        """Counts of calls, and the bytes of every part at each; ``held`` was there before."""
-        now = dict.fromkeys(PARTS, 0) | held
-        calls, series = [0], {part: [size] for part, size in now.items()}
-        for when, serial, size in self.changes:
-            now[self._parts[serial]] += size
-            calls.append(when)
-            for part, value in now.items():
+        """Operator calls, and the bytes of every part at each; ``held``: bytes allocated before tracking."""
+        live = dict.fromkeys(PARTS, 0) | held
+        calls, series = [0], {part: [size] for part, size in live.items()}
+        for call, serial, size in self.changes:
+            live[self._parts[serial]] += size
+            calls.append(call)
+            for part, value in live.items():
                 series[part].append(value)
         return calls, series
 
@@ -75,7 +75,7 @@ class PartTracker(MemoryTracker):
 
 
 class LabelledCache(DynamicCache):
-    """transformers' growing cache, its tensors known to a tracker as the KV cache."""
+    """transformers' growing cache, which labels its tensors as the KV cache."""
 
     def __init__(self, tracker: PartTracker) -> None:
         super().__init__()

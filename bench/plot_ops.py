@@ -17,7 +17,7 @@ PANELS = (("floor_fraction", "fraction of the floor"), ("vs_best", "times as fas
 
 
 def curves(rows: list[dict[str, Any]], value: str, trees: list[int], axes: Axes) -> None:
-    """One line for each tree size over the context, in the same colour everywhere."""
+    """One line for each tree size over the context, in the same colour in all panels."""
     for number, tree in enumerate(trees):
         points = sorted((row["context"], row[value]) for row in rows if row["tree"] == tree and value in row)
         label = f"{tree} node" + "s" * (tree > 1)
@@ -32,7 +32,7 @@ def main(
     picture: Annotated[Path, typer.Argument(help="a .png or .svg to write")],
     batch: Annotated[int, typer.Option(help="rows of this batch size")] = 1,
 ) -> None:
-    """A column of panels for each model and dtype in the results."""
+    """Plot a column of panels for each model and dtype in the results."""
     data = json.loads(results.read_text())
     rows = [row for row in data["rows"] if row["op"] == "tree_attention" and row["batch"] == batch]
     groups = sorted({(row["model"], row["dtype"]) for row in rows})
@@ -43,9 +43,9 @@ def main(
         2, len(groups), figsize=(3.6 * len(groups), 6), squeeze=False, sharey="row", sharex=True
     )
     for column, (model, dtype) in enumerate(groups):
-        own = [row for row in rows if (row["model"], row["dtype"]) == (model, dtype)]
+        selected = [row for row in rows if (row["model"], row["dtype"]) == (model, dtype)]
         for line, (value, label) in enumerate(PANELS):
-            curves(own, value, trees, panels[line][column])
+            curves(selected, value, trees, panels[line][column])
             if column == 0:
                 panels[line][column].set_ylabel(label)
         panels[0][column].set_title(f"{model}, {dtype}", fontsize=10)

@@ -1,15 +1,14 @@
-"""Predicted beside measured on this machine's CPU: the bundled model's steps and prompt, plain and with some trees.
+"""Predicted and measured times on this machine's CPU: the bundled model's steps and prompt, plain and with trees.
 
     python bench/predicted_steps.py --threads 1 --dtype float32 --json out.json
 
-The profile is measured first, as ``specmemo probe`` does. Times are the best of several runs: what the machine can do
-when nobody disturbs it, which is what the profile holds as well.
+The profile is measured first, as by ``specmemo probe``. Times are the best of several runs, as in the profile, to leave
+out other load on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from timing import environment
+from timing import write_result
 
 import specmemo_kernels
 from specmemo_kernels.cli.common import demo_model_folder
@@ -36,7 +35,7 @@ PROMPT, NEW, CHUNK = 512, 96, 256
 
 
 def best(call: Callable[[], Any], runs: int) -> float:
-    """Seconds of the fastest run, after one to warm up."""
+    """Seconds of the fastest run, after a warm-up."""
     call()
     seconds = []
     for _ in range(runs):
@@ -47,7 +46,7 @@ def best(call: Callable[[], Any], runs: int) -> float:
 
 
 def measure(model: Any, runs: int, steps: Callable[[], int] | None = None) -> tuple[float, float]:
-    """Seconds of the prompt and of a step; ``steps`` counts those since it was last asked."""
+    """Seconds of the prompt and of a step; ``steps`` returns the number of steps since its last call."""
     ids = torch.randint(3, 4000, (1, PROMPT), generator=torch.Generator().manual_seed(0))
 
     def generate(new: int) -> None:
@@ -111,9 +110,8 @@ def main() -> None:
     print(f"{'ms':>9}  {'prompt, predicted':>17} {'measured':>9}  {'step, predicted':>15} {'measured':>9}")
     for way, prompt_predicted, prompt, step_predicted, step in (entry.values() for entry in rows):
         print(f"{way:>9}  {prompt_predicted:17.1f} {prompt:9.1f}  {step_predicted:15.2f} {step:9.2f}")
-    if args.json:
-        setup = {"threads": args.threads, "dtype": args.dtype, "prompt_tokens": PROMPT, "new_tokens": NEW}
-        args.json.write_text(json.dumps({"environment": environment(), **setup, "rows": rows}, indent=1) + "\n")
+    setup = {"threads": args.threads, "dtype": args.dtype, "prompt_tokens": PROMPT, "new_tokens": NEW}
+    write_result(args.json, {**setup, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-// What memory gives to somebody who only reads: keys and values of one sequence in shuffled pages, two threads or more,
-// nothing computed. It is what few_rows.h can reach at best, why lines are fetched into the second cache (fetch.h), and
-// why a block's pages are read side by side (blocks.h).
+// Read bandwidth of shuffled pages: reads keys and values of one sequence on all threads and computes nothing. It is
+// the upper bound of few_rows.h, and the reason for the prefetch into L2 (fetch.h) and for reading four pages of a block
+// interleaved (blocks.h).
 //
 //     c++ -O3 -march=native -fopenmp bench/read_pages.cpp -o read_pages && ./read_pages [KV heads] [rounds]
 //
-// 4096 tokens in pages of 16, a head's rows 4 KiB of each; every way in turn over copies, 32 MiB of something else read
-// before each; medians in ms. "In order" reads as many bytes that lie one after the other; "side by side" a head's rows
-// of four pages in turn.
+// 4096 tokens in pages of 16; a head's rows are 4 KiB of each page. All ways take turns over copies; 32 MiB of other
+// memory are read before each. Prints medians in ms. "In order" reads the same number of contiguous bytes;
+// "interleaved" reads a head's rows of four pages in turn.
 #include <omp.h>
 #include <sys/mman.h>
 
@@ -37,7 +37,7 @@ char* huge_pages(size_t bytes) {
   return memory;
 }
 
-// CACHE: 1 or 2, into which the piece `ahead` pieces on is fetched; 0: nothing is. STREAMS: pieces read side by side.
+// CACHE: prefetch into L1 (1), into L2 (2) or not (0), `ahead` pieces ahead. STREAMS: interleaved pieces.
 template <int CACHE, size_t STREAMS>
 void read(const Pieces& pieces, size_t ahead) {
   constexpr size_t kStep = STREAMS == 1 ? kPiece : kRow;
@@ -67,17 +67,17 @@ struct Way {
   std::vector<double> ms = {};
 };
 
-// For each thread the pieces of its heads: per block of four pages keys, then values, page by page or head by head.
+// Each thread's pieces: per block of four pages keys, then values, page by page or head by head.
 std::vector<Pieces> shuffled(const char* keys, const char* values, const uint32_t* pages, size_t heads, size_t threads,
                              Order order) {
   std::vector<Pieces> all(threads);
   for (size_t t = 0; t < threads; ++t) {
-    const size_t first = heads * t / threads, own = heads * (t + 1) / threads - first;
+    const size_t first = heads * t / threads, count = heads * (t + 1) / threads - first;
     for (size_t block = 0; block < kPages; block += kStreams)
       for (const char* pool : {keys, values})
-        for (size_t i = 0; i < kStreams * own; ++i) {
-          const size_t page = block + (order == Order::kPages ? i / own : i % kStreams);
-          const size_t head = first + (order == Order::kPages ? i % own : i / kStreams);
+        for (size_t i = 0; i < kStreams * count; ++i) {
+          const size_t page = block + (order == Order::kPages ? i / count : i % kStreams);
+          const size_t head = first + (order == Order::kPages ? i % count : i / kStreams);
           all[t].push_back(pool + (pages[page] * heads + head) * kPiece);
         }
   }
@@ -119,15 +119,15 @@ int main(int count, char** arguments) {
   }
   std::vector<Way> ways = {
       {"in order", read<0, 1>, 0, Order::kOfAddresses},
-      {"in order, fetched into the second cache", read<2, 1>, 4, Order::kOfAddresses},
+      {"in order, prefetched into L2", read<2, 1>, 4, Order::kOfAddresses},
       {"shuffled", read<0, 1>, 0, Order::kPages},
-      {"shuffled, fetched into the first cache, 1 piece ahead", read<1, 1>, 1, Order::kPages},
-      {"shuffled, fetched into the second cache, 1 piece ahead", read<2, 1>, 1, Order::kPages},
-      {"shuffled, fetched into the second cache, 4 pieces ahead", read<2, 1>, 4, Order::kPages},
-      {"shuffled, fetched into the second cache, 16 pieces ahead", read<2, 1>, 16, Order::kPages},
-      {"shuffled, side by side", read<0, kStreams>, 0, Order::kHeads},
-      {"shuffled, side by side, fetched into the second cache, 4 pieces ahead", read<2, kStreams>, 4, Order::kHeads},
-      {"shuffled, side by side, fetched into the second cache, 16 pieces ahead", read<2, kStreams>, 16, Order::kHeads}};
+      {"shuffled, prefetched into L1, 1 piece ahead", read<1, 1>, 1, Order::kPages},
+      {"shuffled, prefetched into L2, 1 piece ahead", read<2, 1>, 1, Order::kPages},
+      {"shuffled, prefetched into L2, 4 pieces ahead", read<2, 1>, 4, Order::kPages},
+      {"shuffled, prefetched into L2, 16 pieces ahead", read<2, 1>, 16, Order::kPages},
+      {"shuffled, interleaved", read<0, kStreams>, 0, Order::kHeads},
+      {"shuffled, interleaved, prefetched into L2, 4 pieces ahead", read<2, kStreams>, 4, Order::kHeads},
+      {"shuffled, interleaved, prefetched into L2, 16 pieces ahead", read<2, kStreams>, 16, Order::kHeads}};
   std::vector<Way*> turns;
   for (Way& way : ways) turns.push_back(&way);
   size_t copy = 0;

@@ -1,13 +1,12 @@
-"""Acceptance without a trained model: which guesses would have been right, drawn from published statistics.
+"""Acceptance for models with random weights, drawn from published statistics.
 
-Weights are random, so nobody's guesses are. What is replayed is the rank at which each head would have held the right
-token, per place of the text; every system then accepts as far as its own tree holds that path of ranks. All systems
-see the same draws, a smaller tree accepts less, and everything else (forward passes, heads, walks, moves of keys and
-values) runs for real.
+For each position of the text, the rank at which each head holds the right token is drawn. A system accepts the path of
+these ranks as far as its tree has it. All systems get the same draws, so a smaller tree accepts less. Everything else
+(forward passes, heads, verification, moves of keys and values) runs for real.
 
-The ranks follow the heads' published accuracies, raised to a power (below 1: easier text) that is chosen per turn of a
-conversation so that the published tree writes as many tokens per step as the published run did in that turn. Heads are
-taken as independent, as in :mod:`specmemo_kernels.tree.acceptance`.
+The ranks follow the heads' published accuracies, raised to a power (below 1: easier text). The power is chosen per turn
+of a conversation, so that the published tree writes as many tokens per step as the published run in that turn. Heads
+are assumed to be independent, as in :mod:`specmemo_kernels.tree.acceptance`.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Published:
-    """What Medusa published: its tree, and of its run tokens per step by question and turn, where they are known.
+    """Medusa's published tree, and tokens per step of its published run by question and turn.
 
-    By default the best tree of as many nodes for the heads' accuracies, and no run.
+    Default: the best tree of the same size for the published accuracies, without a run.
     """
 
     tree: DraftTree = field(default_factory=lambda: DraftTree.from_paths(_default_paths()))
@@ -51,8 +50,7 @@ class Published:
 
     @classmethod
     def load(cls, folder: Path, tree: str = "mc_sim_7b_63") -> Published:
-        """From ``trees.json`` and ``mt_bench_7b.json``; a turn took one step more than its file says, which counts
-        from 0 (``bench/acceptance.py``)."""
+        """From ``trees.json`` and ``mt_bench_7b.json``, whose steps count from 0 (``bench/acceptance.py``)."""
         paths = json.loads((folder / "trees.json").read_text())[tree]
         questions = json.loads((folder / "mt_bench_7b.json").read_text())["questions"]
         rates = {
@@ -63,47 +61,47 @@ class Published:
         return cls(DraftTree.from_paths(paths), rates)
 
     def ranks(self, question: int, turn: int, places: int) -> list[Ranks]:
-        """For each place of the turn's text the rank at which each head holds the right token.
+        """For each position of the turn's text the rank at which each head holds the right token.
 
-        Turns that the run doesn't have follow the accuracies as they are.
+        Turns without a published run follow the accuracies.
         """
         table = extrapolated(DEFAULT_ACCURACY, self.tree.width)
-        if (wanted := self.tokens_per_step.get((question, turn))) is not None:
-            table = eased(table, self.tree, wanted)
+        if (tokens_per_step := self.tokens_per_step.get((question, turn))) is not None:
+            table = eased(table, self.tree, tokens_per_step)
         chances = rank_probabilities(table)
         source = random.Random(1000 * question + turn)
         return [tuple(_draw(chance, source) for chance in chances) for _ in range(places)]
 
 
 def _default_paths() -> list[tuple[int, ...]]:
-    """Medusa's trees have 63 nodes beside the root, four deep, of its heads' ten best guesses."""
+    """63 nodes besides the root, at most four deep, from ten guesses of each head, as in Medusa's trees."""
     return best_first_paths(extrapolated(DEFAULT_ACCURACY[:4], 10), 63)
 
 
-def eased(table: Accuracy, tree: DraftTree, wanted: float) -> list[list[float]]:
-    """The table to the power at which ``tree`` is expected to write ``wanted`` tokens per step.
+def eased(table: Accuracy, tree: DraftTree, tokens_per_step: float) -> list[list[float]]:
+    """The accuracies to the power at which ``tree`` is expected to write ``tokens_per_step``.
 
     Raises:
-        ValueError: no power does, because the tree writes between 1 and its depth + 1 tokens per step.
+        ValueError: ``tokens_per_step`` isn't between 1 and the tree's depth + 1.
     """
-    if not 1 < wanted < tree.max_depth + 1:
-        raise ValueError(f"{wanted:.2f} tokens per step: a tree of depth {tree.max_depth} can't")
+    if not 1 < tokens_per_step < tree.max_depth + 1:
+        raise ValueError(f"{tokens_per_step:.2f} tokens per step: a tree of depth {tree.max_depth} can't")
     low, high = 1e-4, 1e3
     for _ in range(80):
         power = (low * high) ** 0.5
         powered = [[chance**power for chance in row] for row in table]
-        low, high = (power, high) if expected_tokens_per_step(tree, powered) > wanted else (low, power)
+        low, high = (power, high) if expected_tokens_per_step(tree, powered) > tokens_per_step else (low, power)
     return powered
 
 
 def _draw(chance: Sequence[float], source: random.Random) -> int:
-    """A rank; the number of ranks where none is right."""
+    """A random rank; ``len(chance)`` if no rank is right."""
     missed = max(0.0, 1.0 - sum(chance))
     return source.choices(range(len(chance) + 1), [*chance, missed])[0]
 
 
 def walk_ranks(tree: DraftTree, ranks: Ranks) -> list[int]:
-    """The nodes of ``tree`` that hold the first of ``ranks``, root first, as far as there are such."""
+    """The longest path in ``tree`` that follows ``ranks``, root first."""
     children = {(parent, rank): node for node, (parent, rank) in enumerate(zip(tree.parents, tree.ranks, strict=True))}
     path = [0]
     for rank in ranks:
@@ -115,7 +113,7 @@ def walk_ranks(tree: DraftTree, ranks: Ranks) -> list[int]:
 
 
 class Places:
-    """Where in a turn's text a system is: which draw comes next."""
+    """A system's position in the draws of a turn."""
 
     def __init__(self) -> None:
         self._ranks: list[Ranks] = []
@@ -125,23 +123,23 @@ class Places:
         self._ranks, self._next = ranks, 0
 
     def first(self) -> None:
-        """The prompt yielded its token."""
+        """Skip the draw of the token that the prompt gives."""
         self._next = 1
 
     def walk(self, tree: DraftTree) -> list[int]:
-        """The path that the next step accepts; the text moves on behind it."""
+        """The path that the next step accepts; advances the position."""
         path = walk_ranks(tree, self._ranks[min(self._next, len(self._ranks) - 1)])
         self._next += len(path)
         return path
 
 
 class ReplayedTarget:
-    """A target whose word on the drafts is replayed: its own argmax is taken, then made to agree along the path.
+    """A target with replayed acceptance: computes its argmax, then overwrites it along the drawn path.
 
-    It stands in for a handle's target, so the whole loop behind it runs as it is. One sequence at a time.
+    Replaces a handle's target; the rest of the loop runs unchanged. One sequence at a time.
     """
 
-    static = False  # where it is in the text, it knows on the host
+    static = False  # the position is on the host
 
     def __init__(self, target: TargetModel, tree: DraftTree) -> None:
         self.target, self.tree, self.places = target, tree, Places()
@@ -164,7 +162,7 @@ class ReplayedTarget:
         tree = self.tree.truncated(batch.max_depth)
         if batch.num_trees != 1 or tree.size < batch.num_tree_nodes:
             raise ValueError(f"{batch.num_trees} trees of {batch.num_tree_nodes} nodes, replayed is one of {tree.size}")
-        tree = tree.pruned(batch.num_tree_nodes)  # a step takes the first nodes, as many as pay
+        tree = tree.pruned(batch.num_tree_nodes)  # a step verifies the first nodes of the tree
         path = self.places.walk(tree)
         if len(path) > 1:
             tokens[_index(tuple(path[:-1]), self.device)] = batch.tokens[_index(tuple(path[1:]), self.device)]
@@ -176,19 +174,19 @@ class ReplayedTarget:
 
 @lru_cache(maxsize=4096)
 def _index(nodes: tuple[int, ...], device: torch.device) -> Tensor:
-    """``nodes`` as a tensor; paths come back, and a copy to a GPU would make every step wait for it."""
+    """``nodes`` as a tensor, cached to save the copy to a GPU in every step."""
     return torch.tensor(nodes, device=device)
 
 
 def other_token(token: Tensor, drafts: Tensor) -> Tensor:
-    """``token`` unless it is one of ``drafts`` ``[n]``; then the first token that is none of them."""
+    """``token``, or the lowest token outside ``drafts`` ``[n]`` if it is one of them."""
     first = torch.arange(len(drafts) + 1, device=drafts.device)
     free = (first[:, None] == drafts).any(dim=1).int().argmin()
     return torch.where((drafts == token).any(), free, token)
 
 
 class ReplayedAccept:
-    """The same for Medusa as published: takes the path that it finds itself, then follows the replayed one."""
+    """Replayed acceptance for Medusa as published: computes its own path, then returns the drawn one."""
 
     def __init__(self, tree: DraftTree, paths: Sequence[Sequence[int]], accept: Any) -> None:
         self.tree, self.accept, self.places = tree, accept, Places()

@@ -1,10 +1,10 @@
-"""The GPU kernels' tests under NVIDIA's compute-sanitizer (memcheck): reads and writes outside of any tensor.
+"""Run GPU kernel tests under NVIDIA's compute-sanitizer (memcheck), to find accesses outside of tensors.
 
     python bench/sanitize.py --limit-s 80
 
-A small part of ``python_tests/test_gpu.py``, every kernel once or twice, with torch's caching allocator off so that
-each tensor is an allocation of its own. Says so where there is no compute-sanitizer, where it doesn't run, or where it
-isn't done in time; exits with 1 only if it finds something or a test fails.
+Runs a small part of ``python_tests/test_gpu.py``, every kernel once or twice. torch's caching allocator is off, so each
+tensor is a separate allocation. Prints a message if compute-sanitizer is missing, doesn't run, or runs out of time.
+Exits with 1 only if it finds an error or a test fails.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FOUND = 99
 
 
 def find() -> str | None:
-    """On the path, or where the CUDA toolkit puts it."""
+    """compute-sanitizer on the path or in the CUDA toolkit's folder."""
     return shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
 
 
@@ -46,7 +46,7 @@ def under(binary: str, limit: float, *command: str) -> subprocess.CompletedProce
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit-s", type=float, default=80, help="seconds for both runs together")
-    parser.add_argument("--binary", default=find(), help="compute-sanitizer, where it isn't on the path")
+    parser.add_argument("--binary", default=find(), help="path of compute-sanitizer")
     args = parser.parse_args()
     if args.binary is None:
         print("no compute-sanitizer here: the kernels' reads and writes stay unchecked")

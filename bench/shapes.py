@@ -1,4 +1,4 @@
-"""Models by configuration, with random weights: what memory and time depend on, without any download."""
+"""Models of published shapes with random weights, for memory and time without a download."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def random_model(sizes: dict[str, Any], dtype: torch.dtype, device: str, seed: int = 0) -> Any:
-    """A Llama of these sizes that writes until it is told to stop."""
+    """A Llama of these sizes without an end-of-text token."""
     torch.manual_seed(seed)
     with torch.device(device):
         model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=dtype, attn_implementation="sdpa")
@@ -39,7 +39,7 @@ def random_model(sizes: dict[str, Any], dtype: torch.dtype, device: str, seed: i
 
 
 def random_heads(model: Any, num_heads: int, own_lm_head: bool, seed: int = 0) -> MedusaHeads:
-    """Medusa heads of one residual block each for ``model``, in its dtype and on its device."""
+    """Medusa heads with one residual block each, in the model's dtype and on its device."""
     weight = model.get_output_embeddings().weight
     torch.manual_seed(seed)
     with torch.device(weight.device):
@@ -50,6 +50,6 @@ def random_heads(model: Any, num_heads: int, own_lm_head: bool, seed: int = 0) -
 
 
 def twin(model: Any) -> Any:
-    """The same model once more, its weights shared: patching one leaves the other as it was."""
+    """A copy of the model that shares its weights; patching the copy doesn't affect the model."""
     weights = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in weights})

@@ -1,9 +1,9 @@
-"""A long soak: 2,000 requests of random lengths with aborts, budgets and drafters drawn anew every few dozen.
+"""A long soak test: random requests with aborts; every few dozen requests a new random budget and drafter.
 
     python bench/soak.py --requests 2000 --json soak.json
 
-Every finished output is compared with the unpatched model's, every page has to come back after each round, and the
-bytes of live tensors and of the process must not grow.
+Compares every finished output with the unpatched model's. All pages must be free after each round, and the bytes of
+live tensors must not grow. The process's resident bytes are recorded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import psutil
 import torch
 import typer
 from batch_runs import first_layers
-from timing import environment
+from timing import write_result
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python_tests"))
 
@@ -32,13 +32,13 @@ from specmemo_kernels.cli.demo_data import is_held_out, library_files
 
 
 def main(
-    requests: Annotated[int, typer.Option(help="how many")] = 2000,
+    requests: Annotated[int, typer.Option(help="number of requests")] = 2000,
     prompts: Annotated[int, typer.Option(help="different prompts")] = 60,
-    new_tokens: Annotated[int, typer.Option(help="most new tokens of a request")] = 48,
+    new_tokens: Annotated[int, typer.Option(help="maximum new tokens of a request")] = 48,
     seed: Annotated[int, typer.Option(help="of everything random")] = 0,
     json_: Annotated[Path | None, typer.Option("--json", help="write the report here")] = None,
 ) -> None:
-    """Run it on the bundled model in float32; raises on the first thing that is wrong."""
+    """Run the test on the bundled model in float32; raises on the first error."""
     folder = demo_model_folder()
     model, tokenizer = load_model(folder, torch.float32, torch.device("cpu")), load_tokenizer(folder)
     model.generation_config.eos_token_id = None
@@ -61,11 +61,9 @@ def main(
     settled = report.tensor_bytes[len(report.tensor_bytes) // 4 :]
     if max(settled) > 1.05 * min(settled):
         raise AssertionError(f"tensors pile up: {report.tensor_bytes}")
-    result = {"environment": environment(), **asdict(report), "resident_bytes": resident[1:]}
-    result["seconds"] = time.perf_counter() - started
+    result = {**asdict(report), "resident_bytes": resident[1:], "seconds": time.perf_counter() - started}
     print(json.dumps({k: v for k, v in result.items() if not isinstance(v, list | tuple)}, indent=1))
-    if json_ is not None:
-        json_.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(json_, result)
 
 
 if __name__ == "__main__":

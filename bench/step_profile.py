@@ -1,4 +1,4 @@
-"""Where a decode step's time goes, from torch's profiler: what each operator took, by part of the step."""
+"""A decode step's time by part, from torch's profiler."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-#: Parts of a step, in the order of the table; the host is what no operator accounts for: Python between them.
+#: Parts of a step, in the order of the table. ``host`` is the time outside of operators.
 PARTS = ("model matmuls", "attention", "other model operators", "head", "verify", "commit", "host")
 
 _MATMULS = {"aten::linear", "aten::matmul", "aten::mm", "aten::addmm", "aten::bmm"}
-#: :func:`breakdown` makes this many times as many steps as it is told, half of them profiled.
+#: :func:`breakdown` runs this many times its ``steps``, half of them profiled.
 PASSES = 4
-#: What a profiled step is called.
+#: Name of a profiled step.
 _STEP = "one step"
-#: Operators that only one part of a step calls, by a piece of their name.
+#: Operators of only one part of a step, by a part of their name.
 _OWN = {
     "specmemo::tree_attention": "attention", "scaled_dot_product": "attention",
     "specmemo::lm_head": "head", "aten::baddbmm": "head",
@@ -29,7 +29,7 @@ _OWN = {
 
 
 def part_of(name: str) -> str:
-    """The part that an operator belongs to, by its name."""
+    """The part of the step that an operator belongs to."""
     for piece, part in _OWN.items():
         if piece in name:
             return part
@@ -39,9 +39,9 @@ def part_of(name: str) -> str:
 def breakdown(step: Callable[[], object], steps: int, device: torch.device) -> dict[str, float]:
     """Milliseconds of a step by part, medians over the steps; they add up to the median step.
 
-    Operators are timed by the profiler over ``steps`` steps (on a GPU their kernels), whole steps without it, in turns
-    with the profiled ones. What the profiler itself takes inside an operator counts as that operator's, so the host's
-    share is rather too small than too large.
+    Profiled steps, in groups of ``steps``, time the operators (on a GPU their kernels). They alternate with unprofiled
+    steps, which give the whole time. The profiler's overhead inside an operator counts for the operator, so the host's
+    share is a lower bound.
     """
     on_gpu = device.type == "cuda"
     whole: list[float] = []
@@ -60,17 +60,17 @@ def breakdown(step: Callable[[], object], steps: int, device: torch.device) -> d
                     step()
             if on_gpu:
                 torch.cuda.synchronize(device)
-        found: dict[int, Counter[str]] = {}
+        by_step: dict[int, Counter[str]] = {}
         for event in profiler.events():
             if outermost(event):
                 micros = event.device_time_total if on_gpu else event.cpu_time_total
-                found.setdefault(event.cpu_parent.id, Counter())[part_of(event.name)] += micros
-        spent += found.values()
-    parts = {part: statistics.median(one[part] for one in spent) / 1e3 for part in PARTS[:-1]}
+                by_step.setdefault(event.cpu_parent.id, Counter())[part_of(event.name)] += micros
+        spent += by_step.values()
+    parts = {part: statistics.median(step_micros[part] for step_micros in spent) / 1e3 for part in PARTS[:-1]}
     return parts | {"host": statistics.median(whole) * 1e3 - sum(parts.values())}
 
 
 def outermost(event: Any) -> bool:
-    """An operator that no other operator called."""
+    """Whether no other operator called this one."""
     parent = event.cpu_parent
     return event.device_type == torch.autograd.DeviceType.CPU and parent is not None and parent.name == _STEP

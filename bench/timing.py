@@ -1,30 +1,33 @@
-"""Medians of functions that take turns, and what the machine can do, measured in the same run."""
+"""Median times of functions that take turns, the machine's own rates in the same run, and results as files."""
 
 from __future__ import annotations
 
 import datetime
 import functools
 import itertools
+import json
 import random
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from specmemo_kernels.cache.huge_pages import prefer_huge_pages
 from specmemo_kernels.cli.env import collect_env
 
 
 def copies(*data: torch.Tensor, nbytes: int = 128 * 2**20) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Copies of tensors without an end, of which whoever asks gets the next, so that no call finds its data in a cache.
+    """An endless cycle of copies of tensors, so that no call finds its data in a cache.
 
-    Between two steps of a decoder all layers' weights pass through the caches, so a layer's keys have left them. The
-    copies of a (dense) tensor lie side by side in one piece of memory in huge pages, as the layers of a pool do. The
-    tensor itself becomes the first of them: the largest shapes have no room for it twice.
+    In a decoder all layers' weights pass through the caches between two steps and evict a layer's keys. The copies of a
+    (dense) tensor are contiguous in huge pages, like the layers of a pool. The tensor becomes the first copy: the
+    largest shapes don't fit twice.
     """
     count = min(1 + nbytes // max(1, sum(x.nbytes for x in data)), 64)
     return itertools.cycle(list(zip(*(_copies_of(x, count) for x in data), strict=True)))
@@ -57,10 +60,12 @@ def take_turns(
 ) -> dict[str, float]:
     """Median seconds of each function: one call each, in turn, until its share of ``seconds`` is spent.
 
-    Each is called ``rounds[0]`` to ``rounds[1]`` times. Taking turns exposes all of them to the same noise of the
-    machine, so that their ratios mean something. ``between`` is called before each, untimed, so that all find the
-    caches alike; each round has another order, or whoever always came after the one that sweeps most would find less
-    of its code there. Whose turn it is in a rotation isn't timed either.
+    Each is called ``rounds[0]`` to ``rounds[1]`` times. Taking turns exposes all functions to the same machine noise,
+    so their ratios are meaningful. The order is shuffled every round, because a call's evictions slow the next one. A
+    rotation's ``next`` isn't timed.
+
+    Args:
+        between: called untimed before each call, so that all calls find the same caches.
     """
     for function in functions.values():
         _call(function)()
@@ -86,7 +91,7 @@ def take_turns(
 
 
 class Yardstick:
-    """What the machine does at best, as two functions that take turns with what is measured."""
+    """The machine's read bandwidth and GEMM rate, as two functions that take turns with the measured functions."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._block = torch.ones(64 * 1024 * 1024)
@@ -96,14 +101,13 @@ class Yardstick:
         self.functions: dict[str, Callable[[], object]] = {"read": self._block.sum, "gemm": lambda: self._a @ self._b}
 
     def layer(self) -> torch.Tensor:
-        """What lies between two calls of attention in a decoder: a product with a layer's weights."""
+        """A product with a layer's weights, as between two calls of attention in a decoder."""
         return self._a[:8] @ self._layer
 
     def floor(self, times: dict[str, float], nbytes: float, flops: float) -> float:
-        """Seconds that reading ``nbytes`` or computing ``flops`` takes at least, whichever is longer.
+        """Minimum seconds: the longer of reading ``nbytes`` and computing ``flops``.
 
-        The rates are those of a sum over 256 MiB and of a 2048 x 4096 x 1024 product, medians in the same turns; both
-        are taken out of ``times``.
+        The rates are those of a sum over 256 MiB and of a 2048 x 4096 x 1024 product; both are removed from ``times``.
         """
         read = self._block.nbytes / times.pop("read")
         gemm = 2 * 2048 * 4096 * 1024 / times.pop("gemm")
@@ -111,10 +115,29 @@ class Yardstick:
 
 
 def environment() -> dict[str, str]:
-    """Where, when and with what a result was measured."""
+    """Date, commit, versions and devices of a result."""
     root = Path(__file__).resolve().parents[1]
     git = subprocess.run(
         ["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
     )
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     return {"date": date, "commit": git.stdout.strip(), **collect_env()}
+
+
+def write_result(path: Path | None, result: Mapping[str, Any]) -> None:
+    """Write ``result`` and its environment as JSON; without a path, nothing."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"environment": environment(), **result}, indent=1) + "\n")
+
+
+def print_rows(
+    rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None, title: str | None = None
+) -> None:
+    """Print rows as a table with these columns, by default those of the first row; absent cells are blank."""
+    names = list(rows[0]) if columns is None else columns
+    table = Table(*names, title=title)
+    for row in rows:
+        cells = [row.get(name) for name in names]
+        table.add_row(*("" if c is None else f"{c:.3g}" if isinstance(c, float) else str(c) for c in cells))
+    Console(width=180).print(table)

@@ -1,10 +1,9 @@
 """Train the bundled demo model: a small Llama and its Medusa heads, on Python's standard library.
 
-The text is what every machine with Python has. A file belongs to the held-out part when the hash of its
-path inside the library says so, so the split is the same for every version of Python. Base model and heads
-are trained jointly (the heads' losses are added with falling weights); everything is saved as safetensors.
-
     python bench/train_demo.py --steps 3000 --out specmemo_kernels/demo_model
+
+A hash of a file's path inside the library decides whether it is held out, so the split is the same for every version of
+Python. Base model and heads are trained jointly, with falling weights of the heads' losses, and saved as safetensors.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def build_model() -> LlamaForCausalLM:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Mean cross entropy of ``hidden @ weight.T``, gradients made chunk by chunk while the logits are in cache."""
+    """Mean cross entropy of ``hidden @ weight.T``; computes gradients chunk by chunk while the logits are in cache."""
 
     @staticmethod
     def forward(ctx, hidden, weight, target, chunk=512):  # type: ignore[no-untyped-def]
@@ -107,7 +106,7 @@ def cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tens
 
 
 def losses(model: LlamaForCausalLM, heads: MedusaHeads, ids: torch.Tensor, stride: int) -> torch.Tensor:
-    """``[1 + num_heads]`` cross entropies; the heads see every ``stride``-th position, which is plenty."""
+    """``[1 + num_heads]`` cross entropies; the heads use every ``stride``-th position, to save time."""
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
     weight = model.lm_head.weight
     out = [cross_entropy(hidden[:, :-1], weight, ids[:, 1:])]
@@ -122,10 +121,9 @@ def losses(model: LlamaForCausalLM, heads: MedusaHeads, ids: torch.Tensor, strid
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")
 def evaluate(model: LlamaForCausalLM, heads: MedusaHeads, tokens: np.ndarray, windows: int) -> dict[str, object]:
-    """Held-out loss (nats per token), and cumulative top-1..10 accuracy of the model and each head.
+    """Held-out loss (nats per token) of the model, and cumulative top-1..10 accuracy of each head.
 
-    A head is right when it names the token that the model itself would write there (that is what
-    verification asks for), given that all tokens before it are the text's.
+    A hit is the model's own greedy token at that position (as in verification), after the text's tokens.
     """
     model.eval()
     starts = np.linspace(0, len(tokens) - CONTEXT - 1, windows).astype(int)

@@ -1,9 +1,9 @@
-"""Writes the figures of ``bench/results/*.json`` into the marked blocks of README.md and docs/.
+"""Write the figures of ``bench/results/*.json`` into the marked blocks of README.md and docs/.
 
 A block looks like ``<!-- figure: NAME -->...<!-- end -->``: a number inside a sentence, or a whole table.
 
-    python docs/figures.py            rewrites the blocks
-    python docs/figures.py --check    exits with status 1 if a block is out of date
+    python docs/figures.py            rewrite the blocks
+    python docs/figures.py --check    exit with status 1 if a block is out of date
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]], source: str) 
 
 
 def caption(source: str) -> str:
-    """Where a result comes from."""
+    """Machine, versions, date and file of a result."""
     env = load(source)["environment"]
     processor, _, threads = env["processor"].rpartition(", torch uses ")
     threads = threads.replace("1 threads", "1 thread")
@@ -55,7 +55,7 @@ def mib(size: float) -> str:
 
 
 def saved(share: float) -> str:
-    """A share of the memory as what it saves: 0.18 is ``-82 %``."""
+    """A share of the memory as savings: 0.18 is ``-82 %``."""
     return "" if share > 0.995 else f" ({share - 1:+.0%})".replace("%", "\u00a0%")
 
 
@@ -86,7 +86,7 @@ def frontier(source: str, heads: bool) -> str:
 
 
 def headline() -> dict[str, str]:
-    """The three figures at the top of the README."""
+    """The figures at the top of the README."""
     rows = load("frontier_bundled")["rows"]
     plain, medusa, best = rows[0], rows[1], rows[-1]
     batch = {(r["drafter"], r["batch"], r["dtype"]): r for r in load("batch_cpu")["rows"]}
@@ -250,7 +250,7 @@ def ranks() -> str:
 
 
 def attention_ratios(dtype: str) -> list[float]:
-    """Speed over that of the best SDPA, by shape; the row of three nodes is of another series."""
+    """Speed relative to the best SDPA, by shape, without the rows of three nodes, which are another series."""
     rows = load("ops_cpu")["rows"]
     return [r["vs_best"] for r in rows if r["op"] == "tree_attention" and r["dtype"] == dtype and r["tree"] != 3]
 
@@ -310,7 +310,7 @@ def compiled() -> dict[str, str]:
 
 
 def figures() -> dict[str, str]:
-    """What each block holds, by its name."""
+    """The content of each block, by name."""
     return {
         "frontier.bundled": frontier("frontier_bundled", heads=False),
         "frontier.125m": frontier("frontier_125m", heads=True),
@@ -333,7 +333,7 @@ def figures() -> dict[str, str]:
 
 
 def filled(text: str, values: dict[str, str]) -> str:
-    """``text`` with the present figure in each block.
+    """``text`` with the current figure in each block.
 
     Raises:
         KeyError: a block's name is unknown.

@@ -1,6 +1,6 @@
-"""Generation under a cap that the system enforces; a program of its own, run by ``test_hard_cap.py``.
+"""Generation under a cap that the system enforces; run as a program by ``test_hard_cap.py``.
 
-Prints one JSON object per line: what was planned and the cap, then what came of it.
+Prints one JSON object per line: the plan and the cap, then the result.
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ from specmemo_kernels.cache.kv_storage import KV_DTYPES
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One problem for ``tree_attention``: lengths are per sequence, ``nodes`` 0 means a sequence that sits out."""
+    """One problem for ``tree_attention``. Lengths are per sequence; ``nodes`` 0: the sequence has no nodes in this
+    step.
+    """
 
     name: str
     seq_lens: tuple[int, ...]
@@ -75,7 +77,7 @@ def random_parents(nodes: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def mask_words(parents: torch.Tensor, words: int) -> torch.Tensor:
-    """``[T, words]`` int64 ancestor words of one tree, made one bit at a time (the oracle of ``DraftTree``)."""
+    """``[T, words]`` int64 ancestor words of one tree, set bit by bit (the oracle of ``DraftTree``)."""
     rows: list[int] = []
     for node, parent in enumerate(parents.tolist()):
         rows.append((rows[parent] if parent >= 0 else 0) | (1 << node))
@@ -86,7 +88,9 @@ def mask_words(parents: torch.Tensor, words: int) -> torch.Tensor:
 
 
 def attention_inputs(case: AttentionCase, dtype: torch.dtype, seed: int = 0) -> dict[str, object]:
-    """Keyword arguments of ``ops.tree_attention``: shuffled pages, NaN wherever no token is, ids past the end wild."""
+    """Keyword arguments of ``ops.tree_attention``: shuffled pages, NaN in unused slots, invalid page ids in unused
+    entries.
+    """
     g = torch.Generator().manual_seed(seed)
     v_dim = case.v_head_dim or case.head_dim
     total = sum(case.nodes)
@@ -142,7 +146,7 @@ def attention_inputs(case: AttentionCase, dtype: torch.dtype, seed: int = 0) -> 
 def _empty_pages(
     case: AttentionCase, shape: tuple[int, ...], dim: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Pages nobody wrote: NaN, or codes with scales of NaN."""
+    """Unwritten pages: NaN, or codes with NaN scales."""
     scales = torch.full(shape, float("nan"))
     if case.kv_dtype is None:
         pages = torch.full((*shape, dim), float("nan"), dtype=dtype)
@@ -152,12 +156,12 @@ def _empty_pages(
 
 
 def in_order(pages: torch.Tensor, by_head: bool, *, heads: int = -2) -> torch.Tensor:
-    """The same pages, or scales (``heads`` -1), whose memory holds one head after the other, or is as their shape."""
+    """The same pages, or scales (``heads`` -1), in head-major or in token-major memory order."""
     return pages.transpose(heads - 1, heads).contiguous().transpose(heads - 1, heads) if by_head else pages.contiguous()
 
 
 def _codes(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Normally distributed codes, the largest and the smallest among them."""
+    """Normally distributed codes that include the largest and the smallest code."""
     if dtype == torch.int8:
         return (rows * 40).round().clamp(-127, 127).to(dtype)
     codes = (rows * 100).clamp(-448, 448).to(dtype)
@@ -166,7 +170,7 @@ def _codes(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def dequantised(inputs: dict[str, object]) -> dict[str, object]:
-    """The same problem with pages of what the codes stand for, exactly, in float64."""
+    """The same problem with dequantised pages, exactly, in float64."""
     plain = dict(inputs) | {"k_scales": None, "v_scales": None}
     for side in ("k", "v"):
         scales = inputs[f"{side}_scales"]
@@ -183,7 +187,7 @@ def in_float64(inputs: dict[str, object]) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Budget:
-    """The float64 answer and how far a kernel of the given dtype may be from it (largest absolute difference)."""
+    """The float64 result and the largest allowed absolute difference of a kernel in a given dtype."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -193,12 +197,12 @@ class Budget:
 
 @cache
 def case_budget(case: AttentionCase, dtype: torch.dtype) -> Budget:
-    """The budget of a case's inputs, computed once: it is the same for each backend and instruction set."""
+    """The budget of a case, cached: it is the same for each backend and instruction set."""
     return attention_budget(attention_inputs(case, dtype), dtype)
 
 
 def attention_budget(inputs: dict[str, object], dtype: torch.dtype) -> Budget:
-    """Twice the error of the low-precision reference (weights, and what codes stand for, rounded to ``dtype``) plus one
+    """Twice the error of the low-precision reference (weights and dequantised elements rounded to ``dtype``), plus one
     rounding of the output.
     """
     exact, exact_lse = ops.tree_attention(**in_float64(inputs), backend="reference")  # type: ignore[arg-type]
@@ -218,7 +222,7 @@ def attention_budget(inputs: dict[str, object], dtype: torch.dtype) -> Budget:
 
 
 def _eager(inputs: dict[str, object], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """What plain eager attention gives in ``dtype``: softmax in float32, its weights rounded, then the product."""
+    """Plain eager attention in ``dtype``: softmax in float32, its weights rounded, then the product."""
     plain = dequantised(inputs)  # of quantised pages, rounded to what a kernel multiplies
     single = {k: v.to(dtype).float() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in plain.items()}
 
@@ -233,7 +237,7 @@ def _eager(inputs: dict[str, object], dtype: torch.dtype) -> tuple[torch.Tensor,
 
 
 def one_sequence(inputs: dict[str, Any], index: int) -> dict[str, Any]:
-    """The same ``tree_attention`` problem for one sequence of the batch alone, with bounds of its own."""
+    """The ``tree_attention`` problem of one sequence of the batch, with its own bounds."""
     start, end = inputs["qo_indptr"][index : index + 2].tolist()
     alone = dict(inputs)
     for name in ("q", "k_new", "v_new", "tree_mask"):

@@ -1,4 +1,4 @@
-"""Fresh memory is NaN (floats) or an extreme value (integers) in every test: reading what was never written shows."""
+"""Fresh memory is NaN (floats) or an extreme value (integers) in every test, so that reads of unwritten memory show."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def _poison_kernel_outputs() -> None:
-    """What the C++ kernels allocate, which torch doesn't fill; where they aren't built there is nothing to do."""
+    """Poison the outputs of the C++ kernels, which torch doesn't fill; no effect if they aren't built."""
     if importlib.util.find_spec("specmemo_kernels.backends._cpu") is not None:
         from specmemo_kernels.backends import _cpu
 

@@ -1,4 +1,4 @@
-"""Allocations that fail where a test wants them to."""
+"""Allocations that fail at chosen places."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def storages(values: Any) -> set[int]:
 
 
 class FailingAllocations(TorchDispatchMode):
-    """Every operator that makes a tensor, and each of this package's, is a site; at some of them memory runs out.
+    """Fails at chosen sites: operators that allocate a tensor, and each of this package's operators.
 
-    The operator has done its work by then (written to pages, drawn from a generator): the worst time to fail.
+    The operator has already run (written to pages, drawn from a generator), which is the worst time to fail.
 
     Args:
-        fails: asked with a site's number, counted from 0 at the last :meth:`restart`.
+        fails: called with a site's number, counted from 0 since the last :meth:`restart`; ``True``: fail.
     """
 
     def __init__(self, fails: Callable[[int], bool]) -> None:
@@ -43,7 +43,7 @@ class FailingAllocations(TorchDispatchMode):
     ) -> Any:
         known = storages((args, kwargs))
         result = func(*args, **(kwargs or {}))
-        # A tensor made of Python numbers comes from nowhere and is lifted.
+        # lift_fresh: a new tensor from Python numbers.
         fresh = func is torch.ops.aten.lift_fresh.default or storages(result) - known
         if self.armed and (fresh or func.namespace == "specmemo"):
             self.site += 1
@@ -91,7 +91,7 @@ class AtEverySite(FailingAllocations):
 
 @contextmanager
 def failing_everywhere(monkeypatch: pytest.MonkeyPatch, sparing: str = "") -> Iterator[AtEverySite]:
-    """All steps of all schedulers fail at all of their sites."""
+    """Let all steps of all schedulers fail at all of their sites."""
     mode, own = AtEverySite(sparing), Scheduler.step
 
     def step(scheduler: Scheduler) -> list[SequenceState]:

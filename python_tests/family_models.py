@@ -64,7 +64,7 @@ _INDEXER = {
     "indexer_budget": 8,
     "indexer_compress_ratio": 2,
 }
-#: What single types need beside it or instead of it; ``...`` leaves a setting to its default.
+#: Additions and changes for single types; ``...`` leaves a setting at its default.
 _SPECIAL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         """bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta
@@ -102,7 +102,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 
 
 def small_settings(config: PreTrainedConfig) -> dict[str, Any]:
-    """The settings of ``config`` that make it small, those of its parts too."""
+    """The settings of ``config``, parts included, that make it small."""
     own = config.to_dict()
     settings = {name: value for name, value in _SMALL.items() if name in own}
     settings |= _layers(own)
@@ -114,12 +114,12 @@ def small_settings(config: PreTrainedConfig) -> dict[str, Any]:
     return settings
 
 
-#: Settings that say of every layer which kind it is.
+#: Settings with a kind for every layer.
 _KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "indexer_types")
 
 
 def _layers(own: dict[str, Any]) -> dict[str, Any]:
-    """One layer of each kind that the default config has, two at least."""
+    """One layer of each kind in the default config, at least two."""
     kinds = {name: list(dict.fromkeys(own[name])) for name in _KINDS if own.get(name)}
     count = max((2, *map(len, kinds.values())))
     lists = {name: (found * count)[:count] for name, found in kinds.items()}
@@ -127,7 +127,7 @@ def _layers(own: dict[str, Any]) -> dict[str, Any]:
 
 
 def merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """``settings`` with ``changes``, in nested dicts too; ``...`` takes a setting out."""
+    """``settings`` updated with ``changes``, nested dicts included; ``...`` removes a setting."""
     result = dict(settings)
     for name, value in changes.items():
         if value is ...:

@@ -1,4 +1,4 @@
-"""Weights of Medusa heads under every published layout, and what loaded heads are compared with."""
+"""Weights of Medusa heads in every published layout, and the expected logits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def as_vllm(state: Tensors) -> Tensors:
 
 
 def with_prefix(state: Tensors, prefix: str = "medusa_head.") -> Tensors:
-    """The heads inside a whole model's tensors; the model's are of a size that would be refused in heads."""
+    """The heads within a whole model's tensors, whose sizes would be refused in heads."""
     model = {"model.embed_tokens.weight": torch.randn(50, 6), "lm_head.weight": torch.randn(50, 6)}
     model["model.layers.0.mlp.up_proj.weight"] = torch.randint(0, 9, (6, 6), dtype=torch.uint8)
     return model | {prefix + key: tensor for key, tensor in state.items()}
@@ -49,7 +49,7 @@ def with_prefix(state: Tensors, prefix: str = "medusa_head.") -> Tensors:
 def expected_logits(
     state: Tensors, heads: int, layers: int, hidden: torch.Tensor, shared: torch.Tensor
 ) -> torch.Tensor:
-    """The formula, written out: x + silu(W x + b) per layer, then the lm_head."""
+    """The formula: x + silu(W x + b) per layer, then the lm_head."""
     rows = []
     for head in range(heads):
         x = hidden
@@ -71,7 +71,7 @@ def assert_same(loaded: MedusaHeads, state: Tensors, heads: int = 3, layers: int
 
 
 def write_shards(folder: Path, state: Tensors, kind: str) -> None:
-    """The tensors dealt over three shards, with an index; the last shard has the model's own tensors only."""
+    """Write the tensors to three shards with an index; the last shard has the model's own tensors only."""
     folder.mkdir(exist_ok=True)
     stem, suffix = ("model", "safetensors") if kind == "safetensors" else ("pytorch_model", "bin")
     shards: list[Tensors] = [{}, {}, {}]
@@ -86,12 +86,12 @@ def write_shards(folder: Path, state: Tensors, kind: str) -> None:
 
 
 def as_pickle(name: str) -> Callable[[Path, Tensors], Any]:
-    """Writes a file of that name into a folder, as torch saves it."""
+    """A function that writes a file of this name into a folder with ``torch.save``."""
     return lambda folder, state: torch.save(state, folder / name)
 
 
 def as_safetensors(name: str) -> Callable[[Path, Tensors], Any]:
-    """Writes a file of that name into a folder."""
+    """A function that writes a safetensors file of this name into a folder."""
     return lambda folder, state: save_file(state, folder / name)
 
 
@@ -115,5 +115,5 @@ LAYOUTS: dict[str, Callable[[Path, Tensors], Any]] = {
 
 
 def without(*keys: str) -> Callable[[Tensors], Tensors]:
-    """A change of a state that takes these keys out."""
+    """A function that removes these keys from a state."""
     return lambda state: {key: tensor for key, tensor in state.items() if key not in keys}

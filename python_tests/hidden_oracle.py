@@ -1,4 +1,4 @@
-"""A drafter that knows the answers by the model's own hidden states, so that it can be part of a device step."""
+"""A drafter that finds the right tokens by the model's hidden states, so that it can run in a device step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class HiddenOracle:
         return self.guesses.index_select(0, near)[:, :depth, :width].flatten(1)
 
     def propose(self, inputs: DraftInput) -> torch.Tensor:
-        """The same on the host's step."""
+        """The same guesses for a step on the host."""
         tree = inputs.tree
         if not tree.max_depth:
             return inputs.root_tokens[:, None]

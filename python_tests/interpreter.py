@@ -1,8 +1,8 @@
-"""Tests in Triton's interpreter, which computes the kernels on the CPU.
+"""Tests in Triton's interpreter, which runs the kernels on the CPU.
 
-It is chosen before triton is imported, so a file of such tests runs itself in a process of its own: there its
-``TestInterpreter`` is collected, in an ordinary test run its ``test_in_the_interpreter`` is, and fails if any of the
-former does. The slow ones among them run in a process of their own, as a slow test.
+The interpreter must be enabled before triton is imported, so a file of such tests runs itself in another process. There
+its ``TestInterpreter`` is collected. In a normal run its ``test_in_the_interpreter`` is collected and fails if any of
+these tests fails. Slow tests run in another process, as a slow test.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ each_speed = pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", 
 
 
 def run_in_interpreter(file: str, marks: str) -> None:
-    """Run those of a file's tests that ``-m marks`` selects, with the interpreter on."""
+    """Run the tests of a file that ``-m marks`` selects in Triton's interpreter."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", marks, file]
     environment = {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     run = subprocess.run(command, check=False, env=os.environ | environment, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Models of transformers on the meta device: the real code with shapes but no weights, and what it holds."""
+"""transformers models on the meta device (real code, shapes without weights), and their memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONFIGS: dict[str, dict[str, object]] = {
 
 @cache
 def meta_model(name: str, dtype: torch.dtype = torch.float16, layers: int | None = None) -> PreTrainedModel:
-    """The model with all its layers, or so many."""
+    """The model, with all or a given number of layers."""
     sizes = CONFIGS[name] | ({} if layers is None else {"num_hidden_layers": layers})
     config = CONFIG_MAPPING["llama"](**sizes, dtype=dtype)
     with torch.device("meta"):
@@ -56,7 +56,7 @@ def pass_bytes(model: PreTrainedModel, rows: int, device: str = "meta") -> int:
 
 @contextmanager
 def fused_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Attention that makes its result and nothing else, as fused kernels do; on meta tensors SDPA makes scores."""
+    """Attention that allocates its result only, like fused kernels; on meta tensors SDPA allocates scores."""
 
     def attend(module, query, key, value, mask, **_):  # type: ignore[no-untyped-def]
         return query.transpose(1, 2).contiguous(), None

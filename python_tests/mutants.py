@@ -84,7 +84,7 @@ class Failures:
 
 
 def run_tests(copy: Path, tests: str, interpreter: bool, results: Queue[tuple[int, list[str]]]) -> None:
-    """In a process of its own: pytest on the copy, up to the first failure."""
+    """Run pytest on the copy up to the first failure, in another process."""
     import pytest
 
     os.chdir(copy)
@@ -117,7 +117,7 @@ def outcome(copy: Path, mutant: Mutant) -> tuple[int, str]:
 
 
 def build(copy: Path) -> None:
-    """The C++ module of the copy, with what has changed since the last build."""
+    """Build the copy's C++ module incrementally."""
     import pybind11
 
     command = [

@@ -45,13 +45,13 @@ PAGED_CASES = (
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Any bits at all, NaN and infinities among them: a slot that changes shows, whatever is written there."""
+    """Random bits, NaN and infinities included, so that any change of a slot shows."""
     data = torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8, generator=generator)
     return data.view(dtype)
 
 
 def _paged(case: PagedCase, dtype: torch.dtype, g: torch.Generator, layers: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Pools of random bits, shuffled pages that hold all nodes of each sequence, wild page ids behind them."""
+    """Pools of random bits, shuffled pages for all nodes of each sequence, and invalid page ids behind them."""
     counts = [-(-(s + n) // case.page_size) for s, n in zip(case.seq_lens, case.nodes, strict=True)]
     order = torch.randperm(sum(counts) + 3, generator=g).int()
     table = torch.full((len(counts), max(counts) + 2), 2**30, dtype=torch.int32)
@@ -69,7 +69,7 @@ def _paged(case: PagedCase, dtype: torch.dtype, g: torch.Generator, layers: tupl
 
 
 def _scales(case: PagedCase, pools: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
-    """Of quantised pools, any bits as well."""
+    """Random bits for the scales of quantised pools."""
     if case.kv_dtype is None:
         return {"k_scales": None, "v_scales": None}
     g = torch.Generator().manual_seed(9)
@@ -83,7 +83,7 @@ def _indptr(nodes: tuple[int, ...]) -> torch.Tensor:
 
 
 def append_inputs(case: PagedCase, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor | None]:
-    """Arguments of ``append_paged_kv``, in order; new rows as a model hands them: views of ``[1, heads, N, dim]``."""
+    """Arguments of ``append_paged_kv``, in order; new rows are views of ``[1, heads, N, dim]``, as in a model."""
     g = torch.Generator().manual_seed(seed)
 
     def rows(dim: int) -> torch.Tensor:
@@ -95,7 +95,7 @@ def append_inputs(case: PagedCase, dtype: torch.dtype, seed: int = 0) -> dict[st
 
 
 def commit_inputs(case: PagedCase, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor | None]:
-    """Arguments of ``commit_paged_kv``, in order; every scratch row that isn't accepted is NaN."""
+    """Arguments of ``commit_paged_kv``, in order; scratch rows that aren't accepted are NaN."""
     g = torch.Generator().manual_seed(seed)
     pools = _paged(case, dtype, g, (case.layers,))
     index = torch.full((len(case.nodes), max(case.accept) + 3), -1, dtype=torch.int32)
@@ -118,7 +118,7 @@ def commit_inputs(case: PagedCase, dtype: torch.dtype, seed: int = 0) -> dict[st
 
 
 def hard_rows(dtype: torch.dtype, dim: int = 33) -> torch.Tensor:
-    """Rows from 1e-30 to 1e30 (as far as ``dtype`` goes), one large element among small ones, ties, zeros."""
+    """Rows from 1e-30 to 1e30 (as far as ``dtype`` goes), outliers, ties and zeros."""
     g = torch.Generator().manual_seed(5)
     sizes = 10.0 ** torch.arange(-30, 31, 3)
     rows = [torch.randn(len(sizes), dim, generator=g) * sizes[:, None]]
@@ -162,7 +162,7 @@ VERIFY_CASES = (
 
 
 def verify_inputs(case: VerifyCase, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Arguments of ``verify_tree_greedy`` but ``max_depth``: drafts of -1 and equal siblings among them."""
+    """Arguments of ``verify_tree_greedy`` except ``max_depth``, with drafts of -1 and equal siblings."""
     g = torch.Generator().manual_seed(seed)
     total = sum(case.nodes)
     return {
@@ -197,7 +197,7 @@ LM_HEAD_CASES = (
 
 
 def lm_head_inputs(case: LmHeadCase, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor | None]:
-    """``hidden`` (its rows apart), ``weight`` and ``bias``: small integers, so that every sum is exact and many tie."""
+    """``hidden`` (strided rows), ``weight`` and ``bias`` of small integers: sums are exact and many tie."""
     g = torch.Generator().manual_seed(seed)
 
     def integers(low: int, high: int, *shape: int) -> torch.Tensor:
@@ -213,8 +213,7 @@ CODE_CASES = (*LM_HEAD_CASES, LmHeadCase("group", 2, 70, 64), LmHeadCase("groups
 
 
 def lm_head_code_inputs(case: LmHeadCase, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor | None]:
-    """:func:`lm_head_inputs` with the weight in codes, put in place column by column; scales of 1 and -1, wild codes
-    behind the last column."""
+    """:func:`lm_head_inputs` with 4-bit weights, scales of 1 and -1, and invalid codes behind the last column."""
     inputs = lm_head_inputs(case, dtype, seed)
     g = torch.Generator().manual_seed(seed + 1)
     weight = inputs["weight"]

@@ -1,4 +1,4 @@
-"""What every rank of a tensor parallel session runs: models, heads and prompts."""
+"""Models, heads and prompts of every rank of a tensor parallel session."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load(folder: Path, **kwargs: Any) -> PreTrainedModel:
 
 
 def medusa(own: bool, width: int) -> MedusaHeads:
-    """Random heads: over so few tokens they are right often enough."""
+    """Random heads; with a small vocabulary they are often right."""
     torch.manual_seed(5)
     heads = MedusaHeads(width, VOCAB, 3, own_lm_head=own)
     for parameter in heads.parameters():

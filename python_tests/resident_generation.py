@@ -1,6 +1,6 @@
-"""Resident memory of one generation in a fresh process; a program of its own, run by ``test_resident_memory.py``.
+"""Resident memory of one generation in a fresh process; run as a program by ``test_resident_memory.py``.
 
-Takes a seed, from which it draws the setting, and changes to the setting as JSON; prints one JSON object.
+Takes a seed, which determines the setting, and changes to the setting as JSON. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -48,35 +48,36 @@ def setting_of(seed: int) -> dict[str, Any]:
 
 
 def resident() -> dict[str, int]:
-    """Bytes by name, of memory that isn't backed by files and of files."""
+    """Resident bytes, anonymous and of files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("Rss", "VmHWM"))}
     return {"own": sizes["RssAnon"] + sizes["RssShmem"], "file": sizes["RssFile"], "peak": sizes["VmHWM"]}
 
 
 def peak_of(call: Callable[[], object]) -> int:
-    """The most memory of this process during ``call`` that isn't backed by files: looked at often, and the kernel's
-    own peak of everything less the files at the end, which only grow."""
+    """Peak anonymous memory of this process during ``call``: the larger of a polled value and the kernel's own peak
+    without files. Mapped files only grow.
+    """
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the kernel's peak starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset the kernel's peak
         reset = True
     except OSError:
         reset = False
-    most, over = 0, threading.Event()
+    polled_peak, done = 0, threading.Event()
 
-    def look() -> None:
-        nonlocal most
-        while not over.is_set():
-            most = max(most, resident()["own"])
+    def poll() -> None:
+        nonlocal polled_peak
+        while not done.is_set():
+            polled_peak = max(polled_peak, resident()["own"])
             time.sleep(0.004)
 
-    looker = threading.Thread(target=look)
-    looker.start()
+    poller = threading.Thread(target=poll)
+    poller.start()
     call()
-    over.set()
-    looker.join()
+    done.set()
+    poller.join()
     end = resident()
-    return max(most, end["peak"] - end["file"] if reset else 0)
+    return max(polled_peak, end["peak"] - end["file"] if reset else 0)
 
 
 def make_model(setting: dict[str, Any], layers: int) -> LlamaForCausalLM:
@@ -92,7 +93,7 @@ def make_model(setting: dict[str, Any], layers: int) -> LlamaForCausalLM:
 
 
 def prompts_of(setting: dict[str, Any], tokens: int, seed: int) -> dict[str, torch.Tensor]:
-    """Ragged prompts of ``tokens`` tokens together, padded on the left."""
+    """Ragged, left-padded prompts of ``tokens`` tokens in total."""
     generator = torch.Generator().manual_seed(seed)
     share = 0.3 + torch.rand(setting["batch"], generator=torch.Generator().manual_seed(0))
     lengths = [max(1, int(tokens * part)) for part in (share / share.sum()).tolist()]

@@ -10,7 +10,7 @@ import pytest
 
 
 def examples(count: int) -> int:
-    """How many examples Hypothesis tries: ``count`` in ``make test-all``, else a quarter."""
+    """Number of Hypothesis examples: ``count`` in ``make test-all``, else a quarter."""
     return count if os.environ.get("SPECMEMO_ALL_EXAMPLES") else max(1, count // 4)
 
 

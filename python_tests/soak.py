@@ -1,4 +1,4 @@
-"""Many random requests through one model, checked request by request: shared by the test and the long run in bench."""
+"""Random requests through one model, each checked: shared by test_soak.py and the long run in bench/."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class SoakReport:
 
 
 def live_tensor_bytes() -> int:
-    """Bytes of the storages of all tensors that Python knows of."""
+    """Bytes of the storages of all tensors that Python's garbage collector tracks."""
     gc.collect()
     tensors = (o for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def greedy_answers(model: Any, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-    """What the unpatched model writes, one prompt at a time."""
+    """The unpatched model's tokens, one prompt at a time."""
     answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
@@ -61,10 +61,10 @@ def soak(
     backend: str | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> SoakReport:
-    """Rounds of 10 to 60 requests, each with its own drafter, number of places and budget, until ``requests`` are done.
+    """Run rounds of 10 to 60 requests, each with a random drafter, batch size and budget, up to ``requests``.
 
     Raises:
-        AssertionError: a wrong token, a page that didn't come back, or a request without an end.
+        AssertionError: a wrong token, a page that wasn't freed, or a request that didn't finish.
     """
     rng = random.Random(seed)
     answers = greedy_answers(model, prompts, new_tokens)
@@ -99,7 +99,7 @@ def _round(
     wanted: list[tuple[int, int, bool]],
     backend: str | None,
 ) -> list[sk.Completion]:
-    """One batch under a budget that holds the longest of its requests, or some more of them."""
+    """One batch under a budget that holds at least the longest request."""
     options: dict[str, Any] = {
         "page_size": rng.choice([1, 4, 16]),
         "max_batch_size": rng.randint(1, 6),
@@ -113,7 +113,7 @@ def _round(
         slot = sum(layer.bytes_per_token for layer in handle.facts.layers)
         slot += getattr(handle.drafter, "kv_bytes_per_token", 0) + 64 * handle.plan.max_sequences
     longest = max(len(prompts[i]) + limit for i, limit, _ in wanted) + 24
-    # The plan gives up places where less than a quarter is left for pages: a bit more than that makes pages scarce.
+    # The plan reduces the batch size if less than a quarter is left for pages. Slightly more makes pages scarce.
     budget = int(max(fixed + 1.3 * longest * slot, fixed * (1.35 + rng.random())))
     requests = [sk.Request(prompts[i], limit, []) for i, limit, _ in wanted]
     with sk.patch(model, heads, memory_budget=budget, **options) as handle:
@@ -121,7 +121,7 @@ def _round(
             for piece in run:
                 if not piece.finished and wanted[piece.index][2] and rng.random() < 0.3:
                     run.abort(piece.index)
-                if rng.random() < 0.02:  # somebody who may be waiting, running or done
+                if rng.random() < 0.02:  # a queued, running or finished request
                     run.abort(rng.choice([i for i, (_, _, aborts) in enumerate(wanted) if aborts] or [piece.index]))
             completions = run.completions()
         pool = handle.pool

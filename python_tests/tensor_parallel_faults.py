@@ -1,4 +1,4 @@
-"""What becomes of a tensor parallel session in which a rank does something else (run by tensor_parallel_session.py)."""
+"""Tensor parallel sessions in which a rank does something else (run by tensor_parallel_session.py)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def other_version(rank: int) -> Iterator[None]:
 
 
 class Mishap(StoppingCriteria):
-    """On some ranks, when some tokens have been written, something happens."""
+    """Something that happens on some ranks after some tokens."""
 
     def __init__(self, happens: dict[int, Callable[[], None]]) -> None:
         self.happens = happens
@@ -60,7 +60,7 @@ MISHAPS: dict[str, dict[int, Callable[[], None]]] = {
 
 
 def caught(do: Callable[[], Any]) -> dict[str, Any]:
-    """How ``do`` ended, and after how many seconds."""
+    """The error of ``do``, and its seconds."""
     started = time.monotonic()
     try:
         result = do()
@@ -70,7 +70,7 @@ def caught(do: Callable[[], Any]) -> dict[str, Any]:
 
 
 def faults(folder: Path, last: str) -> dict[str, Any]:
-    """What becomes of a session in which a rank does something else; after ``last`` it is over."""
+    """Outcomes of calls in which a rank does something else; the session is over after ``last``."""
     models = {path.name: path for path in sorted(folder.glob("model-*"))}
     model = load(models["model-llama-gqa"], tp_plan="auto")
     rank = dist.get_rank()
@@ -121,7 +121,7 @@ def run(model: Any, mishap: str | None = None, length: int = NEW) -> dict[str, A
 
 
 def groups() -> list[float]:
-    """How many process groups there are, and after how many seconds the model's gives up."""
+    """The number of process groups, and the timeout of the model's group in seconds."""
     world = dist.distributed_c10d._world
     backend = world.default_pg._get_backend(torch.device("cpu"))
     return [len(world.pg_map), backend.options._timeout.total_seconds()]
@@ -142,7 +142,7 @@ def differences(model: Any, others: dict[str, Any], rank: int) -> dict[str, Any]
 
 
 def broken_batch(model: Any, happens: Callable[[], None]) -> tuple[Any, dict[str, Any]]:
-    """A batch during which something happens to rank 1: what became of each request, and the error."""
+    """A batch with a fault on rank 1: the outcome of each request, and the error."""
     seen: list[Any] = []
 
     def drain() -> None:

@@ -1,6 +1,6 @@
 """One rank of a tensor parallel session: run by test_tensor_parallel.py, a process per rank, all cases in one session.
 
-Every case is done twice, by one process's model and by the ranks' together, and what differs is written down.
+Every case runs on a single-process model and on the ranks; differences are recorded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specmemo_kernels.ops.weight_codes import pack
 
 
 class Traffic(TorchDispatchMode):
-    """Counts collectives and the bytes that this rank hands to them."""
+    """Counts collectives and the bytes that this rank passes to them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ _COLLECTIVES = {
 
 
 def outputs(model: Any) -> dict[str, Any]:
-    """Greedily and drawn, one prompt and a ragged batch, of a patched model."""
+    """Greedy and sampled outputs of a patched model, of one prompt and of a ragged batch."""
     one, all_rows = padded(prompts()[1:2]), padded(prompts())
     length: dict[str, Any] = {"max_new_tokens": NEW}
     found = {"greedy": model.generate(**one, **length, do_sample=False).tolist()}
@@ -70,7 +70,7 @@ def outputs(model: Any) -> dict[str, Any]:
 
 
 def aborted_batch(model: Any) -> list[list[Any]]:
-    """What becomes of a batch of which rank 0 alone aborts a request after its first piece."""
+    """The outcome of a batch in which only rank 0 aborts a request, after its first piece."""
     with specmemo_kernels.stream_batch(model, prompts(), max_new_tokens=NEW, eos_token_ids=[]) as run:
         for piece in run:
             if piece.index == 2 and rank_here() == 0:
@@ -84,7 +84,7 @@ def rank_here() -> int:
 
 @contextmanager
 def as_rank_0() -> Iterator[None]:
-    """One process's model on every rank does what that of rank 0 does."""
+    """Make a single-process model on every rank act like rank 0's."""
     before = os.environ["RANK"]
     os.environ["RANK"] = "0"
     yield
@@ -92,7 +92,7 @@ def as_rank_0() -> Iterator[None]:
 
 
 class FirstRankStops(StoppingCriteria):
-    """On rank 0 after some tokens, on the others at once."""
+    """Stops after some tokens on rank 0, and at once on other ranks."""
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         ends = rank_here() > 0 or input_ids.shape[1] >= PLACE
@@ -106,7 +106,7 @@ def patched(model: Any, heads: Any, **kwargs: Any) -> Iterator[Any]:
 
 
 def compare(folder: Path) -> dict[str, Any]:
-    """What one process writes and what the ranks write."""
+    """The tokens of one process and of the ranks."""
     alone, shared = load(folder), load(folder, tp_plan="auto")
     found: dict[str, Any] = {}
     for own in (True, False):
@@ -132,8 +132,7 @@ def compare(folder: Path) -> dict[str, Any]:
 
 
 def coded(alone: Any, shared: Any) -> dict[str, Any]:
-    """Heads in 4 bits: what is written, guessed right at each depth and guessed, the bytes, and whether a rank's codes
-    are its rows'."""
+    """Heads in 4 bits: tokens, acceptance by depth, bytes, and whether this rank's codes are those of its rows."""
     found: dict[str, Any] = {}
     whole = medusa(True, alone.config.hidden_size)
     hidden = torch.randn(4, alone.config.hidden_size, generator=torch.Generator().manual_seed(1))
@@ -153,7 +152,7 @@ def coded(alone: Any, shared: Any) -> dict[str, Any]:
 
 
 def wild(alone: Any, shared: Any) -> dict[str, Any]:
-    """A drafter that guesses something else on every rank."""
+    """A drafter with other guesses on every rank."""
     call = padded(prompts())
     expected = alone.generate(**call, max_new_tokens=NEW, do_sample=False).tolist()
     rows = [prompt + row[-NEW:] for prompt, row in zip(prompts(), expected, strict=True)]
@@ -165,7 +164,7 @@ def wild(alone: Any, shared: Any) -> dict[str, Any]:
 
 
 def weights(alone: Any, shared: Any) -> dict[str, Any]:
-    """Of a patched model: the bytes on this rank, what its own methods write, and what would be saved."""
+    """Of a patched model: bytes on this rank, tokens of its own methods, and the saved weights."""
     call: dict[str, Any] = padded(prompts()[1:2]) | {"max_new_tokens": NEW, "num_beams": 2, "do_sample": False}
     with patched(shared, medusa(False, alone.config.hidden_size), tree=TREE):
         found: dict[str, Any] = {"bytes": sum(local_part(p).nbytes for p in shared.parameters())}
@@ -182,7 +181,7 @@ def _same_weights(alone: Any, tensors: dict[str, Any]) -> bool:
 
 
 def step_traffic(model: Any, handle: Any) -> dict[str, Any]:
-    """The collectives of a greedy call over eight prompts, and its passes: rows, rows verified, heads, their rows."""
+    """The collectives of a greedy call over eight prompts, and its passes: rows, verified rows, heads, head rows."""
     target, drafter, passes, proposed = handle.target, handle.drafter, [], []
     forward, argmax, propose = target.forward, target.argmax, drafter.propose
 

@@ -1,4 +1,4 @@
-"""Which paths earn their place: brute-force enumeration and simulated heads."""
+"""The best paths of a tree, against brute-force enumeration and simulated heads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Heads = list[list[float]]
 
 @st.composite
 def accuracies(draw: st.DrawFn) -> Heads:
-    """Cumulative accuracies of any shape: with ranks that are never right, and late ranks better than early ones."""
+    """Random cumulative accuracies, also with ranks that are never right and late ranks better than early ones."""
     heads = []
     for _ in range(draw(st.integers(1, 3))):
         weights = draw(st.lists(st.integers(0, 20), min_size=1, max_size=3))
@@ -38,7 +38,7 @@ def probability(path: tuple[int, ...], heads: Heads) -> float:
 
 
 def all_paths(heads: Heads) -> list[tuple[int, ...]]:
-    """Every path that can be right."""
+    """All paths with a probability above 0."""
     ranks = [range(len(head)) for head in heads]
     paths = [p for depth in range(1, len(heads) + 1) for p in itertools.product(*ranks[:depth])]
     return [p for p in paths if probability(p, heads) > 0]
@@ -47,7 +47,7 @@ def all_paths(heads: Heads) -> list[tuple[int, ...]]:
 @settings(max_examples=150, deadline=None)
 @given(accuracies(), st.integers(0, 45))
 def test_best_first_is_the_best(heads: Heads, nodes: int) -> None:
-    """The most probable of all paths, in falling order, as many as asked for or as there are, and a tree."""
+    """The most probable paths in falling order form a tree; their number is limited by the possible paths."""
     paths = best_first_paths(heads, nodes)
     every = sorted((probability(p, heads) for p in all_paths(heads)), reverse=True)
     assert [probability(p, heads) for p in paths] == pytest.approx(every[:nodes], rel=1e-9)
@@ -58,7 +58,7 @@ def test_best_first_is_the_best(heads: Heads, nodes: int) -> None:
 @settings(max_examples=50, deadline=None)
 @given(accuracies())
 def test_more_nodes_are_worth_more(heads: Heads) -> None:
-    """Each tree continues the smaller one and is expected to give more tokens, each node less than the one before."""
+    """Each tree extends the smaller one. Expected tokens rise, each node adding less than the one before."""
     paths = best_first_paths(heads, 40)
     worth = [expected_tokens_per_step(paths[:n], heads) for n in range(len(paths) + 1)]
     gains = [b - a for a, b in itertools.pairwise(worth)]
@@ -70,7 +70,7 @@ def test_more_nodes_are_worth_more(heads: Heads) -> None:
 
 
 def simulated(paths: list[tuple[int, ...]], heads: Heads, steps: int) -> float:
-    """Mean tokens per step when at each depth one rank is right, drawn on its own: walk while the tree has it."""
+    """Mean tokens per step when at each depth one random rank is right: walk while the tree has it."""
     g = torch.Generator().manual_seed(0)
     tree, tokens = set(paths), 0
     draws = [torch.rand(steps, generator=g).tolist() for _ in heads]
@@ -109,7 +109,7 @@ def test_rank_probabilities_sum_to_the_accuracy() -> None:
 
 
 def test_a_rank_that_is_never_right_is_passed_over() -> None:
-    """Rank 1 has no share, rank 2 the largest: the path through 2 comes first, the one through 1 never."""
+    """Rank 1 has no share, rank 2 the largest: the path through 2 comes first, and no path goes through 1."""
     assert best_first_paths([[0.2, 0.2, 0.7]], 5) == [(2,), (0,)]
 
 
@@ -117,7 +117,7 @@ def test_a_rank_that_is_never_right_is_passed_over() -> None:
     "bad", [[], [0.5, 0.4], [0.5, 1.01], [-0.1, 0.5], [float("nan")], [0.2, float("nan"), 0.3], [0.3, float("inf")]]
 )
 def test_bad_accuracies_are_refused(bad: list[float]) -> None:
-    """By head and value."""
+    """The error names head and value."""
     for use in (rank_probabilities, lambda a: best_first_paths(a, 3), lambda a: expected_tokens_per_step([(0,)], a)):
         with pytest.raises(ValueError, match=r"accuracy of head 1 must rise within 0..1, got \["):
             use([[0.5], bad])
@@ -141,7 +141,7 @@ MEASURED_TOKENS, MEASURED_STEPS = 43754, 17058
 
 
 def test_published_run() -> None:
-    """Within 8 % of what the published run counted, whichever way steps are counted; a tree or its paths alike."""
+    """Within 8 % of the published run's count, whether steps count from 0 or 1; for a tree and for its paths."""
     predicted = expected_tokens_per_step(PUBLISHED_TREE, DEFAULT_ACCURACY)
     assert predicted == pytest.approx(MEASURED_TOKENS / MEASURED_STEPS, rel=0.08)
     assert predicted == pytest.approx(MEASURED_TOKENS / (MEASURED_STEPS + 160), rel=0.08)
@@ -158,7 +158,7 @@ TEN_RANKS = [
 
 
 def test_extrapolation_finds_what_was_measured() -> None:
-    """From the first five ranks alone the next five come out within 2 points, for heads made by somebody else."""
+    """From the first five ranks the next five are predicted within 2 points, for measured heads."""
     found = extrapolated([row[:5] for row in TEN_RANKS], 10)
     for row, measured in zip(found, TEN_RANKS, strict=True):
         assert row[:5] == measured[:5]
@@ -168,7 +168,7 @@ def test_extrapolation_finds_what_was_measured() -> None:
 @settings(max_examples=100, deadline=None)
 @given(accuracies(), st.integers(1, 12))
 def test_extrapolated_tables_are_tables(heads: Heads, ranks: int) -> None:
-    """They rise within 0..1 and begin with what was given."""
+    """Rows rise within 0..1 and begin with the given ranks."""
     found = extrapolated(heads, ranks)
     rank_probabilities(found)
     assert [len(row) for row in found] == [max(len(row), ranks) for row in heads]
@@ -176,7 +176,7 @@ def test_extrapolated_tables_are_tables(heads: Heads, ranks: int) -> None:
 
 
 def test_ranks_beyond_the_table() -> None:
-    """By hand: misses 0.5, 0.4 fall by 0.4 / 0.5 for each doubling; one rank alone or a full table says nothing."""
+    """By hand: misses 0.5, 0.4 fall by 0.4 / 0.5 per doubling. A single rank or a full table isn't extrapolated."""
     assert extrapolated([[0.5, 0.6]], 4)[0] == pytest.approx([0.5, 0.6, 1 - 0.4 * 1.5 ** math.log2(0.8), 0.68])
     assert extrapolated([[0.5], [0.4, 1.0]], 3) == [[0.5, 0.5, 0.5], [0.4, 1.0, 1.0]]
     assert expected_tokens_per_step([(0,), (3,)], [[0.5, 0.6]]) == pytest.approx(

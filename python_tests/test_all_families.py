@@ -8,7 +8,7 @@ from family_models import NAMES
 from family_outcomes import PAGE, outcome, page, recorded
 from selection import sample
 
-#: Tried in every run: a mask made from data, a window that only the mask has, a window of the cache alone, sinks,
+#: Tried in everyday runs: a mask computed from data, a window of the mask only, a window of the cache only, sinks,
 #: a bidirectional mask for images, hybrid layers, errors of the model's own.
 _SAMPLE = ("doge", "phimoe", "moshi", "gpt_oss", "gemma3", "jamba", "xlm")
 _SAME_VERSION = recorded()["transformers"] == transformers.__version__
@@ -17,7 +17,7 @@ _SAME_VERSION = recorded()["transformers"] == transformers.__version__
 @pytest.mark.parametrize("name", sample(NAMES, _SAMPLE))
 @pytest.mark.filterwarnings("ignore")
 def test_family(name: str) -> None:
-    """A type is in one of the three groups; with the recorded version of transformers, in the recorded one."""
+    """Each type has one of the three outcomes; with the recorded version of transformers, the recorded one."""
     found = outcome(name)
     assert found.kind in ("equal", "refused", "unbuildable"), found
     assert found.kind == "equal" or found.reason

@@ -110,7 +110,7 @@ def test_properties_of_a_drafter(model: PreTrainedModel, name: str, value: Any) 
     ids=repr,
 )  # fmt: skip
 def test_answers_of_a_drafter(model: PreTrainedModel, answer: Any) -> None:
-    """The step fails with what was expected; a drafter that answers well then serves."""
+    """The step fails and names the expected tensor; a correct drafter then works."""
     expected, good = greedy(model, batch((9,)), 10), []
 
     class Wrong(OracleDrafter):
@@ -128,7 +128,7 @@ def test_answers_of_a_drafter(model: PreTrainedModel, answer: Any) -> None:
 
 @pytest.mark.parametrize("backend", [None, "cpu"])
 def test_float64_models(backend: str | None) -> None:
-    """Refused with what to do, and that helps: the reference operators, or another dtype."""
+    """Refused with the remedies, and both work: the reference operators, or another dtype."""
     model = tiny_model("llama", seed=27).double()
     expected, before = greedy(model, batch((9,)), 10), snapshot(model)
     for heads in ("prompt-lookup", random_heads(model)):
@@ -194,7 +194,7 @@ REQUESTS += [({"stop": value}, "stop of prompt 1 is ") for value in (3, "end", T
 
 @pytest.mark.parametrize(("fields", "message"), REQUESTS, ids=named)
 def test_requests(patched: PreTrainedModel, fields: dict[str, Any], message: str) -> None:
-    """None of the batch was started."""
+    """No request of the batch is started."""
     with pytest.raises(WRONG) as caught:
         sk.generate_batch(patched, [[5], sk.Request(**{"prompt": [5, 9], "max_new_tokens": 3} | fields)])
     assert str(caught.value).startswith(message)

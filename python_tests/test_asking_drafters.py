@@ -1,4 +1,4 @@
-"""Whether a drafter is asked: what it costs, what it would have to compute first, and what that brings."""
+"""When a drafter is called: its cost, its missing prefill, and its benefit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specmemo_kernels.tree.draft_tree import DraftTree
 CHAIN = DraftTree.chain(4)
 TARGET = PassSeconds(((1, 3.0), (8, 3.4), (128, 12.0)))
 DRAFT = PassSeconds(((1, 0.4), (128, 3.0)))
-#: What a pass of the draft model really takes beside what was measured of it.
+#: Real extra time of a pass of the draft model, beyond the measured time.
 BESIDE = 0.6
 
 
@@ -25,10 +25,10 @@ def chooser_for(chance: float) -> TreeChooser:
 
 
 class Clock:
-    """Requests one after the other, their steps and the draft model's passes on a clock of its own.
+    """Runs requests one after the other with simulated times of steps and of the draft model's passes.
 
-    A guess is right with the chance ``right``. ``computed``: rows of the draft model. ``looks``: steps at which it had
-    to catch up.
+    A guess is right with probability ``right``. ``asked``: steps that called the drafter. ``computed``: rows of the
+    draft model.
     """
 
     def __init__(self, chooser: TreeChooser, right: float, prompt: int = 80, new: int = 48) -> None:
@@ -36,7 +36,7 @@ class Clock:
         self.random, self.seconds, self.tokens, self.asked, self.computed = random.Random(1), 0.0, 0, 0, 0
 
     def request(self) -> None:
-        """One request: the chooser is told what the draft model lacks and what is still wanted."""
+        """Run one request; the chooser gets the drafter's missing tokens and the remaining new tokens."""
         length, known, end = self.prompt + 1, 0, self.prompt + self.new
         while length < end:
             behind = length - 1 - known
@@ -67,8 +67,9 @@ def plain_seconds(tokens: int) -> float:
 
 @pytest.mark.parametrize("right", [0.0, 0.2, 0.3])
 def test_a_drafter_that_does_not_pay_costs_hardly_anything(right: float) -> None:
-    """By the times of a pass as they were measured, one guess with a chance of 0.2 would pay; by what drafting really
-    takes it doesn't. What was learnt serves all later requests, and looks cost what they may."""
+    """By the measured times of a pass, a guess with probability 0.2 would pay; by the real times of drafting it
+    doesn't. Later requests use what was learnt, and exploration stays within its share.
+    """
     chooser = chooser_for(0.5)
     Clock(chooser, right).run(4)  # learns
     clock = Clock(chooser, right).run(200)
@@ -96,7 +97,7 @@ def test_it_is_found_out_when_the_text_changes() -> None:
 
 
 def test_catching_up_pays_for_many_tokens_and_not_for_few() -> None:
-    """Asked exactly if the chain's speed on the tokens still wanted makes up for the prompt's pass."""
+    """The drafter is called exactly if the chain's speed on the remaining tokens makes up for the prompt's pass."""
     for behind in (0, 1, 30, 300, 3000):
         for remaining in (1, 4, 16, 64, 256):
             chooser = chooser_for(0.8)
@@ -120,7 +121,7 @@ def test_looks_are_rarer_the_more_has_to_be_computed_for_them(prompt: int, new: 
 
 
 def test_nothing_is_computed_for_a_drafter_that_is_not_asked() -> None:
-    """No rows, no pages, nothing left open; the tokens are the model's own."""
+    """No rows, no pages, no open sequences; the tokens are the model's own."""
     drafter = toy_draft(4)
     spec = decoder(CHAIN, drafter)
     drafter.allocate(64, 4, 4, 7)
@@ -134,7 +135,9 @@ def test_nothing_is_computed_for_a_drafter_that_is_not_asked() -> None:
 
 
 def test_a_draft_model_that_is_asked_late() -> None:
-    """Steps with and without drafts in turn: it computes what it missed, once, and guesses as if it had known it."""
+    """Steps with and without drafts alternate: the draft model computes skipped tokens once, and its guesses are the
+    same.
+    """
     drafter = toy_draft(4)
     spec = decoder(CHAIN, drafter)
     drafter.allocate(64, 4, 4, 7)

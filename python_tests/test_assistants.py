@@ -27,7 +27,7 @@ def noisy_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def inputs(mask: bool) -> dict[str, torch.Tensor]:
-    """A prompt; generate makes the mask of one without."""
+    """A prompt; generate creates a missing mask."""
     return {name: value for name, value in batch((9,)).items() if mask or name == "input_ids"}
 
 
@@ -36,7 +36,7 @@ def inputs(mask: bool) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("who", ["assistant", "target", "both"])
 def test_assisted_generation(target: PreTrainedModel, who: str, sampled: bool, mask: bool) -> None:
-    """Tokens and scores are those of unpatched models, whichever of the two is patched."""
+    """Tokens and scores are those of unpatched models, whether target, assistant or both are patched."""
     assistant, prompt = noisy_copy(target), inputs(mask)
     assistant.generation_config.num_assistant_tokens = 4
     options = {"max_new_tokens": 12, "do_sample": sampled, "return_dict_in_generate": True, "output_scores": True}
@@ -72,7 +72,7 @@ def test_a_model_that_assists_itself(target: PreTrainedModel, options: dict[str,
 
 @pytest.mark.filterwarnings("ignore:specmemo")
 def test_an_assistant_with_another_tokenizer(target: PreTrainedModel) -> None:
-    """Universal assisted decoding: the assistant has another vocabulary for the same texts."""
+    """Universal assisted decoding: the assistant has another vocabulary."""
     assistant = tiny_model("llama", seed=12, vocab_size=VOCAB + 2)
 
     def generated(sampled: bool) -> torch.Tensor:

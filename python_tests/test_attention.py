@@ -10,7 +10,7 @@ from specmemo_kernels import ops
 
 
 def dense_oracle(inputs: dict[str, object]) -> torch.Tensor:
-    """float64, one query and head at a time, ancestors by walking bits: shares nothing with the reference."""
+    """float64, one query and head at a time, ancestors by walking bits: independent of the reference."""
     i = {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
     q, table, page = i["q"], i["block_table"], i["k_pages"].shape[1]
     out = torch.empty(q.shape[0], q.shape[1], i["v_new"].shape[2], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What bench_frontier.py compares with and replays: Medusa as published writes greedy tokens, replay what was drawn."""
+"""The systems of bench_frontier.py: Medusa as published writes greedy tokens, replay accepts the drawn paths."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TREE = DraftTree.from_paths(best_first_paths(DEFAULT_ACCURACY[:3], 11))
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[dict[str, ModuleType]]:
-    """The benchmark's modules by name; they lie beside the package, not in it."""
+    """The benchmark's modules by name; they aren't part of the package."""
     folder = str(Path(__file__).resolve().parents[1] / "bench")
     sys.path.insert(0, folder)
     try:
@@ -36,7 +36,7 @@ def bench() -> Iterator[dict[str, ModuleType]]:
 
 
 def noisy_heads(model: Any, own: bool, seed: int = 0) -> sk.MedusaHeads:
-    """Heads that often say what the model's lm_head would."""
+    """Heads that often guess the lm_head's token."""
     torch.manual_seed(seed)
     heads = sk.MedusaHeads(32, VOCAB, 3, own_lm_head=own)
     for head in range(3):
@@ -115,7 +115,7 @@ def test_draws_follow_the_published_run(bench: dict[str, ModuleType]) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_replay_accepts_what_was_drawn_everywhere(bench: dict[str, ModuleType], seed: int) -> None:
-    """Both systems take as many steps as walking the draws by hand, whatever the weights say."""
+    """Both systems take as many steps as walking the draws by hand, whatever the weights."""
     systems, replay = bench["frontier_systems"], bench["replay"]
     published = replay.Published(TREE, {(1, 0): 2.2})
     ranks = published.ranks(1, 0, 80)
@@ -167,7 +167,7 @@ def test_parts_add_up_to_what_the_tracker_counts(bench: dict[str, ModuleType]) -
 
 
 def test_a_conversation_held_again_computes_its_prompts_again(bench: dict[str, ModuleType]) -> None:
-    """Else a second round would be timed without the first turn's prompt, which others compute each time."""
+    """Otherwise a second round would omit the first turn's prompt, which other systems compute each time."""
     systems, runs = bench["frontier_systems"], bench["frontier_runs"]
     talk = bench["conversations"].Conversation(0, ((3,) * 40, (4,) * 10))
     model = tiny_model("llama", max_position_embeddings=256)
@@ -208,7 +208,7 @@ def test_a_systems_memory_is_named_by_part(bench: dict[str, ModuleType]) -> None
 def test_the_whole_benchmark_on_a_tiny_shape(
     bench: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows with what was asked for, in which parts add up; tables and pictures are written."""
+    """Rows have the requested settings, parts add up, tables and pictures are written."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
     sizes |= {"vocab_size": 300, "max_position_embeddings": 1024}
     monkeypatch.setitem(bench["shapes"].SHAPES, "tiny", sizes)

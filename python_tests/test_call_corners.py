@@ -1,4 +1,4 @@
-"""Calls and models that a speculative step can't serve get the unpatched model's tokens and a warning that says why."""
+"""Calls and models that can't speculate get the unpatched model's tokens and a warning with the reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model() -> PreTrainedModel:
 
 
 def patched_right(model: PreTrainedModel, expected: torch.Tensor, inputs: dict[str, torch.Tensor]) -> sk.SpecMemo:
-    """A patched model whose drafter knows the answer, so that wrong steps would be taken if any were."""
+    """A patched model with a perfect drafter, so that a wrong speculative step would show."""
     return sk.patch(model, OracleDrafter(answers(inputs, expected), 1.0), tree=sk.DraftTree.chain(3))
 
 
@@ -301,7 +301,7 @@ def test_trained_weights_and_adapters_still_speculate(model: PreTrainedModel) ->
 
 
 class SuppressCommon(LogitsProcessor):
-    """Bans in every row the tokens that another row wrote last."""
+    """Bans in every row the last tokens of the other rows."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores = scores.clone()
@@ -311,7 +311,7 @@ class SuppressCommon(LogitsProcessor):
 
 
 class EverySecondCall(LogitsProcessor):
-    """State: every second call turns the scores around."""
+    """A processor with state: every second call negates the scores."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -371,7 +371,7 @@ def _noting(call: Callable[..., torch.Tensor], seen: list[torch.Size]) -> Callab
 def test_processors_get_one_row(
     model: PreTrainedModel, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Row-wise processors speculate in a batch and do the work of one row, whatever the batch."""
+    """Row-wise processors run speculatively in a batch, called with one row at a time."""
     inputs = batch((9, 6, 12, 3))
     expected = greedy(model, inputs, 20, **options)
     seen: list[torch.Size] = []
@@ -389,7 +389,7 @@ def test_processors_get_one_row(
 
 
 def test_every_built_in_is_known_or_falls_back() -> None:
-    """A processor that a newer version adds is not taken for row-wise."""
+    """A processor of a newer version isn't assumed to be row-wise."""
     from specmemo_kernels.integrations.hf.processors import _ROW_WISE
 
     kinds = [kind for _, kind in inspect.getmembers(logits_process, inspect.isclass)]
@@ -433,7 +433,7 @@ def test_criteria_read_scores(model: PreTrainedModel) -> None:
 
 
 class FirstRowDecides(StoppingCriteria):
-    """As forum answers write it: row 0 stops all rows."""
+    """Row 0 stops all rows, a common mistake."""
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
         return torch.full((len(input_ids),), int(input_ids[0, -1]) % 7 == 0)
@@ -452,7 +452,7 @@ def test_criteria_across_rows(model: PreTrainedModel) -> None:
 
 
 def test_last_token_masked(model: PreTrainedModel) -> None:
-    """Padding on the right, and a prompt that ends in the padding token, which transformers takes for padding."""
+    """Padding on the right, and a prompt that ends in the padding token, which transformers masks."""
     inputs = batch((9, 6))
     right = {"input_ids": inputs["input_ids"].flip(1), "attention_mask": inputs["attention_mask"].flip(1)}
     ends_in_pad = {"input_ids": torch.tensor([[5, 6, 7, 0], [0, 4, 5, 6]])}
@@ -484,7 +484,7 @@ def test_holes_in_the_mask(family: str) -> None:
 
 @pytest.mark.parametrize("token", [-1, -100, VOCAB, 2**40])
 def test_tokens_that_are_none(model: PreTrainedModel, token: int) -> None:
-    """As in the unpatched model: an error of the embedding, and the next call works."""
+    """Token ids outside the vocabulary: the embedding's error, as unpatched; the next call works."""
     inputs = batch((9, 6))
     expected = greedy(model, inputs, 20)
     bad = {**inputs, "input_ids": inputs["input_ids"].clone()}
@@ -509,7 +509,7 @@ def test_mask_of_another_shape(model: PreTrainedModel) -> None:
 
 
 def test_a_passed_cache_is_filled(model: PreTrainedModel) -> None:
-    """The caller goes on with the cache, so it has to hold what was generated."""
+    """The caller continues with the cache, so it must hold the generated tokens."""
     inputs = batch((9,))
     plain, patched = DynamicCache(), DynamicCache()
     expected = greedy(model, inputs, 20, past_key_values=plain)
@@ -519,7 +519,7 @@ def test_a_passed_cache_is_filled(model: PreTrainedModel) -> None:
 
 
 def test_a_returned_dict_has_no_cache(model: PreTrainedModel) -> None:
-    """Documented: the pages are the cache, and asking for scores doesn't copy them."""
+    """Documented: the pages are the cache. Scores don't change that."""
     inputs = batch((9,))
     expected = greedy(model, inputs, 20)
     with patched_right(model, expected, inputs) as handle:

@@ -1,4 +1,4 @@
-"""How long a text may be: one limit for plans, chats, the scheduler and steps that run ahead."""
+"""The maximum length of a text: the same limit for plans, chats, the scheduler and overlapped steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specmemo_kernels.planning.memory_tracker import MemoryTracker
 @pytest.mark.parametrize("graph", [True, False])
 @pytest.mark.parametrize("tree", [1, 6])
 def test_the_longest_text_fits(graph: bool, tree: int) -> None:
-    """A prompt and its new tokens of exactly the longest length are generated rightly; one more is refused."""
+    """A prompt and its new tokens of the maximum length are generated correctly; one more token is refused."""
     model = tiny_model("llama", seed=3, max_position_embeddings=8192)
     new = 20
     with sk.patch(
@@ -54,7 +54,7 @@ def ends_after(tokens: int):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("drafter", ["heads", "graph", "model", "lookup"])
 def test_pages_come_as_they_are_needed(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a budget the pool grows with what is written, sequences keep their pages, and no token is lost."""
+    """Without a budget the pool grows with the text, sequences keep their pages, and no token is lost."""
     monkeypatch.setattr(page_demand, "FIRST_TOKENS", 24)
     model = tiny_model("llama", seed=4)
     heads = {"model": tiny_model("llama", seed=4, num_hidden_layers=1), "lookup": "prompt-lookup"}
@@ -89,7 +89,7 @@ def test_ordinary_calls_get_their_pages_at_once() -> None:
 
 
 def test_a_huge_limit_takes_no_memory() -> None:
-    """A billion new tokens, of which the criterion takes five: bytes of a short call."""
+    """A billion new tokens, stopped after five by a criterion: the bytes of a short call."""
     model = tiny_model("llama", seed=4)
     inputs = batch((9, 5))
     with sk.patch(model, "prompt-lookup", tree=4), MemoryTracker() as tracker:

@@ -1,4 +1,4 @@
-"""A conversation through ``ChatSession``: what is said, what is computed, and what the model gets to read."""
+"""Conversations through ``ChatSession``: replies, computed tokens, and the model's input."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model() -> PreTrainedModel:
 
 
 def own(model: PreTrainedModel, ids: list[int], new: int) -> list[int]:
-    """What the model writes after these tokens, unpatched."""
+    """The unpatched model's continuation of these tokens."""
     row = torch.tensor([ids])
     output = copy.deepcopy(model).generate(row, attention_mask=torch.ones_like(row), max_new_tokens=new)
     return output[0, len(ids) :].tolist()
@@ -32,7 +32,7 @@ def own(model: PreTrainedModel, ids: list[int], new: int) -> list[int]:
 
 @pytest.mark.parametrize("template", [TEMPLATE, None], ids=["template", "text"])
 def test_each_turn_is_what_a_fresh_run_writes(model: PreTrainedModel, template: str | None) -> None:
-    """The reply is the unpatched model's on all that was said; what was said before isn't computed again."""
+    """The reply is the unpatched model's on the whole conversation; earlier turns aren't computed again."""
     tokenizer = make_tokenizer(template)
     with sk.patch(model, OracleDrafter([], 0.0, vocab=257), tree=3, page_size=4) as handle:
         if template is None:
@@ -60,7 +60,7 @@ def test_each_turn_is_what_a_fresh_run_writes(model: PreTrainedModel, template: 
 
 
 def merging_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """Two letters of a kind are one token, wherever they meet: text doesn't tell which tokens it was written with."""
+    """Two equal letters are one token, so text doesn't determine the tokens it was written with."""
     letters = list("ab<>userit :#")
     vocabulary = {letter: i for i, letter in enumerate(dict.fromkeys(letters))} | {"aa": 20, "bb": 21}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("a", "a"), ("b", "b")]))
@@ -72,7 +72,7 @@ def merging_tokenizer(template: str) -> PreTrainedTokenizerFast:
 
 
 class Writes:
-    """Stands in for a model whose replies are known."""
+    """Stands in for a model with given replies."""
 
     def __init__(self, replies: list[list[int]]) -> None:
         self.replies, self.prompts = replies, []
@@ -85,7 +85,7 @@ class Writes:
 
 
 def test_a_reply_keeps_its_own_tokens() -> None:
-    """Even where the tokenizer would make others of its text, alone or with what follows."""
+    """Even if the tokenizer would split its text differently, alone or with the text that follows."""
     tokenizer = merging_tokenizer("{% for m in messages %}{{ m['content'] }}#{% endfor %}")
     a, b, hash_ = (tokenizer.convert_tokens_to_ids(letter) for letter in "ab#")
     writer = Writes([[a, a, a], [b, b]])
@@ -98,7 +98,7 @@ def test_a_reply_keeps_its_own_tokens() -> None:
 
 
 def test_a_template_that_changes_a_reply_gets_its_way() -> None:
-    """What it drops or rewrites of earlier turns isn't smuggled back in."""
+    """What the template drops or rewrites of earlier turns stays dropped or rewritten."""
     tokenizer = merging_tokenizer("{% for m in messages %}{{ m['content'] | replace('ab', '') }}#{% endfor %}")
     a, b, hash_ = (tokenizer.convert_tokens_to_ids(letter) for letter in "ab#")
     writer = Writes([[a, b, a], [b]])
@@ -109,7 +109,7 @@ def test_a_template_that_changes_a_reply_gets_its_way() -> None:
 
 
 def test_what_ends_a_reply_is_written_by_the_template(model: PreTrainedModel) -> None:
-    """An end-of-sequence token that the model emits isn't doubled, nor part of the reply."""
+    """The model's end-of-sequence token isn't doubled, and isn't part of the reply."""
     tokenizer = make_tokenizer("{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}")
     eos = tokenizer.eos_token_id
     writer = Writes([[70, 71, eos], [72]])
@@ -121,7 +121,7 @@ def test_what_ends_a_reply_is_written_by_the_template(model: PreTrainedModel) ->
 
 
 def test_old_turns_go_when_there_is_no_room(model: PreTrainedModel) -> None:
-    """The system message stays, whole turns go; a message that can't fit changes nothing."""
+    """The system message stays, whole turns are left out; a message that can't fit changes nothing."""
     tokenizer = make_tokenizer(TEMPLATE)
     session = sk.ChatSession(model, tokenizer, system="be brief", max_tokens=100, max_new_tokens=10, do_sample=False)
     for turn, text in enumerate("abc"):
@@ -142,7 +142,7 @@ def test_old_turns_go_when_there_is_no_room(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("template", [TEMPLATE, None], ids=["template", "text"])
 def test_what_is_left_out_is_counted(template: str | None) -> None:
-    """Once per turn, in tokens (here: bytes) and messages; the model reads the end of all that was said."""
+    """Once per turn, in tokens (here: bytes) and messages; the model reads the end of the conversation."""
     tokenizer = make_tokenizer(template)
     reply = tokenizer("r" * 10).input_ids
     writer = Writes([reply] * 6)
@@ -187,7 +187,7 @@ def test_what_is_left_out_is_counted(template: str | None) -> None:
 
 @pytest.mark.parametrize("template", [TEMPLATE, None], ids=["template", "text"])
 def test_a_message_is_never_cut(template: str | None) -> None:
-    """One that doesn't fit alone is an error, as the first one and later, and changes nothing."""
+    """A message that doesn't fit alone is an error, at any turn, and changes nothing."""
     tokenizer = make_tokenizer(template)
     writer = Writes([tokenizer("reply").input_ids] * 3)
     with warnings.catch_warnings():
@@ -212,7 +212,7 @@ def test_a_message_is_never_cut(template: str | None) -> None:
 
 
 def test_streams_and_stops(model: PreTrainedModel) -> None:
-    """Pieces are the reply; one that isn't read on ends there, an error is raised where the reply is read."""
+    """Pieces add up to the reply. A stream that isn't read to its end stops; errors are raised to the reader."""
     tokenizer = make_tokenizer(TEMPLATE)
     with sk.patch(model, OracleDrafter([], 0.0, vocab=257), tree=3) as handle:
         session = sk.ChatSession(model, tokenizer, max_new_tokens=40, do_sample=False)

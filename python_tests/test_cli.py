@@ -24,7 +24,7 @@ TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor 
 
 
 def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
-    """A byte-level BPE without merges: any text becomes ids below 257."""
+    """A byte-level BPE without merges: all ids are below 257."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -105,7 +105,7 @@ def test_chat_uses_the_template_and_resets(chat_model: Path) -> None:
     reply = first.split("\n", 1)[1]
     assert reply.strip()
     assert second.startswith(reply)
-    assert "/exit leaves" in second
+    assert "/exit quits" in second
 
 
 def test_chat_reads_several_lines_as_one_message(plain_model: Path) -> None:
@@ -175,7 +175,7 @@ def test_chat_wants_model_and_heads_together(plain_model: Path) -> None:
 
 
 def assert_one_line(result: Result, says: str) -> None:
-    """Status 2, and on stderr one line that begins with the command's name (after what transformers prints)."""
+    """Status 2, and one line on stderr that begins with the command's name (after transformers' own output)."""
     assert result.exit_code == 2, result.output
     lines = [line for line in result.stderr.splitlines() if line.startswith("specmemo: ")]
     assert len(lines) == 1, result.stderr
@@ -199,7 +199,7 @@ def test_demo_on_a_users_file(plain_model: Path, tmp_path: Path) -> None:
 
 
 def test_demo_with_quantised_pages(plain_model: Path, tmp_path: Path) -> None:
-    """A byte an element and two scales a head instead of four bytes; whether tokens differ decides the exit status."""
+    """One byte per element and two scales per head instead of four bytes; the exit status is 1 if tokens differ."""
     file, sizes = tmp_path / "mine.txt", []
     file.write_text("once upon a time there was a page of tokens\n" * 3)
     for args in ((), ("--kv-dtype", "int8")):

@@ -1,4 +1,4 @@
-"""What a hostile newcomer gives to ``specmemo``: one line on stderr and exit status 2, no traceback."""
+"""Wrong input to ``specmemo``: one line on stderr and exit status 2, no traceback."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def plan_of(model: Path, *args: object) -> Result:
 
 
 def the_line(result: Result, status: int = 2) -> str:
-    """The only line of the command's on stderr, without its name."""
+    """The command's only line on stderr, without its name."""
     assert isinstance(result.exception, SystemExit | None), repr(result.exception)
     assert result.exit_code == status, result.output
     lines = [line for line in result.stderr.splitlines() if line.startswith("specmemo: ")]
@@ -67,7 +67,7 @@ def test_version() -> None:
 
 
 def test_the_budget_has_one_name() -> None:
-    """Every command that takes one calls it the same, and says whether weights are part of it."""
+    """The option has the same name in all commands, and its help says whether weights are included."""
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     found = {
         name: {flag: option.help for option in command.params for flag in option.opts if "budget" in flag}
@@ -111,7 +111,7 @@ def test_no_device_that_computes(name: str) -> None:
 
 @pytest.mark.parametrize("bad", [b"\xff\xfe\n", b"caf\xe9\n", b'"""caf\n\xe9"""\n', b"\xed\xa0\x80x\n"])
 def test_input_that_is_not_utf8(model: Path, bad: bytes) -> None:
-    """What came before it is answered; the command ends with the error, not with other text than it was given."""
+    """Earlier lines are answered; the command ends with the error and never replaces bytes."""
     result = chat_with(model, b"/stats\nhello\n" + bad + b"/stats\n")
     assert "not UTF-8" in the_line(result)
     assert result.stdout.count("accepted at least") == 1
@@ -137,7 +137,7 @@ def test_odd_input_is_a_message(model: Path) -> None:
 
 
 def test_a_long_message_is_refused_and_a_long_conversation_says_what_it_drops(model: Path, tmp_path: Path) -> None:
-    """36,000 tokens don't fit in 512. 300 fit, twice 300 don't: the second turn says how many were left out."""
+    """36,000 tokens don't fit in 512. 300 fit, twice 300 don't: the second turn prints the number of dropped tokens."""
     for folder in (model, save_model(tmp_path, TEMPLATE)):
         long = chat_with(folder, f"{'a' * 36000}\nhello\n")
         assert long.exit_code == 0, long.output
@@ -157,7 +157,7 @@ def test_replies_shorter_than_asked_for_are_announced(model: Path) -> None:
 @pytest.mark.parametrize("name", ["/no/such/place", "./no such", "../x/y", "~/nothing-here", "~nobody-has-this-name/x",
                                   "x/", "a/b/c", "model.gguf", "heads.safetensors", "", "[/x]", "a\nb"])  # fmt: skip
 def test_paths_that_do_not_exist(model: Path, name: str) -> None:
-    """By one rule, wherever a folder or an id is taken; an id is looked up only where it can be one."""
+    """The same rule for every option that takes a folder or an id: only possible hub ids are looked up."""
     heads = model / "heads"
     for args in (
         ("plan", "--model", name, "--device", "h100"),
@@ -218,7 +218,7 @@ def test_a_broken_template_ends_no_conversation(model: Path, tmp_path: Path) -> 
 
 
 def test_a_model_with_its_own_code_asks_nothing(model: Path, tmp_path: Path) -> None:
-    """transformers would ask on the terminal whether to run it, and read the answer from the messages."""
+    """transformers would prompt on the terminal to run it, and read the answer from the messages."""
     folder = tmp_path / "m"
     shutil.copytree(model, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -242,7 +242,7 @@ def test_a_file_is_no_folder_and_not_every_file_is_a_configuration(model: Path, 
 
 
 def test_only_the_beginning_of_a_large_file_is_read(tmp_path: Path) -> None:
-    """A checkpoint of many gigabytes isn't a configuration, and isn't read to find that out."""
+    """A checkpoint of many gigabytes isn't a configuration, and isn't read completely to detect that."""
     file = tmp_path / "weights.safetensors"
     with file.open("wb") as stream:
         stream.truncate(1 << 42)
@@ -306,7 +306,7 @@ def test_outputs_are_checked_before_the_work(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_full_disk(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result is shown all the same; the file's error comes last."""
+    """The result is still printed; the file's error comes last."""
     prompt = tmp_path / "x.txt"
     prompt.write_text("once upon a time " * 8)
     result = demo_of(model, "--prompt-file", prompt, "--json", "/dev/full")
@@ -333,7 +333,7 @@ def test_a_full_disk_behind_stdout() -> None:
 
 @pytest.mark.parametrize("args", [("--version",), ("--help",)])
 def test_a_closed_pipe_behind_stdout(args: tuple[str, ...]) -> None:
-    """As with ``| head -1``: the reader has what it wants, so nothing is said."""
+    """As with ``| head -1``: no error message."""
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -344,14 +344,14 @@ def test_a_closed_pipe_behind_stdout(args: tuple[str, ...]) -> None:
 
 
 def test_output_in_another_encoding() -> None:
-    """Characters that a terminal doesn't have become question marks."""
+    """Characters that the terminal's encoding lacks become question marks."""
     done = specmemo("--help", stdout=subprocess.PIPE, env=os.environ | {"PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0, done.stderr
     assert "Speculative decoding" in done.stdout
 
 
 def test_interrupts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C ends a command, and a piped chat as well, with the status that shells give it."""
+    """Ctrl-C ends a command, and a piped chat, with the status of shells."""
 
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -365,7 +365,7 @@ def test_interrupts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_interrupt_that_an_import_would_swallow() -> None:
-    """Modules with a bare ``except`` go on after Ctrl-C; the command doesn't."""
+    """Modules with a bare ``except`` continue after Ctrl-C; the command ends."""
     code = """
 import os, signal
 from specmemo_kernels.cli.errors import importing

@@ -1,4 +1,4 @@
-"""``specmemo plan`` and ``specmemo probe``: what they print and write, offline, from configurations alone."""
+"""Output of ``specmemo plan`` and ``specmemo probe``, offline, from configurations only."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def plan_json(*args: object) -> dict:
 
 
 def test_tables(vicuna: Path) -> None:
-    """The plan with its parts, why, and the alternatives; labelled as predicted; no line wider than the terminal."""
+    """The plan with its parts, reasons and alternatives; labelled as predicted; no line wider than the terminal."""
     result = run("plan", "--model", vicuna / "config.json", "--device", "titan-rtx", "--memory-budget", "16GiB",
                  "--context", 4096)  # fmt: skip
     assert result.exit_code == 0, result.output
@@ -74,7 +74,7 @@ def test_json(vicuna: Path) -> None:
 
 
 def test_options(vicuna: Path, llama: Path) -> None:
-    """Each option changes what it says: heads, shared vocabulary matrices, weights, prompt, ranks."""
+    """Each option changes its figures: heads, shared vocabulary matrices, weights, prompt, ranks."""
     base = plan_json("--model", llama, "--device", "h100", "--context", 1024)["plan"]
     shared = plan_json("--model", llama, "--device", "h100", "--context", 1024, "--shared-lm-head")["plan"]
     assert shared["parts"]["heads"] < base["parts"]["heads"] / 10
@@ -92,7 +92,7 @@ def test_options(vicuna: Path, llama: Path) -> None:
 
 
 def test_several_devices(tmp_path: Path) -> None:
-    """Llama-2-70B on eight devices: its share of each, what the ranks send, and gains that follow from the rows."""
+    """Llama-2-70B on eight devices: each device's share, the ranks' messages, and gains computed from the rows."""
     CONFIG_MAPPING["llama"](**CONFIGS["Llama-2-70B"], dtype="float16").save_pretrained(tmp_path)
     options = ("--model", tmp_path, "--devices", "mi250:8", "--context", 1024)
     one, ten = plan_json(*options), plan_json(*options, "--batch", 10)
@@ -115,7 +115,7 @@ def test_several_devices(tmp_path: Path) -> None:
 
 
 def test_quantised_pages(vicuna: Path) -> None:
-    """What int8 pages would give stands among the alternatives, labelled; chosen where they are asked for."""
+    """int8 pages are a labelled alternative, and chosen only by option."""
     options = ("--model", vicuna, "--device", "titan-rtx", "--context", 4096)
     plain, coded = plan_json(*options), plan_json(*options, "--kv-dtype", "int8")
     assert (plain["plan"]["kv_dtype"], coded["plan"]["kv_dtype"]) == (None, "int8")
@@ -130,7 +130,7 @@ def test_quantised_pages(vicuna: Path) -> None:
 
 
 def test_heads_in_4_bits(vicuna: Path, tmp_path: Path) -> None:
-    """What they would give stands among the alternatives; planned with where asked for, or found in a folder."""
+    """Heads in 4 bits are an alternative; chosen by option or if stored so."""
     options = ("--model", vicuna, "--device", "titan-rtx", "--context", 512)
     plain, coded = plan_json(*options), plan_json(*options, "--head-bits", 4)
     assert (plain["plan"]["head_bits"], coded["plan"]["head_bits"]) == (None, 4)
@@ -166,7 +166,7 @@ def test_heads_in_4_bits(vicuna: Path, tmp_path: Path) -> None:
 
 
 def test_dtypes(llama: Path) -> None:
-    """bfloat16 on a GPU without it is an error with the remedy; the remedy is an option."""
+    """bfloat16 on a GPU without it is an error with the remedy, which is an option that works."""
     options = ("--model", llama, "--device", "titan-rtx", "--context", 1024)
     result = run("plan", *options)
     assert result.exit_code == 2
@@ -202,7 +202,7 @@ def test_a_folder_of_heads(vicuna: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_pictures(vicuna: Path, tmp_path: Path) -> None:
-    """A picture of the kind that its name says, not an empty one; another kind is refused in one line."""
+    """The file has the format of its ending and isn't empty; an unknown ending is a one-line error."""
     for name, start in (("plan.png", b"\x89PNG"), ("plan.svg", b"<?xml")):
         file = tmp_path / name
         result = run("plan", "--model", vicuna, "--device", "titan-rtx", "--context", 512, "--plot", file)

@@ -1,4 +1,4 @@
-"""What only the C++ backend promises: every instruction set, the same bits in any batch, chunk and thread count."""
+"""Guarantees of the C++ backend: every instruction set, and the same bits in any batch, chunk and thread count."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_sequence_is_the_same_bits_alone_and_in_a_batch(isa: str, name: str, d
 def test_the_number_of_threads_changes_no_bit(
     threads: Any, length: int, nodes: int, kv_heads: int, dtype: torch.dtype
 ) -> None:
-    """Whether the work is divided by heads, by splits or by nodes."""
+    """Whether work is divided by heads, by splits or by nodes."""
     heads = 8 if nodes > 2 else kv_heads
     case = AttentionCase("threads", (length,), (nodes,), num_qo_heads=heads, num_kv_heads=kv_heads)
     inputs = attention_inputs(case, dtype)
@@ -110,7 +110,7 @@ def test_the_number_of_threads_changes_no_bit(
 @pytest.mark.parametrize("length", [0, 60, 500, 511])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_chain_is_the_same_bits_as_one_token_after_another(isa: str, length: int, dtype: torch.dtype) -> None:
-    """Attention of a chunk, of a chain of drafts and of single steps: keys keep their places in the blocks."""
+    """Attention of a chunk, of a chain of drafts and of single steps: keys keep their positions in the blocks."""
     nodes = 20
     case = AttentionCase("chain", (length,), (nodes,), tree=False, page_size=16)
     inputs = attention_inputs(case, dtype)
@@ -139,7 +139,7 @@ def test_a_chain_is_the_same_bits_as_one_token_after_another(isa: str, length: i
     ("length", "nodes", "few"), [(100, 8, True), (100, 9, False), (900, 8, True), (900, 9, False), (900, 2, True)]
 )
 def test_few_nodes_have_a_kernel_of_their_own(isa: str, length: int, nodes: int, few: bool, dtype: torch.dtype) -> None:
-    """Which sums in another order, so that the other tests can't have tested the same kernel twice."""
+    """This kernel sums in another order, which shows that both kernels are tested."""
     case = AttentionCase("few", (length,), (nodes,), num_qo_heads=32, num_kv_heads=32, head_dim=128)
     inputs = attention_inputs(case, dtype)
     lse, packed = (ops.tree_attention(**{**inputs, "invariant": on}, backend="cpu")[1] for on in (False, True))
@@ -149,7 +149,7 @@ def test_few_nodes_have_a_kernel_of_their_own(isa: str, length: int, nodes: int,
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", PAGED_CASES, ids=lambda c: c.name)
 def test_rows_are_copied_by_every_instruction_set(isa: str, case: PagedCase, dtype: torch.dtype) -> None:
-    """Each has its own stores. The reference writes the same bits, and no others; all pages hold random ones before."""
+    """Each has its own stores. Bits equal the reference's, and all other bits of random pages stay."""
     for make, copy in ((append_inputs, ops.append_paged_kv), (commit_inputs, ops.commit_paged_kv)):
         own, wanted = make(case, dtype), make(case, dtype)
         copy(**own, backend="cpu")
@@ -162,7 +162,7 @@ def test_rows_are_copied_by_every_instruction_set(isa: str, case: PagedCase, dty
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("what", ["q", "k_new"])
 def test_nan_comes_through(isa: str, what: str, invariant: bool) -> None:
-    """A model that has gone wrong must look wrong, not be given finite numbers."""
+    """NaN must not become finite numbers."""
     inputs = attention_inputs(AttentionCase("nan", (30,), (4,), tree=False), torch.float32)
     inputs[what][1, 0, 0] = float("nan")
     out, lse = ops.tree_attention(**{**inputs, "invariant": invariant}, backend="cpu")
@@ -210,7 +210,7 @@ def test_lm_head_rows_that_are_apart(isa: str) -> None:
 def test_the_workspace_is_no_larger_than_declared(
     heads: tuple[int, int], kv_dtype: str | None, threads_set: int
 ) -> None:
-    """What the kernels hold after trees, chunks and batches, in a fresh process."""
+    """The kernels' workspace after trees, chunks and batches, in a fresh process."""
     code = f"""
 import sys, torch
 sys.path.insert(0, {os.path.dirname(__file__)!r})
@@ -278,7 +278,7 @@ def test_an_unknown_instruction_set_is_an_error_that_lists_the_known() -> None:
 
 
 def test_kernels_run_on_the_threads_that_torch_has() -> None:
-    """No second OpenMP runtime: the one torch loaded was found."""
+    """No second OpenMP runtime: the kernels use torch's."""
     loaded = Path("/proc/self/maps").read_text() if sys.platform == "linux" else ""
     expected = "libgomp" if "libgomp" in loaded else "libomp" if "omp" in loaded else "std::thread"
     assert _cpu.thread_runtime() == expected

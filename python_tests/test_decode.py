@@ -1,4 +1,4 @@
-"""The speculative loop against plain decoding: a small model whose every token depends on the whole visible context."""
+"""The speculative loop against plain decoding, on a model whose every token depends on the whole visible context."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def requests(draw: st.DrawFn) -> SequenceState:
 def test_same_tokens_as_plain_decoding(
     waves: list[list[SequenceState]], tree: DraftTree, drafter: str, page_size: int, prefill_chunk: int
 ) -> None:
-    """Ragged batches that others join while they run, EOS anywhere, any tree, page size, chunk and drafter."""
+    """Ragged batches, sequences that join later, EOS anywhere; any tree, page size, chunk and drafter."""
     spec = decoder(tree, drafter, page_size=page_size, num_pages=600, prefill_chunk=prefill_chunk, sequences=6)
     finish(spec, waves)
     states = [sequence for wave in waves for sequence in wave]
@@ -61,7 +61,7 @@ def test_same_tokens_as_plain_decoding(
 
 @pytest.mark.parametrize("page_size", range(1, 18))
 def test_page_edges(page_size: int) -> None:
-    """Whole paths accepted across every kind of page edge."""
+    """Whole paths accepted across all kinds of page boundaries."""
     states = [SequenceState(prompt, 30) for prompt in PROMPTS]
     finish(decoder(BUSHY, page_size=page_size, num_pages=256), [states])
     for state in states:
@@ -71,7 +71,7 @@ def test_page_edges(page_size: int) -> None:
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("drafter", ["right", "half"])
 def test_backends_in_float32(backend: str, drafter: str) -> None:
-    """The loop over a backend's own operators, where float32 leaves no doubt about the best token."""
+    """The loop over each backend's operators, in float32, where best tokens are unambiguous."""
     single = ToyTarget(dtype=torch.float32, backend=backend)
     states = [SequenceState(prompt, 40) for prompt in PROMPTS]
     finish(decoder(BUSHY, drafter, target=single, backend=backend), [states[:3], states[3:]])
@@ -81,7 +81,7 @@ def test_backends_in_float32(backend: str, drafter: str) -> None:
 
 
 def test_plain_decoding_is_no_constant() -> None:
-    """The model is worth testing with: varied tokens that depend on the first token of the context."""
+    """The toy model is a good test: varied tokens that depend on the first token of the context."""
     texts = [plain(TARGET, prompt, 30) for prompt in PROMPTS]
     assert all(len(set(text)) > 6 for text in texts)
     long = PROMPTS[2]
@@ -89,7 +89,7 @@ def test_plain_decoding_is_no_constant() -> None:
 
 
 class Faulty(ToyTarget):
-    """The toy target whose steps read through a damaged batch."""
+    """The toy target with a damaged batch."""
 
     def __init__(self, damage: Callable[[TreeBatch], TreeBatch]) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ FAULTS: dict[str, Callable[[TreeBatch], TreeBatch]] = {
 
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_faults_change_tokens(fault: str | None) -> None:
-    """A wrong position, mask, page or length can't hide behind the toy model: it writes something else."""
+    """A wrong position, mask, page or length changes the toy model's tokens."""
     target = ToyTarget() if fault is None else Faulty(FAULTS[fault])
     tree = DraftTree.from_paths([[0], [1], [1, 0], [1, 1], [1, 1, 0]])
     states = [SequenceState(prompt, 30) for prompt in PROMPTS if len(prompt) > 4]
@@ -125,7 +125,7 @@ def test_faults_change_tokens(fault: str | None) -> None:
 
 @pytest.mark.parametrize("max_new_tokens", range(1, 12))
 def test_length_limit_inside_a_tree(max_new_tokens: int) -> None:
-    """Exactly as many tokens as asked for, wherever the accepted path would have gone on to."""
+    """Exactly ``max_new_tokens`` tokens, wherever the accepted path would continue."""
     states = [SequenceState(PROMPTS[0], max_new_tokens), SequenceState(PROMPTS[1], 9)]
     finish(decoder(DraftTree.chain(4)), [states])
     assert [len(s.new_tokens) for s in states] == [max_new_tokens, 9]
@@ -135,7 +135,7 @@ def test_length_limit_inside_a_tree(max_new_tokens: int) -> None:
 
 @pytest.mark.parametrize("place", range(9))
 def test_eos_inside_a_tree(place: int) -> None:
-    """The token that ends is the last one, at each place of an accepted path, though the prompt holds it too."""
+    """EOS is the last token, at each position of an accepted path, though the prompt has EOS too."""
     text = plain(TARGET, PROMPTS[2], 30)
     eos = frozenset([text[place]])
     state = SequenceState([*PROMPTS[2]], 30, eos)
@@ -147,7 +147,7 @@ def test_eos_inside_a_tree(place: int) -> None:
 
 
 def test_stop_function_sees_each_token() -> None:
-    """Asked once per token with all tokens so far; ``True`` ends the sequence there."""
+    """Called once per token with all tokens so far; ``True`` ends the sequence."""
     seen: list[list[int]] = []
 
     def stop(tokens: list[int]) -> bool:

@@ -1,4 +1,4 @@
-"""What the speculative loop counts, what it refuses, and that it is whole again after anything went wrong."""
+"""Counters of the speculative loop, its errors, and its state after errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def requests(new_tokens: int = 12) -> list[SequenceState]:
 
 @pytest.mark.parametrize("depth", [0, 1, 3, 8])
 def test_stats_when_all_is_right(depth: int) -> None:
-    """Each step of a chain emits ``depth + 1`` tokens, the last ones what is left; nothing else is counted."""
+    """Each step of a chain emits ``depth + 1`` tokens, the last step the rest; nothing else is counted."""
     spec, prompt, wanted = decoder(DraftTree.chain(depth)), PROMPTS[2], 20
     finish(spec, [[SequenceState(prompt, wanted)]])
     left, accepted = wanted - 1, []
@@ -46,7 +46,7 @@ def test_stats_when_all_is_right(depth: int) -> None:
 
 @pytest.mark.parametrize("drafter", ["none", "outside"])
 def test_stats_when_nothing_is_right(drafter: str) -> None:
-    """One token and one slot per step, however large the tree."""
+    """One token and one slot per step, for any tree."""
     spec = decoder(TREE, drafter)
     states = [SequenceState(PROMPTS[0], 6), SequenceState(PROMPTS[1], 9)]
     finish(spec, [states])
@@ -58,7 +58,7 @@ def test_stats_when_nothing_is_right(drafter: str) -> None:
 
 
 def test_stats_cut_at_eos() -> None:
-    """Tokens end with EOS; what the step had accepted beyond it still counts as accepted."""
+    """Tokens end with EOS; accepted tokens beyond it still count as accepted."""
     text = plain(TARGET, PROMPTS[0], 10)
     place = next(i for i in (2, 3) if text[i] not in text[:i])
     spec = decoder(DraftTree.chain(4))
@@ -67,7 +67,7 @@ def test_stats_cut_at_eos() -> None:
 
 
 def test_stats_reset() -> None:
-    """A reset counts anew and doesn't share its lists with others."""
+    """A reset zeroes all counters; no list is shared with other objects."""
     stats = DecodeStats()
     stats.record_step([2, 0], 10)
     assert (stats.drafted, stats.accepted_at_depth, stats.slots_written) == (8, [1, 1], 4)
@@ -80,8 +80,9 @@ def test_stats_reset() -> None:
 
 
 def test_a_step_without_work_for_deep_nodes() -> None:
-    """Nobody wants more than three tokens, so nodes deeper than two are neither drafted nor verified; for a root alone
-    nobody is asked."""
+    """With at most three tokens left, nodes deeper than two are neither drafted nor verified; a root alone skips the
+    drafter.
+    """
     drafter = ToyDrafter("none", TARGET)
     spec = decoder(DraftTree.chain(9), drafter)
     finish(spec, [[SequenceState(PROMPTS[0], 4), SequenceState(PROMPTS[1], 2)]])
@@ -90,7 +91,7 @@ def test_a_step_without_work_for_deep_nodes() -> None:
 
 
 class Shaped(ToyDrafter):
-    """Answers with whatever ``make`` turns the right answer into."""
+    """A drafter whose right answer ``make`` changes."""
 
     def __init__(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__("right", TARGET)
@@ -112,7 +113,7 @@ class Shaped(ToyDrafter):
     ids=["nodes", "sequences", "flat", "int32", "float"],
 )
 def test_drafts_of_another_shape_are_refused(make: Callable[[torch.Tensor], torch.Tensor], what: str) -> None:
-    """The message names the drafter, what came and what was expected; the loop can be ended and used again."""
+    """The message names the drafter, its result and the expected shape; the loop can be ended and used again."""
     spec = decoder(TREE, Shaped(make))
     spec.start(requests())
     with pytest.raises(ValueError, match=rf"Shaped.propose returned {what}, expected \(4, 6\) torch.int64"):
@@ -121,7 +122,7 @@ def test_drafts_of_another_shape_are_refused(make: Callable[[torch.Tensor], torc
 
 
 def test_drafts_are_not_written_to() -> None:
-    """A drafter may hand out a tensor that it keeps."""
+    """A drafter may return a tensor that it keeps."""
     kept = torch.full((1, TREE.size), VOCAB + 3)
     spec = decoder(TREE, Shaped(lambda _: kept))
     spec.start([SequenceState(PROMPTS[0], 12)])
@@ -130,7 +131,7 @@ def test_drafts_are_not_written_to() -> None:
 
 
 def works_again(spec: Any) -> None:
-    """After ``abort`` nothing is held, and the same decoder generates what it should."""
+    """After ``abort`` nothing is allocated, and the same decoder generates correctly."""
     spec.abort()
     assert spec.sequences == []
     empty(spec.pool)
@@ -162,7 +163,7 @@ class Failing(ToyTarget):
 
 @pytest.mark.parametrize("when", range(9))
 def test_an_exception_in_the_target(when: int) -> None:
-    """In whichever pass it comes (four prefill chunks, then steps): pages come back and a new generation works."""
+    """In any pass (four prefill chunks, then steps): pages are freed and a new generation works."""
     target = Failing()
     spec = decoder(TREE, "half", target=target)
     target.when = when
@@ -173,7 +174,7 @@ def test_an_exception_in_the_target(when: int) -> None:
 
 
 def test_an_exception_in_a_prefill_leaves_others_running() -> None:
-    """Sequences that ran before go on as if the failed one had never come."""
+    """Running sequences continue as if the failed sequence had never been started."""
     target = Failing()
     spec = decoder(TREE, "half", target=target)
     early, late = requests()[:2], requests()[2:]
@@ -191,7 +192,9 @@ def test_an_exception_in_a_prefill_leaves_others_running() -> None:
 
 @pytest.mark.parametrize("when", [1, 4, 10])
 def test_roots_alone_wait_for_no_verdict(when: int) -> None:
-    """They go to pages as chunks of prompts do, without any scratch; a step that fails after that is made again."""
+    """Single-node trees are written to pages like prompt chunks, without scratch; a step that fails afterwards is
+    retried.
+    """
     target = Failing()
     spec = decoder(DraftTree.chain(0), target=target)
     spec.pool.resize_scratch(0)
@@ -214,7 +217,7 @@ def test_roots_alone_wait_for_no_verdict(when: int) -> None:
 
 
 def test_a_prompt_that_does_not_fit() -> None:
-    """No sequence of the call starts, not even one that would fit; those running go on."""
+    """No sequence of the call starts, not even one that would fit; running sequences continue."""
     spec = decoder(TREE, num_pages=10, page_size=4)
     running = SequenceState(PROMPTS[0], 12)
     spec.start([running])
@@ -236,7 +239,7 @@ def test_more_sequences_than_rows() -> None:
 
 
 def test_a_pool_that_runs_full() -> None:
-    """The step that might not fit says so and emits nothing, after others gave their pages back and were used up."""
+    """A step that may not fit raises and emits nothing, once no other sequence can free pages."""
     spec = decoder(DraftTree.chain(3), num_pages=10, page_size=4)
     short, long = SequenceState(PROMPTS[0], 3), SequenceState(PROMPTS[2], 40)
     spec.start([short, long])
@@ -260,7 +263,7 @@ def test_a_pool_that_runs_full() -> None:
 
 @pytest.mark.parametrize("place", [1, 2, 4])
 def test_an_exception_in_the_stop_function(place: int) -> None:
-    """The caller's own code fails at the first token of all, or inside a step: pages come back all the same."""
+    """User code fails at the first token, or inside a step: pages are freed."""
 
     def stop(tokens: list[int]) -> bool:
         if len(tokens) == len(PROMPTS[0]) + place:

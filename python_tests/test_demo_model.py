@@ -1,4 +1,4 @@
-"""The bundled model: what it holds, and the same tokens as without patching on files it has never seen."""
+"""The bundled model: its sizes, and the same tokens as unpatched on held-out files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPTS = 50
 
 @pytest.fixture(scope="module")
 def prompts() -> list[torch.Tensor]:
-    """Held-out files cut at 1 to 500 tokens, some of them several times at different places."""
+    """Held-out files cut at 1 to 500 tokens, some of them several times at different positions."""
     tokenizer = load_tokenizer(FOLDER)
     files = [file for file in library_files() if is_held_out(file)]
     texts = [file.read_text(encoding="utf-8", errors="ignore")[:40_000] for file in files]

@@ -35,7 +35,7 @@ def test_roofline_by_hand() -> None:
 
 
 def test_curves_replace_the_roofline() -> None:
-    """At the points what was measured, straight between them, going on behind the last, flat before the first."""
+    """Measured values at the points, linear between and behind them, constant before the first."""
     measured = replace(TOY, curves={"float32": ((2, 1e-9), (4, 3e-9), (8, 4e-9))})
     seconds = [measured.linear_seconds(1e6, 4e6, rows, "float32") for rows in (1, 2, 3, 4, 6, 8, 16)]
     assert seconds == pytest.approx([1e-3, 1e-3, 2e-3, 3e-3, 3.5e-3, 4e-3, 6e-3])
@@ -43,7 +43,7 @@ def test_curves_replace_the_roofline() -> None:
 
 
 def test_small_matrices_by_hand() -> None:
-    """Each takes its part beside that of the weights: 10^6 weights in 7 matrices, 1 ms and 7 x 2 us for a row."""
+    """Each matrix adds its time to that of the weights: 10^6 weights in 7 matrices, 1 ms and 7 x 2 us for a row."""
     curves = {"curves": {"float32": ((1, 1e-9),)}, "matrix_seconds": {"float32": ((1, 2e-6), (4, 1e-6))}}
     measured = replace(TOY, **curves)
     seconds = [measured.linear_seconds(1e6, 4e6, rows, "float32", 7) for rows in (1, 4)]
@@ -53,14 +53,14 @@ def test_small_matrices_by_hand() -> None:
 
 
 def test_dtypes_that_a_device_lacks() -> None:
-    """Turing has no bfloat16, the plain CPU no 16-bit rate; what is there is left alone."""
+    """Turing has no bfloat16, the plain CPU no 16-bit rate; supported dtypes are unchanged."""
     assert known_device("titan-rtx").compute_dtype("bfloat16") == "float16"
     assert known_device("a100").compute_dtype("bfloat16") == "bfloat16"
     assert known_device("cpu").compute_dtype("bfloat16") == "float32"
 
 
 def test_known_devices() -> None:
-    """Every one that is promised; newer ones of a maker are faster; rates lie below the data sheet's."""
+    """All documented devices; newer devices of a vendor are faster; rates are below the data sheet's."""
     promised = {"titan-rtx", "rtx-3060", "rtx-4090", "a100", "h100", "h200", "mi250", "mi300x", "jetson-orin", "cpu"}
     assert set(KNOWN_DEVICES) == promised
     for slow, fast in itertools.pairwise(["jetson-orin", "rtx-3060", "titan-rtx", "rtx-4090", "a100", "h100", "h200"]):
@@ -78,7 +78,7 @@ def test_known_devices() -> None:
      ("Jetson AGX Orin", "jetson-orin")],
 )  # fmt: skip
 def test_names_that_drivers_give(name: str, key: str) -> None:
-    """In full; case, spaces and the vendor don't matter."""
+    """Full names; case, spaces and the vendor don't matter."""
     assert known_device(name) == KNOWN_DEVICES[key]
 
 
@@ -96,14 +96,14 @@ OTHER_GPUS = (
 
 @pytest.mark.parametrize("name", OTHER_GPUS)
 def test_names_of_other_gpus(name: str) -> None:
-    """They are refused: nothing is known of their rates."""
+    """They are refused: their rates are unknown."""
     with pytest.raises(ValueError, match=f"unknown device {re.escape(repr(name))}, .*measure others: specmemo probe"):
         known_device(name)
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str, float], DeviceProfile]]:
-    """``profile_of`` on a machine whose GPU has this name and so many GiB; measuring gives ``TOY``'s rates."""
+    """``profile_of`` on a machine with a GPU of this name and memory in GiB; the probe returns ``TOY``'s rates."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def of(name: str, gib: float) -> DeviceProfile:
@@ -120,7 +120,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[s
 
 
 def test_profile_of_a_known_gpu(gpu: Callable[[str, float], DeviceProfile]) -> None:
-    """The table's rates, and the memory that it has here."""
+    """The table's rates, and this GPU's memory."""
     for name, gib, key in (("NVIDIA A100-SXM4-80GB", 79.15, "a100"), ("NVIDIA GeForce RTX 3060", 11.76, "rtx-3060")):
         assert gpu(name, gib) == replace(KNOWN_DEVICES[key], memory=int(gib * GIB))
 
@@ -130,14 +130,14 @@ def test_profile_of_a_known_gpu(gpu: Callable[[str, float], DeviceProfile]) -> N
     [*((name, 24.0) for name in OTHER_GPUS), ("NVIDIA GeForce RTX 3060", 7.99), ("NVIDIA A100-SXM4-80GB", 9.5)],
 )
 def test_profile_of_another_gpu(name: str, gib: float, gpu: Callable[[str, float], DeviceProfile]) -> None:
-    """Measured; also where only the memory says that it is another one (an RTX 3060 of 8 GB, a slice of an A100)."""
+    """Measured; also if only the memory differs (an RTX 3060 of 8 GB, a slice of an A100)."""
     profile = gpu(name, gib)
     assert profile.source == "measured"
     assert (profile.read_rate, profile.memory) == (TOY.read_rate, int(gib * GIB))
 
 
 def test_a_kept_profile_of_a_gpu(gpu: Callable[[str, float], DeviceProfile]) -> None:
-    """Comes before the table; not for another card of the same name."""
+    """A cached profile has precedence over the table, but not for another card of the same name."""
     kept = replace(TOY, name="NVIDIA GeForce RTX 3060", memory=8 * GIB, read_rate=2e11, source="kept")
     kept.save(device_probe.cache_file("cuda:0"))
     assert gpu(kept.name, 7.9) == replace(kept, memory=int(7.9 * GIB))
@@ -155,7 +155,7 @@ def test_profile_of_no_gpu() -> None:
 
 
 def test_targets_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A probed GPU gets the rule of its architecture, so that plans for it count what a GPU takes; older ones none."""
+    """A probed GPU gets its architecture's kernel target, so plans count its workspace; older GPUs get none."""
     assert all(p.kernel_target in TARGETS for name, p in KNOWN_DEVICES.items() if name != "cpu")
     monkeypatch.setattr(torch.version, "hip", None)
     for capability, target in (((9, 0), "sm_90"), ((8, 6), "sm_86"), ((7, 0), None)):
@@ -179,7 +179,7 @@ def test_profiles_that_make_no_sense(changes: dict[str, object], message: str) -
 
 
 def test_files(tmp_path: Path) -> None:
-    """What is saved is loaded; another file is refused by name."""
+    """A saved profile is loaded; other files are refused by name."""
     path = tmp_path / "new" / "device.json"
     for profile in (*KNOWN_DEVICES.values(), replace(TOY, curves=CURVE, matrix_seconds=CURVE)):
         profile.save(path)
@@ -206,7 +206,7 @@ def test_probe(measured: DeviceProfile) -> None:
 
 
 def test_probe_agrees_with_a_clock() -> None:
-    """Held against one product of its own, within a factor of two, once in a while at least on a busy machine."""
+    """Compared with a timed product, within a factor of two, in at least one of several attempts."""
     weights, x = [torch.ones(2048, 2048) for _ in range(8)], torch.ones(64, 2048)
     for _ in range(10):
         seconds = []
@@ -227,7 +227,7 @@ def test_probe_of_nothing() -> None:
 
 
 def test_profile_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: DeviceProfile) -> None:
-    """A cached profile of the same machine is taken as it is; one of another machine isn't; nothing is probed twice."""
+    """A cached profile of the same machine is used, one of another machine isn't; nothing is probed twice."""
     file = tmp_path / "cpu.json"
     monkeypatch.setattr(device_probe, "cache_file", lambda _: file)
     probes = []
@@ -242,14 +242,14 @@ def test_profile_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_probing_leaves_the_seed_alone() -> None:
-    """Patching may probe, and what is drawn after it must be what would have been drawn without."""
+    """Patching may probe, and later random numbers must be the same as without."""
     torch.manual_seed(5)
     probe("cpu", seconds=0.2)
     assert torch.equal(torch.rand(1), torch.rand(1, generator=torch.Generator().manual_seed(5)))
 
 
 def test_probing_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All measurements together get the seconds that were asked for; ``patch`` waits for them."""
+    """All measurements together take the requested seconds; ``patch`` waits for them."""
     shares: list[float] = []
 
     def once(run: Callable[[], object], share: float, sync: Callable[[], None], least: int = 3) -> float:
@@ -264,7 +264,7 @@ def test_probing_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("variable", "folder"), [("/tmp/elsewhere", "/tmp/elsewhere"), ("relative", None), ("", None)])
 def test_cache_folder(variable: str, folder: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the XDG base directory specification says: absolute, else ~/.cache."""
+    """By the XDG base directory specification: an absolute path, else ~/.cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", variable)
     expected = Path(folder) if folder else Path.home() / ".cache"
     assert device_probe.cache_file("cuda:1") == expected / "specmemo_kernels" / "device-cuda-1.json"

@@ -1,4 +1,4 @@
-"""A device step asks the host nothing and keeps its sizes; how it is captured, and what happens where it can't be."""
+"""A device step reads nothing on the host and keeps its sizes; capture, and fallbacks when it fails."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ASKING = {
 
 
 class Watch(TorchDispatchMode):
-    """Fails on what makes a GPU's host wait; notes the sizes of all storages that operators return."""
+    """Fails on operators that block on a GPU; records the sizes of all storages that operators return."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -57,7 +57,7 @@ class Watch(TorchDispatchMode):
 
 @contextmanager
 def watched() -> Iterator[list[tuple[DeviceStep, list[tuple[str, int]]]]]:
-    """Every step that runs meanwhile, with the sizes that it made."""
+    """Every step that runs in this context, with its sizes."""
     seen: list[tuple[DeviceStep, list[tuple[str, int]]]] = []
     run = DeviceStep.run
 
@@ -84,7 +84,9 @@ def test_the_watch_sees() -> None:
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
 def test_nothing_is_asked_and_sizes_stay(family: str, kv_dtype: str | None) -> None:
-    """Steps of one shape make tensors of the same sizes in the same order, whatever is accepted; none reads a value."""
+    """Steps of one shape allocate tensors of the same sizes in the same order, whatever is accepted; none reads a
+    value.
+    """
     model = tiny_model(family)
     inputs = batch((30, 9))
     expected = greedy(model, inputs, 30)
@@ -102,7 +104,7 @@ def test_nothing_is_asked_and_sizes_stay(family: str, kv_dtype: str | None) -> N
 
 
 class Recording:
-    """Stands in for a GPU's graphs: a capture runs nothing, each replay does."""
+    """A stand-in for CUDA graphs: a capture runs nothing, each replay runs the step."""
 
     def __init__(self) -> None:
         self.nbytes, self.captured, self.replayed = 0, 0, 0
@@ -119,7 +121,7 @@ class Recording:
 
 
 def captures(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any]) -> None:
-    """All steps are captured by what ``make`` makes."""
+    """All steps are captured by ``make``'s graphs."""
     init: Callable[..., None] = StepCache.__init__
 
     def with_capture(self: StepCache, *args: Any) -> None:
@@ -150,7 +152,7 @@ def test_each_shape_runs_once_and_is_captured_then(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason is kept, no token is lost; where a graph was asked for, it is an error and the model stays usable."""
+    """The reason is recorded, no token is lost; with ``graph=True`` it is an error and the model stays usable."""
 
     class Failing(Recording):
         def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
@@ -164,7 +166,7 @@ def test_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = greedy(model, inputs, 40)
     captures(monkeypatch, Failing)
     with sk.patch(model, oracle(model, inputs), tree=TREE, graph=True) as handle:
-        handle.graphs.must = False  # as on a GPU, where nobody asked
+        handle.graphs.must = False  # as on a GPU by default
         assert torch.equal(greedy(model, inputs, 40), expected)
         (reason,) = handle.stats.eager_reasons
         assert reason == ("a step can't be captured (RuntimeError: operation not permitted when stream is capturing)")
@@ -181,7 +183,7 @@ def test_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     "failure", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: out of memory")]
 )
 def test_memory_that_runs_out_while_capturing(failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Like any other failed allocation: less is used, no token is lost, and later steps are captured again."""
+    """Like any failed allocation: the engine degrades, no token is lost, and later steps are captured again."""
 
     class Short(Recording):
         failures = 0
@@ -211,7 +213,7 @@ def test_memory_that_runs_out_while_capturing(failure: Exception, monkeypatch: p
 
 
 def test_few_steps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last used ones; the others are made and captured again when they are wanted."""
+    """The last used ones; others are created and captured again on demand."""
     model = tiny_model("llama", seed=11)
     inputs = batch((9, 14, 5, 3))
     options: dict[str, Any] = {"eos_token_id": [3, 4, 5, 6], "pad_token_id": 0}
@@ -226,7 +228,7 @@ def test_few_steps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_step_traces_without_values() -> None:
-    """On tensors that have no values: all but the kernels runs, as a capture needs it, and nothing can be read."""
+    """With fake tensors everything but the kernels runs, as a capture needs it, and nothing can be read."""
     layouts, tree = (tree_layout, candidate_columns), sk.DraftTree.from_paths(_bushy_paths(14))
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
@@ -253,7 +255,7 @@ def test_the_step_traces_without_values() -> None:
 
 
 def test_a_failed_capture_leaves_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's context stays on its own stream when ending the capture fails; ours goes back."""
+    """If ending a capture fails, torch's context stays on its side stream; the previous stream is restored."""
     streams = ["usual"]
 
     class Capturing:

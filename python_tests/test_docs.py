@@ -1,4 +1,4 @@
-"""README and docs: every Python block runs, every figure, option and relative link is right."""
+"""README and docs: every Python block runs; every figure, option and relative link is right."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SPAN = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 TEMPLATE = "{% for m in messages %}# {{ m['content'] }}\n{% endfor %}"
-#: Programs that a line may start with before the one whose options are checked.
+#: Launchers of the program whose options are checked.
 LAUNCHERS = {"python", "torchrun"}
 
 
@@ -41,7 +41,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Every command line: of shell blocks, and of code in sentences."""
+    """Every command line: of shell blocks, and of code spans in sentences."""
     text = page.read_text()
     lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
     spans = (" ".join(span.split()) for span in SPAN.findall(FENCE.sub("", text)))
@@ -78,7 +78,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def known_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Trees for a known device, so that no second is spent on measuring this one."""
+    """Plan trees for a known device, so that this one isn't measured."""
     monkeypatch.setattr(device_probe, "probe", lambda *_, **__: device.known_device("cpu"))
     device_probe.profile_of.cache_clear()
     yield
@@ -87,7 +87,7 @@ def known_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def names(hub: Path, tmp_path: Path, known_device: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What a page's blocks may use, in a folder of their own, with nothing to download."""
+    """The names that a page's blocks may use, in a temporary folder, without downloads."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(DEMO / "config.json", tmp_path)
     load_model, load_tokenizer = AutoModelForCausalLM.from_pretrained, AutoTokenizer.from_pretrained
@@ -117,7 +117,7 @@ def names(hub: Path, tmp_path: Path, known_device: None, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)
 def test_blocks_run(page: Path, names: dict[str, Any]) -> None:
-    """The blocks of a page run in order; those that say what they need are only compiled."""
+    """The blocks of a page run in order; blocks with a ``# needs`` line are only compiled."""
     for number, block in enumerate(blocks(page, "python"), start=1):
         code = compile(block, f"{name(page)}, block {number}", "exec")
         if not block.startswith("# needs "):
@@ -156,7 +156,7 @@ def test_figures_are_no_html_blocks() -> None:
 
 
 def test_commands_and_links_are_found() -> None:
-    """Known ones, so that silence elsewhere means something."""
+    """Known ones are found, so an empty result of the other tests means something."""
     found = commands(ROOT / "docs" / "planning.md")
     assert ["specmemo", "probe"] in found
     assert ["python", "bench/predicted_steps.py"] in found

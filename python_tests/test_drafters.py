@@ -1,4 +1,4 @@
-"""Prompt lookup and draft models: what they guess, what they keep, and that nobody's tokens change."""
+"""Prompt lookup and draft models: their guesses and their state; output tokens never change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from specmemo_kernels.tree.draft_tree import DraftTree
 
 
 def looked_up(tokens: list[int], depth: int, count: int, longest: int, shortest: int) -> list[list[int]]:
-    """The same by comparing lists, place after place."""
+    """The same by comparing lists at each position."""
     found: dict[int, list[int]] = {}
     for size in range(min(longest, len(tokens) - 1), shortest - 1, -1):
         for start in range(len(tokens) - size - 1, -1, -1):
@@ -51,7 +51,7 @@ def test_prompt_lookup_finds_what_comparing_finds(tokens: list[int], depth: int,
 
 
 def test_prompt_lookup_fills_a_tree() -> None:
-    """Rank r at the root is another place; below, first ranks only; rows without a match have no guess."""
+    """Rank r at the root is another match; below, first ranks only; rows without a match have no guess."""
     tree = DraftTree.from_paths([[0], [1], [0, 0], [1, 0], [0, 1], [2]])
     rows = [[7, 1, 2, 3, 9, 1, 2, 5, 1, 2], [1, 2, 3]]
     inputs = DraftInput(tree, torch.tensor([2, 3]), torch.zeros(2, 1), rows)
@@ -59,13 +59,13 @@ def test_prompt_lookup_fills_a_tree() -> None:
 
 
 def repetitive(rows: int = 2) -> dict[str, torch.Tensor]:
-    """Prompts whose tokens come in a cycle."""
+    """Prompts whose tokens repeat in a cycle."""
     ids = torch.tensor([[3 + (i + row) % 7 for i in range(40)] for row in range(rows)])
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def test_prompt_lookup_through_patch() -> None:
-    """The same tokens, in fewer steps where text repeats; no bytes of its own in the plan."""
+    """The same tokens, in fewer steps on repetitive text; the plan has no bytes for the drafter."""
     model = tiny_model("llama", seed=3)
     for inputs, new in ((repetitive(), 60), (batch((9, 30), seed=1), 60)):
         expected = greedy(model, inputs, new)
@@ -81,7 +81,7 @@ def test_prompt_lookup_through_patch() -> None:
 
 
 def test_prompt_lookup_saves_steps_on_text_that_repeats() -> None:
-    """Guesses that come true are accepted, and steps without any verify a single node."""
+    """Right guesses are accepted, and steps without guesses verify a single node."""
 
     spec = decoder(DraftTree.chain(6), PromptLookupDrafter(6))
     state = SequenceState(PROMPTS[2] * 2, 120)
@@ -94,7 +94,7 @@ def test_prompt_lookup_saves_steps_on_text_that_repeats() -> None:
 
 
 def toy_draft(depth: int, seed_change: float = 0.0) -> DraftModelDrafter:
-    """The toy model as its own drafter, or one whose lm_head is a bit different."""
+    """The toy model as its own drafter, or a copy with a slightly different lm_head."""
     small = ToyTarget()
     small.lm_head = small.lm_head + seed_change * torch.roll(small.lm_head, 1, 0)
     return DraftModelDrafter(small, small.layers, max_depth=depth, weight_bytes=0, backend="reference")
@@ -137,7 +137,7 @@ def test_all_accepted_is_one_more_than_drafted(depth: int) -> None:
 def test_draft_model_under_page_pressure(
     prompts: list[list[int]], new: int, change: float, tree: DraftTree, spare: int, chunk: int, abort: int
 ) -> None:
-    """Joining, preemption and aborts: its pages follow the sequences, and what it guesses is the model's own text."""
+    """Joining, preemption and aborts: the drafter's pages follow the sequences, and guesses are its own text."""
     pages = -(-(max(map(len, prompts)) + new + tree.max_depth) // 4) + spare
     drafter = toy_draft(3, change)
     drafter.allocate(pages, 4, 4, chunk)
@@ -153,7 +153,7 @@ def test_draft_model_under_page_pressure(
             drafter._pool.check_integrity()
         if scheduler.idle:
             break
-    if drafter._pool is not None:  # else nobody ever wanted a second token
+    if drafter._pool is not None:  # else no sequence needed a second token
         empty(drafter._pool)
     for state in states:
         if not state.aborted:
@@ -163,7 +163,7 @@ def test_draft_model_under_page_pressure(
 
 
 def test_draft_of_a_sequence_does_not_depend_on_others() -> None:
-    """What is guessed beside others, step by step, is the draft model's own greedy text."""
+    """Guesses in a batch are the draft model's own greedy text at each step."""
     drafter = toy_draft(4, 0.3)
     drafter.allocate(64, 4, 4, 5)
     small = drafter.model
@@ -179,7 +179,7 @@ def test_draft_of_a_sequence_does_not_depend_on_others() -> None:
 
 
 def test_a_draft_model_without_room_guesses_nothing() -> None:
-    """Sequences that have pages are served, the others get no guesses; they catch up when pages are free again."""
+    """Sequences with pages get guesses, others don't; they catch up when pages are free again."""
     drafter = toy_draft(4)
     drafter.allocate(8, 4, 4, 5)  # for 32 tokens
     small, chain = drafter.model, DraftTree.chain(4)
@@ -207,8 +207,9 @@ def test_a_draft_model_without_room_guesses_nothing() -> None:
 
 
 def test_a_prefix_that_the_draft_model_never_computed() -> None:
-    """The target keeps a prefix of a call that needed no drafts; the batch that shares it has no room for the draft
-    model's copies of it."""
+    """The target keeps a prefix of a call without drafts; the batch that shares it has no room for the draft model's
+    copies.
+    """
     model = tiny_model("llama", seed=11)
     small, prefix = draft_of(model, 0.0), list(range(1, 49)) * 4
     prompts = [[*prefix, 50 + i] for i in range(4)]
@@ -230,7 +231,7 @@ def test_a_prefix_that_the_draft_model_never_computed() -> None:
 
 
 def draft_of(model: PreTrainedModel, noise: float) -> PreTrainedModel:
-    """A copy whose weights are somewhat off."""
+    """A copy with slightly changed weights."""
     small = tiny_model("llama", seed=11)
     small.load_state_dict(model.state_dict())
     generator = torch.Generator().manual_seed(0)
@@ -267,7 +268,7 @@ def test_draft_model_through_patch(noise: float, places: int) -> None:
 
 
 def test_draft_model_of_another_family() -> None:
-    """Layers of other sizes and kinds, with windows, beside the target's."""
+    """A draft model with layers of other sizes and kinds, with windows."""
     model, small = tiny_model("llama", seed=2), tiny_model("gemma2", seed=5)
     inputs = batch((40, 3), seed=4)
     expected = greedy(model, inputs, 30)
@@ -321,7 +322,7 @@ def test_a_draft_model_from_a_folder(tmp_path) -> None:  # type: ignore[no-untyp
 
 
 def test_sampling_with_other_drafters() -> None:
-    """A seed's tokens don't depend on the drafter."""
+    """The tokens of a seed don't depend on the drafter."""
     model = tiny_model("llama", seed=11)
     prompts = [[5, 9, 3], [7], list(range(20))]
     sampling = sk.Sampling(temperature=0.8, seed=3)

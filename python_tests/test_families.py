@@ -12,7 +12,7 @@ import specmemo_kernels as sk
 
 
 def batch(lengths: tuple[int, ...], seed: int = 0) -> dict[str, torch.Tensor]:
-    """A left-padded batch of random prompts; eos (2) and pad (0) occur in the middle of prompts too."""
+    """A left-padded batch of random prompts, which contain eos (2) and pad (0)."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -27,7 +27,7 @@ def greedy(model: PreTrainedModel, inputs: dict[str, torch.Tensor], new: int, **
 
 
 def answers(inputs: dict[str, torch.Tensor], output: torch.Tensor) -> list[list[int]]:
-    """Each row's real tokens, padding of the prompt left out."""
+    """Each row's real tokens, without the prompt's padding."""
     mask = torch.nn.functional.pad(
         inputs["attention_mask"], (0, output.shape[1] - inputs["input_ids"].shape[1]), value=1
     )
@@ -36,7 +36,7 @@ def answers(inputs: dict[str, torch.Tensor], output: torch.Tensor) -> list[list[
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_heads(family: str) -> None:
-    """Heads that know nothing, two layers each, a ragged batch, windows of 24 tokens crossed."""
+    """Random heads of two layers each, a ragged batch, windows of 24 tokens crossed."""
     model = tiny_model(family)
     inputs = batch((40, 1, 17))
     expected = greedy(model, inputs, 24)
@@ -53,7 +53,7 @@ def test_random_heads(family: str) -> None:
 @pytest.mark.parametrize("share", sample((1.0, 0.6, 0.0), [0.6]))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_oracle_drafter(family: str, share: float) -> None:
-    """A drafter that is always, sometimes, never right, on a chain: depth costs nothing but speed."""
+    """A drafter that is always, sometimes or never right, on a chain."""
     model = tiny_model(family, seed=1)
     inputs = batch((9, 30), seed=1)
     expected = greedy(model, inputs, 25)
@@ -103,7 +103,7 @@ def _bushy_paths(count: int) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
 def test_eos_inside_a_step(family: str) -> None:
-    """EOS falls on every place of an accepted path; the rest of the path is dropped and the row padded."""
+    """EOS at every position of an accepted path; the rest of the path is dropped and the row padded."""
     model = tiny_model(family, seed=4)
     inputs = batch((12, 20), seed=4)
     free = greedy(model, inputs, 30)
@@ -115,7 +115,7 @@ def test_eos_inside_a_step(family: str) -> None:
 
 
 def test_eos_inside_the_prompt() -> None:
-    """A prompt may hold EOS and pad tokens anywhere; they end nothing."""
+    """EOS and pad tokens in a prompt end nothing."""
     model = tiny_model("llama", seed=5)
     inputs = batch((18, 18), seed=5)
     inputs["input_ids"][:, 5] = inputs["input_ids"][:, -1] = 7
@@ -126,7 +126,7 @@ def test_eos_inside_the_prompt() -> None:
 
 @pytest.mark.parametrize("new", range(1, 9))
 def test_length_limit_inside_a_step(new: int) -> None:
-    """max_new_tokens is reached on every place of a fully accepted path."""
+    """max_new_tokens is reached at every position of a fully accepted path."""
     model = tiny_model("llama", seed=6)
     inputs = batch((10,), seed=6)
     full = greedy(model, inputs, 12)
@@ -151,7 +151,7 @@ def test_published_tree() -> None:
 
 
 class Backwards(torch.nn.Linear):
-    """An lm_head whose weight doesn't tell which token is best."""
+    """An lm_head whose weight doesn't determine the best token."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().forward(hidden).flip(-1)
@@ -159,7 +159,7 @@ class Backwards(torch.nn.Linear):
 
 @pytest.mark.parametrize("processed", [{}, {"repetition_penalty": 1.3}])
 def test_lm_head_of_its_own_kind(processed: dict[str, float]) -> None:
-    """Where the lm_head isn't a plain linear layer the model's own logits decide."""
+    """If the lm_head isn't a plain linear layer, the model's own logits are used."""
     model = tiny_model("llama", seed=8)
     model.lm_head.__class__ = Backwards
     inputs = batch((14, 5), seed=8)
@@ -176,7 +176,7 @@ def test_lm_head_of_its_own_kind(processed: dict[str, float]) -> None:
     [("llama4_text", "llama4_text.*chunk"), ("qwen3_next", "linear_attention"), ("t5", "encoder-decoder")],
 )
 def test_refused_by_name(family: str, reason: str) -> None:
-    """Models whose attention can't be expressed are refused before anything is changed."""
+    """Models with unsupported attention are refused before anything changes."""
     small = {
         "num_hidden_layers": 4,
         "hidden_size": 32,

@@ -1,4 +1,4 @@
-"""The bound on a forward pass holds wherever its bytes grow with the rows; formulas grow with what they count."""
+"""The bound on a pass's memory holds for any number of rows; formulas grow with their inputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def held(lines: list[tuple[int, int]], count: int) -> list[int]:
 
 @given(moments, rows, rows, rows)
 def test_a_bound_for_any_number_of_rows(lines: list[tuple[int, int]], few: int, more: int, other: int) -> None:
-    """From two passes, for passes smaller, between and larger; exact where one moment is the worst throughout."""
+    """From two passes, for smaller, intermediate and larger passes; exact if the peak is at the same operator."""
     many = few + more
     bound = PassBytes.fitted((few, held(lines, few)), (many, held(lines, many)))
     assert bound.at(other) >= max(held(lines, other))
@@ -40,7 +40,7 @@ def test_a_bound_for_any_number_of_rows(lines: list[tuple[int, int]], few: int, 
 def test_passes_with_other_operators(
     lines: list[tuple[int, int]], extra: list[tuple[int, int]], few: int, more: int, other: int
 ) -> None:
-    """A branch that only the larger pass took: still a bound for passes like the larger one, at any number of rows."""
+    """A branch that only the larger pass took: still a bound for passes with the same branch."""
     many = few + more
     bound = PassBytes.fitted((few, held(lines, few)), (many, held([*lines, *extra], many)))
     assert bound.at(other) >= max(held([*lines, *extra], other))
@@ -48,7 +48,7 @@ def test_passes_with_other_operators(
 
 @given(moments, rows)
 def test_rounding_goes_up(lines: list[tuple[int, int]], few: int) -> None:
-    """Bytes that don't grow by a whole number per row (bits packed into bytes)."""
+    """Bytes per row that aren't whole numbers (bits packed into bytes)."""
     large, small = held(lines, few + 3), held(lines, few)
     bound = PassBytes.fitted((few, small), (few + 3, [size + 1 for size in large]))
     assert bound.at(few) >= max(small)
@@ -70,7 +70,7 @@ LOAD = StepSize(tree_size=6, sequences=3, chunk=40, page_size=16)
 
 
 def test_rows_of_a_pass() -> None:
-    """A chunk or a step, whichever has more."""
+    """The larger of a chunk and a step."""
     assert (LOAD.nodes, LOAD.rows, replace(LOAD, chunk=10).rows) == (18, 40, 18)
 
 

@@ -1,4 +1,4 @@
-"""generate_batch and sampling through transformers: every request is what it would be alone."""
+"""generate_batch and sampling through transformers: every request gives the tokens that it gives alone."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_abort_on_the_way(model: PreTrainedModel, drafter: OracleDrafter) -> Non
 
 
 def test_a_run_holds_the_model(model: PreTrainedModel, drafter: OracleDrafter) -> None:
-    """Another generation waits in another thread, is refused in the same one, and works after the run was closed."""
+    """Another generation waits in another thread, is refused in the same thread, and works after the run is closed."""
     expected = alone(model, PROMPTS[2], 10)
     with sk.patch(model, drafter, tree=CHAIN):
         run = sk.stream_batch(model, PROMPTS, max_new_tokens=30)
@@ -185,7 +185,7 @@ def test_a_rows_sample_does_not_depend_on_its_batch(model: PreTrainedModel) -> N
 
 
 def test_seeds_of_requests(model: PreTrainedModel, drafter: OracleDrafter) -> None:
-    """A request's seed decides its tokens alone, beside greedy ones and in any order."""
+    """A request's tokens depend on its seed only, also beside greedy requests and in any order."""
     sampling = sk.Sampling(temperature=0.9, top_k=20, top_p=0.95, seed=3)
     expected = [alone(model, prompt, 15) for prompt in PROMPTS]
     with sk.patch(model, drafter, tree=CHAIN, max_batch_size=3):
@@ -203,7 +203,7 @@ def test_seeds_of_requests(model: PreTrainedModel, drafter: OracleDrafter) -> No
 
 
 def test_greedy_still_needs_no_logits(model: PreTrainedModel) -> None:
-    """Without sampling a batch asks for best tokens alone."""
+    """Without sampling a batch computes best tokens only."""
     inputs = batch((9, 14), seed=3)
     expected = greedy(model, inputs, 20)
     with sk.patch(model, OracleDrafter(answers(inputs, expected), 0.7), tree=CHAIN) as handle:

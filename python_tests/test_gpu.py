@@ -48,7 +48,7 @@ def on_gpu(inputs: Inputs) -> Inputs:
 
 
 def supported(head_dim: int, dtype: torch.dtype) -> None:
-    """Skip what the rule refuses on this GPU (that it refuses is tested without one)."""
+    """Skip cases that the target's rule refuses on this GPU (the refusal is tested without a GPU)."""
     try:
         ops.split_workspace("triton", torch.device("cuda"), dtype, 1, 1, head_dim, head_dim, 16)
     except ValueError as error:
@@ -69,7 +69,7 @@ def test_attention(case: AttentionCase, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kv_dtype", [None, "int8", "fp8"])
 @pytest.mark.parametrize("case", PAGED_CASES, ids=lambda case: case.name)
 def test_pages_are_written_as_the_reference_writes_them(case: PagedCase, kv_dtype: str | None) -> None:
-    """Appending and committing, to the last bit of every slot."""
+    """Appending and committing, bit for bit in every slot."""
     for make, name in ((append_inputs, "append_paged_kv"), (commit_inputs, "commit_paged_kv")):
         inputs = make(replace(case, kv_dtype=kv_dtype), torch.float16)
         mine = on_gpu(inputs)
@@ -126,7 +126,7 @@ def test_lm_head(case: LmHeadCase) -> None:
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 def test_a_sequence_ignores_its_batch(kv_dtype: str | None) -> None:
-    """To the last bit."""
+    """Bit for bit."""
     case = AttentionCase("batch", (33, 5, 0, 1100), (3, 20, 9, 1), window=600, sinks=True, kv_dtype=kv_dtype)
     inputs = attention_inputs(case, torch.float16)
     together, bounds = ops.tree_attention(**on_gpu(inputs), backend="triton"), inputs["qo_indptr"].tolist()
@@ -154,7 +154,7 @@ def test_an_invariant_chain_is_decoding() -> None:
 
 
 class Step:
-    """One layer's verification step on tensors that stay where they are: attention, verification, commit."""
+    """One layer's verification step on static tensors: attention, verification, commit."""
 
     def __init__(self, kv_dtype: str | None) -> None:
         self.case = AttentionCase("step", (90, 37), (12, 12), kv_dtype=kv_dtype)
@@ -186,7 +186,7 @@ class Step:
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8", "fp8"])
 def test_a_step_in_a_graph(kv_dtype: str | None) -> None:
-    """Captured once, replayed with other lengths and tokens: the bits of running it without a graph."""
+    """Captured once, replayed with other lengths and tokens: the same bits as without a graph."""
     torch.use_deterministic_algorithms(False)  # filling fresh memory would be captured as well
     step = Step(kv_dtype)
     side = torch.cuda.Stream()
@@ -215,8 +215,7 @@ def test_a_step_in_a_graph(kv_dtype: str | None) -> None:
 
 @pytest.mark.parametrize(("family", "lengths"), [("llama", (12,)), ("llama", (40, 1, 17)), ("gemma2", (30, 9))])
 def test_generation_from_graphs(family: str, lengths: tuple[int, ...]) -> None:
-    """Whole steps captured and replayed write the tokens of steps made one by one, in later calls as well; what the
-    graphs hold is within the plan."""
+    """Captured steps write the tokens of eager steps, in later calls too; the graphs' memory is within the plan."""
     torch.use_deterministic_algorithms(False)
     model = tiny_model(family).cuda()
     inputs = on_gpu(batch(lengths))
@@ -240,7 +239,7 @@ def test_generation_from_graphs(family: str, lengths: tuple[int, ...]) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch sees one GPU")
 def test_a_gpu_that_is_not_the_current_one() -> None:
-    """The same tokens, and the current device stays."""
+    """The same tokens, and the current device doesn't change."""
     found = []
     for device in ("cuda:0", "cuda:1"):
         model = tiny_model("llama").to(device)

@@ -1,4 +1,4 @@
-"""A GPU that has less memory than the plan: a cap that torch enforces, and heads that leave the device."""
+"""A GPU with less memory than the plan: a cap that torch enforces, and offloaded heads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def heads() -> sk.MedusaHeads:
 
 @pytest.fixture
 def cap() -> Iterator[Callable[[int], None]]:
-    """Called with bytes: so much may this process take beyond what it holds."""
+    """A function that limits this process's memory to some bytes beyond its present use."""
 
     def set_cap(size: int) -> None:
         torch.cuda.empty_cache()
@@ -45,8 +45,8 @@ def cap() -> Iterator[Callable[[int], None]]:
 
 @pytest.mark.parametrize(("size", "shrinks"), [(BUDGET + SLACK, False), (56 * MIB, True)], ids=["the plan", "less"])
 def test_generation_under_a_cap(size: int, shrinks: bool, cap: Callable[[int], None]) -> None:
-    """With the plan's bytes and some slack nothing is given up; where not even the pages (70 MiB) fit, allocations
-    fail, and the tokens are the same.
+    """With the plan's bytes and some slack nothing degrades. Where not even the pages (70 MiB) fit, allocations fail,
+    and the tokens are the same.
     """
     model, inputs = tiny_model("llama", **SIZES).cuda(), batch((500, 420, 380, 450))
     inputs = {name: tensor.cuda() for name, tensor in inputs.items()}
@@ -64,7 +64,7 @@ def test_generation_under_a_cap(size: int, shrinks: bool, cap: Callable[[int], N
 
 
 def test_heads_leave_and_come_back() -> None:
-    """Under pressure their bytes leave the device, preempted pages too; all return, and no token differs."""
+    """Under pressure heads leave the device, and so do preempted pages; all return, and no token differs."""
     model, inputs = tiny_model("llama", **SIZES).cuda(), batch((30, 12))
     inputs = {name: tensor.cuda() for name, tensor in inputs.items()}
     expected = greedy(model, inputs, 80)

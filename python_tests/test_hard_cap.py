@@ -1,4 +1,4 @@
-"""The budget is a hard cap: generation runs where the system lets it have no more, and another process looks on."""
+"""The budget is a hard cap: generation under a limit that the system enforces, watched by another process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def memory_of(pid: int) -> dict[str, int]:
 
 
 def run_capped(budget: int, slack: int) -> tuple[dict[str, Any], dict[str, int]]:
-    """What the program said, and how far its memory rose while it ran, seen from this process."""
+    """The program's output, and its peak memory as seen from this process."""
     program = subprocess.Popen(
         [sys.executable, str(PROGRAM), str(budget), str(slack)], stdout=subprocess.PIPE, text=True
     )
@@ -49,8 +49,8 @@ def run_capped(budget: int, slack: int) -> tuple[dict[str, Any], dict[str, int]]
 
 
 def test_generation_under_a_cap() -> None:
-    """RLIMIT_DATA is what is used after patching, the budget, and 12 MiB: ten prompts, some of them preempted, are
-    continued rightly; a watcher sees the process within; what can't fit is a BudgetError, not a failed allocation.
+    """RLIMIT_DATA is the use after patching, the budget, and 12 MiB. Ten prompts, some preempted, are continued
+    correctly; the watcher sees no excess; requests that can't fit raise BudgetError, not a failed allocation.
     """
     budget = 48 * MIB
     said, rise = run_capped(budget, SLACK)
@@ -68,7 +68,7 @@ def test_generation_under_a_cap() -> None:
 
 @pytest.mark.slow
 def test_a_cap_below_the_plan() -> None:
-    """The system lets it have little more than half of the budget: allocations really fail, the tokens are right."""
+    """The limit is little more than half of the budget: allocations fail, the tokens are right."""
     budget = 48 * MIB
     said, rise = run_capped(budget, -20 * MIB)
     assert said["right"]

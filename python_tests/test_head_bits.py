@@ -1,4 +1,4 @@
-"""Heads in 4 bits: packed while loading, kept as codes, counted as codes, and never a token different."""
+"""Heads in 4 bits: packed while loading, kept and counted as codes; no token differs."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ Tensors = dict[str, torch.Tensor]
 
 
 def wide_state(dtype: torch.dtype = torch.float32) -> Tensors:
-    """Heads whose rows fill a group and a bit of the next."""
+    """Heads whose rows fill one group and a part of the next."""
     return {key: tensor.to(dtype) for key, tensor in medusa_state(3, 2, hidden=72).items()}
 
 
 def assert_packed(heads: MedusaHeads, state: Tensors) -> None:
-    """Blocks as they were, each own matrix as codes of itself."""
+    """Blocks are unchanged, each own matrix is stored as its codes."""
     assert (heads.num_heads, heads.num_layers, heads.own_lm_head, heads.head_bits) == (3, 2, True, 4)
     mine = heads.state_dict()
     for head in range(3):
@@ -66,7 +66,7 @@ class TestLoading:
             assert source.get_parameter("0.2.weight").dtype == dtype
 
     def test_saved_and_loaded(self, tmp_path: Path) -> None:
-        """As stored from then on, whatever is asked for; the file is that much smaller."""
+        """Loaded as stored, whatever ``head_bits`` is; the file is smaller by the same bytes."""
         state = wide_state()
         load_heads(state, 72, VOCAB).save_pretrained(tmp_path)
         before = (tmp_path / "medusa_lm_head.safetensors").stat().st_size
@@ -104,7 +104,7 @@ class TestLoading:
             assert torch.equal(packed.logits(hidden, torch.empty(0)), wanted)
 
     def test_one_matrix_at_a_time(self, tmp_path: Path) -> None:
-        """Beside the codes there is one of the file's matrices, mapped, and what a few of its rows take."""
+        """Besides the codes, memory holds one matrix of the file, mapped, and a few packed rows."""
         rows, columns = 24_000, 128
         state = {}
         for head in range(2):
@@ -119,7 +119,7 @@ class TestLoading:
         assert held < tracker.peak < 2 * held + 1.1 * rows * columns * 4
 
     def test_heads_without_a_matrix(self, tmp_path: Path) -> None:
-        """An argument that would do nothing is an error."""
+        """An argument without effect is an error."""
         state = medusa_state(own=False)
         with pytest.raises(HeadsError, match=r"the dict: head_bits is 4, but these heads share the model's lm_head"):
             load_heads(state, HIDDEN, VOCAB, head_bits=4)
@@ -154,7 +154,7 @@ class TestLoading:
             load_heads(tmp_path, 72, VOCAB)
 
     def test_numbers_that_codes_cannot_hold(self, tmp_path: Path) -> None:
-        """A file may hold anything: packing refuses with file and key; stored scales of any kind only guess badly."""
+        """Packing refuses such numbers with file and key; stored scales of any value only make bad guesses."""
         state = wide_state()
         state["1.2.weight"][3, 70] = float("inf")
         save_file(state, tmp_path / "heads.safetensors")
@@ -171,7 +171,7 @@ class TestLoading:
 
 
 def own_heads(model: Any, width: int, layers: int = 1) -> MedusaHeads:
-    """Heads that often say what the model's own lm_head would."""
+    """Heads that often guess the lm_head's token."""
     heads = MedusaHeads(width, TINY_VOCAB, 3, layers)
     for head in range(3):
         heads.lm_head_weight(head, torch.empty(0)).data = model.get_output_embeddings().weight.data.clone()
@@ -181,7 +181,7 @@ def own_heads(model: Any, width: int, layers: int = 1) -> MedusaHeads:
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_the_same_tokens(family: str, backend: str) -> None:
-    """As the unpatched model, for ragged batches; drafts are accepted, so the codes are read right."""
+    """The unpatched model's tokens, for ragged batches; drafts are accepted, so the codes are read correctly."""
     model = tiny_model(family, seed=3)
     inputs = batch((9, 4, 13))
     wanted = answers(inputs, greedy(model, inputs, 20))
@@ -196,7 +196,7 @@ def test_the_same_tokens(family: str, backend: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_memory_is_what_the_plan_says(family: str) -> None:
-    """Heads as codes among the parts, byte for byte; the peak of all else within the rest, as for other heads."""
+    """The plan counts heads as codes, to the byte; the peak of everything else is within the plan."""
     model = wide_model(family, seed=20)
     heads = MedusaHeads(128, TINY_VOCAB, 3)
     budget = with_workspace(model, 1_600_000)
@@ -215,7 +215,7 @@ def test_memory_is_what_the_plan_says(family: str) -> None:
 
 
 def test_a_refusal_names_them_where_they_would_do() -> None:
-    """With a budget that is enough with 4-bit heads and not without; and not where it isn't, nor where they are."""
+    """With a budget that is enough with 4-bit heads only; not if they don't suffice or are used already."""
     model = wide_model("llama", seed=20)
     heads = MedusaHeads(128, TINY_VOCAB, 3)
 
@@ -254,7 +254,7 @@ def test_what_has_no_matrix_of_its_own(heads: Any, message: str) -> None:
 
 
 def test_the_drafter_counts_codes() -> None:
-    """Codes, scales and blocks; and what heads would take in 4 bits is what those that are take."""
+    """Codes, scales and blocks; the predicted bytes in 4 bits are those of packed heads."""
     plain, coded = (load_heads(wide_state(), 72, VOCAB, head_bits=bits) for bits in (None, 4))
     one, other = (MedusaDrafter(heads, (torch.empty(0), None)) for heads in (plain, coded))
     assert other.nbytes == sum(tensor.nbytes for tensor in coded.state_dict().values())
@@ -262,7 +262,7 @@ def test_the_drafter_counts_codes() -> None:
 
 
 def test_codes_are_read_in_fewer_bytes() -> None:
-    """A step's predicted time falls by what the matrices of the heads that run are smaller, over the read rate."""
+    """A step's predicted time falls by the saved bytes of the heads that run, over the read rate."""
     run = Pass(60, 3, 100.0, 60, heads=2, head_rows=3)
     plain, coded = (pass_seconds(TOY, TOY_DEVICE, run, HeadsSpec(3, 1, True, bits)) for bits in (None, 4))
     elements = TOY.vocab_size * TOY.hidden_size
@@ -271,7 +271,9 @@ def test_codes_are_read_in_fewer_bytes() -> None:
 
 
 def test_plans_with_them() -> None:
-    """At least four fifths of the memory of Medusa as published is saved at 96 % of its speed; a share of each rank."""
+    """At 96 % of the speed of Medusa as published at least four fifths of its memory are saved; each rank holds a
+    share.
+    """
     work = Workload(512)
     problem = plan_request(VICUNA, "titan-rtx", work, heads=HeadsSpec(head_bits=4))
     medusa = sum(medusa_parts(VICUNA, work).values())

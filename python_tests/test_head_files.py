@@ -1,4 +1,4 @@
-"""Heads load from files and repositories of every layout, only what is needed, and nothing that a pickle would run."""
+"""Heads load from files and repositories of every layout; only needed files are read, and pickles run no code."""
 
 from __future__ import annotations
 

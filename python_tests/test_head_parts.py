@@ -1,4 +1,4 @@
-"""Parts of heads, as ranks hold them: put together they are the whole."""
+"""Parts of heads, as ranks hold them, add up to the whole."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def random_heads(own: bool, bits: int | None) -> MedusaHeads:
 @given(st.sets(st.integers(1, VOCAB - 1), max_size=4), st.sampled_from([None, 4]))
 @settings(max_examples=30, deadline=None)
 def test_parts_are_the_whole(cuts: set[int], bits: int | None) -> None:
-    """Wherever the rows are cut: their matrices, or codes and scales, bit by bit; the blocks are in each of them."""
+    """For any cut of the rows: matrices, or codes and scales, bit by bit; each part has all blocks."""
     whole = random_heads(True, bits)
     parts = [whole.part(first, last, CPU) for first, last in pairwise([0, *sorted(cuts), VOCAB])]
     hidden = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(1))
@@ -42,7 +42,7 @@ def test_parts_are_the_whole(cuts: set[int], bits: int | None) -> None:
 
 @pytest.mark.parametrize(("own", "bits"), [(True, None), (True, 4), (False, None)])
 def test_a_part_leaves_the_whole_as_it_is(own: bool, bits: int | None) -> None:
-    """On another device, too; fewer heads of a part are a part of fewer heads."""
+    """Also on another device; truncating a part gives a part of the truncated heads."""
     whole = random_heads(own, bits)
     before = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
     part = whole.part(10, 30, torch.device("meta"))

@@ -1,4 +1,4 @@
-"""Limits of control groups wherever they are mounted, and memory that runs out in an address space of its own."""
+"""Limits of control groups wherever they are mounted, and failed allocations in a limited address space."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write(root: Path, files: dict[str, object]) -> Path:
 
 
 def tree(root: Path, cgroup: str, mounts: str, files: dict[str, object]) -> Path:
-    """A system with 64 GiB available, and this process in a control group."""
+    """A fake system with 64 GiB available, and this process in a control group."""
     proc = {
         "proc/meminfo": f"MemTotal: {128 * 2**20} kB\nMemAvailable: {64 * 2**20} kB",
         "proc/self/status": "VmSize: 1024 kB\nVmData: 512 kB",
@@ -109,7 +109,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_control_groups(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least of what this process's own group and those above still allow; other groups don't count."""
+    """The least that this process's group and its ancestors allow; other groups don't count."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     cgroup, mounts, files, free, limit = CASES[name]
     root = tree(tmp_path, cgroup, mounts, files)
@@ -157,7 +157,7 @@ print(json.dumps(found))
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the size of a process is read from /proc")
 def test_a_tight_address_space() -> None:
-    """Whatever is left, a call is done or raises an error that is caught as memory running out."""
+    """With any limit, a call succeeds or raises an error that counts as out of memory."""
     folder = str(Path(__file__).parent)
     run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=folder, check=True)
     found = json.loads(run.stdout.splitlines()[-1])

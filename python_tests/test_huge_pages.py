@@ -1,4 +1,4 @@
-"""Pages of the pool ask the system for huge pages, and for no more memory than is theirs."""
+"""The pool requests huge pages for its own memory only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def _wished(address: int) -> bool:
-    """Whether huge pages were asked for (flag ``hg``) where this address lies."""
+    """Whether huge pages were requested (flag ``hg``) at this address."""
     inside = False
     for line in MAPS.read_text().splitlines():
         if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -41,7 +41,7 @@ def test_the_pool_asks() -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_small_and_other_tensors_are_left() -> None:
-    """Where a fake tensor lies can't be asked without a warning."""
+    """The address of a fake tensor can't be read without a warning."""
     with FakeTensorMode():
         fake = torch.empty(2**20)
     for tensor in (torch.empty(5), torch.empty(0), torch.empty(2**20, device="meta"), fake):

@@ -1,4 +1,4 @@
-"""Who imports whom, read from the sources, and what an import of the package pulls in."""
+"""The import rule, checked in the sources, and the modules that importing the package loads."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def owner(path: Path) -> str:
 
 
 def imports(path: Path) -> list[tuple[str, bool]]:
-    """Modules of the package that a file imports, and whether when it is imported itself (not in a function).
+    """Modules of the package that a file imports, and whether it does so on its own import (not in a function).
 
-    Imports for type checkers alone are left out; names that dispatch and ``__init__`` load by string are seen by
+    Imports for type checkers are left out. Names that dispatch and ``__init__`` load by string are tested by
     :func:`test_lazy_names_are_the_public_ones` and :func:`test_ops_load_backends_lazily`.
     """
     found: list[tuple[str, bool]] = []
@@ -67,7 +67,7 @@ def targets(path: Path) -> set[str]:
 
 
 def test_the_walk_sees_imports() -> None:
-    """Known ones, so that an empty answer elsewhere means something."""
+    """Known imports are found, so an empty result of the other tests means something."""
     assert {"forward", "cache", "drafting", "tree"} <= targets(Path("engine/decode.py"))
     assert ("specmemo_kernels.tree.draft_tree", True) in imports(Path("forward/batch.py"))
     assert imports(Path("arguments.py")) == []
@@ -81,14 +81,14 @@ def test_every_part_has_its_place() -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=str)
 def test_imports_go_left(path: Path) -> None:
-    """Only from folders further left, also where an import waits until it is needed."""
+    """Only from folders further left, also in functions."""
     if owner(path) != "__init__":
         allowed = {"__init__", *ORDER[: ORDER.index(owner(path))]}  # of the front, __version__ alone
         assert targets(path) <= allowed, f"{path} imports {sorted(targets(path) - allowed)}"
 
 
 def test_no_circles() -> None:
-    """No module needs itself to be imported; what a function imports when it is called doesn't count."""
+    """No module imports itself through others; imports in functions don't count."""
     names = {NAME + "." + ".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES}
     needs = {name: {m for m, eager in imports(path) if eager and m in names} - {name} for name, path in names.items()}
     while free := [name for name, needed in needs.items() if not needed & needs.keys()]:
@@ -98,7 +98,7 @@ def test_no_circles() -> None:
 
 
 def test_backends_stand_alone() -> None:
-    """A backend imports itself, at most a compiled module and the block sizes, never a class nor another backend."""
+    """A backend imports itself, a compiled module, block sizes and the page order, but no other backend."""
     for path in SOURCES:
         if owner(path) != "backends" or len(path.parts) < 2:
             continue
@@ -113,13 +113,13 @@ def test_backends_stand_alone() -> None:
 
 
 def test_ops_load_backends_lazily() -> None:
-    """Importing ops loads no backend; of the compiled module it uses the memo of calls."""
+    """Importing ops loads no backend; of the compiled module only the cache of calls is used."""
     code = f"import {NAME}.ops, sys; print(sorted(m for m in sys.modules if m.startswith('{NAME}.backends.')))"
     assert run(code) in ("[]", f"['{NAME}.backends._cpu']")
 
 
 def test_nobody_imports_the_top() -> None:
-    """Of integrations and cli, only those two know; ``__init__`` names them in strings that load on use."""
+    """No other folder imports integrations or cli; ``__init__`` names them in strings that load on use."""
     for path in SOURCES:
         if owner(path) not in {"integrations", "cli"}:
             assert not targets(path) & {"integrations", "cli"}, path
@@ -130,7 +130,7 @@ def test_nobody_imports_the_top() -> None:
 
 
 def test_type_checkers_see_the_public_names() -> None:
-    """They read the imports made for them and the literal list, which is what runs."""
+    """The imports for type checkers and the literal list agree with the lazy names."""
     front = ast.parse(SOURCES[Path("__init__.py")].read_text())
     blocks = [node for node in front.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     seen = {(node.module, a.name) for block in blocks for node in block.body for a in node.names}
@@ -140,7 +140,7 @@ def test_type_checkers_see_the_public_names() -> None:
 
 
 def test_the_package_itself_is_no_source_of_names() -> None:
-    """Inside the package only ``__version__`` is taken from its front; all else from where it is defined."""
+    """Inside the package only ``__version__`` is imported from the package root; other names from their modules."""
     for path, file in SOURCES.items():
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module == NAME and owner(path) != "backends":
@@ -149,7 +149,7 @@ def test_the_package_itself_is_no_source_of_names() -> None:
 
 
 def run(code: str, *, fails: bool = False) -> str:
-    """What a fresh interpreter prints."""
+    """The output of a fresh interpreter."""
     result = subprocess.run(
         [sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=PACKAGE.parent, timeout=120
     )
@@ -158,7 +158,7 @@ def run(code: str, *, fails: bool = False) -> str:
 
 
 def test_import_is_light() -> None:
-    """Neither torch nor transformers, triton or the C++ extension: only the package's front."""
+    """Importing the package loads neither torch nor transformers, triton or the C++ extension."""
     code = (
         f"import {NAME}, sys; print([m for m in sys.modules if m.split('.')[0] in ('torch', 'transformers', 'triton')])"
     )
@@ -167,7 +167,7 @@ def test_import_is_light() -> None:
 
 
 def test_core_needs_neither_transformers_nor_triton_nor_compiler() -> None:
-    """With all three out of reach the loop imports and a reference operator runs."""
+    """Without all three the loop imports and a reference operator runs."""
     code = f"""
 import sys
 blocked = ("transformers", "triton", "{NAME}.backends.cpu", "{NAME}.backends.triton")
@@ -187,7 +187,7 @@ print(kernel_config.attention_configs("sm_90", 128, 128, 4, torch.float16, 16)[1
 
 
 def test_lazy_names_are_the_public_ones() -> None:
-    """Each public name is where ``__init__`` says it is; another is an AttributeError."""
+    """Each public name is in the module that ``__init__`` gives; other names raise AttributeError."""
     assert set(specmemo_kernels.__all__) >= {"patch", "unpatch", "Drafter", "DraftTree", "MedusaHeads", "BudgetError"}
     for name in specmemo_kernels.__all__:
         assert getattr(specmemo_kernels, name) is not None
@@ -198,7 +198,7 @@ def test_lazy_names_are_the_public_ones() -> None:
 
 
 def test_only_a_sequence_changes_its_fields() -> None:
-    """Every change of a sequence is a method of its class."""
+    """Every change of a sequence is in a method of its class."""
     fields = {f.name for f in dataclasses.fields(SequenceState)}
     for file in sorted((PACKAGE / "engine").glob("*.py")):
         if file.name == "sequence.py":

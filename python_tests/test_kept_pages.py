@@ -1,4 +1,4 @@
-"""Kept pages hold what they are said to hold, and whoever begins the same takes or shares them (toy model)."""
+"""Cached pages have the right content, and sequences with the same prefix take or share them (toy model)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYER = LayerKV(1, 1, 1, torch.float64, torch.device("cpu"))
 
 
 def content(tokens: list[int]) -> list[float]:
-    """What stands for the keys of these tokens: a number that depends on each and on all before it."""
+    """A number that stands for a token's key; it depends on the token and all tokens before it."""
     values, value = [], 0.0
     for token in tokens:
         value = (7 * value + token + 1) % 100003
@@ -32,9 +32,9 @@ def content(tokens: list[int]) -> list[float]:
 
 
 class Texts(RuleBasedStateMachine):
-    """Sequences open, grow, close and begin like others, in a pool that is too small for all of them.
+    """Sequences open, grow, close and share prefixes, in a pool that is too small for all.
 
-    Every slot of every page gets what stands for its token, and must hold it whenever somebody would read it.
+    Every slot of every page must hold its token's content whenever a sequence can read it.
     """
 
     @initialize(num_pages=st.integers(2, 12), page_size=st.integers(1, 4))
@@ -46,14 +46,14 @@ class Texts(RuleBasedStateMachine):
         self.said: list[list[int]] = [[]]
 
     def write(self, slot: int, first: int) -> None:
-        """Keys for the tokens from ``first`` on."""
+        """Write content for the tokens from ``first`` on."""
         tokens, size = self.open[slot], self.pool.page_size
         for place, value in list(enumerate(content(tokens)))[first:]:
             self.pool.k_pages[0][self.pool.block_table[slot, place // size], place % size] = value
 
     @rule(data=st.data(), more=st.lists(st.integers(0, 1), min_size=1, max_size=9))
     def begin(self, data: st.DataObject, more: list[int]) -> None:
-        """As an earlier text, or a part of it, and something after it."""
+        """Open a sequence with an earlier text, or a prefix of it, and new tokens."""
         if not self.pool.fits_sequences(1):
             return
         earlier = data.draw(st.sampled_from(self.said))
@@ -94,7 +94,7 @@ class Texts(RuleBasedStateMachine):
 
     @rule(num_pages=st.integers(2, 12))
     def move(self, num_pages: int) -> None:
-        """Into a new pool, larger or smaller, while nobody is there."""
+        """Move the cache to a new pool, larger or smaller, while no sequence is open."""
         if self.open:
             return
         pool = PagedKVPool(
@@ -151,7 +151,7 @@ def test_kept_pages_go_oldest_first_and_texts_from_their_end() -> None:
 
 
 def keeping_decoder(num_pages: int = 64, drafter: str = "half") -> SpecDecoder:
-    """The toy model's decoder over a pool that keeps pages."""
+    """The toy model's decoder over a pool with prefix reuse."""
     tree = sk.DraftTree.chain(3)
     pool = PagedKVPool(
         TARGET.layers, num_pages=num_pages, page_size=4, max_sequences=4, max_nodes=4 * tree.size, keep=True
@@ -161,7 +161,7 @@ def keeping_decoder(num_pages: int = 64, drafter: str = "half") -> SpecDecoder:
 
 
 def test_sequences_that_share_pages_write_what_they_write_alone() -> None:
-    """Beginnings are read by several at once; pages are scarce, so some are preempted and come back."""
+    """Prefixes are shared by several sequences; pages are scarce, so some are preempted and readmitted."""
     spec = keeping_decoder(num_pages=16)
     start = PROMPTS[2]
     scheduler = Scheduler(spec, 4)
@@ -179,7 +179,7 @@ def test_sequences_that_share_pages_write_what_they_write_alone() -> None:
 
 
 def test_shared_pages_are_not_needed_twice() -> None:
-    """Two that begin with the same kept text run side by side where there are pages for the beginning only once."""
+    """Two sequences with the same cached prefix run at once with pages for a single copy of it."""
     begun = PROMPTS[2][:16]
     apart = 3  # pages of each beyond the four of its beginning: 16 + 1 + 8 tokens and a path of three
     spec = keeping_decoder(num_pages=4 + 2 * apart)
@@ -201,7 +201,7 @@ def test_shared_pages_are_not_needed_twice() -> None:
 
 
 def test_a_preempted_sequence_finds_its_pages() -> None:
-    """Nobody took them meanwhile, so only the last page is computed anew."""
+    """Its pages weren't reused meanwhile, so only the last page is recomputed."""
     spec = keeping_decoder()
     scheduler = Scheduler(spec, 4)
     states = [SequenceState(PROMPTS[0], 20), SequenceState(PROMPTS[2], 20)]
@@ -216,7 +216,7 @@ def test_a_preempted_sequence_finds_its_pages() -> None:
 
 
 def test_an_exception_leaves_only_what_is_right() -> None:
-    """A stop function fails in the middle of a step, when tokens are committed that nobody took."""
+    """A stop function fails inside a step, after tokens were committed that no sequence has."""
 
     def stop(tokens: list[int]) -> bool:
         if len(tokens) == 14:

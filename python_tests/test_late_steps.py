@@ -1,4 +1,4 @@
-"""Steps that run one ahead of the host write the model's own tokens, whatever happens on the way."""
+"""Overlapped steps write the model's own tokens in all situations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def oracle(model: PreTrainedModel, inputs: dict[str, torch.Tensor], new: int = 4
 
 
 def whole(handle: sk.SpecMemo) -> None:
-    """Every page is back."""
+    """All pages are free."""
     pool = handle.pool
     assert pool is not None
     pool.check_integrity()
@@ -49,7 +49,7 @@ def whole(handle: sk.SpecMemo) -> None:
     sample(("llama", "gemma2", "qwen3", "cohere", "mixtral", "gpt_oss", "deepseek_v3"), ("llama", "gpt_oss")),
 )
 def test_families(family: str) -> None:
-    """Token for token, over windows that are crossed, a row that ends early, and guesses that are mostly right."""
+    """Token for token, across windows, with a row that ends early, and mostly right guesses."""
     model = tiny_model(family)
     inputs = batch((12,) if family in ("qwen3", "mixtral") else (40, 1, 17))
     expected = greedy(model, inputs, 30)
@@ -68,7 +68,7 @@ def test_families(family: str) -> None:
 
 @pytest.mark.parametrize(("new", "page_size"), [(1, 16), (2, 1), (3, 16), (5, 1), (6, 4), (7, 1), (18, 1)])
 def test_ends(model: PreTrainedModel, new: int, page_size: int) -> None:
-    """However many tokens are wanted, and however many of the last step's are too many."""
+    """For any number of new tokens, and of surplus tokens in the last step."""
     inputs = batch((9, 4), seed=1)
     with sk.patch(model, oracle(model, inputs, share=1.0), tree=TREE, page_size=page_size, graph=True) as handle:
         with sk.stream_batch(model, answers(inputs, inputs["input_ids"]), max_new_tokens=new, eos_token_ids=[]) as run:
@@ -82,7 +82,7 @@ def test_ends(model: PreTrainedModel, new: int, page_size: int) -> None:
 
 @pytest.mark.parametrize("lengths", [(7,), (7, 12, 3)])
 def test_streamers_and_criteria(model: PreTrainedModel, lengths: tuple[int, ...]) -> None:
-    """They see what the model's own loop shows them, in its order; criteria each token once."""
+    """They get the tokens in the order of the model's own loop; criteria see each token once."""
     inputs = batch(lengths)
     drafter, options = oracle(model, inputs), {"eos_token_id": 1, "pad_token_id": 0}
     seen: list[tuple[list[list[int]], int]] = []
@@ -107,7 +107,7 @@ def test_streamers_and_criteria(model: PreTrainedModel, lengths: tuple[int, ...]
 
 
 def test_tokens_come_one_step_late(model: PreTrainedModel) -> None:
-    """The first step yields nothing yet; each later one what the step before found; none is lost at the end."""
+    """The first step yields nothing, each later step the tokens of the one before; none is lost at the end."""
     inputs = batch((9,))
     with sk.patch(model, random_heads(model), tree=1, graph=True) as handle:
         run = sk.stream_batch(model, answers(inputs, inputs["input_ids"]), max_new_tokens=6, eos_token_ids=[])
@@ -120,7 +120,7 @@ def test_tokens_come_one_step_late(model: PreTrainedModel) -> None:
 
 
 def test_aborts(model: PreTrainedModel) -> None:
-    """Whoever is aborted keeps the tokens that were read; the others go on."""
+    """Aborted sequences keep the tokens that were read; other sequences continue."""
     prompts = [[5, 9, 3], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [2, 0, 2], [11, 12]]
     expected = [
         greedy(model, {"input_ids": torch.tensor([p]), "attention_mask": torch.ones(1, len(p))}, 40) for p in prompts
@@ -143,7 +143,7 @@ def test_aborts(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("place", [1, 2, 5])
 def test_a_stop_that_fails(model: PreTrainedModel, place: int) -> None:
-    """An error of the caller's own code reaches the caller; pages come back, and the next call is right."""
+    """An error of user code is raised to the caller; pages are freed, and the next call is right."""
     inputs = batch((9,))
     expected = greedy(model, inputs, 20)
 
@@ -161,7 +161,7 @@ def test_a_stop_that_fails(model: PreTrainedModel, place: int) -> None:
 
 @pytest.mark.parametrize("options", [{"do_sample": True, "temperature": 0.8}, {"repetition_penalty": 1.5}], ids=str)
 def test_what_the_host_decides_is_decided_there(model: PreTrainedModel, options: dict[str, Any]) -> None:
-    """Draws and processors: step by step, for the reason that is given, with the same tokens."""
+    """Sampling and processors run in eager steps, with the reason counted and the same tokens."""
     inputs, outputs = batch((9,)), []
     with sk.patch(model, random_heads(model), tree=6, graph=True) as handle:
         for patched in (True, False):
@@ -175,7 +175,7 @@ def test_what_the_host_decides_is_decided_there(model: PreTrainedModel, options:
 
 
 def test_a_batch_of_both(model: PreTrainedModel) -> None:
-    """While a sequence that draws runs, nobody's steps run ahead; behind it they do."""
+    """While a sampled sequence runs, no step is overlapped; afterwards steps are."""
     requests = [sk.Request([5, 6, 7], 8, [], sk.Sampling(seed=1)), sk.Request([8, 9], 30, [])]
     with sk.patch(model, random_heads(model), tree=6) as handle:
         wanted = [completion.tokens for completion in sk.generate_batch(model, requests)]
@@ -186,7 +186,7 @@ def test_a_batch_of_both(model: PreTrainedModel) -> None:
 
 
 def test_scarce_memory(model: PreTrainedModel) -> None:
-    """Below the mark what steps keep is let go of, and steps are made one by one; above it they run ahead again."""
+    """Below ``keep_free`` cached steps are freed and steps run eagerly; above it they overlap again."""
     inputs = batch((9, 30))
     expected = greedy(model, inputs, 60)
     with sk.patch(model, oracle(model, inputs, 60, 0.2), tree=TREE, keep_free=1000, graph=True) as handle:
@@ -198,7 +198,7 @@ def test_scarce_memory(model: PreTrainedModel) -> None:
                 return script.pop(0)
 
             def release_cached(self) -> None:
-                """Nothing to give."""
+                """Nothing to free."""
 
         memory_pressure.monitor = Scripted()  # type: ignore[assignment]
         assert torch.equal(greedy(model, inputs, 60), expected)
@@ -219,7 +219,7 @@ def test_scarce_memory(model: PreTrainedModel) -> None:
 )
 @settings(max_examples=6, deadline=None)
 def test_few_pages(seed: int, room: int, page_size: int, places: int, share: float) -> None:
-    """Requests of all lengths through pools that hold little more than the longest: waiting, preempted, right."""
+    """Requests of all lengths in pools slightly larger than the longest: queued, preempted, right."""
     model = tiny_model("llama", seed=11)
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 30, (5,), generator=generator).tolist()
@@ -243,7 +243,7 @@ def test_few_pages(seed: int, room: int, page_size: int, places: int, share: flo
 
 
 def test_parts_of_a_tree_come_in_few_sizes(model: PreTrainedModel) -> None:
-    """Where the tree isn't given, each step takes a part that has a step of its own; no more of them than are kept."""
+    """Without a given tree, each step takes a part with a cached step; the number of sizes is limited."""
     inputs = batch((9, 5))
     expected = greedy(model, inputs, 120)
     drafter = HiddenOracle(model, answers(inputs, expected), 0.5, width=10)
@@ -257,7 +257,7 @@ def test_parts_of_a_tree_come_in_few_sizes(model: PreTrainedModel) -> None:
 
 @contextmanager
 def seeing_launches() -> Iterator[list[tuple[Any, Any]]]:
-    """What is launched, while the context lasts."""
+    """Records launched steps in this context."""
     seen: list[tuple[Any, Any]] = []
     launch: Callable[..., Any] = StepCache.launch
 
@@ -272,7 +272,7 @@ def seeing_launches() -> Iterator[list[tuple[Any, Any]]]:
 
 
 def test_a_changed_model_gets_steps_of_its_own(model: PreTrainedModel) -> None:
-    """What was made for other weights isn't used again."""
+    """Steps captured with other weights aren't used again."""
     other = tiny_model("llama", seed=12)
     inputs = batch((9,))
     with sk.patch(other, random_heads(other), tree=6, graph=True) as handle:
@@ -303,7 +303,7 @@ def test_peak_within_the_plan() -> None:
 
 
 def test_graphs_take_a_small_part_of_a_budget(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, as if this were one: without a budget, or with a large one, there are graphs; else a reason."""
+    """On a simulated GPU: without a budget, or with a large one, there are graphs; else a reason."""
     wanted = GraphUse(wanted=True)
     monkeypatch.setattr(patch, "graph_use", lambda *_: wanted)
     monkeypatch.setattr(plan, "GRAPH_SHARE", 0.001)
@@ -319,7 +319,7 @@ def test_graphs_take_a_small_part_of_a_budget(model: PreTrainedModel, monkeypatc
 
 
 def test_what_patch_says(model: PreTrainedModel) -> None:
-    """Off on a CPU unless it is asked for; asked for in vain, an error; never silent."""
+    """Off on a CPU by default; impossible with ``graph=True``: an error; otherwise a reason."""
     with sk.patch(model, random_heads(model)) as handle:
         assert handle.graphs.reason == "on cpu nothing is gained by it: the host computes the steps itself"
         assert "graphs" not in handle.plan.parts

@@ -1,4 +1,4 @@
-"""Unpatching, releasing, closing and aborting while something runs, in the same thread and in others."""
+"""Unpatching, releasing, closing and aborting during a generation, in the same thread and in others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture
 def hasty() -> Iterator[None]:
-    """Threads change places all the time."""
+    """Switch threads as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -41,7 +41,7 @@ def hasty() -> Iterator[None]:
 
 
 class Waiting(OracleDrafter):
-    """Stands still in each step until it may go on."""
+    """Blocks in each step until released."""
 
     def __init__(self) -> None:
         super().__init__([], 0.0, max_depth=3)
@@ -58,7 +58,7 @@ LEAVING = {"unpatch": sk.unpatch, "undo": lambda m: m.specmemo.undo(), "release"
 
 @pytest.mark.parametrize("leave", LEAVING.values(), ids=LEAVING)
 def test_refused_while_this_threads_batch_is_open(model: PreTrainedModel, leave: Callable[[object], None]) -> None:
-    """The batch goes on afterwards; when it is over, or closed, it works."""
+    """The batch continues afterwards; once it is exhausted or closed, the call works."""
     before, expected = snapshot(model), greedy(model, batch((9,)), 20)
     alone = [greedy(model, {"input_ids": torch.tensor([t])}, 15)[0, len(t) :].tolist() for t in TEXTS]
     for end in (list, lambda run: run.close()):
@@ -119,7 +119,7 @@ def test_another_threads_generation_is_waited_for(model: PreTrainedModel, leave:
 
 
 def test_calls_that_wait_for_an_unpatched_model_run_its_own_method(model: PreTrainedModel) -> None:
-    """Generation waits for a batch of this thread, whose end is the model's unpatching; a batch has no other method."""
+    """``generate`` calls queued behind a batch run the model's own method after unpatching; a queued batch raises."""
     expected, results, errors = greedy(model, batch((9,)), 10), [], []
     handle = sk.patch(model, "prompt-lookup")
     run = sk.stream_batch(model, TEXTS, max_new_tokens=15)
@@ -149,7 +149,7 @@ def test_calls_that_wait_for_an_unpatched_model_run_its_own_method(model: PreTra
 
 
 def test_leaving_the_with_block_closes_its_batch(model: PreTrainedModel) -> None:
-    """So that the block's own error is the one that is seen."""
+    """So that the block's own error is raised."""
     before = snapshot(model)
     runs: list[sk.BatchRun] = []
 
@@ -228,7 +228,7 @@ def test_a_batch_that_another_thread_ends_in_a_step(model: PreTrainedModel, end:
 
 
 def test_a_stop_function_may_close_its_batch(model: PreTrainedModel) -> None:
-    """The batch ends with the step; another generation of this thread starts at once."""
+    """The batch ends with the step; another generation of this thread can start at once."""
     expected = greedy(model, batch((9,)), 10)
     with sk.patch(model, "prompt-lookup"):
         requests = [sk.Request(t, 30, stop=lambda tokens: bool(len(tokens) == 12 and run.close())) for t in TEXTS]
@@ -240,7 +240,7 @@ def test_a_stop_function_may_close_its_batch(model: PreTrainedModel) -> None:
 
 
 def test_aborts_and_closes_from_many_threads(model: PreTrainedModel, hasty: None) -> None:
-    """Whatever comes first: no exception, no lost page, and what was written is the model's own."""
+    """In any order: no exception, no lost page, and the tokens are the model's own."""
     alone = [greedy(model, {"input_ids": torch.tensor([t])}, 20)[0, len(t) :].tolist() for t in TEXTS]
     failures: list[str] = []
 
@@ -279,7 +279,7 @@ def test_aborts_and_closes_from_many_threads(model: PreTrainedModel, hasty: None
 
 
 def test_one_that_has_ended_stays_ended() -> None:
-    """Aborted by another thread in the step in which it ends: its own end counts."""
+    """Aborted by another thread in the step in which it ends: its finish reason stays."""
     spec = decoder(DraftTree.chain(3), "right")
     scheduler, reached, aborted = Scheduler(spec, 2), threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""Heads of every source are what was stored; what can't be heads of this model is refused by key, shape and file."""
+"""Heads of every source equal the stored tensors; others are refused with key, shape and file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory plans: within the budget, always; and a refusal names a budget that is enough."""
+"""Memory plans are always within the budget; a refusal names a budget that is enough."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ budgets = st.integers(0, 40).flatmap(lambda power: st.integers(2**power, 2 ** (p
 
 
 def test_sizes_that_are_read() -> None:
-    """Decimal and binary units, with and without blanks; a fraction is cut to whole bytes."""
+    """Decimal and binary units, with and without blanks; fractions are truncated to whole bytes."""
     sizes = {
         "1": 1, 1: 1, 4096: 4096, 1e9: 10**9, "512 MB": 512 * 10**6, "2GiB": 2 * 2**30, " 1.5 KiB ": 1536,
         "1KB": 1000, "3B": 3, "0.5TiB": 2**39, "1TB": 10**12, "1.0005 KB": 1000,
@@ -58,7 +58,7 @@ def test_sizes_that_are_read() -> None:
      "nan", "inf", "9" * 400, None, True],
 )  # fmt: skip
 def test_sizes_that_are_refused(size: object) -> None:
-    """Whatever isn't at least one byte, by a message that repeats it."""
+    """Anything below one byte; the message repeats it."""
     with pytest.raises(ValueError, match=re.escape(f"memory_budget is {size!r}")):
         parse_bytes(size)  # type: ignore[arg-type]
 
@@ -71,7 +71,7 @@ def test_sizes_that_are_written() -> None:
 @settings(deadline=None)
 @given(st.integers(1, 2**45))
 def test_written_sizes_are_read_back(size: int) -> None:
-    """To the digits that are shown: a twentieth of a KiB or MiB, half a hundredth of a GiB."""
+    """To the digits shown: a twentieth of a KiB or MiB, half a hundredth of a GiB."""
     read = parse_bytes(format_bytes(size))
     unit = 1 if size < 1024 else 2**10 if size < 2**20 else 2**20 if size < 2**30 else 2**30
     assert abs(read - size) <= unit * (0.005 if unit == 2**30 else 0.05) + 1
@@ -80,7 +80,9 @@ def test_written_sizes_are_read_back(size: int) -> None:
 @settings(max_examples=examples(400), deadline=None)
 @given(problems, budgets)
 def test_a_plan_stays_within_its_budget(problem: dict[str, object], budget: int) -> None:
-    """Its parts are what its own numbers cost, together at most the budget; or the error names a budget that works."""
+    """Parts equal the cost of the plan's numbers and add up to at most the budget; or the error names a budget that
+    works.
+    """
     try:
         plan = divide_budget(**problem, budget=budget)
     except BudgetError as error:
@@ -105,7 +107,7 @@ def load_of(plan: MemoryPlan) -> StepSize:
 
 
 def check_parts(plan: MemoryPlan, problem: dict[str, object]) -> None:
-    """Each part from its meaning."""
+    """Compare each part with its definition."""
     shape, nodes = problem["shape"], plan.tree.size * plan.max_sequences
     assert plan.max_nodes == nodes
     assert plan.tree is problem["tree"]
@@ -127,7 +129,7 @@ def check_parts(plan: MemoryPlan, problem: dict[str, object]) -> None:
 @settings(max_examples=examples(200), deadline=None)
 @given(problems, budgets, st.integers(0, 10**9))
 def test_more_memory_never_hurts(problem: dict[str, object], budget: int, more: int) -> None:
-    """A larger budget never fails where a smaller one worked; no fewer sequences, and of alike plans no fewer pages."""
+    """A larger budget never fails if a smaller one worked; no fewer sequences, and in similar plans no fewer pages."""
     try:
         small = divide_budget(**problem, budget=budget)
     except BudgetError:
@@ -155,7 +157,7 @@ SHAPE = GenerationShape(kv_bytes_per_token=1024, head_bytes=2**20, forward=PassB
 
 
 def test_the_chunk_gives_way_before_the_batch() -> None:
-    """From plenty to hardly anything: first the chunk halves down to 32, then the sequences, then it is refused."""
+    """With less and less budget the chunk halves down to 32, then the sequences, then the plan is refused."""
     seen, refusal = [], ""
     for kib in range(4000, 900, -20):
         try:
@@ -176,7 +178,7 @@ def test_the_chunk_gives_way_before_the_batch() -> None:
 
 
 def test_exact_edge() -> None:
-    """One byte less than one page and the least of everything else is refused; that much is accepted."""
+    """One byte less than one page and the minimum of everything else is refused; that much is accepted."""
     load = StepSize(tree_size=5, sequences=1, chunk=32, page_size=16)
     least = sum(fixed_parts(SHAPE, load).values()) + sum(page_parts(SHAPE, load).values())
     assert least > SHAPE.head_bytes + 5 * 1024 + 32 * 4096 + 16 * 1024
@@ -187,7 +189,7 @@ def test_exact_edge() -> None:
 
 
 def test_a_refusal_names_the_largest_part() -> None:
-    """And how much is missing."""
+    """And the missing bytes."""
     with pytest.raises(BudgetError, match=r": \d+\.\d KiB missing, the largest part is heads; give at least"):
         divide_budget(SHAPE, TREES[1], budget=900 * 1024, page_size=16)
     wide = GenerationShape(kv_bytes_per_token=1024, head_bytes=0, forward=PassBytes(0, 2**20))

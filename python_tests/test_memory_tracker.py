@@ -1,4 +1,4 @@
-"""The memory tracker counts storages: once each, while they live, and only those made under it."""
+"""The memory tracker counts storages allocated under it, once each, while they live."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_views_and_changes_in_place_are_free() -> None:
 
 
 def test_trace() -> None:
-    """Bytes after each operator, in order; only where it was asked for."""
+    """Bytes after each operator, in order; only on request."""
     with MemoryTracker(trace=True) as tracker, MemoryTracker() as silent:
         a = torch.zeros(KIB)
         b = a + 1
@@ -54,7 +54,7 @@ def test_trace() -> None:
 
 
 def test_what_was_there_before_is_left_out() -> None:
-    """Neither reading, changing nor freeing it counts; what is computed from it does."""
+    """Reading, changing or freeing it doesn't count; results computed from it do."""
     weight = torch.ones(100, KIB)
     with MemoryTracker() as tracker:
         weight.mul_(2)
@@ -69,7 +69,7 @@ def test_what_was_there_before_is_left_out() -> None:
 
 
 def test_several_results() -> None:
-    """Each storage of a tuple or list counts; pieces of one storage count once."""
+    """Each storage of a tuple or list counts; views of one storage count once."""
     x = torch.arange(KIB, dtype=torch.float32)
     with MemoryTracker() as tracker:
         values, indices = x.sort()
@@ -85,7 +85,7 @@ def test_several_results() -> None:
 
 
 def test_freed_after_the_block_and_ended_by_an_exception() -> None:
-    """Counting stops with the block; frees are still noticed, and an error leaves no mode behind."""
+    """Counting stops with the block; later frees are still subtracted, and an error leaves no dispatch mode active."""
     tracker = MemoryTracker()
     kept = []
     try:
@@ -110,7 +110,7 @@ def test_many_short_lives() -> None:
 
 
 def test_parts_of_composite_operators() -> None:
-    """In inference mode an operator that consists of others counts what these make, as it does elsewhere."""
+    """In inference mode, allocations inside a composite operator count as in normal mode."""
     few, many = torch.ones(1, 2, 5, KIB), torch.ones(8, 2, KIB, 3)  # matmul copies the first for each of the second
     trackers = []
     for mode in (torch.no_grad, torch.inference_mode):

@@ -23,7 +23,7 @@ LLAMA8 = CONFIG_MAPPING["llama"](**CONFIGS["Llama-3.1-8B"], dtype="bfloat16")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_parameters_of_every_family(family: str, tied: bool) -> None:
-    """The count that the model has, to 0.3 % (norms of single heads, sinks and biases of experts are left out)."""
+    """The model's own count, to 0.3 % (norms of single heads, sinks and biases of experts are left out)."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 1000}
     config = CONFIG_MAPPING[family](**(_BASE | FAMILIES[family] | sizes | {"tie_word_embeddings": tied}))
     with torch.device("meta"):
@@ -46,7 +46,7 @@ def test_parameters_of_published_sizes(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_and_values_of_every_family(family: str) -> None:
-    """What attention receives, seen in a pass."""
+    """The sizes that attention receives in a pass."""
     from tiny_models import tiny_model
 
     from specmemo_kernels.integrations.hf.target import attach
@@ -69,7 +69,7 @@ def test_llama_by_hand() -> None:
 
 
 def test_experts_that_are_read() -> None:
-    """Two of eight per token: one row reads two, many rows all, in between by chance."""
+    """Two of eight per token: one row reads two, many rows all, a few rows the expected number."""
     spec = ModelSpec.from_config(CONFIG_MAPPING["mixtral"]())
     alone = spec.layer_weights - spec.num_layers * spec.num_experts * spec.expert_weights
     met = [(spec.read_weights(rows) - alone) / spec.num_layers / spec.expert_weights for rows in (1, 2, 3, 1000)]
@@ -85,7 +85,7 @@ def test_experts_that_are_read() -> None:
      ({"load_in_8bit": True}, 8), ({"quant_method": "fp8"}, 8 + 32 / 16384)],
 )  # fmt: skip
 def test_quantised_weights(config: dict[str, Any], bits: float) -> None:
-    """The layers' matrices in so many bits; embedding, lm_head and norms as they were."""
+    """Only the layers' matrices have the given bits; embedding, lm_head and norms are unchanged."""
     spec = ModelSpec.from_config(LLAMA8.to_dict() | {"quantization_config": config})
     assert spec.weight_bytes == pytest.approx(
         2 * (spec.parameters - spec.layer_weights) + spec.layer_weights * bits / 8, rel=1e-9
@@ -132,7 +132,7 @@ def test_sources(tmp_path: Path) -> None:
 
 
 def test_heads() -> None:
-    """As modules hold them."""
+    """The bytes of the modules."""
     from specmemo_kernels import MedusaHeads
 
     spec = ModelSpec.from_config(meta_model("Llama-2-7B").config)

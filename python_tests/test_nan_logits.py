@@ -37,7 +37,7 @@ each_case = pytest.mark.parametrize("case", CASES)
 
 
 def problem(case: str, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """``hidden``, ``weight`` and ``bias``: small integers, whose sums are exact, and what ``case`` says."""
+    """``hidden``, ``weight`` and ``bias`` of small integers with exact sums, changed by ``case``."""
     g = torch.Generator().manual_seed(vocab)
     hidden = torch.randint(-1, 2, (3, 70), generator=g).float()
     weight = torch.randint(-1, 2, (vocab, 70), generator=g).float()
@@ -128,7 +128,7 @@ def test_the_best_tokens_by_codes(backend: str, case: str, dtype: torch.dtype) -
 @pytest.mark.parametrize("values", [[-INF] * 7, [-INF, 1, NAN, -INF, NAN, INF, 0], [0, -0.0, NAN, 0, 0, 0, 0]])
 @pytest.mark.parametrize("k", [1, 3, 5])
 def test_the_best_tokens_of_ranks(values: list[float], counts: tuple[int, ...], k: int) -> None:
-    """Merged from all ranks' candidates, where a rank may have fewer tokens than are wanted."""
+    """Merged from all ranks' candidates; a rank may have fewer tokens than ``k``."""
     hidden, weight = torch.ones(2, 1), torch.tensor(values[: sum(counts)])[:, None]
     sent: list[Tensor] = []
     found: list[Any] = []
@@ -152,13 +152,13 @@ def test_the_best_tokens_of_ranks(values: list[float], counts: tuple[int, ...], 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_a_vocabulary_of_no_tokens(name: str) -> None:
-    """There is nothing to return; torch.argmax raises too."""
+    """An error, as in torch.argmax."""
     with pytest.raises(ValueError, match="weight has 0 rows"):
         ops.lm_head_argmax(torch.ones(2, 4), torch.ones(0, 4), backend=name)
 
 
 def check_generation(backend: str, where: str) -> None:
-    """A patched model writes what the unpatched one does, whose logits are NaN in part or all."""
+    """A patched model writes the unpatched one's tokens, with some or all logits NaN."""
     model: Any = tiny_model("llama", seed=40, num_hidden_layers=1)
     with torch.no_grad():
         if where == "token":
@@ -208,7 +208,7 @@ class TestInterpreter:
 
     @pytest.mark.parametrize("case", sample(("mixed", "all_minus_inf"), ["all_minus_inf"]))
     def test_blocks_of_blocks(self, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """More keys than one reduction takes: the merge has two levels."""
+        """More keys than one reduction: the merge has two levels."""
         from specmemo_kernels.backends.triton import lm_head
 
         monkeypatch.setattr(lm_head, "LM_HEAD_REDUCE_CONFIG", replace(lm_head.LM_HEAD_REDUCE_CONFIG, block_n=32))

@@ -1,4 +1,4 @@
-"""Models whose layers lie on several devices (accelerate's ``device_map``), as far as one machine without GPUs goes."""
+"""Models whose layers are on several devices (accelerate's ``device_map``), without GPUs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def load(folder: Path, on_disk: list[str]) -> PreTrainedModel:
 
 @pytest.mark.parametrize("on_disk", [LAYERS[1:2], LAYERS[:2], LAYERS], ids=["one layer", "layers", "lm_head too"])
 def test_layers_that_are_fetched_from_disk_write_the_same(tmp_path: Path, on_disk: list[str]) -> None:
-    """accelerate's hooks bring a layer's weights when it runs; its keys and values lie where it computes."""
+    """accelerate's hooks load a layer's weights when it runs; its pages are on its compute device."""
     whole = tiny_model("llama")
     whole.save_pretrained(tmp_path)
     model = load(tmp_path, on_disk)
@@ -57,7 +57,7 @@ def test_layers_that_are_fetched_from_disk_write_the_same(tmp_path: Path, on_dis
 
 
 def test_each_layers_pages_lie_on_its_device() -> None:
-    """Pages and scratch of the layers of each device are tensors there; one table says whose page is which."""
+    """Pages and scratch are on their layers' devices; all share one block table."""
     devices = [torch.device("cpu"), torch.device("meta")]
     layers = [LayerKV(2, 8, 8, torch.float32, devices[i // 2]) for i in range(4)]
     pool = PagedKVPool(layers, num_pages=5, page_size=4, max_sequences=2, max_nodes=6)

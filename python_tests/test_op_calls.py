@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class Recorder(TorchDispatchMode):
-    """Records the operators that pass the dispatcher."""
+    """Records the operators that go through the dispatcher."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,11 +107,11 @@ def test_each_backend_by_its_name(inputs: dict[str, Any]) -> None:
 
 
 class Derived(Tensor):
-    """A class of its own over the same memory."""
+    """A tensor subclass over the same memory."""
 
 
 def test_tensors_without_memory_are_refused(inputs: dict[str, Any]) -> None:
-    """Fake and wrapped tensors hold no elements that a kernel could read; derived classes do."""
+    """Fake and wrapped tensors have no elements for a kernel; subclasses with memory do."""
     attend = ops.kernels("cpu", CPU).tree_attention
     derived = attend(*positional(inputs | {"q": inputs["q"].as_subclass(Derived)}))
     assert torch.equal(derived[0], attend(*positional(inputs))[0])
@@ -130,7 +130,7 @@ def test_parameters_are_those_of_the_schema() -> None:
 
 
 def test_a_wrong_number_of_arguments_is_an_error() -> None:
-    """Only a mistake in this package can make one; nothing is read past the arguments that are there."""
+    """Only a bug in this package can cause it; nothing is read past the given arguments."""
     with pytest.raises(TypeError, match="2 arguments given, expected 19"):
         _cpu.tree_attention(None, None)
 
@@ -161,7 +161,7 @@ def test_a_trace_holds_the_operator() -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_no_gradient_is_lost_silently() -> None:
-    """With gradients on, autograd sees the call and says that there is no formula, rather than a constant."""
+    """With gradients on, autograd sees the call and raises that there is no formula."""
     hidden, weight = torch.randn(3, 8, requires_grad=True), torch.randn(20, 8)
     values, _ = ops.lm_head_topk(hidden, weight, k=2, backend="cpu")
     assert values.requires_grad

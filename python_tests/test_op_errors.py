@@ -1,4 +1,4 @@
-"""Arguments that don't fit are refused before anything is touched, by name, with both values; backends never switch."""
+"""Arguments that don't fit are refused before any write, by name, with both values; backends never switch."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def meta(x: torch.Tensor) -> torch.Tensor:
 
 
 def twice(x: torch.Tensor) -> torch.Tensor:
-    """The same values, every other element of a row."""
+    """The same values, strided: every other element of a row."""
     return x.repeat_interleave(2, dim=-1)[..., ::2]
 
 
 def cut(*keep: int | None) -> Change:
-    """Keep the first so many of each dimension (``None``: all)."""
+    """Keep the first elements of each dimension (``None``: all)."""
     return lambda x: x[tuple(slice(n) for n in keep)].contiguous()
 
 
@@ -178,7 +178,7 @@ WRONG: tuple[tuple[str, str, Change, str], ...] = (
     ("call", "name", "change", "message"), WRONG, ids=[f"{w[0]}-{w[1]}-{i}" for i, w in enumerate(WRONG)]
 )
 def test_refused(call: str, name: str, change: Change, message: str) -> None:
-    """The message names the argument, what it is and what was expected; the pools stay as they were."""
+    """The message names the argument, its value and the expected value; the pools don't change."""
     operator, make = CALLS[call]
     inputs, before = make(), make()
     with pytest.raises(ValueError, match=message):
@@ -189,7 +189,7 @@ def test_refused(call: str, name: str, change: Change, message: str) -> None:
 
 
 def test_topk_limit() -> None:
-    """64 is the most, however large the vocabulary."""
+    """k is at most 64, however large the vocabulary."""
     hidden, weight = torch.zeros(1, 4), torch.zeros(100, 4)
     assert ops.lm_head_topk(hidden, weight, k=64, backend="reference")[1].tolist() == [list(range(64))]
     with pytest.raises(ValueError, match="k is 65, it must be between 1 and 64"):
@@ -198,7 +198,7 @@ def test_topk_limit() -> None:
 
 @pytest.fixture
 def fresh_dispatch() -> Iterator[None]:
-    """What dispatch remembers is forgotten before and after."""
+    """Clear dispatch's caches before and after the test."""
     caches = (dispatch._load, dispatch._default, dispatch.implementation)
     for cache in caches:
         cache.cache_clear()
@@ -208,7 +208,7 @@ def fresh_dispatch() -> Iterator[None]:
 
 
 def test_an_explicit_backend_never_falls_back(monkeypatch: pytest.MonkeyPatch, fresh_dispatch: None) -> None:
-    """Without the C++ extension, asking for it says how to build it; not asking gives the reference."""
+    """Without the C++ extension, ``backend="cpu"`` raises with build instructions; the default is the reference."""
     monkeypatch.setitem(dispatch.BACKENDS, "cpu", "specmemo_kernels.backends.not_built")
     hidden, weight = torch.zeros(1, 4), torch.zeros(3, 4)
     with pytest.raises(ops.BackendUnavailable, match=r"backend 'cpu' can't be imported.*C\+\+17 compiler"):
@@ -229,7 +229,7 @@ def test_an_explicit_backend_never_falls_back(monkeypatch: pytest.MonkeyPatch, f
 def test_triton_that_is_not_there_or_broken(
     error: Exception, hint: str, monkeypatch: pytest.MonkeyPatch, fresh_dispatch: None
 ) -> None:
-    """Only a missing triton is to be installed; a broken one says itself what is wrong with it."""
+    """The error for a missing triton says to install it; that of a broken triton is its own."""
 
     def fail(_: str) -> None:
         raise error
@@ -252,7 +252,7 @@ def test_cpu_backend_needs_cpu_tensors() -> None:
 
 
 def test_reference_refuses_what_it_cannot_promise() -> None:
-    """Bits that don't depend on the number of nodes: not from dense products."""
+    """``invariant``: dense products depend on the number of nodes."""
     inputs = attention_inputs(AttentionCase("invariant", (5,), (3,)), torch.float32)
     with pytest.raises(ValueError, match=r"invariant is True.*reference.*use backend='cpu' or 'triton'"):
         ops.tree_attention(**inputs | {"invariant": True}, backend="reference")

@@ -27,8 +27,9 @@ PAGED = PagedCase("opcheck", (3, 0, 9), (4, 0, 2), (2, -1, 1), v_head_dim=24, pa
 
 
 def finite(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments without what can't be compared: NaN, never equal to itself, what overflows in a sum of
-    products (pages that are only copied hold any bits), and page ids out of range."""
+    """The same arguments without values that can't be compared: NaN, overflow in sums of products (copied pages hold
+    any bits), and page ids out of range.
+    """
 
     def tame(x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -87,7 +88,7 @@ def test_opcheck(problem: str, backend: str) -> None:
 
 
 def step(inputs: dict[str, Any], commit: dict[str, Any], verify: dict[str, Any], head: Tensor, backend: str) -> Any:
-    """One layer of a step and what follows it, every operator once."""
+    """One layer of a step, with every operator once."""
     out, lse = ops.tree_attention(**inputs, backend=backend)
     append = {n: inputs[n] for n in ("k_new", "v_new", "k_pages", "v_pages", "block_table", "seq_lens", "qo_indptr")}
     ops.append_paged_kv(**append, backend=backend)
@@ -111,7 +112,7 @@ def problem() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], Tensor]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_step_is_the_step(backend: str) -> None:
-    """One graph without breaks; results are the same, pools change in place and stay where they are."""
+    """One graph without breaks; the same results, and pools change in place."""
     eager, compiled = problem(), problem()
     pools = [inputs[name] for inputs in compiled[:2] for name in ("k_pages", "v_pages")]
     places, before = [pool.data_ptr() for pool in pools], [pool.clone() for pool in pools]

@@ -33,7 +33,7 @@ each_paged = pytest.mark.parametrize("case", PAGED_CASES, ids=lambda case: case.
 
 
 def same_bits(got: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Equal to the last bit of the last NaN."""
+    """Whether all bits are equal, NaN payloads included."""
     same = (x.contiguous().view(torch.uint8) for x in (got, wanted))
     return got.shape == wanted.shape and torch.equal(*same)
 
@@ -44,7 +44,7 @@ def slot_of(inputs: Inputs, sequence: int, position: int) -> tuple[int, int]:
 
 
 def after_append(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pools as they must be, one row at a time."""
+    """The expected pools, written row by row."""
     k_pages, v_pages = inputs["k_pages"].clone(), inputs["v_pages"].clone()
     bounds = inputs["qo_indptr"].tolist()
     for sequence, length in enumerate(inputs["seq_lens"].tolist()):
@@ -56,7 +56,7 @@ def after_append(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def after_commit(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pools as they must be, one slot of one layer at a time."""
+    """The expected pools, written slot by slot and layer by layer."""
     k_pages, v_pages = inputs["k_pages"].clone(), inputs["v_pages"].clone()
     for sequence, length in enumerate(inputs["seq_lens"].tolist()):
         for i in range(int(inputs["accept_length"][sequence]) + 1):
@@ -72,7 +72,7 @@ def after_commit(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 @each_dtype
 @each_paged
 def test_append_writes_its_slots_only(backend: str, dtype: torch.dtype, case: PagedCase) -> None:
-    """Rows that are views of ``[1, heads, N, dim]`` land in shuffled pages; every other bit stays."""
+    """Rows that are views of ``[1, heads, N, dim]`` are written to shuffled pages; all other bits stay."""
     inputs = append_inputs(case, dtype)
     k_pages, v_pages = after_append(inputs)
     ops.append_paged_kv(**inputs, backend=backend)
@@ -82,7 +82,7 @@ def test_append_writes_its_slots_only(backend: str, dtype: torch.dtype, case: Pa
 
 @each_backend
 def test_append_of_slices(backend: str) -> None:
-    """Keys and values that lie side by side in one tensor, as a fused projection leaves them."""
+    """Keys and values are slices of one tensor, as after a fused projection."""
     inputs = append_inputs(PagedCase("fused", (5, 30), (9, 2), (0, 0), num_kv_heads=2, head_dim=8), torch.float32)
     fused = torch.full((11, 7, 8), float("nan"))
     fused[:, 1:3], fused[:, 4:6] = inputs["k_new"], inputs["v_new"]
@@ -97,7 +97,7 @@ def test_append_of_slices(backend: str) -> None:
 @each_dtype
 @each_paged
 def test_commit_writes_accepted_slots_only(backend: str, dtype: torch.dtype, case: PagedCase) -> None:
-    """All layers; a scratch row that wasn't accepted is NaN and would show, as would any other slot touched."""
+    """All layers. Scratch rows that weren't accepted are NaN, so that any wrong slot shows."""
     inputs = commit_inputs(case, dtype)
     k_pages, v_pages = after_commit(inputs)
     ops.commit_paged_kv(**inputs, backend=backend)
@@ -108,7 +108,7 @@ def test_commit_writes_accepted_slots_only(backend: str, dtype: torch.dtype, cas
 @each_backend
 @pytest.mark.parametrize("nodes", [4, 5, 64, 500])
 def test_commit_does_not_depend_on_the_tree_size(backend: str, nodes: int) -> None:
-    """The same path through larger and larger trees leaves the same pool."""
+    """The same path in larger and larger trees gives the same pool."""
     inputs = commit_inputs(PagedCase("path", (14,), (4,), (3,)), torch.float32)
     k_pages, v_pages = after_commit(inputs)
     for name in ("k_scratch", "v_scratch"):
@@ -120,7 +120,7 @@ def test_commit_does_not_depend_on_the_tree_size(backend: str, nodes: int) -> No
 
 
 def walked(inputs: Inputs, max_depth: int) -> list[tuple[list[int], int, int]]:
-    """Per sequence path, length and bonus: of all nodes reached by greedy decoding the deepest, found node by node."""
+    """Per sequence path, length and bonus: the deepest node that greedy decoding reaches, by a walk over all nodes."""
     bounds, result = inputs["qo_indptr"].tolist(), []
     for start, end in pairwise(bounds):
         draft, target, parents = (
@@ -158,7 +158,7 @@ def test_verify_finds_the_greedy_path(backend: str, case: VerifyCase, seed: int)
 
 @each_backend
 def test_verify_takes_the_first_of_equal_siblings(backend: str) -> None:
-    """Node 1 and node 2 draft the same token; the path goes through 1 although only 2 leads further."""
+    """Nodes 1 and 2 draft the same token; the path goes through 1, although only 2 has accepted children."""
     parents = torch.tensor([-1, 0, 0, 2], dtype=torch.int32)
     draft, target = torch.tensor([9, 5, 5, 6]), torch.tensor([5, 7, 6, 8])
     index, length, bonus = ops.verify_tree_greedy(
@@ -169,7 +169,7 @@ def test_verify_takes_the_first_of_equal_siblings(backend: str) -> None:
 
 @each_backend
 def test_verify_never_accepts_minus_one(backend: str) -> None:
-    """Not even where the target's own token is -1."""
+    """Not even if the target's token is -1."""
     parents = torch.tensor([-1, 0, 1], dtype=torch.int32)
     tokens, indptr = torch.tensor([-1, -1, -1]), torch.tensor([0, 3], dtype=torch.int32)
     index, length, _ = ops.verify_tree_greedy(tokens, tokens, parents, indptr, max_depth=2, backend=backend)
@@ -180,7 +180,7 @@ def test_verify_never_accepts_minus_one(backend: str) -> None:
 @each_dtype
 @pytest.mark.parametrize("case", LM_HEAD_CASES, ids=lambda case: case.name)
 def test_lm_head_is_exact_on_integers(backend: str, dtype: torch.dtype, case: LmHeadCase) -> None:
-    """Sums that every dtype holds exactly, so order and ties (to the lower token) are certain; rows lie apart."""
+    """Sums are exact in every dtype, so order and ties (to the lower token) are determined; rows are strided."""
     inputs = lm_head_inputs(case, dtype)
     logits = inputs["hidden"].long() @ inputs["weight"].long().T + (inputs["bias"].long() if case.bias else 0)
     best = [sorted(range(case.vocab), key=lambda t, row=row: (-row[t], t))[: case.k] for row in logits.tolist()]
@@ -209,7 +209,7 @@ def test_lm_head_rounds_before_it_compares(backend: str, dtype: torch.dtype, lar
 @each_backend
 @each_dtype
 def test_lm_head_on_real_numbers(backend: str, dtype: torch.dtype) -> None:
-    """Values are the float64 logits after one rounding and float32 sums; the order is that of the values."""
+    """Values are the float64 logits after float32 sums and one rounding; the order is that of the values."""
     g = torch.Generator().manual_seed(1)
     hidden, weight = torch.randn(9, 200, generator=g).to(dtype), torch.randn(1003, 200, generator=g).to(dtype)
     bias = torch.randn(1003, generator=g).to(dtype)
@@ -226,7 +226,7 @@ def test_lm_head_on_real_numbers(backend: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 def test_reference_lm_head_is_the_models_own(dtype: torch.dtype) -> None:
-    """Slices of the vocabulary give what ``linear(...).argmax(-1)`` gives in one piece."""
+    """Vocabulary slices give the result of ``linear(...).argmax(-1)`` over all rows."""
     g = torch.Generator().manual_seed(2)
     hidden, weight = torch.randn(5, 33, generator=g).to(dtype), torch.randn(20000, 33, generator=g).to(dtype)
     whole = torch.nn.functional.linear(hidden, weight)
@@ -238,7 +238,7 @@ BATCH = AttentionCase("batch", (33, 5, 0, 100, 16), (3, 20, 9, 1, 0), window=60,
 
 @each_dtype
 def test_a_sequence_ignores_its_batch(dtype: torch.dtype) -> None:
-    """On the cpu backend, to the last bit."""
+    """Bit for bit on the cpu backend."""
     inputs = attention_inputs(BATCH, dtype)
     together = ops.tree_attention(**inputs, backend="cpu")
     bounds = inputs["qo_indptr"].tolist()
@@ -251,7 +251,7 @@ def test_a_sequence_ignores_its_batch(dtype: torch.dtype) -> None:
 @each_dtype
 @pytest.mark.parametrize("kv_dtype", [None, "int8", "fp8"])
 def test_the_order_of_pages_changes_no_bit(dtype: torch.dtype, kv_dtype: str | None) -> None:
-    """Of what is read, and, appended to both orders, of what is written."""
+    """Neither of reads nor of appended rows."""
     case = replace(BATCH, kv_dtype=kv_dtype)
     results = []
     for by_head in (False, True):
@@ -269,7 +269,7 @@ def test_the_order_of_pages_changes_no_bit(dtype: torch.dtype, kv_dtype: str | N
 
 @each_backend
 def test_attention_of_views(backend: str) -> None:
-    """Rows as transformers hands them, and without bounds: the same bits as contiguous rows with bounds."""
+    """Rows as transformers passes them, and without bounds: the bits of contiguous rows with bounds."""
     inputs = attention_inputs(BATCH, torch.float32)
     expected = ops.tree_attention(**inputs, backend=backend)
     views = {n: inputs[n].transpose(0, 1).contiguous().transpose(0, 1) for n in ("q", "k_new", "v_new")}
@@ -280,7 +280,7 @@ def test_attention_of_views(backend: str) -> None:
 
 @each_backend
 def test_a_row_of_zeros_is_causal(backend: str) -> None:
-    """A prefill chunk and a tree share a step; the chunk's rows see what they see without any mask."""
+    """A prefill chunk and a tree share a step; the chunk's rows see the same tokens as without a mask."""
     case = AttentionCase("mixed", (21, 30), (6, 40))
     inputs = attention_inputs(case, torch.float32)
     inputs["tree_mask"][6:] = 0

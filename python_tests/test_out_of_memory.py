@@ -1,4 +1,4 @@
-"""Memory runs out at every allocation of a step: the step is tried again, and nothing but time is lost."""
+"""Memory runs out at every allocation of a step: the step is retried, and no token changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Answers = list[list[int]]
 
 
 class Knowing:
-    """Guesses what is known to come, and every third time something else."""
+    """Guesses the right tokens, and every third time a wrong one."""
 
     max_depth, nbytes = 9, 0
 
@@ -62,7 +62,7 @@ def draft_model(_: Answers) -> Drafter:
 
 @dataclass(frozen=True)
 class Run:
-    """A small generation: prompts in chunks of 5 tokens, three sequences at once, in as many pages as asked."""
+    """A small generation: prompts in chunks of 5 tokens, three sequences at once, in a given number of pages."""
 
     drafter: Callable[[Answers], Drafter] = Knowing
     tree: DraftTree = CHAIN
@@ -90,7 +90,7 @@ class Run:
         return Scheduler(spec, 3, memory_pressure=memory_pressure)
 
     def undisturbed(self) -> Answers:
-        """All tokens of each sequence; without drafts, but where these have a say in the tokens."""
+        """All tokens of each sequence without failures; without drafts unless they affect the tokens."""
         plain = self if self.samplings is TYPICAL else replace(self, tree=DraftTree.chain(0), pages=40)
         states, scheduler = self.states(), plain.scheduler([])
         submit_all(scheduler, states)
@@ -99,7 +99,7 @@ class Run:
 
 
 def patient(swap: bool = False) -> MemoryPressureController:
-    """Any number of tries, none with less than everything."""
+    """Any number of retries, none of them degraded."""
     return MemoryPressureController([DegradationLevel(99, 5, True, True, 3)] * 10_000, swap=swap)
 
 
@@ -127,7 +127,7 @@ RUNS = {
     ),
 )
 def test_every_site_of_every_step(name: str, swap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same step is tried until no allocation fails any more: the tokens are those of the undisturbed run."""
+    """The step is retried until no allocation fails: the tokens are those of the undisturbed run."""
     run = RUNS[name]
     expected = run.undisturbed()
     states, scheduler = run.states(), run.scheduler(expected, patient(swap))
@@ -149,7 +149,7 @@ def test_every_site_of_every_step(name: str, swap: bool, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("part", sample(range(6), [0]))
 def test_a_failure_shrinks_and_changes_nothing(part: int) -> None:
-    """One failure anywhere in a run with all that may be given up: the tree is halved, the tokens are the same."""
+    """One failure anywhere in a run with all degradations possible: the tree is halved, the tokens are the same."""
     run = replace(RUNS["preempted"], samplings=SAMPLED)
     expected = run.undisturbed()
     counting = FailingAllocations(lambda site: False)
@@ -171,7 +171,7 @@ def test_a_failure_shrinks_and_changes_nothing(part: int) -> None:
 
 @pytest.mark.parametrize("swap", [False, True])
 def test_many_failures(swap: bool) -> None:
-    """Four in a row, so that all is given up that can be, and later three: what was given up comes back between."""
+    """Four in a row, for all degradations, and later three: the level is raised in between."""
     run = replace(RUNS["preempted"], samplings=SAMPLED, new_tokens=60, pages=30)
     expected = run.undisturbed()
     states = run.states()
@@ -192,7 +192,7 @@ def test_many_failures(swap: bool) -> None:
 
 @pytest.mark.parametrize("begins", [0, 200, 500])
 def test_memory_that_does_not_come_back(begins: int) -> None:
-    """The error says what was tried; every page is free, and when there is memory again all goes on."""
+    """The error lists the attempts; every page is free, and generation continues once memory is back."""
     run = replace(RUNS["preempted"], samplings=SAMPLED)
     expected = run.undisturbed()
     states, scheduler = run.states(), run.scheduler(expected)
@@ -228,7 +228,7 @@ def test_what_counts(error: Exception, is_one: bool) -> None:
 
 
 def test_what_torch_raises_counts() -> None:
-    """A real failure of the CPU's allocator."""
+    """A real failure of torch's CPU allocator."""
     with pytest.raises(RuntimeError) as failure:
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(failure.value)

@@ -9,7 +9,7 @@ from specmemo_kernels.cache.page_order import by_head, empty_pages, swap_order
 
 
 def test_the_pool_keeps_one_head_after_the_other() -> None:
-    """Whole layers and single ones, keys, values of another width, and scales."""
+    """All layers and single layers, keys, values of another width, and scales."""
     layer = LayerKV(num_kv_heads=3, head_dim=8, v_head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
     storage = KVStorage([layer, layer], num_pages=5, page_size=4, max_nodes=1, kv_dtype="int8")
     for group in storage.groups:

@@ -1,4 +1,4 @@
-"""The page allocator under random use, beside a model of who must own what."""
+"""The page allocator under random use, compared with a model of page ownership."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def small_pool(num_pages: int = 8, page_size: int = 4, max_sequences: int = 3) -
 
 
 class Allocator(RuleBasedStateMachine):
-    """open, reserve and close in any order; the model knows each sequence's pages by how many it was promised."""
+    """Open, reserve and close in any order; the model knows each sequence's pages by their reserved number."""
 
     @initialize(num_pages=st.integers(1, 12), page_size=st.integers(1, 5), max_sequences=st.integers(1, 4))
     def start(self, num_pages: int, page_size: int, max_sequences: int) -> None:
@@ -96,7 +96,7 @@ TestAllocator.settings = settings(max_examples=examples(60), stateful_step_count
 
 
 def test_unlike_layers_are_stacked_by_kind() -> None:
-    """Views per layer lie in the group of their kind, so that one launch commits all layers of a kind."""
+    """Views per layer are in their kind's group, so that one launch commits all layers of a kind."""
     other = LayerKV(1, 6, 4, torch.bfloat16, CPU)
     pool = PagedKVPool([LAYER, other, LAYER], num_pages=3, page_size=4, max_sequences=2, max_nodes=5)
     assert [group.layers for group in pool.groups] == [(0, 2), (1,)]
@@ -128,7 +128,7 @@ def test_empty_pools_are_refused(name: str) -> None:
 
 
 def test_closed_sequences_are_unknown() -> None:
-    """Closing twice would hand one page to two sequences."""
+    """Closing twice would give one page to two sequences."""
     pool = small_pool()
     slot = pool.open()
     pool.reserve(slot, 9)
@@ -191,7 +191,7 @@ def _row_free_and_used(pool: PagedKVPool) -> None:
     ids=lambda f: f.__name__.strip("_"),
 )  # fmt: skip
 def test_integrity_check_finds_damage(tamper: Callable[[PagedKVPool], None]) -> None:
-    """Each kind of damage to books that were in order."""
+    """Each kind of damage to consistent books."""
     pool = small_pool()
     for tokens in (9, 2):
         pool.reserve(pool.open(), tokens)

@@ -1,4 +1,4 @@
-"""The contract of ``patch``: what generate promises still holds, and the model comes back as it was."""
+"""The contract of ``patch``: generate behaves as documented, and unpatching restores the model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def oracle(model: PreTrainedModel, inputs: dict[str, torch.Tensor], share: float
 
 
 def snapshot(model: PreTrainedModel) -> tuple[object, ...]:
-    """Everything that patching might change."""
+    """Everything that patching may change."""
     hooks = [(n, len(m._forward_pre_hooks), len(m._forward_hooks)) for n, m in model.named_modules()]
     configs = [(n, id(vars(m).get("config"))) for n, m in model.named_modules()]
     return type(model), sorted(vars(model)), hooks, configs, list(model.state_dict())
@@ -166,7 +166,7 @@ def test_streamer_gets_what_it_always_got(model: PreTrainedModel, lengths: tuple
 
 
 class Until(StoppingCriteria):
-    """Stops a row once its tokens sum to a multiple of ``n``; notes what it was shown."""
+    """Stops a row once its tokens sum to a multiple of ``n``; records its inputs."""
 
     def __init__(self, n: int) -> None:
         self.n, self.shown = n, 0
@@ -262,7 +262,7 @@ def test_return_dict_with_scores(model: PreTrainedModel) -> None:
     ids=lambda o: next(iter(o)) if isinstance(o, dict) else "",
 )
 def test_unsupported_runs_the_models_own(model: PreTrainedModel, options: dict[str, object], reason: str) -> None:
-    """One warning that says why, the model's own result, and no second warning."""
+    """One warning with the reason, the model's own result, and no second warning."""
     inputs = batch((9,))
 
     def run() -> torch.Tensor:
@@ -301,7 +301,7 @@ def test_reused_cache_runs_the_models_own(model: PreTrainedModel) -> None:
 
 
 def test_inference_mode_and_after(model: PreTrainedModel) -> None:
-    """A call under inference_mode doesn't spoil later ones outside of it."""
+    """A call under inference_mode doesn't break later calls outside of it."""
     inputs = batch((9,))
     expected = greedy(model, inputs, 12)
     with sk.patch(model, oracle(model, inputs)):
@@ -311,7 +311,7 @@ def test_inference_mode_and_after(model: PreTrainedModel) -> None:
 
 
 def test_padding_on_the_left_or_in_between(model: PreTrainedModel) -> None:
-    """The attention mask alone says which tokens count: each row writes what its real tokens alone would."""
+    """The attention mask decides which tokens count: each row gives the tokens of its real tokens alone."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(0, 61, (4, 14), generator=generator)
     mask = torch.ones_like(ids)
@@ -330,7 +330,7 @@ def test_padding_on_the_left_or_in_between(model: PreTrainedModel) -> None:
 
 
 def test_rows_that_are_preempted(model: PreTrainedModel) -> None:
-    """A budget whose pages hold the prompts but not all rows at their longest."""
+    """A budget whose pages hold the prompts but not all rows at their full length."""
     inputs = batch((6, 9, 4, 11), seed=2)
     expected = greedy(model, inputs, 60)
     drafter = OracleDrafter(answers(inputs, expected), 0.6)

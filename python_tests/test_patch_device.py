@@ -1,4 +1,4 @@
-"""What patching does with a device's profile when nobody names a tree."""
+"""Use of a device's profile in ``patch`` without a tree."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def patched(profile: DeviceProfile, monkeypatch: pytest.MonkeyPatch, heads: obje
 
 
 def test_rows_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where rows are free the tree is as large as may be; where they cost everything it is one draft; both say so."""
+    """If rows are free the tree is as large as possible; if they cost everything it is one draft; both plans give the
+    reason.
+    """
     large, small = patched(FREE_ROWS, monkeypatch), patched(COSTLY_ROWS, monkeypatch)
     assert large.plan.tree.size == 64
     assert small.plan.tree.size == 2
@@ -37,7 +39,7 @@ def test_rows_decide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_heads_that_the_tree_does_not_use_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They leave the memory and the plan; a tree that is named keeps all of them."""
+    """They free their memory and leave the plan; a given tree keeps all heads."""
     one = patched(COSTLY_ROWS, monkeypatch)
     alone = sum(p.nbytes for p in sk.MedusaHeads(32, VOCAB, 1).parameters())
     assert one.drafter.max_depth == one.plan.tree.max_depth == 1
@@ -47,7 +49,7 @@ def test_heads_that_the_tree_does_not_use_are_dropped(monkeypatch: pytest.Monkey
 
 
 def test_a_budget_too_small_for_the_fastest_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes and then heads give way until it fits; a tree that was asked for never does."""
+    """Nodes and then heads are dropped until it fits; a given tree is never changed."""
     monkeypatch.setattr(hf_plan, "profile_of", lambda _: FREE_ROWS)
     sizes = []
     for budget in (3_000_000, 1_600_000, 1_200_000, 700_000):
@@ -78,7 +80,7 @@ def test_same_tokens_whatever_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_drafter_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is kept as it is, and its depth bounds the tree."""
+    """It is unchanged, and its depth bounds the tree."""
     drafter = OracleDrafter([], 0.0, max_depth=2)
     handle = patched(FREE_ROWS, monkeypatch, drafter)
     assert handle.drafter is drafter
@@ -86,21 +88,21 @@ def test_a_drafter_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_dtypes_without_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """bfloat16 on a device whose profile lacks it is taken at the slowest rate there is, not refused."""
+    """bfloat16 on a device whose profile lacks it uses the slowest rate and isn't refused."""
     monkeypatch.setattr(hf_plan, "profile_of", lambda _: FREE_ROWS)
     with sk.patch(tiny_model("llama").to(torch.bfloat16), sk.MedusaHeads(32, VOCAB, 2).to(torch.bfloat16)) as handle:
         assert handle.plan.tree.size > 2
 
 
 def test_blocks_are_for_gpu_kernels() -> None:
-    """The C++ and reference kernels have none to choose (test_triton_steps looks at those of the others)."""
+    """The C++ and reference kernels have no block sizes (test_triton_steps checks Triton's)."""
     for backend in ("cpu", "reference"):
         with sk.patch(tiny_model("llama"), sk.MedusaHeads(32, VOCAB, 2), tree=4, backend=backend) as handle:
             assert handle.plan.kernels is None
 
 
 def test_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A configuration without sizes: a few nodes, no prediction, and the plan says why."""
+    """A configuration without sizes: a few nodes, no prediction, and the reason in the plan."""
     model = tiny_model("llama")
     monkeypatch.setattr(model.config, "to_dict", lambda: {"model_type": "odd"})
     with sk.patch(model, sk.MedusaHeads(32, VOCAB, 3)) as handle:
@@ -110,7 +112,7 @@ def test_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_this_machine() -> None:
-    """With the real profile: some drafts, a prediction, and nothing measured again in the same process."""
+    """With the real profile: some drafts, a prediction, and no second measurement in the process."""
     with sk.patch(tiny_model("llama"), sk.MedusaHeads(32, VOCAB, 3)) as handle:
         assert 2 <= handle.plan.tree.size <= 64
         assert handle.plan.tokens_per_second > 0
@@ -122,7 +124,7 @@ SOME_ROWS = replace(FREE_ROWS, name="some rows are free", matmul_rate={"float32"
 
 
 def test_the_plan_leaves_room_above_the_fastest_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same heads, and it says so; what a step verifies of that is the chooser's to say."""
+    """With the same heads, and the plan says so; the chooser decides how much a step verifies."""
     handle = patched(SOME_ROWS, monkeypatch)
     plan = handle.plan
     fastest = int(plan.reasons[0].split("a step over ")[1].split()[0])

@@ -1,4 +1,4 @@
-"""The memory bound of a patched model holds, and what can't fit is refused with the numbers."""
+"""The memory bound of a patched model holds, and calls that can't fit are refused with the numbers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def peak_of(handle: sk.SpecMemo, inputs: dict[str, torch.Tensor], new: int, **kw
 
 
 def with_workspace(model: PreTrainedModel, budget: int) -> int:
-    """``budget`` and what the backend keeps for itself, which is a lot beside such small models."""
+    """``budget`` plus the backend's own workspace, which is large relative to such small models."""
     with sk.patch(model, OracleDrafter([], 0.0)) as handle:
         return budget + handle.plan.parts["workspace"]
 
@@ -54,7 +54,7 @@ EVERYDAY = ("llama", "gpt_oss")
 def test_peak_stays_within_the_budget(family: str, budget: int) -> None:
     """Peak bytes of live tensors plus the heads, measured independently, for prompts far longer than a chunk.
 
-    And the plan is no luxury: what it sets aside beside heads and pages is nearly what is used.
+    The plan isn't wasteful either: what it sets aside besides heads and pages is nearly used.
     """
     model = wide_model(family, seed=20)
     heads = sk.MedusaHeads(128, VOCAB, 3)
@@ -76,7 +76,7 @@ def test_peak_stays_within_the_budget(family: str, budget: int) -> None:
 
 
 def test_a_longer_call_after_a_shorter_one_stays_within_the_budget() -> None:
-    """The pages of the call before are gone when those of the next are made."""
+    """The earlier call's pages are freed before new ones are allocated."""
     model = wide_model("llama", seed=20)
     heads, budget = sk.MedusaHeads(128, VOCAB, 3), with_workspace(model, 3 * 2**19)
     with sk.patch(model, heads, memory_budget=budget, tree=8, max_batch_size=1, prefill_chunk=16) as handle:
@@ -114,7 +114,7 @@ def test_the_least_budget_is_enough(family: str) -> None:
     "changes", [{}, {"hidden_size": 256}, {"num_attention_heads": 16}, {"intermediate_size": 2000}]
 )
 def test_activations_are_predicted_not_guessed(changes: dict[str, object]) -> None:
-    """The plan's bytes for a forward pass are what one takes, whichever part of a layer is widest."""
+    """The plan's bytes for a forward pass are the measured ones, whichever part of a layer is widest."""
     model = wide_model("llama", seed=21, **changes)
     with sk.patch(model, OracleDrafter([], 0.0), tree=8, max_batch_size=1, prefill_chunk=256) as handle:
         peak = peak_of(handle, batch((256,)), 2) - sum(handle.bytes_by_part.values())
@@ -122,7 +122,7 @@ def test_activations_are_predicted_not_guessed(changes: dict[str, object]) -> No
 
 
 def test_bookkeeping_is_counted() -> None:
-    """Where pages are many and layers small, padded ids and block tables are what a call needs besides."""
+    """With many pages and small layers, padded ids and block tables dominate."""
     model = tiny_model("llama", seed=34)
     options = {"tree": 4, "page_size": 1, "max_batch_size": 8, "prefill_chunk": 32, "memory_budget": 600_000}
     with sk.patch(model, OracleDrafter([], 0.0), **options) as handle:
@@ -138,7 +138,7 @@ def test_bookkeeping_is_counted() -> None:
 
 @pytest.mark.parametrize("experts", sample(("eager", "grouped_mm", "batched_mm"), ["eager"]))
 def test_experts_that_get_all_tokens(experts: str) -> None:
-    """A prompt of one repeated token sends every row to the same experts: the worst there is for a loop over them."""
+    """A prompt of one repeated token sends every row to the same experts, the worst case of a loop over experts."""
     model = wide_model("mixtral", seed=31)
     model.set_experts_implementation(experts)
     with sk.patch(model, OracleDrafter([], 0.0), tree=8, max_batch_size=1, prefill_chunk=64) as handle:
@@ -160,7 +160,7 @@ def test_processors_get_one_row_at_a_time() -> None:
 
 
 def test_more_rows_than_places() -> None:
-    """Rows wait for a free place; places and pages bound how many run, never which tokens come out."""
+    """Rows wait for a free slot; the batch size and pages limit how many run, but never change tokens."""
     model = tiny_model("llama", seed=22)
     lengths, new, page = (30, 5, 18, 44, 9), 20, 16
     inputs = batch(lengths)
@@ -179,7 +179,7 @@ def test_more_rows_than_places() -> None:
 
 
 def test_rows_that_end_at_their_first_token() -> None:
-    """They never take part in a step; their places go to the next rows all the same."""
+    """They take part in no step; their slots are given to the next rows."""
     model = tiny_model("llama", seed=33)
     inputs = batch((6, 9, 7, 8, 5))
     first = greedy(model, inputs, 1)
@@ -211,7 +211,7 @@ def test_budget_too_small_for_a_page() -> None:
 
 
 def test_prompt_longer_than_the_plan() -> None:
-    """The error names what was asked and what there is; the model goes on working."""
+    """The error names the requested and the available tokens; the model stays usable."""
     model = tiny_model("llama", seed=25)
     with sk.patch(model, OracleDrafter([], 0.0), tree=4, memory_budget=with_workspace(model, 60_000)) as handle:
         limit = handle.plan.max_tokens
@@ -267,7 +267,7 @@ def test_drafter_of_the_wrong_shape() -> None:
 
 
 def test_rubbish_costs_speed_alone() -> None:
-    """Tokens outside of the vocabulary, negative ones, repeated siblings."""
+    """Tokens outside the vocabulary, negative tokens and repeated siblings don't change the output."""
     model = tiny_model("llama", seed=29)
     inputs = batch((12, 8))
     expected = greedy(model, inputs, 15)

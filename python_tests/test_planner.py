@@ -1,4 +1,4 @@
-"""The choice of a plan: optimal on its own formulas, monotone in the budget, and honest about what doesn't fit."""
+"""The planner: optimal by its own formulas, monotone in the budget, with clear errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TABLE = [[0.5, 0.6], [0.3, 0.4, 0.45], [0.2, 0.3]]
 def brute_force(
     device: DeviceProfile, work: Workload, heads: HeadsSpec, budget: float, kv_dtype: str | None = None
 ) -> tuple[float, int]:
-    """The best speed within a budget and its bytes: every combination, put together here from the parts' meanings."""
+    """The best speed within a budget and its bytes, over every combination, independent of the planner's code."""
     best = (0.0, 0)
     table = extrapolated(TABLE, 10)
     for count in range(heads.num_heads + 1):
@@ -88,7 +88,7 @@ def brute_force(
     ),
 )
 def test_no_plan_is_better(own: bool, overlaps: bool, kv_dtype: str | None) -> None:
-    """From hardly enough to plenty: the speed of the plan is that of the best of all combinations, in no more bytes."""
+    """From tight to large budgets: the plan has the speed of the best combination, in no more bytes."""
     device, work = replace(TOY_DEVICE, overlaps=overlaps), Workload(64, 3, 40)
     heads = HeadsSpec(3, 1, own)
     options = {"heads": heads, "accuracy": TABLE, "kv_dtype": kv_dtype}
@@ -111,7 +111,7 @@ workloads = st.builds(lambda c, b, share: Workload(c, b, max(1, int(c * share)))
 @settings(max_examples=examples(12), deadline=None)
 @given(workloads, st.sampled_from(sorted(KNOWN_DEVICES)), st.booleans(), st.lists(st.floats(0.5, 4), min_size=2))
 def test_more_memory_is_never_slower(work: Workload, name: str, own: bool, scales: list[float]) -> None:
-    """A larger budget never predicts less speed nor fails; parts stay within; pages hold the workload."""
+    """A larger budget never predicts less speed and never fails; parts are within it; pages hold the workload."""
     device = replace(known_device(name), memory=1 << 45)
     problem = plan_request(VICUNA, device, work, heads=HeadsSpec(4, 1, own))
     choices = candidates(problem)
@@ -134,7 +134,7 @@ def test_more_memory_is_never_slower(work: Workload, name: str, own: bool, scale
 @settings(max_examples=examples(8), deadline=None)
 @given(workloads, st.sampled_from(sorted(KNOWN_DEVICES)), st.floats(0, 1))
 def test_minimum_budget(work: Workload, name: str, retain: float) -> None:
-    """It is enough for that share of the speed, one byte less is not; and it grows with the share."""
+    """It is enough for that share of the speed, one byte less isn't; it grows with the share."""
     device = replace(known_device(name), memory=1 << 45)
     problem = plan_request(VICUNA, device, work)
     choices = candidates(problem)
@@ -148,7 +148,7 @@ def test_minimum_budget(work: Workload, name: str, retain: float) -> None:
 
 
 def test_from_outside() -> None:
-    """The public functions say the same as each other: the budget that keeps 96 % of the speed does, no less does."""
+    """The public functions agree: the budget that keeps 96 % of the speed does, a smaller one doesn't."""
     work = Workload(700, 2)
     least = minimum_budget(VICUNA, "a100", work)
     free = plan_memory(VICUNA, "a100", None, work).tokens_per_second
@@ -157,8 +157,9 @@ def test_from_outside() -> None:
 
 
 def test_small_trees_on_a_cpu() -> None:
-    """Where rows cost as much as reading weights a few nodes pay, and the plan says that more would not; on a GPU
-    whose host is the limit all nodes ride along."""
+    """If rows cost as much as reading weights a few nodes are best, and the reasons say so. On a GPU limited by the
+    host the tree is as large as possible.
+    """
     work = Workload(512, prompt=256)
     cpu = plan_memory(VICUNA, replace(known_device("cpu"), memory=64 * GIB), None, work)
     gpu = plan_memory(VICUNA, "titan-rtx", None, work)
@@ -211,7 +212,7 @@ def test_what_does_not_fit() -> None:
 
 
 def test_batches_run_in_rounds() -> None:
-    """Eight sequences of which memory holds some: fewer at once, all of them with more memory; said in the reasons."""
+    """Eight sequences with memory for some: fewer run at once, and the reasons say so; with more memory all run."""
     work = Workload(2048, 8)
     some = plan_memory(VICUNA, "titan-rtx", "18GiB", work)
     every = plan_memory(VICUNA, "a100", None, work)
@@ -229,7 +230,7 @@ def test_more_ranks_need_less_each() -> None:
 
 
 def test_what_a_gpu_cannot_compute() -> None:
-    """An error when planning, that names the GPU and the remedy, which works; never another dtype in silence."""
+    """An error when planning, with the GPU and a remedy that works; never another dtype silently."""
     work, wide = Workload(512), replace(VICUNA, dtype="bfloat16")
     with pytest.raises(ValueError, match=r"Llama-2-7B on NVIDIA TITAN RTX: sm_75 has no bfloat16.*torch\.float16"):
         plan_memory(wide, "titan-rtx", None, work)

@@ -19,7 +19,7 @@ from specmemo_kernels.planning.planner import plan_memory
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 def test_quantised_pages(kv_dtype: str) -> None:
-    """A byte an element and two float32 scales a head; faster where pages are read; said, and never chosen unasked."""
+    """One byte per element and two float32 scales per head; faster where pages are read; never chosen by default."""
     work = Workload(4096, 8)
     plain, coded = (plan_memory(VICUNA, "a100", None, work, kv_dtype=kind) for kind in (None, kv_dtype))
     assert (plain.kv_dtype, coded.kv_dtype) == (None, kv_dtype)
@@ -37,7 +37,7 @@ def test_quantised_pages(kv_dtype: str) -> None:
 
 
 def test_codes_are_read_in_fewer_bytes() -> None:
-    """A step's time falls by what its pages are smaller, divided by the read rate; its own rows stay as they are."""
+    """A step's time falls by the saved bytes of its pages over the read rate; its own rows aren't quantised."""
     run = Pass(60, 3, 100.0, 60)
     plain, coded = (pass_seconds(TOY, TOY_DEVICE, run, HeadsSpec(0), kv_dtype=kind) for kind in (None, "int8"))
     saved = 3 * 100 * 3 * 2 * ((16 + 16) * 3 - 2 * 4)
@@ -50,7 +50,7 @@ def test_other_pages_have_no_size() -> None:
 
 
 def test_int8_pages_are_a_remedy_where_they_are() -> None:
-    """Named with a budget that is enough for them; not where they wouldn't help, nor where they are asked for."""
+    """Named with a budget that is enough for them; not if they wouldn't help or are used already."""
     work = Workload(8192)
     with pytest.raises(BudgetError, match=r"pages in int8, which is not lossless \(kv_dtype='int8'") as e:
         plan_memory(VICUNA, "titan-rtx", "15GiB", work)

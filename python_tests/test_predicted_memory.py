@@ -1,4 +1,4 @@
-"""Predicted bytes beside those of real runs: all of generation on small models, passes of full-size ones."""
+"""Predicted bytes against real runs: whole generations of small models, passes of full-size ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ODD = {"olmo2": 1.084, "gemma3_text": 0.962, "stablelm": 0.886, "mixtral": 1.067
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"deepseek_v3"}))
 def test_passes_of_other_families(family: str) -> None:
-    """Most like Llama's; where not, by how much. (DeepSeek's latents are expanded on the way, which isn't modelled.)"""
+    """Most are like Llama; for the others, the ratio. (DeepSeek's expanded latents aren't modelled.)"""
     sizes: dict[str, object] = {"hidden_size": 256, "intermediate_size": 704, "head_dim": 64, "num_hidden_layers": 3}
     if "layer_types" in FAMILIES[family]:
         sizes["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -141,7 +141,7 @@ GRID = [
 def test_patched_generation(
     changes: dict[str, object], batch: int, prompt: int, tree: int, chunk: int, kv_dtype: str | None
 ) -> None:
-    """A whole patched generate on the CPU, from the configuration alone, over shapes, trees, batches and contexts."""
+    """A whole patched generate on the CPU, from the configuration only, over shapes, trees, batches and contexts."""
     model, new, page = small_model(**changes), 24, 16
     spec = ModelSpec.from_config(model.config)
     drafter = OracleDrafter([], 0.0, vocab=spec.vocab_size)
@@ -165,7 +165,7 @@ def test_patched_generation(
     ("batch", "prompt", "new"), sample([(1, 400, 8), (3, 200, 8), (2, 16, 300)], [(1, 400, 8), (3, 200, 8)])
 )
 def test_plain_generation(batch: int, prompt: int, new: int) -> None:
-    """transformers' own generate, prompt-bound and answer-bound."""
+    """transformers' own generate, dominated by the prompt or by the answer."""
     model = small_model(max_position_embeddings=1024)
     ids = torch.randint(3, 2000, (batch, prompt))
     with MemoryTracker() as tracker:
@@ -175,7 +175,7 @@ def test_plain_generation(batch: int, prompt: int, new: int) -> None:
 
 
 def test_medusa_as_published() -> None:
-    """Vicuna-7B at 2048 tokens, against the sizes of the tensors that its code makes."""
+    """Vicuna-7B at 2048 tokens, against the sizes of the tensors of its code."""
     spec = ModelSpec.from_config(
         CONFIG_MAPPING["llama"](**CONFIGS["Llama-2-7B"] | {"max_position_embeddings": 2048}, dtype="float16")
     )
@@ -194,7 +194,7 @@ def test_medusa_as_published() -> None:
 
 
 def test_ranks_of_tensor_parallel() -> None:
-    """Eight ranks of Llama-2-70B: one KV head each, layers and vocabularies divided; odd divisions are refused."""
+    """Eight ranks of Llama-2-70B: one KV head each, layers and vocabularies sharded; odd divisions are refused."""
     spec = ModelSpec.from_config(CONFIG_MAPPING["llama"](**CONFIGS["Llama-2-70B"], dtype="float16"))
     shape = predicted_shape(spec, HeadsSpec(), 3, tp=8)
     assert shape.kv_bytes_per_token == 80 * 2 * 128 * 2

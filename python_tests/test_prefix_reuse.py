@@ -1,4 +1,4 @@
-"""Prompts that begin like earlier texts are computed from there on alone, and write the same as ever."""
+"""Prompts that begin like earlier texts are computed from there on only; the output doesn't change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def model() -> PreTrainedModel:
 
 
 def turns(model: PreTrainedModel, count: int, new: int = 20) -> list[tuple[list[int], list[int]]]:
-    """Prompts of a conversation and the unpatched model's replies: each prompt is the last, its reply and some more."""
+    """Prompts of a conversation and the unpatched model's replies: each prompt is the previous one, its reply and new
+    tokens.
+    """
     found, ids = [], [5, 9, 3, 4, 5]
     for turn in range(count):
         found.append((ids, alone(model, ids, new)))
@@ -38,7 +40,7 @@ def one(ids: list[int]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 def test_a_conversation_computes_what_is_new(model: PreTrainedModel, kv_dtype: str | None) -> None:
-    """Each turn: everything but the last token of the reply is there; the pages are those of a fresh run."""
+    """In each turn everything but the reply's last token is reused; pages equal those of a fresh run."""
     conversation = turns(model, 5)
     heads = sk.MedusaHeads(32, VOCAB, 3)
     with sk.patch(model, heads, tree=6, page_size=4, kv_dtype=kv_dtype) as handle:
@@ -60,7 +62,7 @@ def test_a_conversation_computes_what_is_new(model: PreTrainedModel, kv_dtype: s
 
 
 def test_a_batch_shares_a_beginning(model: PreTrainedModel) -> None:
-    """Padded rows with a common beginning of two pages, after a call that computed it; three of them at a time."""
+    """Padded rows with a common prefix of two pages, after a call that computed it; three rows at a time."""
     start = [3, 1, 4, 1, 5, 9, 2, 6]
     prompts = [[*start, 10 + i, *range(20, 21 + i)] for i in range(5)]
     expected = [alone(model, prompt, 12) for prompt in prompts]
@@ -84,7 +86,7 @@ def test_a_batch_shares_a_beginning(model: PreTrainedModel) -> None:
 
 
 def test_sampling_from_kept_pages(model: PreTrainedModel) -> None:
-    """The same prompt again and again, each time with other samples: those of the unpatched model."""
+    """The same prompt with different samples: those of the unpatched model."""
 
     def sampled() -> list[list[int]]:
         torch.manual_seed(3)
@@ -158,7 +160,7 @@ def _a_training_step(model: PreTrainedModel) -> None:
 def test_another_model_finds_nothing(
     model: PreTrainedModel, changes: tuple[Callable[[PreTrainedModel], None], ...]
 ) -> None:
-    """After each change the text is the changed model's own, and nothing of before is reused."""
+    """After each change the text is the changed model's own, and nothing is reused."""
     prompt = turns(model, 2)[1][0]
     with sk.patch(model, OracleDrafter([], 0.0), tree=3, page_size=4) as handle:
         greedy(model, one(prompt), 20)
@@ -184,7 +186,7 @@ def test_release_and_unpatch_drop_everything(model: PreTrainedModel) -> None:
 
 
 def test_a_draft_model_keeps_what_it_knows(model: PreTrainedModel) -> None:
-    """It computes the new message alone as well, through larger pools."""
+    """It also computes the new message only, through larger pools."""
     prompts = [prompt for prompt, _ in turns(model, 3, new=12)]
     small = tiny_model("llama", seed=12, num_hidden_layers=1)
     rows = []
@@ -201,7 +203,7 @@ def test_a_draft_model_keeps_what_it_knows(model: PreTrainedModel) -> None:
 
 
 def test_kept_pages_count_inside_the_budget() -> None:
-    """A conversation that fills its budget: pools grow beside the old ones only while both fit, then take all pages."""
+    """A conversation that fills its budget: pools grow beside the old ones while both fit, then take all pages."""
     model = wide_model("llama", seed=20)
     heads = sk.MedusaHeads(128, VOCAB, 3)
     budget = with_workspace(model, 1_400_000)

@@ -1,4 +1,4 @@
-"""The order in which memory is given up and taken back, what becomes free, and that no token depends on it."""
+"""The order of degradation and recovery, the freed memory, and that no token depends on it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from specmemo_kernels.engine.scheduler import submit_all
 
 
 class Scripted:
-    """A monitor that says what it is told; the last number stays."""
+    """A monitor that returns given numbers; the last one stays."""
 
     def __init__(self, free: Iterable[int]) -> None:
         self.script, self.given_back = list(free), 0
@@ -35,7 +35,7 @@ class Scripted:
 
 
 def test_the_order() -> None:
-    """Tree and chunk first, then spare pages, the drafter, sequences; each level gives up one thing more."""
+    """Tree and chunk first, then spare pages, the drafter, sequences; each level adds one degradation."""
     found = [(v.max_tree, v.prefill_chunk, v.spare_pages, v.heads, v.max_sequences) for v in levels(9, 64, 5, True)]
     assert found == [
         (9, 64, True, True, 5),
@@ -51,8 +51,8 @@ def test_the_order() -> None:
 
 
 def test_hysteresis() -> None:
-    """Below the mark it shrinks at once and looks at the next step again; it grows after four looks of plenty, and
-    waits twice as long when that was too early.
+    """Below ``keep_free`` the level falls at once and is polled every step; it rises after four polls with enough
+    memory, and waits twice as long after a raise that was too early.
     """
     moves = []
     monitor = Scripted([50, 50, 50, 50, 110, 110, *[130] * 4, 90, 90, *[130] * 8])
@@ -80,7 +80,7 @@ def test_looks_are_rare() -> None:
 @pytest.mark.parametrize("swap", [False, True], ids=["recompute", "swap"])
 @pytest.mark.parametrize("drafter", [None, draft_model])
 def test_shrinks_and_grows_back(swap: bool, drafter: object) -> None:
-    """Memory falls and returns while three sequences are written: what is held follows, the tokens don't."""
+    """Memory falls and returns while three sequences run: allocated bytes follow, the tokens don't change."""
     run = Run(pages=60, new_tokens=60, samplings=SAMPLED)
     if drafter is not None:
         run = Run(draft_model, pages=60, new_tokens=60, samplings=SAMPLED)
@@ -115,7 +115,7 @@ def test_shrinks_and_grows_back(swap: bool, drafter: object) -> None:
 
 
 def test_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy that can't be made is no error: the tokens are computed anew."""
+    """A failed copy to the host is no error: the tokens are recomputed."""
 
     def none_left(*_: object) -> None:
         raise MemoryError
@@ -144,7 +144,7 @@ def test_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_swapping_keeps_every_byte(
     tokens: list[int], kv_dtype: str | None, page_size: int, data: st.DataObject
 ) -> None:
-    """Pages of several groups, codes and scales, into other pages of a pool that was made anew."""
+    """Pages of several groups, codes and scales, restored to other pages of a reallocated pool."""
     cpu = torch.device("cpu")
     layers = [LayerKV(2, 8, 12, torch.bfloat16, cpu), LayerKV(1, 8, 8, torch.float32, cpu)] * 2
     pool = PagedKVPool(layers, num_pages=90, page_size=page_size, max_sequences=4, max_nodes=1, kv_dtype=kv_dtype)
@@ -186,7 +186,7 @@ def heads() -> sk.MedusaHeads:
 
 @pytest.mark.parametrize("kwargs", [{}, {"do_sample": True, "top_k": 9, "repetition_penalty": 1.3}])
 def test_a_transformers_model(kwargs: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every site of every step of ``generate``, the model's own code among them."""
+    """Every site of every step of ``generate``, including the model's own code."""
     model, inputs = tiny_model("llama", num_hidden_layers=1), batch((9,))
 
     def generated() -> torch.Tensor:
@@ -204,7 +204,7 @@ def test_a_transformers_model(kwargs: dict[str, object], monkeypatch: pytest.Mon
 
 
 def test_outside_of_steps() -> None:
-    """Where transformers prepares a call, or the answer is put together, the error comes out; the model is usable."""
+    """While transformers prepares a call or the result is built, the error is raised; the model is usable."""
     model, inputs = tiny_model("llama", num_hidden_layers=1), batch((9, 4))
     expected = greedy(model, inputs, 6)
     with sk.patch(model, heads(), tree=4) as handle:
@@ -228,7 +228,7 @@ def test_outside_of_steps() -> None:
 
 
 def test_keep_free() -> None:
-    """The argument reaches the monitor; what it says of this machine is a plausible number; a wrong size is refused."""
+    """The argument reaches the monitor, whose number for this machine is plausible; a wrong size is refused."""
     model, inputs = tiny_model("llama", num_hidden_layers=1), batch((9,))
     expected = greedy(model, inputs, 40)
     with sk.patch(model, heads(), tree=6, keep_free=free_bytes(torch.device("cpu")) * 100) as handle:

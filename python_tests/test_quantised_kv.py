@@ -1,4 +1,4 @@
-"""Quantised pages: the bound on what codes lose, every backend's bits, pools, plans and patched models."""
+"""Quantised pages: the error bound, every backend's bits, pools, plans and patched models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LARGEST = {"int8": 127, "fp8": 448}
 
 
 def through_pages(rows: torch.Tensor, kv_dtype: str, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales that ``append_paged_kv`` writes of ``[N, dim]`` rows."""
+    """Codes and scales that ``append_paged_kv`` writes for ``[N, dim]`` rows."""
     pages = torch.zeros(1, len(rows), 1, rows.shape[1], dtype=KV_DTYPES[kv_dtype])
     scales = torch.full((1, len(rows), 1), float("nan"))
     both = (rows[:, None], rows[:, None], pages, pages.clone())
@@ -43,9 +43,9 @@ def through_pages(rows: torch.Tensor, kv_dtype: str, backend: str) -> tuple[torc
 @each_dtype
 @each_kv
 def test_what_codes_lose(kv_dtype: str, dtype: torch.dtype, backend: str) -> None:
-    """Half a scale at most in int8; in fp8 a sixteenth of the element, or half of the smallest code's step.
+    """At most half a scale in int8; in fp8 a sixteenth of the element, or half of the smallest code's step.
 
-    Beyond that roundings of float32, and rows below 127 (448) times the smallest normal number, which become zeros.
+    Plus float32 roundings; rows below 127 (448) times the smallest normal number become zeros.
     """
     rows = hard_rows(dtype)
     codes, scales = through_pages(rows, kv_dtype, backend)
@@ -74,7 +74,7 @@ def test_cpu_writes_the_references_bits(kv_dtype: str, dtype: torch.dtype) -> No
 @each_kv
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_no_number_stays_seen(kv_dtype: str, bad: float, backend: str) -> None:
-    """One NaN or infinity makes its token's head NaN, as loud as it would be unquantised; other tokens keep theirs."""
+    """One NaN or infinity makes its token's head NaN; other tokens are unaffected."""
     rows = torch.ones(3, 20)
     rows[1, 7] = bad
     codes, scales = through_pages(rows, kv_dtype, backend)
@@ -85,7 +85,7 @@ def test_what_is_no_number_stays_seen(kv_dtype: str, bad: float, backend: str) -
 
 @each_kv
 def test_codes_survive_a_second_trip(kv_dtype: str) -> None:
-    """What codes stand for is quantised to itself, in any backend: nothing drifts."""
+    """Dequantised elements are quantised to the same codes, in any backend: no drift."""
     codes, scales = through_pages(torch.randn(50, 40, generator=torch.Generator().manual_seed(1)), kv_dtype, "cpu")
     held = codes.float() * scales[:, None]
     again, same = through_pages(held, kv_dtype, "cpu")
@@ -94,7 +94,7 @@ def test_codes_survive_a_second_trip(kv_dtype: str) -> None:
 
 
 def by_slot(inputs: Inputs, layer: int | None, row: int, sequence: int, position: int) -> None:
-    """Write one row where it belongs, with the reference's codes."""
+    """Write one row to its slot, with the reference's codes."""
     page, slot = slot_of(inputs, sequence, position)
     for side in ("k", "v"):
         pages, scales = inputs[f"{side}_pages"], inputs[f"{side}_scales"]
@@ -118,7 +118,7 @@ POOLS = ("k_pages", "v_pages", "k_scales", "v_scales")
 @each_kv
 @pytest.mark.parametrize("case", PAGED_CASES, ids=lambda case: case.name)
 def test_append_writes_its_slots_only(case: PagedCase, kv_dtype: str, dtype: torch.dtype, backend: str) -> None:
-    """Codes and scales of its rows, all heads; every other bit of four pools stays."""
+    """Codes and scales of its rows, all heads; all other bits of four pools stay."""
     inputs = append_inputs(replace(case, kv_dtype=kv_dtype), dtype)
     wanted, bounds = copied(inputs), inputs["qo_indptr"].tolist()
     for sequence, length in enumerate(inputs["seq_lens"].tolist()):
@@ -147,7 +147,7 @@ def test_commit_writes_accepted_slots_only(case: PagedCase, kv_dtype: str, dtype
 
 @each_kv
 def test_a_sequence_ignores_its_batch(kv_dtype: str) -> None:
-    """On the cpu backend, to the last bit, as without codes."""
+    """Bit for bit on the cpu backend, as without quantisation."""
     from cases import one_sequence
 
     inputs = attention_inputs(AttentionCase("batch", (33, 700, 0), (3, 20, 9), kv_dtype=kv_dtype), torch.bfloat16)
@@ -205,7 +205,7 @@ def test_unknown_kv_dtype() -> None:
 @pytest.mark.parametrize("family", sample(FAMILIES, ("llama", "gemma2", "gpt_oss", "deepseek_v3")))
 @each_kv
 def test_families(family: str, kv_dtype: str) -> None:
-    """The cpu backend's tokens are the reference's with the same quantised pages, ragged batch, windows crossed."""
+    """The cpu backend's tokens are the reference's with the same quantised pages, for a ragged batch across windows."""
     model = tiny_model(family)
     inputs = batch((40, 1, 17))
     drafter = [OracleDrafter(answers(inputs, greedy(model, inputs, 24)), 0.6) for _ in range(2)]
@@ -225,7 +225,7 @@ def test_families(family: str, kv_dtype: str) -> None:
 @each_kv
 @pytest.mark.parametrize("family", sample(("llama", "gemma2", "deepseek_v3"), ["llama"]))
 def test_peak_stays_within_the_plan(family: str, kv_dtype: str) -> None:
-    """Peak bytes of live tensors; and a budget holds more tokens than without codes, by what a token takes."""
+    """Peak bytes of live tensors; a budget holds more tokens, by the ratio of bytes per token."""
     model = wide_model(family, seed=20)
     plans = {}
     for kv in (None, kv_dtype):

@@ -1,4 +1,4 @@
-"""The budget and the process: what generation adds to resident memory, libraries and the allocator included."""
+"""The budget and the process: resident memory of a generation, libraries and the allocator included."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def measured(seed: int, **changes: Any) -> dict[str, Any]:
 
 
 def check(found: dict[str, Any]) -> None:
-    """A first and a second call, and what stays after ``release``. Patching itself imports modules."""
+    """A first and a second call, and the bytes that stay after ``release``. Patching itself imports modules."""
     slack = max(found["allowed"] // 20, 4 * MIB)
     assert found["first"] <= found["allowed"] + slack
     assert found["repeated"] <= found["allowed"] + slack
@@ -63,7 +63,7 @@ def test_resident_memory_stays_within_the_budget(setting: dict[str, Any]) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30))
 def test_random_settings(seed: int) -> None:
-    """Budgets that the least plan doesn't fit are doubled until it does."""
+    """A budget below the smallest possible plan is doubled until it fits."""
     budget = 0
     for _ in range(5):
         found = measured(seed, **({"budget": budget} if budget else {}))

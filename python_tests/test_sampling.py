@@ -1,4 +1,4 @@
-"""Sampling: the distributions are transformers', and trees of candidates change nothing about them."""
+"""Sampling: the distributions are transformers', and trees of candidates don't change them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_distribution_is_that_of_transformers(
 
 
 class TableTarget:
-    """Logits per row as given; the hidden state of a row is its number."""
+    """A target with a table of logits per row; a row's hidden state is its number."""
 
     device = torch.device("cpu")
 
@@ -64,7 +64,7 @@ class TableTarget:
 
 
 def verify(target: TableTarget, tree: DraftTree, drafts: Sequence[int], state: SequenceState) -> list[int]:
-    """What one step over one sequence emits."""
+    """The tokens that one step over one sequence emits."""
     batch = tree_batch(tree, torch.tensor([drafts]), torch.tensor([4], dtype=torch.int32), torch.zeros(1, 9).int(), 4)
     verifier = SampledVerifier(target, "reference", [state.sampling])
     return verifier(batch, [state], TargetOutput(torch.arange(tree.size)[:, None].float(), None)).emitted[0]
@@ -81,7 +81,7 @@ def critical(freedom: int) -> float:
 
 
 def chi_square(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> tuple[float, int]:
-    """The statistic and its degrees of freedom; outcomes expected less than five times are thrown together."""
+    """The statistic and its degrees of freedom; outcomes expected less than five times are merged."""
     total = sum(counts.values())
     large = {k: p * total for k, p in expected.items() if p * total >= 5}
     rest = total - sum(large.values())
@@ -93,7 +93,7 @@ def chi_square(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...],
 
 
 def exact(table: Tensor, sampling: Sampling) -> dict[tuple[int, ...], float]:
-    """Probability of each emitted row of tokens: paths of the tree until a token that no child holds."""
+    """Probability of each emitted row of tokens: a path of the tree up to a token that no child holds."""
     found: dict[tuple[int, ...], float] = {}
 
     def follow(node: int, chance: float, tokens: tuple[int, ...]) -> None:
@@ -113,7 +113,7 @@ SAMPLINGS = [Sampling(), Sampling(temperature=0.6), Sampling(top_k=3), Sampling(
 
 @pytest.mark.parametrize("sampling", sample(SAMPLINGS, (0, len(SAMPLINGS) - 1), SAMPLINGS.index), ids=str)
 def test_tree_verification_is_lossless(sampling: Sampling) -> None:
-    """Chi-square over many seeds: what a step emits is distributed like tokens sampled one by one."""
+    """Chi-square over many seeds: a step's tokens are distributed like tokens sampled one by one."""
     table = torch.randn(TREE.size, 6, generator=torch.Generator().manual_seed(1)) * 1.5
     states = (SequenceState([5], 9, sampling=sampling.with_seed(seed)) for seed in range(SEEDS))
     counts = Counter(tuple(verify(TableTarget(table), TREE, DRAFTS, state)) for state in states)
@@ -123,7 +123,7 @@ def test_tree_verification_is_lossless(sampling: Sampling) -> None:
 
 
 def accept_and_renormalise(table: Tensor, generator: torch.Generator, forget: bool) -> list[int]:
-    """The textbook's procedure, child after child; with ``forget`` rejected tokens may come again (which is wrong)."""
+    """The textbook's procedure, child by child; with ``forget``, rejected tokens may come again (which is wrong)."""
     sampling, node, tokens = Sampling(), 0, []
     while True:
         p = sampling.probabilities(table[node])
@@ -141,7 +141,7 @@ def accept_and_renormalise(table: Tensor, generator: torch.Generator, forget: bo
 
 @pytest.mark.parametrize("forget", [False, True])
 def test_drawing_is_the_same_as_accepting_and_renormalising(forget: bool) -> None:
-    """The usual procedure has the same distribution, and the test tells a wrong one from it."""
+    """The usual procedure has the same distribution, and the test detects a wrong one."""
     table = torch.randn(TREE.size, 6, generator=torch.Generator().manual_seed(1)) * 1.5
     generator = torch.Generator().manual_seed(0)
     counts = Counter(tuple(accept_and_renormalise(table, generator, forget)) for _ in range(SEEDS))
@@ -150,7 +150,7 @@ def test_drawing_is_the_same_as_accepting_and_renormalising(forget: bool) -> Non
 
 
 def sampled(prompt: Sequence[int], new: int, sampling: Sampling, eos: frozenset[int] = frozenset()) -> list[int]:
-    """New tokens of ordinary sampling, one at a time, of the toy model."""
+    """New tokens of the toy model by ordinary sampling, one at a time."""
     tokens, generator = list(prompt), sampling.generator()
     for _ in range(new):
         tokens.append(draw(sampling.probabilities(TARGET.logits(tokens)), generator))
@@ -176,7 +176,7 @@ def test_a_seed_decides_alone(
     eos: frozenset[int],
     pages: int,
 ) -> None:
-    """Tokens are those of plain sampling with the seed, whatever tree, drafter or batch; greedy rows stay greedy."""
+    """Tokens are those of plain sampling with the seed, for any tree, drafter or batch; greedy rows stay greedy."""
     spec = decoder(tree, ToyDrafter(drafter, TARGET, greedy=False), num_pages=pages)
     spec.verifier = SampledVerifier(TARGET, "reference", samplings)
     states = [
@@ -194,7 +194,7 @@ def test_a_seed_decides_alone(
 
 
 def test_drafts_are_accepted_when_sampling() -> None:
-    """A drafter that is right about the likeliest tokens saves steps, also at a temperature."""
+    """A drafter that guesses the most probable tokens saves steps, also at a temperature."""
     spec = decoder(BUSHY, ToyDrafter("right", TARGET, greedy=False))
     sampling = Sampling(temperature=0.3, seed=4)
     spec.verifier = SampledVerifier(TARGET, "reference", [sampling])
@@ -207,7 +207,7 @@ def test_drafts_are_accepted_when_sampling() -> None:
 
 
 def test_one_row_of_logits_at_a_time() -> None:
-    """The walk makes no ``[nodes, vocabulary]`` tensor, and asks only for rows on its path."""
+    """The walk allocates no ``[nodes, vocabulary]`` tensor, and computes only the rows of its path."""
     vocab, tree = 20_000, DraftTree.chain(31)
     table = torch.zeros(tree.size, vocab)
     drafts = list(range(tree.size))
@@ -221,7 +221,7 @@ def test_one_row_of_logits_at_a_time() -> None:
 
 
 def best_typical(table: Tensor, sampling: Sampling, rule: TypicalAcceptance) -> tuple[int, set[tuple[int, ...]]]:
-    """Medusa's rule, path by path: the most candidates accepted in a row, and the paths that reach that."""
+    """Medusa's rule, path by path: the largest number of accepted candidates, and the paths that reach it."""
     p = (table / sampling.temperature).softmax(1)
     entropy = -(p * (p + 1e-9).log()).sum(1)
     limit = torch.minimum(torch.tensor(rule.epsilon), rule.alpha * torch.exp(-entropy))

@@ -1,4 +1,4 @@
-"""What ``bench/sanitize.py`` makes of a compute-sanitizer that is missing, can't run, finds something, or doesn't."""
+"""``bench/sanitize.py`` with a compute-sanitizer that is missing, can't run, finds an error, or finds none."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_verdicts(smoke: str, tests: str, status: int, says: str, tmp_path: Path
 
 @pytest.mark.slow
 def test_its_tests_exist() -> None:
-    """Each part of its selection names tests of test_gpu.py."""
+    """Each part of its selection matches tests of test_gpu.py."""
     sys.path.insert(0, str(SCRIPT.parent))
     try:
         import sanitize

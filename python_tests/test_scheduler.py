@@ -1,4 +1,4 @@
-"""Many sequences through one decoder: every output is plain decoding's, whoever joins, leaves or is preempted."""
+"""Many sequences through one decoder: every output is plain decoding's, despite joins, aborts and preemption."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def same_beginning(state: SequenceState) -> None:
 
 
 def check_books(scheduler: Scheduler) -> None:
-    """Pages belong to the active sequences alone, and everybody is in one place."""
+    """Only active sequences hold pages, and every sequence is in exactly one list."""
     spec = scheduler.decoder
     spec.pool.check_integrity()
     held = {s.slot for s in (*spec.sequences, *spec.prefilling)}
@@ -44,7 +44,7 @@ def check_books(scheduler: Scheduler) -> None:
 
 @st.composite
 def schedules(draw: st.DrawFn) -> tuple[list[tuple[int, SequenceState]], dict[int, int]]:
-    """Requests with the step at which each comes, and who is aborted before which step."""
+    """Requests with the step at which each arrives, and aborts with their step."""
     coming = draw(st.lists(st.tuples(st.integers(0, 8), requests()), min_size=1, max_size=6))
     aborts = draw(st.dictionaries(st.integers(0, 20), st.integers(0, len(coming) - 1), max_size=2))
     return coming, aborts
@@ -69,7 +69,7 @@ def test_any_schedule_writes_what_plain_decoding_writes(
     prefill_chunk: int,
     places: int,
 ) -> None:
-    """Requests that arrive and are aborted at any time, in as few pages as the largest needs, or some more."""
+    """Requests that arrive and are aborted at any time, with at least the pages of the largest."""
     coming, aborts = schedule
     states = [state for _, state in coming]
     most = max(len(s.prompt) + s.max_new_tokens for s in states) + tree.max_depth
@@ -109,7 +109,7 @@ def test_any_schedule_writes_what_plain_decoding_writes(
 
 
 def test_preemption_and_restore_change_nothing() -> None:
-    """Four sequences that all fit at first and then outgrow the pool."""
+    """Four sequences that fit at first and then outgrow the pool."""
     spec = decoder(CHAIN, "half", num_pages=14, page_size=4)
     states = [SequenceState([i, 3, i], 40) for i in range(4)]
     scheduler = Scheduler(spec, 4)
@@ -124,7 +124,7 @@ def test_preemption_and_restore_change_nothing() -> None:
 
 
 def test_a_preempted_sequence_waits_at_its_place() -> None:
-    """Before a younger one that has never run."""
+    """It is queued before a younger one that has never run."""
     spec = decoder(CHAIN, "none", num_pages=14, page_size=4)
     states = [SequenceState([i, 3, i], 40) for i in range(3)]
     scheduler = Scheduler(spec, 2)
@@ -140,7 +140,7 @@ def test_a_preempted_sequence_waits_at_its_place() -> None:
 
 
 def test_running_sequences_have_a_page_left_when_another_is_admitted() -> None:
-    """Pages for the next step of both would do now, and one of them would be preempted soon."""
+    """Pages for the next step of both would suffice now, but one sequence would be preempted soon."""
     spec = decoder(CHAIN, "none", num_pages=7, page_size=4)
     first, second = SequenceState([1, 2, 3], 20), SequenceState([4], 12)
     scheduler = Scheduler(spec, 2)
@@ -158,7 +158,7 @@ def test_running_sequences_have_a_page_left_when_another_is_admitted() -> None:
 
 
 def test_more_run_at_once_than_the_worst_case_allows() -> None:
-    """Sequences that may become long but end early share pages that wouldn't hold all of them at their longest."""
+    """Sequences that may become long but end early share pages that wouldn't hold all at full length."""
     text = plain(TARGET, PROMPTS[0], 8)
     states = [SequenceState(PROMPTS[0], 50, frozenset([text[-1]])) for _ in range(4)]
     spec = decoder(CHAIN, num_pages=24, page_size=4)
@@ -181,7 +181,7 @@ def test_more_run_at_once_than_the_worst_case_allows() -> None:
 )
 @example(sizes=[(5, 1)] * 4, tree=CHAIN, page_size=9)  # none of them ever needs a second page
 def test_whose_worst_cases_fit_run_at_once(sizes: list[tuple[int, int]], tree: DraftTree, page_size: int) -> None:
-    """Pages for all at their longest and none more: nobody waits for the first step, nobody is preempted."""
+    """Exactly the pages for all at full length: all start in the first step, none is preempted."""
     states = [SequenceState([i + 1] * prompt, new) for i, (prompt, new) in enumerate(sizes)]
     pages = sum(-(-(prompt + new + tree.max_depth) // page_size) for prompt, new in sizes)
     spec = decoder(tree, "half", page_size=page_size, num_pages=pages)
@@ -197,7 +197,7 @@ def test_whose_worst_cases_fit_run_at_once(sizes: list[tuple[int, int]], tree: D
 
 
 def test_first_come_first_served() -> None:
-    """Equal requests end in the order they came, however few may run at once."""
+    """Equal requests finish in the order of arrival, for any batch size."""
     spec = decoder(CHAIN, "none", sequences=2)
     states = [SequenceState([i], 6) for i in range(7)]
     scheduler = Scheduler(spec, 2)
@@ -209,7 +209,7 @@ def test_first_come_first_served() -> None:
 
 
 class Watching(ToyTarget):
-    """Notes the batches that it gets."""
+    """Records its batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class Watching(ToyTarget):
 
 
 def test_prefill_runs_beside_decode() -> None:
-    """A long prompt is computed in chunks inside the steps of a running sequence, which never waits for it."""
+    """A long prompt is computed in chunks within the steps of a running sequence, which is never delayed."""
     target = Watching()
     spec = decoder(CHAIN, "right", target=target, prefill_chunk=8, sequences=2, num_pages=128)
     scheduler = Scheduler(spec, 2)
@@ -264,7 +264,7 @@ def test_mixed_steps_on_backends(backend: str, tree: DraftTree) -> None:
 
 @pytest.mark.parametrize("when", ["waiting", "prefill", "running", "ended"])
 def test_abort_at_any_time(when: str) -> None:
-    """Pages are free on return, what was emitted stays, the others go on."""
+    """Pages are free on return, emitted tokens stay, other sequences continue."""
     spec = decoder(CHAIN, "right", prefill_chunk=4, sequences=2)
     scheduler = Scheduler(spec, 2)
     other, gone = SequenceState(PROMPTS[0], 20), SequenceState(PROMPTS[2], 12)
@@ -292,7 +292,7 @@ def test_abort_at_any_time(when: str) -> None:
 
 
 def test_abort_from_a_stop_function() -> None:
-    """A sequence ends another, or itself, in the middle of a step."""
+    """A sequence aborts another one, or itself, inside a step."""
     spec = decoder(CHAIN, "right")
     scheduler = Scheduler(spec, 4)
     victim = SequenceState(PROMPTS[1], 30)
@@ -316,7 +316,7 @@ def test_abort_from_a_stop_function() -> None:
 
 
 def test_abort_from_another_thread() -> None:
-    """Requests that others abort while steps run: no page is lost, and the rest is right."""
+    """Other threads abort requests while steps run: no page is lost, and all other tokens are right."""
     spec = decoder(CHAIN, "none", num_pages=40)
     scheduler = Scheduler(spec, 4)
     states = [SequenceState([i % VOCAB, 5], 60) for i in range(8)]
@@ -371,7 +371,7 @@ def test_an_exception_frees_everything() -> None:
 
 
 def test_no_row_is_ever_copied() -> None:
-    """Slots written to pages are the committed tokens, whoever joins or leaves: nothing is realigned."""
+    """Slots written to pages are the committed tokens, despite joins and exits: nothing is realigned."""
     spec = decoder(BUSHY, "half", num_pages=200)
     states = [SequenceState(PROMPTS[i % 4], 5 + 3 * i) for i in range(9)]
     scheduler = Scheduler(spec, 4)

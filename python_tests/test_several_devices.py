@@ -1,4 +1,4 @@
-"""Work on a GPU that isn't the current one: what a CPU can watch, with stand-ins for torch.cuda."""
+"""Work on a GPU that isn't the current one, tested on a CPU with stand-ins for torch.cuda."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ probe_command = importlib.import_module("specmemo_kernels.cli.probe")
 
 
 class Machine:
-    """torch.cuda of two GPUs that aren't there.
+    """torch.cuda with two simulated GPUs.
 
     Attributes:
-        current: index of the current device. streams: each device's current stream.
+        current: index of the current device.
+        streams: each device's current stream.
     """
 
     def __init__(self) -> None:
@@ -62,7 +63,7 @@ class Machine:
         return self.streams[self.current if device is None else device.index]
 
     def set_stream(self, stream: str) -> None:
-        """As torch's: the stream's device becomes the current one."""
+        """Like torch's: also makes the stream's device the current one."""
         self.current = int(stream.split()[-1])
         self.streams[self.current] = stream
 
@@ -76,7 +77,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 @pytest.fixture
 def launches(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
-    """The Triton backend's launches: kernel, and the device that was current."""
+    """The Triton backend's launches: kernel and current device."""
     pytest.importorskip("triton")
     if INTERPRETING:
         pytest.skip("the interpreter has no devices")
@@ -108,7 +109,7 @@ def launches(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list
 
 
 def test_kernels_are_launched_on_their_tensors_device(machine: Machine, launches: list[tuple[str, int]]) -> None:
-    """All of them, though another device is current before and after."""
+    """All kernels; another device is current before and after."""
     from specmemo_kernels.backends import triton
 
     with FakeTensorMode():
@@ -146,7 +147,7 @@ def test_an_error_leaves_the_current_device(machine: Machine, launches: list[tup
 
 
 def test_a_step_has_arrived_when_its_own_stream_got_there(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The event is recorded on the stream that copies the tokens, that of the target's device."""
+    """The event is recorded on the stream that copies the tokens, on the target's device."""
     recorded: list[str] = []
 
     class Event:
@@ -177,7 +178,7 @@ def test_a_step_has_arrived_when_its_own_stream_got_there(machine: Machine, monk
 
 @pytest.mark.parametrize("failing", ["nothing", "step", "end"])
 def test_a_capture_leaves_the_current_device(failing: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever fails, and though putting the stream back changes the current device."""
+    """Also after a failure, though restoring the stream changes the current device."""
     seen: list[int] = []
 
     class Capturing:
@@ -217,7 +218,7 @@ def test_a_capture_leaves_the_current_device(failing: str, machine: Machine, mon
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:1"])
 def test_a_probe_waits_for_its_own_device(name: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never for whatever device is current when the time is taken."""
+    """Never for the device that happens to be current."""
     waited: list[Any] = []
 
     def best(_: object, __: float, sync: Callable[[], None], least: int = 3) -> float:
@@ -244,7 +245,7 @@ def test_a_probe_waits_for_its_own_device(name: str, machine: Machine, monkeypat
 def test_patching_finds_what_was_probed(
     probed: str, current: int, models: str, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However the device was spelled: a model's tensors always have an index, unless they are on the CPU."""
+    """For any spelling of the device: a model's tensors always have an index, except on the CPU."""
     measured = DeviceProfile("some GPU", 8 * GIB, 1.25e12, {"float32": 1e12}, 1e-6, source="measured")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(machine, "current", current)

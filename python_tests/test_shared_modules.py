@@ -1,4 +1,4 @@
-"""Models that share something: a draft model, an lm_head, a decoder, heads or a drafter, patched side by side."""
+"""Models that share a draft model, an lm_head, a decoder, heads or a drafter, patched at the same time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def models(count: int) -> list[PreTrainedModel]:
 
 
 def same_tokens(expected: dict[PreTrainedModel, torch.Tensor], threads: bool = False) -> None:
-    """Each model writes what it wrote unpatched, one after the other or at once."""
+    """Each model writes its unpatched tokens, in sequence or concurrently."""
     results: dict[PreTrainedModel, torch.Tensor] = {}
 
     def run(model: PreTrainedModel) -> None:
@@ -46,7 +46,7 @@ def same_tokens(expected: dict[PreTrainedModel, torch.Tensor], threads: bool = F
 @pytest.mark.parametrize("threads", [False, True], ids=["in turn", "at once"])
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_draft_model_of_two_targets(first: int, threads: bool) -> None:
-    """Whichever target is unpatched first, the other goes on; in the end all three are as they were."""
+    """After either target is unpatched, the other one continues; in the end all three models are restored."""
     small, *targets = models(3)
     before = [snapshot(model) for model in (small, *targets)]
     expected = {model: greedy(model, batch((9, 5)), 15) for model in targets}
@@ -85,7 +85,7 @@ def test_a_draft_model_that_is_patched_itself(patched_first: str, order: str) ->
 
 
 def test_a_copy_of_a_draft_model_drafts_too() -> None:
-    """The copy is made while the original serves."""
+    """The copy is made while the original is in use."""
     small, *targets = models(3)
     expected = {model: greedy(model, batch((9, 5)), 15) for model in targets}
     sk.patch(targets[0], small)
@@ -99,7 +99,7 @@ def test_a_copy_of_a_draft_model_drafts_too() -> None:
 
 
 def tied(part: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Two models with one module; they differ in the other."""
+    """Two models that share one module."""
     first, second = models(2)
     setattr(second, part, getattr(first, part))
     return first, second
@@ -108,7 +108,7 @@ def tied(part: str) -> tuple[PreTrainedModel, PreTrainedModel]:
 @pytest.mark.parametrize("part", ["lm_head", "model"])
 @pytest.mark.parametrize("last", [0, 1])
 def test_models_with_a_module_in_common(part: str, last: int) -> None:
-    """Both patched, one unpatched: the other still has what it needs."""
+    """Both patched, one unpatched: the other one still works."""
     pair = tied(part)
     before = [snapshot(model) for model in pair]
     expected = {model: greedy(model, batch((9, 5)), 15) for model in pair}
@@ -133,7 +133,7 @@ def test_a_draft_model_with_a_module_of_its_target(part: str) -> None:
 
 
 def test_heads_of_two_models() -> None:
-    """One model's heads leave its device, as under memory pressure; the other's stay."""
+    """One model's heads are offloaded, as under memory pressure; the other's stay."""
     pair = models(2)
     heads = random_heads(pair[0])
     expected = {model: greedy(model, batch((9, 5)), 15) for model in pair}
@@ -155,7 +155,7 @@ def test_heads_of_two_models() -> None:
 
 
 class Remembering(OracleDrafter):
-    """Knows a sequence by its slot."""
+    """A drafter with state per slot."""
 
     def close(self, slot: int) -> None:
         pass
@@ -163,7 +163,7 @@ class Remembering(OracleDrafter):
 
 @pytest.mark.parametrize("kind", ["remembering", "pages"])
 def test_drafters_with_state_serve_one_model(kind: str) -> None:
-    """Two models' sequences would have the same slots."""
+    """Sequences of two models would have the same slots."""
     first, second = models(2)
     before = snapshot(second)
     drafter = Remembering([], 0.0, max_depth=3) if kind == "remembering" else toy_draft(3)

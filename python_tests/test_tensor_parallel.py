@@ -41,7 +41,7 @@ TWO_HEADS = {"model-llama-two-heads": ("llama", {"num_key_value_heads": 2, "num_
 
 
 def session(what: str, folder: Path, ranks: int, seconds: float) -> tuple[dict[int, Any], list[int]]:
-    """Run a process per rank; what each wrote (if it did) and its exit code. One that hangs fails the test."""
+    """Run a process per rank; each process's output (if any) and exit code. A process that hangs fails the test."""
     if Version(transformers.__version__) < Version("5.23"):
         pytest.skip("older versions of transformers don't divide an odd vocabulary, which these models have")
     with socket.socket() as free:
@@ -72,7 +72,7 @@ def write_models(folder: Path, names: list[str]) -> Path:
 
 
 def write_other_models(folder: Path) -> None:
-    """Models that differ from the first one in a weight that is divided, or in a number that leaves weights alone."""
+    """Models that differ from the first one in a sharded weight, or in a setting that affects no weight."""
     family, changes = MODELS["model-llama-gqa"]
     model: Any = tiny_model(family, **changes)
     model.model.layers[1].self_attn.q_proj.weight.data += 0.01
@@ -88,7 +88,7 @@ each_model = pytest.mark.parametrize("name", sample(MODELS, EVERYDAY))
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
-    """What two ranks wrote, by model; one session has the everyday model, another the slow ones."""
+    """The output of two ranks, by model; one session has the everyday model, another the slow ones."""
 
     @cache
     def results_of(everyday: bool) -> Results:
@@ -104,7 +104,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
 @pytest.mark.parametrize("heads", ["own", "shared"])
 @each_model
 def test_two_ranks_write_what_one_process_writes(two: Callable[[str], Results], name: str, heads: str) -> None:
-    """Every rank, every kind of call; the greedy tokens are the unpatched model's, too."""
+    """Every rank, every kind of call; greedy tokens equal the unpatched model's too."""
     _check_tokens(two(name)[0], name, heads)
 
 
@@ -130,8 +130,9 @@ def test_a_tree_chosen_by_the_clock_is_the_same_on_every_rank(two: Callable[[str
 
 @each_model
 def test_each_rank_holds_its_share(two: Callable[[str], Results], name: str) -> None:
-    """Pages for half of the KV heads, or the only one; of heads their blocks, and half of their own vocabulary matrices
-    (31 + 30)."""
+    """Pages for half of the KV heads, or for the only one; all blocks of the heads, and half of their own vocabulary
+    matrices (31 + 30).
+    """
     for heads in ("own", "shared"):
         parts = [two(name)[0][rank][name][heads] for rank in (0, 1)]
         for part in parts:
@@ -143,7 +144,7 @@ def test_each_rank_holds_its_share(two: Callable[[str], Results], name: str) -> 
 
 @each_model
 def test_heads_in_4_bits_have_the_codes_of_one_process(two: Callable[[str], Results], name: str) -> None:
-    """So they guess the same, token by token; the planner's bytes are those held."""
+    """So guesses are the same, token by token; the planner's bytes are the allocated ones."""
     _check_coded(*two(name), name, 2)
 
 
@@ -158,7 +159,7 @@ def _check_coded(results: dict[int, Any], folder: Path, name: str, ranks: int) -
 
 @each_model
 def test_weights_are_those_of_the_plan_and_saved_whole(two: Callable[[str], Results], name: str) -> None:
-    """Also where a rank was given a whole head; the model's own beam search runs beside; unpatched all is as before."""
+    """Also with replicated KV heads. The model's own beam search runs meanwhile; unpatching restores everything."""
     _check_weights(*two(name), name, 2)
 
 
@@ -206,7 +207,7 @@ def _check_messages(results: dict[int, Any], folder: Path, name: str, heads: str
 
 @pytest.mark.parametrize("own", [True, False])
 def test_no_message_grows_with_the_vocabulary(own: bool) -> None:
-    """So none grows with nodes times vocabulary either; each grows at most as the rows do."""
+    """Nor with nodes times vocabulary; each message grows at most as the rows do."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     small, large = (
         ModelSpec.from_config(AutoConfig.for_model("llama", **sizes, vocab_size=vocab)) for vocab in (500, 128_000)
@@ -222,7 +223,7 @@ def test_no_message_grows_with_the_vocabulary(own: bool) -> None:
 
 @pytest.mark.four_ranks
 def test_four_ranks_write_what_one_process_writes(tmp_path: Path) -> None:
-    """All of that, on four ranks: ``pytest -m four_ranks``."""
+    """The same on four ranks: ``pytest -m four_ranks``."""
     results, codes = session("compare", write_models(tmp_path, list(MODELS | TWO_HEADS)), 4, 1500)
     assert codes == [0] * 4
     for name in MODELS | TWO_HEADS:
@@ -236,7 +237,7 @@ def test_four_ranks_write_what_one_process_writes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_differ_fail_or_stall_end_all_with_an_error(tmp_path: Path) -> None:
-    """An error that says so, in seconds, and no tokens from anybody; what all refuse alike breaks nothing."""
+    """Every rank raises within seconds and returns no tokens; an error that all ranks raise alike breaks nothing."""
     write_models(tmp_path, ["model-llama-gqa"])
     write_other_models(tmp_path)
     results, _ = session("stalled", tmp_path, 2, 300)
@@ -293,7 +294,7 @@ def _check_pieces(found: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_chat_under_torchrun(tmp_path: Path) -> None:
-    """Rank 0 reads and writes, for both: one process's conversation."""
+    """Rank 0 reads and writes for both ranks: the conversation of one process."""
     arguments = ["--max-new-tokens", "8", "--tree", "6"]
     command = [sys.executable, "-m", "specmemo_kernels.cli", "chat", *arguments]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -1,4 +1,4 @@
-"""The loop of the C++ kernels on threads of its own, where no OpenMP runtime is loaded and threads are refused."""
+"""The C++ kernels' own threads, used without an OpenMP runtime, when the system refuses threads."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 @pytest.mark.parametrize("allowed", [0, 1, 3, 7])
 def test_refused_threads_leave_the_work_to_the_others(program: Path, allowed: int) -> None:
-    """Each index runs once per loop, whichever of the seven threads could not be started."""
+    """Each index runs once per loop, whichever of the seven threads fails to start."""
     done = subprocess.run([program, str(allowed)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"std::thread, {allowed} started\n"

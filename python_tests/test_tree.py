@@ -39,7 +39,7 @@ def ancestors(tree: DraftTree, node: int) -> set[int]:
 @settings(max_examples=60, deadline=None)
 @given(trees())
 def test_mask_is_the_ancestors(tree: DraftTree) -> None:
-    """Bit j of row i (bit 63 and later words among them) says that j is i or above it; depth counts those above."""
+    """Bit j of row i (also beyond bit 63) is set if j is i or an ancestor of i; depth counts the ancestors."""
     assert tree.mask.shape == (tree.size, (tree.size + 63) // 64)
     assert tree.mask.dtype == torch.int64
     for node, row in enumerate(tree.mask.tolist()):
@@ -61,7 +61,7 @@ def test_chain_at_word_edges(size: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(trees(largest=40))
 def test_paths_go_round(tree: DraftTree) -> None:
-    """A tree is what its rank paths say, and each path is its parent's and one rank more."""
+    """A tree equals the tree of its rank paths, and each path extends its parent's by one rank."""
     assert DraftTree.from_paths(tree.paths) == tree
     for node in range(1, tree.size):
         parent = tree.parents[node]
@@ -72,7 +72,7 @@ def test_paths_go_round(tree: DraftTree) -> None:
 @settings(max_examples=60, deadline=None)
 @given(trees(largest=40), st.data())
 def test_pruned_is_the_first_nodes(tree: DraftTree, data: st.DataObject) -> None:
-    """Every prefix is a tree in which the nodes that stay see what they saw."""
+    """Every prefix is a tree; its nodes keep their ancestors."""
     size = data.draw(st.integers(1, tree.size))
     small = tree.pruned(size)
     assert (small.size, small.paths) == (size, tree.paths[: size - 1])
@@ -82,7 +82,7 @@ def test_pruned_is_the_first_nodes(tree: DraftTree, data: st.DataObject) -> None
 @settings(max_examples=60, deadline=None)
 @given(trees(largest=40), st.integers(0, 12))
 def test_truncated_keeps_shallow_nodes(tree: DraftTree, depth: int) -> None:
-    """All paths of at most ``depth``, in their order, and no other."""
+    """Exactly the paths of at most ``depth``, in order."""
     assert tree.truncated(depth).paths == tuple(path for path in tree.paths if len(path) <= depth)
 
 
@@ -101,7 +101,7 @@ def test_chain_of_nothing_is_decoding() -> None:
 
 
 def test_refusals() -> None:
-    """Each message holds the node or path that is wrong."""
+    """Each message has the wrong node or path."""
     with pytest.raises(ValueError, match="got 0 parents, 0 ranks"):
         DraftTree((), ())
     with pytest.raises(ValueError, match="got 2 parents, 1 ranks"):
@@ -125,7 +125,7 @@ def test_refusals() -> None:
 @settings(max_examples=30, deadline=None)
 @given(trees(largest=70), st.lists(st.integers(0, 90), min_size=1, max_size=4))
 def test_tree_batch_packs_sequences(tree: DraftTree, lengths: list[int]) -> None:
-    """Positions are length + depth; each sequence's rows hold the whole tree; drafts keep their order."""
+    """Positions are length + depth; each sequence's rows are its whole tree; drafts keep their order."""
     drafts = torch.arange(len(lengths) * tree.size).reshape(len(lengths), tree.size)
     table = torch.zeros(len(lengths), 3, dtype=torch.int32)
     batch = tree_batch(tree, drafts, torch.tensor(lengths, dtype=torch.int32), table, max(lengths))

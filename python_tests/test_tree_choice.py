@@ -1,4 +1,4 @@
-"""How much of a tree pays: more sequences, smaller trees; better guesses, larger ones; and what looking costs."""
+"""The best part of a tree: smaller with more sequences, larger with better guesses; and the cost of exploration."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def chooser_for(tree: DraftTree = TREE, accuracy: Accuracy = DEFAULT_ACCURACY, *
 
 
 class Text:
-    """Accepts by chances of its own, each rank of a depth given that its parent was accepted."""
+    """Accepts each rank of a depth with its own probability, given that its parent was accepted."""
 
     def __init__(self, chances: list[list[float]], seed: int = 0) -> None:
         self.chances, self.random = chances, random.Random(seed)
@@ -65,7 +65,7 @@ def test_the_estimate_starts_from_the_accuracies() -> None:
 
 
 def test_the_estimate_finds_the_chances() -> None:
-    """From steps over parts of the tree, whatever parts these are; what was never verified keeps its prior."""
+    """From steps over any parts of the tree; nodes that were never verified keep their prior."""
     tree = DraftTree.from_paths([[0], [1], [0, 0], [2], [0, 1], [1, 0]])
     text, acceptance = Text([[0.3, 0.4, 0.1], [0.6, 0.2]]), RunningAcceptance(tree, [[0.7, 0.8, 0.9], [0.5, 0.6]])
     parts = [tree.part(nodes) for nodes in ([0, 1], [0, 2, 6], [0, 1, 2, 3, 5, 6])]
@@ -103,7 +103,7 @@ def all_parts(tree: DraftTree) -> list[list[int]]:
 @pytest.mark.parametrize("draft_seconds", [None, PassSeconds(((1, 0.2), (8, 0.3)))])
 @pytest.mark.parametrize("sequences", [1, 2, 5, 16])
 def test_the_best_part_is_the_best(sequences: int, draft_seconds: PassSeconds | None) -> None:
-    """Of all parts of a tree of 12 nodes, after some steps whose times are seen; up to the tie that is left alone."""
+    """Among all parts of a tree of 12 nodes, after timed steps; up to the tolerated tie."""
     tree = DraftTree.from_paths(best_first_paths(DEFAULT_ACCURACY, 11))
     chooser = chooser_for(tree, draft_seconds=draft_seconds)
     text = Text([[0.2, 0.5], [0.1, 0.1, 0.6]])
@@ -136,9 +136,9 @@ def test_more_sequences_get_less() -> None:
 
 
 def run(chooser: TreeChooser, text: Text, steps: int, real: PassSeconds | None = None) -> tuple[float, list[int]]:
-    """Tokens per second of so many steps of one sequence, and the sizes verified.
+    """Tokens per second of some steps of one sequence, and the verified sizes.
 
-    ``real``: what passes take, where the chooser was told something else.
+    ``real``: true pass times, if the chooser has others.
     """
     tokens, seconds, sizes = 0, 0.0, []
     for _ in range(steps):
@@ -164,8 +164,9 @@ def test_it_follows_the_text() -> None:
 @pytest.mark.parametrize("chances", [[[0.6, 0.1], [0.4, 0.1], [0.3]], [[0.05], [0.05]], [[0.9], [0.9], [0.9], [0.9]]])
 @pytest.mark.parametrize("seconds", [SLOPE, STEEP])
 def test_never_much_worse_than_the_best_that_stays(chances: list[list[float]], seconds: PassSeconds) -> None:
-    """Beside every prefix of the tree verified at all times, in expectation: exploration costs 1 %, wrong estimates
-    and what is learnt on the way hardly more."""
+    """Compared with every fixed prefix of the tree, in expectation: exploration costs 1 %, wrong estimates and learning
+    hardly more.
+    """
     tree = TREE.pruned(16)
     speed, _ = run(chooser_for(tree, seconds=seconds), Text(chances), 6000)
     best = max(
@@ -178,7 +179,7 @@ def test_never_much_worse_than_the_best_that_stays(chances: list[list[float]], s
 
 @pytest.mark.parametrize("told", [1.15, 1.0, 0.7])
 def test_pass_times_that_were_measured_wrongly(told: float) -> None:
-    """Steps correct the seconds of a pass by its rows: here eight rows take hardly longer than four."""
+    """Steps correct the time of a pass by its rows: here eight rows take hardly longer than four."""
     tree, chances = TREE.pruned(8), [[0.6, 0.1], [0.4, 0.1], [0.3]]
     real = PassSeconds(((1, 1.0), (4, 1.3), (8, 1.34)))
     wrong = PassSeconds(((1, 1.0), (4, 1.2), (8, 1.34 * told)))
@@ -188,13 +189,13 @@ def test_pass_times_that_were_measured_wrongly(told: float) -> None:
 
 
 def pad(chances: list[list[float]], tree: DraftTree) -> list[list[float]]:
-    """The same chances for all depths and ranks of a tree."""
+    """The same probabilities for all depths and ranks of a tree."""
     rows = chances + [[0.0]] * (tree.max_depth - len(chances))
     return [row + [0.0] * (tree.width - len(row)) for row in rows]
 
 
 def test_looking_costs_one_per_cent() -> None:
-    """Where the whole tree takes 12 times as long, it is verified that much more rarely."""
+    """If the whole tree takes 12 times as long, it is verified that much more rarely."""
     chooser = chooser_for(TREE, [[0.01]] * 5, seconds=STEEP)
     _, sizes = run(chooser, Text([[0.0]] * 5), 20000)
     looks = [i for i, size in enumerate(sizes) if size == TREE.size]
@@ -203,7 +204,7 @@ def test_looking_costs_one_per_cent() -> None:
 
 
 def test_a_decoder_with_a_chooser_writes_the_same() -> None:
-    """Trees change from step to step as sequences come and go, and the estimate is that of the steps."""
+    """Trees change from step to step as sequences come and go; the estimate has the steps' results."""
     tree = DraftTree.from_paths([[0], [1], [0, 0], [0, 1], [0, 0, 0]])
     spec = decoder(tree, "half")
     spec.chooser = chooser_for(tree, [[0.5, 0.8], [0.5, 0.8], [0.5]])
@@ -214,7 +215,7 @@ def test_a_decoder_with_a_chooser_writes_the_same() -> None:
 
 
 def test_a_decoder_tells_what_was_accepted() -> None:
-    """With guesses that are right everywhere (the first sibling is taken), and right in the last siblings alone."""
+    """With guesses that are always right (the first sibling is taken), and right in the last siblings only."""
     tree = DraftTree.from_paths([[0], [1], [1, 0], [1, 1]])
     for kind, expected in (("right", [1, 0, 0]), ("last", [0, 1, 1])):
         spec = decoder(tree, kind)
@@ -225,7 +226,7 @@ def test_a_decoder_tells_what_was_accepted() -> None:
 
 
 def test_who_gets_a_chooser() -> None:
-    """Only where no tree was asked for."""
+    """Only patches without a given tree."""
     model = tiny_model("llama", seed=3)
     heads = sk.MedusaHeads(32, VOCAB, 3)
     inputs = batch((9, 4, 30), seed=3)
@@ -242,7 +243,7 @@ def test_who_gets_a_chooser() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_a_model_with_a_drafter_that_learns_nothing_and_one_that_knows_all(share: float) -> None:
-    """The estimate ends where the drafter is; the tokens are the model's own."""
+    """The estimate converges to the drafter's accuracy; the tokens are the model's own."""
     model = tiny_model("llama", seed=4)
     ids = torch.tensor([[5, 9, 3, 4]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

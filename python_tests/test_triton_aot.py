@@ -1,4 +1,4 @@
-"""What the Triton kernels need on GPUs that aren't here: compiled ahead of time, no spill, matrix instructions.
+"""Resources of the Triton kernels, compiled ahead of time without a GPU: no spills, matrix instructions.
 
 A few kernels on five targets; ``bench/aot.py`` compiles all of them on all targets.
 """
@@ -24,7 +24,7 @@ TARGETS = ("sm_75", "sm_80", "sm_90", "gfx90a", "gfx942")
 
 @pytest.fixture(scope="session")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    """The benchmark's list of kernels, compiled into a cache of this session."""
+    """The benchmark's list of kernels, compiled into this session's cache."""
     import triton  # type: ignore[import-untyped,unused-ignore]
 
     triton.knobs.cache.dir = str(tmp_path_factory.mktemp("triton"))
@@ -62,7 +62,7 @@ def test_lm_head(kernels: ModuleType, target: str) -> None:
 
 @pytest.mark.parametrize("target", sample(("sm_75", "sm_90", "gfx90a", "gfx942", "gfx1100"), ["gfx90a"]))
 def test_lm_head_of_codes(kernels: ModuleType, target: str) -> None:
-    """One row, as a step has it, and a batch."""
+    """One row, as in a step, and a batch."""
     for nodes in (1, 25):
         check(kernels.lm_head_job(target, kernels.Shape(nodes=nodes), 10, group=64), target)
 
@@ -75,7 +75,7 @@ def test_small_kernels(kernels: ModuleType, target: str) -> None:
 
 
 def test_keys_are_loaded_ahead(kernels: ModuleType) -> None:
-    """More stages take more shared memory: page ids don't keep the key and value loads out of the pipeline."""
+    """More stages take more shared memory, so page ids don't prevent the pipelining of key and value loads."""
     from dataclasses import replace
 
     shape = kernels.Shape(head_dim=128, nodes=1, group=4)
@@ -107,7 +107,7 @@ def test_bfloat16_on_turing_is_refused() -> None:
 def test_refusals_come_with_the_plan(
     target: str, head_dim: int, dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a plan asks before anything is allocated names the GPU, the limit and what to do."""
+    """Checks before any allocation name the GPU, the limit and the remedy."""
     from specmemo_kernels import ops
     from specmemo_kernels.backends.triton import attention
 
@@ -119,7 +119,7 @@ def test_refusals_come_with_the_plan(
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["gfx1100", "sm_75"])
 def test_attention_float32(kernels: ModuleType, target: str) -> None:
-    """Multiply-adds in float32 fit the registers too, with all extras."""
+    """Float32 multiply-adds fit the registers too, with all extras."""
     shape = kernels.Shape(head_dim=128, nodes=25, dtype=torch.float32)
     extras = {"HAS_WINDOW": True, "HAS_SOFTCAP": True, "HAS_SINKS": True, "DIRECT": True}
     check(kernels.attention_job(target, shape, **extras), target)
@@ -161,7 +161,7 @@ def test_devices_find_their_rule() -> None:
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942", "gfx1100"])
 def test_quantised_pages(kernels: ModuleType, target: str, kv_dtype: str) -> None:
-    """Codes become numbers in registers, and still nothing spills; fp8 also where the target hasn't got it."""
+    """Codes are dequantised in registers, without spills; fp8 also on targets without it."""
     shape = kernels.Shape(nodes=25, kv_dtype=kv_dtype)
     for head_dim, nodes in ((128, 25), (64, 1)):
         check(kernels.attention_job(target, kernels.Shape(head_dim, nodes, kv_dtype=kv_dtype)), target)

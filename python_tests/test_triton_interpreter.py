@@ -1,4 +1,4 @@
-"""The Triton attention kernels' results, computed by Triton's interpreter on the CPU (see ``interpreter.py``)."""
+"""Results of the Triton attention kernels in Triton's interpreter on the CPU (see ``interpreter.py``)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CODES = tuple(
 
 
 def by_name(cases: Iterable[AttentionCase], everyday: Collection[str]) -> list[Any]:
-    """The cases, slow but for those of these names."""
+    """The cases; those with other names are slow."""
     return sample(cases, everyday, lambda case: case.name)
 
 
@@ -65,7 +65,7 @@ test_in_the_interpreter.__test__ = not INTERPRETING  # type: ignore[attr-defined
 
 
 def small_configs(invariant: bool = False) -> Any:
-    """Classes with small splits, so that short sequences have several of them."""
+    """Block sizes with small splits, so that short sequences have several splits."""
     from specmemo_kernels.backends.kernel_config import KernelConfig
 
     decode = KernelConfig(page_size=16, block_m=16, block_n=16, split_size=32, num_warps=4, num_stages=1, max_nodes=4)
@@ -90,7 +90,7 @@ def check_attention(case: AttentionCase, dtype: torch.dtype, **options: Any) -> 
 
 
 def chain_step(inputs: Inputs, step: int) -> Inputs:
-    """Node ``step`` of a chain decoded alone, after the nodes before it were committed."""
+    """Node ``step`` of a chain decoded alone, after the earlier nodes were committed."""
     length, page_size = int(inputs["seq_lens"][0]), inputs["k_pages"].shape[1]
     result = dict(inputs) | {name: inputs[name].clone() for name in ("k_pages", "v_pages")}
     for node in range(step):
@@ -115,7 +115,7 @@ def chain_inputs(length: int, nodes: int, dtype: torch.dtype) -> Inputs:
 
 @pytest.fixture
 def ordered_dots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products summed in the order of k: some machines' BLAS rounds a row by its place in the matrix."""
+    """Products summed in the order of k, because some BLAS versions round a row by its position in the matrix."""
     from triton.runtime.interpreter import InterpreterBuilder  # type: ignore[import-untyped,unused-ignore]
 
     def create_dot(_: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
@@ -191,7 +191,7 @@ class TestInterpreter:
     @pytest.mark.slow
     @pytest.mark.usefixtures("ordered_dots")
     def test_invariant_by_argument(self) -> None:
-        """The operator's own switch, where the rule splits the keys of one node and of nine differently."""
+        """The operator's argument, in a case where one node and nine nodes are split differently."""
         inputs = chain_inputs(700, 9, torch.float16)
         equal = []
         for invariant in (False, True):
@@ -202,7 +202,7 @@ class TestInterpreter:
         assert all(equal[1])
 
     def test_classes_that_are_launched(self) -> None:
-        """One launch when all sequences are known to be alike, unless a graph is captured for batches of others."""
+        """One launch if all sequences are known to be alike, unless a graph is captured for other batches."""
         from specmemo_kernels.backends.kernel_config import attention_configs, launched_classes
 
         classes = attention_configs("sm_90", 128, 128, 4, torch.float16, 16)
@@ -214,7 +214,7 @@ class TestInterpreter:
         assert launched_classes(classes, 200, 8, 25, 4000, replayed=True, min_nodes=5) == (classes[1:2], 4)
 
     def test_workspace_is_bounded(self) -> None:
-        """What a memory plan is told covers the states of every step's splits."""
+        """The declared workspace covers the states of every step's splits."""
         from specmemo_kernels.backends.kernel_config import attention_configs, launched_classes, split_state_bytes
         from specmemo_kernels.backends.triton import split_workspace
 

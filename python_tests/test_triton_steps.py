@@ -1,4 +1,4 @@
-"""Pages, verification and the lm_head as Triton kernels, and whole steps of them, in Triton's interpreter."""
+"""The Triton kernels of pages, verification and lm_head, and whole steps, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ by_head = pytest.mark.parametrize("by_head", [False, True], ids=["by_token", "by
 
 
 def paged_problem(generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Four sequences over shuffled pages of 7 tokens, keys of 24 and values of 16, NaN wherever nothing is."""
+    """Four sequences over shuffled pages of 7 tokens, keys of 24 and values of 16, NaN in unused slots."""
     layers, pages, page_size, heads, nodes = 3, 20, 7, 3, 12
     table = torch.full((4, 5), 2**30, dtype=torch.int32)
     table[:, :4] = torch.randperm(pages, generator=generator).int()[:16].reshape(4, 4)
@@ -88,7 +88,7 @@ class TestInterpreter:
     @by_head
     @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
     def test_append_of_codes(self, kv_dtype: torch.dtype, by_head: bool) -> None:
-        """The reference's bits for rows of any size, ties, outliers, nothing, NaN and infinity."""
+        """The reference's bits for rows of any size, ties, outliers, zeros, NaN and infinity."""
         from specmemo_kernels.backends import triton
 
         rows = hard_rows(torch.float32, 36)
@@ -167,7 +167,7 @@ class TestInterpreter:
     @pytest.mark.parametrize("dtype", sample((torch.float32, torch.bfloat16, torch.float16), [torch.float16]), ids=str)
     @pytest.mark.parametrize("case", [c for c in CODE_CASES if c.vocab < 1000], ids=lambda c: c.name)
     def test_lm_head_of_codes(self, case: LmHeadCase, dtype: torch.dtype) -> None:
-        """Integers again; groups full and not."""
+        """Small integers; full and partial groups."""
         inputs = lm_head_code_inputs(case, dtype)
         mine, wanted = (
             ops.lm_head_topk(**inputs, k=case.k, backend=name)  # type: ignore[arg-type]
@@ -176,7 +176,7 @@ class TestInterpreter:
         assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(mine, wanted, strict=True))
 
     def test_lm_head_of_codes_on_real_numbers(self) -> None:
-        """No weight is rounded: float32 sums of exactly what the codes stand for."""
+        """No weight is rounded: float32 sums of the exact dequantised weights."""
         g = torch.Generator().manual_seed(5)
         hidden = torch.randn(3, 200, generator=g).half()
         codes, scales = pack(torch.randn(300, 200, generator=g) / 30)
@@ -203,7 +203,7 @@ class TestInterpreter:
 
     @pytest.mark.parametrize("kv_dtype", [None, "int8"])
     def test_patched_generation(self, kv_dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The tokens of the model itself, with the block sizes that the plan says and no others."""
+        """The model's own tokens, with exactly the plan's block sizes."""
         from specmemo_kernels.backends.triton import attention
 
         taken = set()

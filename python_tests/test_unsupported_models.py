@@ -1,4 +1,4 @@
-"""What the operator doesn't compute is refused by ``patch``, or runs the model's own generate with a warning."""
+"""Models that the operator can't compute are refused by ``patch``, or run their own generate with a warning."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def refused(model: PreTrainedModel, match: str) -> None:
 
 
 def with_arguments(model: PreTrainedModel, **arguments: Any) -> PreTrainedModel:
-    """The same model, its attention modules called with further arguments, or others."""
+    """The same model, whose attention modules are called with additional or changed arguments."""
 
     def change(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs | {k: v(kwargs) if callable(v) else v for k, v in arguments.items()})
@@ -61,7 +61,7 @@ def with_arguments(model: PreTrainedModel, **arguments: Any) -> PreTrainedModel:
     ],
 )
 def test_arguments_that_change_scores(arguments: dict[str, Any], match: str) -> None:
-    """An attention function's argument that isn't used is an error, whatever its value."""
+    """An attention argument that the operator ignores is an error, whatever its value."""
     refused(with_arguments(tiny_model("llama"), **arguments), match)
 
 
@@ -75,7 +75,7 @@ def test_arguments_that_change_scores(arguments: dict[str, Any], match: str) -> 
     ],
 )
 def test_arguments_that_change_nothing(change: dict[str, Any]) -> None:
-    """Masks that were moved or sliced, and arguments without effect, are no reason to refuse."""
+    """Moved or sliced masks, and arguments without effect, are accepted."""
     model = with_arguments(tiny_model("llama"), **change)
     expected = greedy(model)
     with sk.patch(model, OracleDrafter(expected.tolist(), 0.5), tree=5) as handle:
@@ -89,7 +89,7 @@ def test_mask_from_data() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_bidirectional_attention(family: str) -> None:
-    """Decoders that were configured as encoders."""
+    """Decoders configured as encoders."""
     refused(tiny_model(family, is_causal=False), "is_causal=False|position 0 sees position 1")
 
 
@@ -118,7 +118,7 @@ def test_chunked_attention() -> None:
 
 @pytest.mark.parametrize("window", [2, 5, 4096, 2**17 + 3])
 def test_window_of_the_mask_alone(window: int) -> None:
-    """A model that masks with a window of which it doesn't tell its attention function."""
+    """A model whose mask has a window that its attention function doesn't get."""
     torch.manual_seed(0)
     config = family_model("phimoe").config
     config.sliding_window = window
@@ -148,7 +148,7 @@ def test_window_of_the_cache_alone() -> None:
 
 
 def test_tokens_that_mix_outside_of_attention() -> None:
-    """Layers that read their neighbours would see other branches of a tree."""
+    """Layers that read neighbouring rows would read other branches of a tree."""
     model = tiny_model("llama")
     model.model.layers[1].register_forward_pre_hook(lambda _, args: (args[0] + args[0].roll(1, dims=1), *args[1:]))
     refused(model, "something beside attention mixes tokens")

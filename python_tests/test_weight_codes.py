@@ -1,4 +1,4 @@
-"""Matrices in 4-bit codes: what packing loses at most, and the lm_head over codes on every backend that runs here."""
+"""Matrices in 4-bit codes: the error bound of packing, and the lm_head over codes on every available backend."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def best_tokens(logits: Tensor, k: int) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CODE_CASES, ids=lambda case: case.name)
 def test_exact_on_integers(backend: str, case: LmHeadCase, dtype: torch.dtype) -> None:
-    """Sums that every dtype holds exactly, so order and ties are certain; wild codes behind the last column."""
+    """Sums are exact in every dtype, so order and ties are determined; invalid codes behind the last column."""
     plain, inputs = lm_head_inputs(case, torch.float64), lm_head_code_inputs(case, dtype)
     logits = torch.nn.functional.linear(*plain.values())  # type: ignore[arg-type]
     wanted = best_tokens(logits, case.k)
@@ -52,8 +52,9 @@ def test_exact_on_integers(backend: str, case: LmHeadCase, dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 256), (3, 200), (9, 1000)])
 def test_on_real_numbers(backend: str, rows: int, columns: int, dtype: torch.dtype) -> None:
-    """Values are the float64 logits of what the codes stand for, after float32 sums and one rounding (the reference
-    rounds what codes stand for as well)."""
+    """Values are the float64 logits of the dequantised weights, after float32 sums and one rounding (the reference also
+    rounds the dequantised weights).
+    """
     g = torch.Generator().manual_seed(rows)
     hidden, weight = torch.randn(rows, columns, generator=g).to(dtype), torch.randn(501, columns, generator=g) / 30
     codes, scales = pack(weight)
@@ -78,7 +79,7 @@ def test_rows_that_are_apart(backend: str) -> None:
 
 
 def test_nothing_behind_the_last_row_is_read(backend: str) -> None:
-    """An odd number of groups fills no register; what follows them in memory changes nothing."""
+    """An odd number of groups fills no register; the memory behind them has no effect."""
     g = torch.Generator().manual_seed(1)
     hidden, (codes, scales) = torch.randn(2, 192, generator=g), pack(torch.randn(40, 192, generator=g))
     wanted = ops.lm_head_topk(hidden, codes[:25].clone(), k=4, scales=scales[:25].clone(), backend=backend)
@@ -96,7 +97,7 @@ def test_nothing_behind_the_last_row_is_read(backend: str) -> None:
     seed=st.integers(0, 1000),
 )
 def test_the_error_of_packing(rows: int, columns: int, exponent: int, dtype: torch.dtype, seed: int) -> None:
-    """Half a scale at most; a whole one where the opposite of the largest would need a code that there isn't."""
+    """At most half a scale; a whole scale for the negated maximum, which has no code."""
     g = torch.Generator().manual_seed(seed)
     weight = (torch.randn(rows, columns, generator=g) * 2.0**exponent).to(dtype)
     weight[torch.rand(rows, columns, generator=g) < 0.2] = 0
@@ -118,7 +119,7 @@ def test_the_error_of_packing(rows: int, columns: int, exponent: int, dtype: tor
 
 
 def test_packing_is_the_same_in_pieces_and_from_any_layout() -> None:
-    """Rows are packed a few at a time; a transposed matrix, or one row, gives the same codes."""
+    """Rows packed a few at a time, a transposed matrix, or one row give the same codes."""
     weight = torch.randn(700, 1000, generator=torch.Generator().manual_seed(3))
     codes, scales = pack(weight)
     for part in (weight.T.contiguous().T, weight[:1], weight[::2]):

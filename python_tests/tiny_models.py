@@ -1,4 +1,4 @@
-"""Tiny random models of every family that is supported, and drafters that know (or don't know) the answer."""
+"""Tiny random models of every supported family, and drafters that know (or don't know) the answer."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def tiny_model(family: str, seed: int = 0, **changes: object) -> PreTrainedModel
 
 
 def random_heads(model: PreTrainedModel) -> MedusaHeads:
-    """Three heads of two layers that know nothing."""
+    """Three random heads of two layers."""
     torch.manual_seed(0)
     heads = MedusaHeads(model.config.hidden_size, VOCAB, 3, num_layers=2)
     for parameter in heads.parameters():

@@ -1,4 +1,4 @@
-"""A language model of two attention layers over the paged cache, and drafters that know what it will write."""
+"""A language model of two attention layers over the paged cache, and drafters that know its output."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ToyTarget:
         )
 
     def forward(self, batch: TreeBatch, attention: StepAttention, keep: Tensor | None, logits: bool) -> TargetOutput:
-        """What a model does in a step; see :class:`specmemo_kernels.engine.decode.TargetModel`."""
+        """One forward pass; see :class:`specmemo_kernels.forward.target.TargetModel`."""
         x = self.embed(batch.tokens.clamp(min=0), batch.positions)
         for layer, window in enumerate(self.windows):
             q, k, v = self.project(layer, x)
@@ -108,7 +108,7 @@ class ToyTarget:
         return int(self.logits(tokens).argmax())
 
     def margin(self, tokens: Sequence[int]) -> float:
-        """How far the best next token is ahead of the second."""
+        """The distance of the best next token's logit from the second."""
         best, second = self.logits(tokens).topk(2).values.tolist()
         return best - second
 
@@ -204,7 +204,7 @@ def decoder(
 
 
 def finish(spec: SpecDecoder, waves: list[list[SequenceState]]) -> None:
-    """Start a wave, make a step, start the next ...; the pool's books agree throughout and it ends empty."""
+    """Start a wave of sequences before each step and run all to their end; checks the pool after each step."""
     waves = list(waves)
     for _ in range(1000):
         if waves:

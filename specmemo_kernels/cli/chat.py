@@ -35,7 +35,7 @@ from specmemo_kernels.integrations.hf.patch import patch
 from specmemo_kernels.ops.weight_codes import check_bits
 from specmemo_kernels.planning.memory_plan import BudgetError, format_bytes
 
-HELP = '/reset forgets all, /stats shows counters, /exit leaves; """ opens and closes text of several lines'
+HELP = '/reset clears the conversation, /stats shows counters, /exit quits; """ opens and closes text of several lines'
 DTYPES: dict[str, torch.dtype | str] = {
     "auto": "auto",
     "float32": torch.float32,
@@ -45,7 +45,7 @@ DTYPES: dict[str, torch.dtype | str] = {
 
 
 class Chat:
-    """A patched model, its conversation and the commands."""
+    """A conversation with a patched model, and its commands."""
 
     def __init__(self, model: Any, handle: Any, tokenizer: Any, max_new_tokens: int, console: Console) -> None:
         self.handle, self.tokenizer, self.console = handle, tokenizer, console
@@ -123,7 +123,6 @@ class Chat:
 
     @contextlib.contextmanager
     def _left_out_as_notes(self) -> Iterator[None]:
-        """Print each LeftOutWarning as a note."""
         show = warnings.showwarning
 
         def note(message: Warning | str, category: type[Warning], *location: Any, **options: Any) -> None:
@@ -193,7 +192,7 @@ def read_line(prompt: str, interactive: bool) -> str | None:
 
 
 def start_chat(options: ChatOptions, console: Console) -> Chat:
-    """Check the options, load the model and patch it.
+    """Check the options, load and patch the model, and print the first line.
 
     Raises:
         UserError, ValueError, BackendUnavailable: an option, the model or its heads can't be used.

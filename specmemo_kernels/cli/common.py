@@ -1,4 +1,4 @@
-"""Shared by the commands: checks of options, the bundled model, loading a model."""
+"""Checks of options, output files, and loading models, for all commands."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def setting_up() -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading(name: str) -> Iterator[None]:
-    """Convert any error of transformers: broken files raise errors of every type."""
+    """Convert any error of loading to a UserError: broken files raise errors of every type."""
     try:
         yield
     except Exception as error:
@@ -179,7 +179,7 @@ def load_model(folder: str | Path, dtype: torch.dtype | str, device: torch.devic
         with loading(f"the model {folder}"):
             model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
         return model.to(device).eval()
-    with warnings.catch_warnings():  # newer versions prefer an argument that older ones don't have
+    with warnings.catch_warnings():  # newer versions replace tp_plan by an argument that older ones lack
         warnings.simplefilter("ignore", FutureWarning)
         with loading(f"the model {folder}"):
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False, tp_plan="auto")
@@ -189,7 +189,7 @@ def load_model(folder: str | Path, dtype: torch.dtype | str, device: torch.devic
 
 
 def hide_loading_bars() -> None:
-    """Disable transformers' progress bars; the bundled model loads at once."""
+    """Disable transformers' progress bars."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""``specmemo demo``: completes real files with the bundled model, plain and patched, and compares the two."""
+"""``specmemo demo``: complete real files with the bundled model, plain and patched, and compare."""
 
 from __future__ import annotations
 
@@ -92,9 +92,10 @@ def file_prompt(tokenizer: Any, file: Path, room: int) -> Prompt:
 
 
 def run_demo(options: DemoOptions) -> None:
-    """Show, measure and report.
+    """Stream completions, then measure and print the closing table.
 
     Raises:
+        UserError, BackendUnavailable: an option, the model or a file can't be used.
         typer.Exit: status 1, because the tokens of a prompt differ between runs.
     """
     hide_loading_bars()

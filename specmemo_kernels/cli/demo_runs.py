@@ -20,8 +20,8 @@ from specmemo_kernels.integrations.hf.patch import patch
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
 
 SIDES = ("plain", "patched")
-#: Of the completions on the screen. In greedy completions of so small a model 41 % of the lines are repetitions, in
-#: these 6 % (six prompts of 128 tokens).
+#: Sampling of the completions on the screen: 6 % of the lines are repetitions, 41 % in greedy completions (six prompts
+#: of 128 tokens).
 SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
 MIN_PROMPT = 32
 
@@ -112,7 +112,7 @@ class Pair:
             )
 
     def generate(self, side: str, prompt: Prompt, max_new_tokens: int | None = None, **kwargs: Any) -> Any:
-        """``generate`` of one side, greedy unless ``kwargs`` say otherwise."""
+        """``generate`` of one side, greedy by default."""
         ids = prompt.ids.to(self.models[side].device)
         options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens or self.max_new_tokens,
@@ -128,7 +128,7 @@ class Pair:
 
 
 def measure(pair: Pair, prompts: list[Prompt], rounds: int, tick: Callable[[], None]) -> list[PromptResult]:
-    """Time every prompt, plain and patched in turns: other load on the machine slows both."""
+    """Time every prompt, plain and patched in turns, so that other load on the machine slows both."""
     results, stats = [], pair.handle.stats
     for prompt in prompts:
         seconds: dict[str, list[float]] = {side: [] for side in SIDES}
@@ -155,14 +155,14 @@ def measure(pair: Pair, prompts: list[Prompt], rounds: int, tick: Callable[[], N
 
 
 def measure_memory(pair: Pair, prompt: Prompt) -> dict[str, dict[str, int]]:
-    """Peak bytes of the tensors of one generation, by side and part. The tracker is slow: time in other runs."""
+    """Peak tensor bytes of one generation, by side and part. The tracker is slow, so these runs aren't timed."""
     with MemoryTracker() as tracker:
         output = pair.generate("plain", prompt, return_dict_in_generate=True)
     layers = output.past_key_values.layers
     cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     plain = {"KV cache": cache, "everything else at the peak": tracker.peak - cache}
     del output, layers
-    pair.handle.release()  # the pages are then allocated under the tracker
+    pair.handle.release()  # so that the pages are allocated under the tracker
     with MemoryTracker() as tracker:
         pair.generate("patched", prompt)
     parts = pair.handle.bytes_by_part

@@ -67,11 +67,11 @@ class Feed(BaseStreamer):
         return len({step for _, step in self.pieces})
 
     def text(self) -> Text:
-        """The text so far, accepted drafts in green: all tokens of a step but its last, the target model's own."""
+        """The text so far. Accepted drafts are green: all tokens of a step but the last, which is the model's own."""
         pieces = list(self.pieces)  # Live draws in another thread
         text = Text(no_wrap=True, overflow="crop")
         next_steps = [step for _, step in pieces[1:]] + [-1]
-        for (piece, step), next_step in zip(pieces, next_steps, strict=False):  # lengths differ without pieces
+        for (piece, step), next_step in zip(pieces, next_steps, strict=False):  # without pieces the lengths differ
             text.append(piece, style="green" if next_step == step else "")
         return text
 
@@ -98,7 +98,7 @@ class LiveView:
         console.print(Text.assemble(("green", "green"), ": guessed by the heads and accepted by the model"))
 
     def turn(self, title: str, prompt: Prompt) -> bool:
-        """Stream one prompt's two completions; whether they are equal."""
+        """Stream one prompt's two completions; returns whether they are equal."""
         self.pair.handle.stats.reset()
         feeds: dict[str, Feed] = {}
 
@@ -137,7 +137,7 @@ class TextView:
         self.console, self.pair = console, pair
 
     def turn(self, title: str, prompt: Prompt) -> bool:
-        """Print one prompt's end and stream its two completions; whether they are equal."""
+        """Print one prompt's end and stream its two completions; returns whether they are equal."""
         self.pair.handle.stats.reset()
         self.console.out(f"\n=== {title}\n--- end of the prompt ({prompt.ids.shape[1]} tokens)", highlight=False)
         self.console.out("\n".join(prompt.text.rstrip("\n").splitlines()[-PROMPT_LINES:]), highlight=False)
@@ -168,10 +168,10 @@ def show_result(console: Console, result: DemoResult) -> None:
     console.print(table)
     console.print(
         f"Prompts: {count}; timed runs of each per side: {result.rounds}, alternating, prompt included; medians. "
-        "Timed apart from the streaming above, and greedily; the text above is sampled (temperature "
-        f"{SAMPLING['temperature']}, top-p {SAMPLING['top_p']}, one seed for both sides). Both are compared. Memory: "
-        "peak bytes of tensors while a prompt of "
-        f"{result.memory_prompt_tokens} tokens is completed, without the model's own weights.",
+        "The timed runs are greedy; the text above is sampled (temperature "
+        f'{SAMPLING["temperature"]}, top-p {SAMPLING["top_p"]}, one seed for both sides). "Same tokens" is for both. '
+        f"Memory: peak bytes of tensors while a prompt of {result.memory_prompt_tokens} tokens is completed, without "
+        "the model's own weights.",
         style="dim",
     )
 

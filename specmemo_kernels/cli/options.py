@@ -23,7 +23,9 @@ class PatchOptions:
 
     device: Annotated[str, Option(help="A torch device: cpu, cuda, cuda:1, ...")] = "cpu"
     backend: Annotated[str | None, Option(help="reference, cpu or triton (default: by device).")] = None
-    tree: Annotated[int | None, Option(help="Nodes of the candidate tree (default: suits the device).", min=1)] = None
+    tree: Annotated[
+        int | None, Option(help="Nodes of the candidate tree (default: the best for the device).", min=1)
+    ] = None
     memory_budget: Annotated[
         str | None,
         Option(help="Memory for generation, without the model's weights: 64MiB, 2GiB, ... (default: no limit)."),
@@ -58,7 +60,7 @@ class ChatOptions(PatchOptions):
     """Chat with a model and its heads. Without a chat template the model completes your text."""
 
     model: Annotated[str | None, Option(help="A hub id or a folder (default: the bundled demo model).")] = None
-    heads: Annotated[str | None, Option(help="Medusa heads for that model: a hub id or a folder.")] = None
+    heads: Annotated[str | None, Option(help="Medusa heads for that model: a hub id, a folder or a file.")] = None
     dtype: Annotated[str, Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto"
     max_new_tokens: Annotated[int, Option(help="Maximum tokens per reply, at most half the context.", min=1)] = 256
     head_bits: HeadBits = None
@@ -77,8 +79,8 @@ class ProbeOptions:
 class PlanOptions:
     """Predict memory and speed of generation, and choose heads, tree and pages for a budget.
 
-    Reads the model's configuration only, and plans for devices of other machines as well. Only --device this
-    measures this machine.
+    Reads the model's configuration only, and plans for devices of other machines as well. Only --device this, which is
+    the default, and --device cuda use a device of this machine.
     """
 
     model: Annotated[str, Option(help="A config.json, a folder with one, or a hub id; no weights are needed.")]

@@ -27,7 +27,7 @@ def run_plan(options: PlanOptions) -> None:
 
     Raises:
         UserError: an unknown model or device, or an impossible workload.
-        BudgetError: no plan fits the budget; the message has the least that does.
+        BudgetError: no plan fits the budget; the message names the smallest budget that works.
     """
     if options.plot is not None:
         check_plot(options.plot)
@@ -41,16 +41,16 @@ def run_plan(options: PlanOptions) -> None:
         workload = Workload(options.context, options.batch, options.prompt or 0)
         heads, accuracy = heads_of(options, spec)
         device, tp = devices_of(options)
-        problem = plan_request(spec, device, workload, heads=heads, accuracy=accuracy, tp=tp, kv_dtype=options.kv_dtype)
-        choices = candidates(problem)
-        plan = choose(problem, choices, options.memory_budget)
-    rows = alternatives(problem, choices, plan)
+        request = plan_request(spec, device, workload, heads=heads, accuracy=accuracy, tp=tp, kv_dtype=options.kv_dtype)
+        choices = candidates(request)
+        plan = choose(request, choices, options.memory_budget)
+    rows = alternatives(request, choices, plan)
     if options.as_json:
-        print(json.dumps(to_json(problem, choices, plan, rows), indent=1))
+        print(json.dumps(to_json(request, choices, plan, rows), indent=1))
     else:
-        show(terminal(), problem, choices, plan, rows)
+        show(terminal(), request, choices, plan, rows)
     if options.plot is not None:
-        draw(options.plot, problem, choices, plan, rows)
+        draw(options.plot, request, choices, plan, rows)
 
 
 def device_profile(name: str) -> DeviceProfile:
@@ -95,6 +95,6 @@ def heads_of(options: PlanOptions, spec: ModelSpec) -> tuple[HeadsSpec, Accuracy
     source = existing_or_hub(options.heads, "--heads is neither a number nor a folder or file", files=True, hub=False)
     if options.shared_lm_head:
         raise UserError(f"--shared-lm-head is for a number of heads; the files in {options.heads} decide this already")
-    facts = describe_heads(source, spec.hidden_size, spec.vocab_size)
-    sizes = HeadsSpec(facts.num_heads, facts.num_layers, facts.own_lm_head, bits or facts.head_bits)
-    return sizes, facts.accuracy or DEFAULT_ACCURACY
+    stored = describe_heads(source, spec.hidden_size, spec.vocab_size)
+    sizes = HeadsSpec(stored.num_heads, stored.num_layers, stored.own_lm_head, bits or stored.head_bits)
+    return sizes, stored.accuracy or DEFAULT_ACCURACY

@@ -33,18 +33,18 @@ def check_plot(path: Path) -> None:
     check_output("--plot", path)
 
 
-def draw(path: Path, problem: PlanRequest, choices: list[PlanCandidate], plan: MemoryPlan, rows: list[Row]) -> None:
+def draw(path: Path, request: PlanRequest, choices: list[PlanCandidate], plan: MemoryPlan, rows: list[Row]) -> None:
     """Plot the frontier and the alternatives into ``path``; its ending decides the format."""
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(7.5, 4.5))
-    _curve(axes, problem, choices)
+    _curve(axes, request, choices)
     _points(axes, rows)
     generation_budget = (plan.budget or 0) - plan.parts["weights"]
     if generation_budget <= 1.5 * max(row.generation_bytes for row in rows):
         axes.axvline(generation_budget / GIB, color="grey", linestyle="--", linewidth=1, label="budget")
-    work = problem.workload
+    work = request.workload
     axes.set_title(
-        f"{Path(problem.spec.name).name} on {problem.device.name}, {work.batch} x {work.context} tokens (predicted)",
+        f"{Path(request.spec.name).name} on {request.device.name}, {work.batch} x {work.context} tokens (predicted)",
         fontsize=10,
     )
     axes.set_xlabel("generation memory in GiB (model weights not included)")
@@ -61,9 +61,9 @@ def draw(path: Path, problem: PlanRequest, choices: list[PlanCandidate], plan: M
         plt.close(figure)
 
 
-def _curve(axes: Axes, problem: PlanRequest, choices: list[PlanCandidate]) -> None:
+def _curve(axes: Axes, request: PlanRequest, choices: list[PlanCandidate]) -> None:
     """Draw the frontier as steps, and a line at 96 % of its highest speed."""
-    weights = weight_bytes(problem.spec, problem.tp)
+    weights = weight_bytes(request.spec, request.tp)
     best = frontier(choices)
     sizes = [(c.total_bytes - weights) / GIB for c in best]
     speeds = [c.speed.tokens_per_second for c in best]

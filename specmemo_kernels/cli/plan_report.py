@@ -27,13 +27,13 @@ from specmemo_kernels.planning.search import (
 )
 from specmemo_kernels.tree.acceptance import expected_tokens_per_step
 
-#: Share of the highest speed that the leanest alternative keeps.
+#: Share of the highest speed that the smallest alternative keeps.
 RETAIN = 0.96
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to run the workload, on one rank. ``generation_bytes`` are without the model's weights."""
+    """One way to run the workload, per rank. ``generation_bytes`` exclude the model's weights."""
 
     name: str
     generation_bytes: int
@@ -46,9 +46,9 @@ class Row:
     sequences: int | None = None
 
 
-def alternatives(problem: PlanRequest, choices: list[PlanCandidate], plan: MemoryPlan) -> list[Row]:
+def alternatives(request: PlanRequest, choices: list[PlanCandidate], plan: MemoryPlan) -> list[Row]:
     """The plan, other plans for the same workload, and two baselines (the last two rows)."""
-    spec, device, work, tp = problem.spec, problem.device, problem.workload, problem.tp
+    spec, device, work, tp = request.spec, request.device, request.workload, request.tp
     weights, budget = weight_bytes(spec, tp), plan.budget or 0
     plans: list[tuple[str, PlanCandidate | None]] = [
         ("this plan", fastest(choices, budget)),
@@ -56,12 +56,12 @@ def alternatives(problem: PlanRequest, choices: list[PlanCandidate], plan: Memor
         (f"{RETAIN:.0%} of that, at least", fastest(choices, smallest_budget(choices, RETAIN))),
         ("least that runs", min(choices, key=lambda c: c.total_bytes)),
     ]
-    if problem.kv_dtype is None:
-        int8_pages = replace(problem, kv_dtype="int8")
+    if request.kv_dtype is None:
+        int8_pages = replace(request, kv_dtype="int8")
         plans.append(("int8 pages, not lossless", fastest(candidates(int8_pages), budget)))
-    heads = problem.heads
+    heads = request.heads
     if heads.own_lm_head and heads.num_heads > 0 and heads.head_bits is None:
-        int4_heads = replace(problem, heads=replace(heads, head_bits=CODE_BITS))
+        int4_heads = replace(request, heads=replace(heads, head_bits=CODE_BITS))
         plans.append(("heads in 4 bits", fastest(candidates(int4_heads), budget)))
     rows = [
         Row(name, c.total_bytes - weights, c.total_bytes, c.tokens_per_step, c.speed, c.heads, c.tree_size, c.chunk,
@@ -69,8 +69,8 @@ def alternatives(problem: PlanRequest, choices: list[PlanCandidate], plan: Memor
         for name, c in plans if c is not None
     ]  # fmt: skip
     published = HeadsSpec()
-    paths = tree_paths(problem, min(4, len(problem.accuracy)), MAX_NODES)
-    tokens = expected_tokens_per_step(paths, problem.accuracy)
+    paths = tree_paths(request, min(4, len(request.accuracy)), MAX_NODES)
+    tokens = expected_tokens_per_step(paths, request.accuracy)
     medusa = medusa_speed(spec, device, work, published, MAX_NODES, tokens, tp)
     plain_bytes, medusa_bytes = (
         sum(p.values()) for p in (plain_parts(spec, work, tp), medusa_parts(spec, work, tp=tp))
@@ -85,11 +85,11 @@ def alternatives(problem: PlanRequest, choices: list[PlanCandidate], plan: Memor
 
 
 def show(
-    console: Console, problem: PlanRequest, choices: list[PlanCandidate], plan: MemoryPlan, rows: list[Row]
+    console: Console, request: PlanRequest, choices: list[PlanCandidate], plan: MemoryPlan, rows: list[Row]
 ) -> None:
     """Print the plan part by part, its reasons and the alternatives."""
-    spec, work, budget = problem.spec, problem.workload, plan.budget or 0
-    where = problem.device.name + (f", each of {problem.tp} ranks" if problem.tp > 1 else "")
+    spec, work, budget = request.spec, request.workload, plan.budget or 0
+    where = request.device.name + (f", each of {request.tp} ranks" if request.tp > 1 else "")
     title = Text.assemble((spec.name, "bold"), f" on {where}; all figures are predicted")
     console.print(title, soft_wrap=True)
     console.print(
@@ -98,7 +98,7 @@ def show(
         soft_wrap=True,
     )
     chosen = Table("chosen", "value")
-    for name, value in (_chosen(plan, spec.dtype) | _communication(problem, rows[0])).items():
+    for name, value in (_chosen(plan, spec.dtype) | _communication(request, rows[0])).items():
         chosen.add_row(name, value)
     parts = Table("part", "bytes")
     for name, size in plan.parts.items():
@@ -106,9 +106,9 @@ def show(
     parts.add_section()
     parts.add_row("generation", format_bytes(plan.generation_bytes))
     parts.add_row("all", format_bytes(plan.total_bytes))
-    both = Table.grid(padding=(0, 2))
-    both.add_row(chosen, parts)
-    console.print(both)
+    columns = Table.grid(padding=(0, 2))
+    columns.add_row(chosen, parts)
+    console.print(columns)
     for reason in plan.reasons:
         console.print(f"- {reason}", soft_wrap=True)
     table = Table("alternative", "heads", "nodes", "chunk", "at once", "generation", "tokens/s", "fits")
@@ -119,7 +119,7 @@ def show(
             "yes" if row.total_bytes <= budget else "no",
         )  # fmt: skip
     console.print(table)
-    for line in (*_gains(problem, rows), _against_medusa(choices, rows)):
+    for line in (*_gains(request, rows), _against_medusa(choices, rows)):
         console.print(line, soft_wrap=True)
 
 
@@ -137,39 +137,35 @@ def _against_medusa(choices: list[PlanCandidate], rows: list[Row]) -> str:
     )
 
 
-def _gains(problem: PlanRequest, rows: list[Row]) -> list[str]:
+def _gains(request: PlanRequest, rows: list[Row]) -> list[str]:
     """Speed relative to plain generate, and of a batch relative to one sequence."""
-    best, plain, work = rows[0].speed.tokens_per_second, rows[-2].speed.tokens_per_second, problem.workload
+    best, plain, work = rows[0].speed.tokens_per_second, rows[-2].speed.tokens_per_second, request.workload
     batch = f", {work.batch} sequences" if work.batch > 1 else ""
     lines = [f"{best / plain:.2f} times plain generate{batch}"]
     if work.batch > 1:
-        single = fastest(candidates(replace(problem, workload=replace(work, batch=1))), problem.device.memory)
+        single = fastest(candidates(replace(request, workload=replace(work, batch=1))), request.device.memory)
         if single is not None:
             lines.append(f"{best / single.speed.tokens_per_second:.2f} times the plan for one sequence")
     return lines
 
 
-def messages_of(problem: PlanRequest, row: Row) -> tuple[Message, ...]:
-    """Messages between the ranks in a step of ``row``; empty for a single device."""
-    if problem.tp == 1:
-        return ()
-    run = decode_pass(problem.workload, row.sequences or problem.workload.batch, row.nodes, row.heads)
-    return step_messages(problem.spec, run, problem.heads)
-
-
-def _message_totals(problem: PlanRequest, row: Row) -> dict[str, float]:
-    messages = messages_of(problem, row)
+def _message_totals(request: PlanRequest, row: Row) -> dict[str, float]:
+    """Messages between the ranks in a step of ``row``; zeros for a single device."""
+    messages: tuple[Message, ...] = ()
+    if request.tp > 1:
+        run = decode_pass(request.workload, row.sequences or request.workload.batch, row.nodes, row.heads)
+        messages = step_messages(request.spec, run, request.heads)
     return {
         "messages": sum(m.count for m in messages),
         "bytes": sum(m.count * m.nbytes for m in messages),
-        "seconds": sum(m.seconds(problem.device, problem.tp) for m in messages),
+        "seconds": sum(m.seconds(request.device, request.tp) for m in messages),
     }
 
 
-def _communication(problem: PlanRequest, row: Row) -> dict[str, str]:
-    if problem.tp == 1:
+def _communication(request: PlanRequest, row: Row) -> dict[str, str]:
+    if request.tp == 1:
         return {}
-    totals = _message_totals(problem, row)
+    totals = _message_totals(request, row)
     size = f"{totals['messages']}, {format_bytes(int(totals['bytes']))}"
     return {"messages of a step": size, "of its time": f"{1e3 * totals['seconds']:.2f} ms"}
 
@@ -191,16 +187,16 @@ def _chosen(plan: MemoryPlan, dtype: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-def to_json(problem: PlanRequest, choices: list[PlanCandidate], plan: MemoryPlan, rows: list[Row]) -> dict[str, Any]:
+def to_json(request: PlanRequest, choices: list[PlanCandidate], plan: MemoryPlan, rows: list[Row]) -> dict[str, Any]:
     """All printed figures and the frontier, in bytes and seconds."""
-    work = problem.workload
+    work = request.workload
     return {
-        "model": problem.spec.to_json(),
-        "device": problem.device.to_json(),
-        "workload": {"context": work.context, "prompt": work.prompt, "batch": work.batch, "tp": problem.tp},
+        "model": request.spec.to_json(),
+        "device": request.device.to_json(),
+        "workload": {"context": work.context, "prompt": work.prompt, "batch": work.batch, "tp": request.tp},
         "predicted": True,
         "plan": plan.to_json() | {"generation_bytes": plan.generation_bytes, "total_bytes": plan.total_bytes},
-        "communication": _message_totals(problem, rows[0]),
+        "communication": _message_totals(request, rows[0]),
         "alternatives": [
             {"name": row.name, "heads": row.heads, "nodes": row.nodes, "generation_bytes": row.generation_bytes,
              "total_bytes": row.total_bytes, "tokens_per_step": row.tokens_per_step,
@@ -209,7 +205,7 @@ def to_json(problem: PlanRequest, choices: list[PlanCandidate], plan: MemoryPlan
         ],
         "frontier": [
             {"total_bytes": c.total_bytes, "tokens_per_second": c.speed.tokens_per_second, "heads": c.heads,
-             "tree_size": c.tree_size, "chunk": c.chunk, "sequences": c.sequences, "parts": parts_of(problem, c)}
+             "tree_size": c.tree_size, "chunk": c.chunk, "sequences": c.sequences, "parts": parts_of(request, c)}
             for c in frontier(choices)
         ],
     }  # fmt: skip

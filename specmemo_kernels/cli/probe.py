@@ -14,7 +14,7 @@ from specmemo_kernels.planning.memory_plan import format_bytes
 
 
 def run_probe(options: ProbeOptions) -> None:
-    """Measure a device profile, print it and write it to a file (default: the cache that ``patch`` reads)."""
+    """Measure a device profile, print it and write it to a file (default: the cache of ``patch`` and ``plan``)."""
     name = str(torch_device(options.device))
     path = options.output or cache_file(name)
     check_output("--output", path, make_folders=True)

@@ -13,10 +13,7 @@ from transformers.utils.hub import cached_file
 
 
 def checkpoint_digest(name_or_path: str) -> dict[str, object]:
-    """A checksum for each safetensors file of a model: of its tensors' names, shapes and some rows.
-
-    Empty if this machine has no such files.
-    """
+    """A checksum for each safetensors file of a model; empty if this machine has no such files."""
     folder = _folder(name_or_path) if name_or_path else None
     files = [] if folder is None else sorted(folder.glob("*.safetensors"))
     return {f"the checkpoint's {path.name}": f"{_digest(path):08x}" for path in files}
@@ -34,7 +31,7 @@ def _folder(name_or_path: str) -> Path | None:
 
 
 def _digest(path: Path) -> int:
-    """Checksum of each tensor's first, middle and last row: further training changes every row."""
+    """Checksum of names, shapes, and the first, middle and last row of each tensor: training changes every row."""
     checksum = 0
     with safe_open(path, framework="pt") as file:
         for key in sorted(file.keys()):

@@ -1,7 +1,7 @@
-"""Replicated key/value heads, for models with fewer of them than ranks.
+"""Replicated key/value heads, for models with fewer key/value heads than ranks.
 
 transformers' tensor parallel plans shard the rows of a key or value projection evenly. With more ranks than key/value
-heads (2 heads on 4 ranks, 8 on 16) each rank has a piece of a head, with which the model can't run. While the model is
+heads (2 heads on 4 ranks, 8 on 16) each rank has a piece of a head, and the model can't run. While the model is
 patched, each rank has all rows of the head that its query heads attend to, gathered once.
 """
 
@@ -29,40 +29,40 @@ _PROJECTIONS = ("q_proj", *_KEYS_AND_VALUES, "o_proj")
 class ReplicatedKVHeads:
     """Whole key/value heads on this rank; :meth:`undo` restores the model.
 
-    Each projection's parameter is replaced by a distributed tensor of ``ranks`` heads, some of them the same, whose
-    local part is this rank's head. The original parameter's local part becomes a view of that head, so that nothing is
-    stored twice. ``state_dict`` and saving use the original parameter.
+    Each projection's parameter is replaced by a distributed tensor of ``ranks`` heads, one per rank, with repetitions.
+    The original parameter's local part becomes a view of this rank's head, so that nothing is stored twice.
+    ``state_dict`` and saving use the original parameter.
     """
 
     _undo_steps: list[Callable[[], None]] = field(default_factory=list)
 
     @torch.no_grad()
     def install(self, model: Any, rank: int, ranks: int) -> None:
-        """Replicate heads that are in pieces; collective, every rank must call it.
+        """Replicate heads that are split between ranks; collective, every rank must call it.
 
         Raises:
             UnsupportedModel: the ranks can't share the heads, or other parameters of the attention depend on them. The
                 model is as before.
         """
         config = model.config.get_text_config()
-        queries = int(getattr(config, "num_attention_heads", 0) or 0)
-        keys = int(getattr(config, "num_key_value_heads", None) or queries)
+        query_heads = int(getattr(config, "num_attention_heads", 0) or 0)
+        kv_heads = int(getattr(config, "num_key_value_heads", None) or query_heads)
         for name, module in model.named_modules():
-            if name.rpartition(".")[2] in _FUSED and _is_sharded(module) and (keys % ranks or queries % ranks):
+            if name.rpartition(".")[2] in _FUSED and _is_sharded(module) and (kv_heads % ranks or query_heads % ranks):
                 raise UnsupportedModel(
-                    f"{_heads(model, queries, keys)}, and {name}, where both are one matrix, is divided over {ranks} "
-                    f"ranks; {_remedy(queries, keys, shared=False)}"
+                    f"{_heads(model, query_heads, kv_heads)}, and {name}, where both are one matrix, is divided over "
+                    f"{ranks} ranks; {_remedy(query_heads, kv_heads, shared=False)}"
                 )
-        layers = [(module, *heads) for module in model.modules() if (heads := _heads_in_pieces(model, module, ranks))]
+        layers = [(module, *heads) for module in model.modules() if (heads := _split_heads(model, module, ranks))]
         try:
-            for attention, queries, keys in layers:
+            for attention, query_heads, kv_heads in layers:
                 for projection in map(attention.get_submodule, _KEYS_AND_VALUES):
                     for kind, parameter in list(projection.named_parameters(recurse=False)):
-                        self._replace(projection, kind, parameter, keys, rank, ranks)
+                        self._replace(projection, kind, parameter, kv_heads, rank, ranks)
                 if hasattr(attention, "num_key_value_groups"):  # the model's own attention repeats keys as often
                     restore = partial(setattr, attention, "num_key_value_groups", attention.num_key_value_groups)
                     self._undo_steps.append(restore)
-                    attention.num_key_value_groups = queries // ranks
+                    attention.num_key_value_groups = query_heads // ranks
         except BaseException:
             self.undo()
             raise
@@ -72,13 +72,13 @@ class ReplicatedKVHeads:
         while self._undo_steps:
             self._undo_steps.pop()()
 
-    def _replace(self, projection: nn.Module, kind: str, original: Any, keys: int, rank: int, ranks: int) -> None:
-        """Replace a parameter ``[keys * head_dim, ...]``; this rank's part is head ``rank * keys // ranks``."""
+    def _replace(self, projection: nn.Module, kind: str, original: Any, kv_heads: int, rank: int, ranks: int) -> None:
+        """Replace a parameter ``[kv_heads * head_dim, ...]``; this rank gets head ``rank * kv_heads // ranks``."""
         from torch.distributed.tensor import DTensor
 
         full = original.full_tensor()
-        head_rows, piece_rows = full.shape[0] // keys, full.shape[0] // ranks
-        first = rank * keys // ranks * head_rows
+        head_rows, piece_rows = full.shape[0] // kv_heads, full.shape[0] // ranks
+        first = rank * kv_heads // ranks * head_rows
         head = full[first : first + head_rows].clone()
         shape = torch.Size((ranks * head_rows, *head.shape[1:]))
         replicated = DTensor.from_local(
@@ -112,19 +112,21 @@ def _gathers_output(projection: Any) -> bool:
     return bool(projection(weight.new_zeros(1, 1, weight.shape[1])).shape[-1] == projection.weight.shape[0])
 
 
-def _heads_in_pieces(model: Any, attention: Any, ranks: int) -> tuple[int, int] | None:
-    """The query and key/value heads of an attention module whose heads are in pieces; else ``None``."""
+def _split_heads(model: Any, attention: Any, ranks: int) -> tuple[int, int] | None:
+    """Numbers of query and key/value heads of an attention module whose heads are split; else ``None``."""
     if not all(isinstance(getattr(attention, name, None), nn.Module) for name in _PROJECTIONS[:3]):
         return None
     if not _is_sharded(attention.k_proj):
         return None
     dim = attention.head_dim
-    queries, keys = attention.q_proj.weight.shape[0] // dim, attention.k_proj.weight.shape[0] // dim
-    if not (queries % ranks or keys % ranks) or _gathers_output(attention.k_proj):
+    query_heads, kv_heads = attention.q_proj.weight.shape[0] // dim, attention.k_proj.weight.shape[0] // dim
+    if not (query_heads % ranks or kv_heads % ranks) or _gathers_output(attention.k_proj):
         return None
-    has = _heads(model, queries, keys)
-    if not ranks_share(queries, keys, ranks):
-        raise UnsupportedModel(f"{has}, which {ranks} ranks can't share; {_remedy(queries, keys, shared=True)}")
+    heads = _heads(model, query_heads, kv_heads)
+    if not ranks_share(query_heads, kv_heads, ranks):
+        raise UnsupportedModel(
+            f"{heads}, which {ranks} ranks can't share; {_remedy(query_heads, kv_heads, shared=True)}"
+        )
     reason = ""
     for part in _KEYS_AND_VALUES:
         projection = getattr(attention, part)
@@ -138,15 +140,17 @@ def _heads_in_pieces(model: Any, attention: Any, ranks: int) -> tuple[int, int] 
         if not divided and parameter.numel() > dim:
             reason = reason or f"and its {key} {tuple(parameter.shape)} belongs to several heads at once"
     if reason:
-        raise UnsupportedModel(f"{has}, fewer than {ranks} ranks, {reason}; {_remedy(queries, keys, shared=False)}")
-    return queries, keys
+        remedy = _remedy(query_heads, kv_heads, shared=False)
+        raise UnsupportedModel(f"{heads}, fewer than {ranks} ranks, {reason}; {remedy}")
+    return query_heads, kv_heads
 
 
-def _heads(model: Any, queries: int, keys: int) -> str:
-    return f"{type(model).__name__} has {queries} query and {keys} key/value heads"
+def _heads(model: Any, query_heads: int, kv_heads: int) -> str:
+    return f"{type(model).__name__} has {query_heads} query and {kv_heads} key/value heads"
 
 
-def _remedy(queries: int, keys: int, *, shared: bool) -> str:
-    """The possible numbers of ranks; ``shared``: also those where several ranks hold the same head."""
-    usable = [n for n in range(1, queries + 1) if ranks_share(queries, keys, n) and (shared or n <= keys)]
+def _remedy(query_heads: int, kv_heads: int, *, shared: bool) -> str:
+    """The possible numbers of ranks; with ``shared``, several ranks may hold the same head."""
+    counts = range(1, query_heads + 1)
+    usable = [n for n in counts if ranks_share(query_heads, kv_heads, n) and (shared or n <= kv_heads)]
     return f"start {' or '.join(map(str, usable))} instead"

@@ -1,8 +1,8 @@
 """Messages between the ranks of one model, over the host, so that all ranks take the same decisions.
 
-Every rank runs the same program and reaches the same points in the same order. All messages during generation have one
-shape, four numbers from every rank to every rank (:meth:`RankGroup._meet`). So a failed rank can report its failure at
-any point, and a difference between ranks is detected before it has an effect.
+Every rank runs the same program and reaches the same points in the same order. Each exchange starts with one kind of
+message, four numbers from every rank to every rank (:meth:`RankGroup._meet`). So a failed rank can report its failure
+at any point, and a difference between ranks is detected before it has an effect.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LOST = re.compile(r"gloo|connection (was )?(closed|reset)|time(d |)out|broken p
 
 
 class RankGroup(SingleRank):
-    """Several processes that make the same calls.
+    """Several processes that make the same calls, one rank each.
 
     A collective that fails or times out raises :class:`RankError` on the other ranks. So does every later call, since
     the ranks' states are unknown then.
@@ -272,7 +272,7 @@ class RankGroup(SingleRank):
         if self._host is None:
             return
         alike = isinstance(error, Exception) and not is_out_of_memory(error)
-        with suppress(RuntimeError):  # the other ranks detect the failure themselves
+        with suppress(RuntimeError):  # the other ranks detect the lost connection
             local, gathered = self._all_gather(_FAILED, int(alike), zlib.crc32(text.encode()), 0)
             if alike and bool((gathered == local).all()):
                 self._broken = ""

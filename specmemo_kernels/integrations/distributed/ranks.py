@@ -29,7 +29,7 @@ class RankError(RuntimeError):
 
 
 class SingleRank:
-    """The ranks of a model in one process; :class:`rank_group.RankGroup` has several processes."""
+    """The interface to a model's ranks, for a single process; :class:`rank_group.RankGroup` is for several."""
 
     rank, size = 0, 1
 
@@ -46,14 +46,14 @@ class SingleRank:
         return value
 
     def run_on_all(self, name: str, do: Callable[[], Any]) -> Any:
-        """``do()`` on every rank; if it fails on one rank, all ranks raise. ``name`` is its name in the message."""
+        """``do()`` on every rank; if it fails on one rank, all ranks raise. ``name`` names it in the message."""
         return do()
 
     def assert_same(self, facts: Mapping[str, object]) -> None:
         """Raise :class:`RankError` unless ``facts`` are the same on all ranks."""
 
     def max_over_ranks(self, shape: GenerationShape) -> GenerationShape:
-        """A shape that is enough for every rank."""
+        """An upper bound of all ranks' shapes."""
         return shape
 
     def agree_on_random_state(self, device: torch.device) -> None:
@@ -67,7 +67,7 @@ class SingleRank:
         return ops.kernels(backend, hidden.device).lm_head_topk(hidden, weight, bias, k, scales)
 
     def replicate_kv_heads(self, model: Any) -> Callable[[], None]:
-        """Give this rank all rows of its key/value heads where it has some of them; returns the undo function."""
+        """Give this rank all rows of key/value heads that are split between ranks; returns the undo function."""
         return lambda: None
 
     def lm_head(self, model: Any) -> tuple[Tensor, Tensor | None]:

@@ -6,9 +6,9 @@ bit-identical on all ranks:
 
 - Scheduling: each rank admits, preempts and retires sequences by the same rules, from the same sequences and free
   pages. Ranks compare a checksum of both before each step, and of the tokens at the end of a call.
-- Tokens: the best candidates of each rank's vocabulary rows are gathered, 16 bytes per row and candidate, whatever the
-  vocabulary. Each rank selects from all candidates by value, then by the lower token (:meth:`TensorParallel.topk`), as
-  one process would. Medusa heads' guesses are computed in the same way.
+- Tokens: the best candidates of each rank's vocabulary rows are gathered, 16 bytes per row and candidate. Each rank
+  selects from all candidates by value, then by the lower token (:meth:`TensorParallel.topk`), as one process would.
+  Medusa heads' guesses are computed in the same way.
 - Sampling: one row of logits at a time is gathered; all ranks use rank 0's generator state.
 - Results that differ between ranks (measured times, stopping criteria, aborted requests, a draft model's guesses) are
   rank 0's.
@@ -89,13 +89,13 @@ class TensorParallel(RankGroup):
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, k: int,
         scales: Tensor | None = None, backend: str | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        here = min(k, weight.shape[0])
-        # float64 holds any value and any token exactly. Ranks send tensors of one size, whose padding isn't read.
+        count = min(k, weight.shape[0])
+        # float64 holds any value and any token exactly. All ranks send the same size; padding isn't read.
         local = hidden.new_zeros((len(hidden), k, 2), dtype=torch.float64)
-        if here:
-            values, tokens = ops.kernels(backend, hidden.device).lm_head_topk(hidden, weight, bias, here, scales)
-            local[:, :here, 0] = values.double()
-            local[:, :here, 1] = (tokens + self.rows[0]).double()
+        if count:
+            values, tokens = ops.kernels(backend, hidden.device).lm_head_topk(hidden, weight, bias, count, scales)
+            local[:, :count, 0] = values.double()
+            local[:, :count, 1] = (tokens + self.rows[0]).double()
         values, tokens = best_of_ranks(self._gather(local), self._counts, k)
         return values.to(hidden.dtype), tokens
 
@@ -123,20 +123,20 @@ class TensorParallel(RankGroup):
 class _ShardedTarget(HFTarget):
     """This rank's share of the model."""
 
-    def __init__(self, model: nn.Module, facts: ModelFacts, backend: str, team: TensorParallel) -> None:
+    def __init__(self, model: nn.Module, facts: ModelFacts, backend: str, ranks: TensorParallel) -> None:
         super().__init__(model, facts, backend)
-        self.team = team
+        self._ranks = ranks
 
     def argmax(self, output: TargetOutput) -> Tensor:
         if output.logits is not None:
             return super().argmax(output)
-        return self.team.topk(output.hidden, *self.team.lm_head(self.model), k=1, backend=self.backend)[1][:, 0]
+        return self._ranks.topk(output.hidden, *self._ranks.lm_head(self.model), k=1, backend=self.backend)[1][:, 0]
 
     def row_logits(self, output: TargetOutput, row: int) -> Tensor:
         if output.logits is not None:
             return super().row_logits(output, row)
-        weight, bias = self.team.lm_head(self.model)
-        return self.team.gather_row(nn.functional.linear(output.hidden[row : row + 1], weight, bias)[0])
+        weight, bias = self._ranks.lm_head(self.model)
+        return self._ranks.gather_row(nn.functional.linear(output.hidden[row : row + 1], weight, bias)[0])
 
 
 def best_of_ranks(candidates: Tensor, counts: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
