@@ -69,9 +69,8 @@ def problem(target: str, kernel: str, shape: Shape, used: aot_compile.Resources)
 def attention_job(target: str, shape: Shape, kernel: str = "tree_attention", **flags: bool) -> Job:
     """The split kernel; ``flags`` override its constexpr switches (``DIRECT``, ``HAS_WINDOW``, ...)."""
     classes = config.attention_configs(
-        target, shape.head_dim, shape.head_dim, shape.group, shape.dtype, shape.page_size,
-        quantised=shape.kv_dtype is not None,
-    )  # fmt: skip
+        target, shape.head_dim, shape.head_dim, shape.group, shape.dtype, quantised=shape.kv_dtype is not None
+    )
     chosen = next(c for c in classes if shape.nodes <= c.max_nodes)
     return Job(kernel, shape, chosen, lambda name: compile_attention(name, shape, chosen, **flags))
 

@@ -47,8 +47,8 @@ inline int64_t max_nodes_per_task(const AttentionArgs& args) {
   return group >= kTaskRows ? 1 : kTaskRows / group;
 }
 
-// Maximum heads of a task with this many nodes. Tasks with few rows read in memory order and gain by every head; others
-// need states that stay in the caches.
+// Maximum heads of a task with this many nodes. Tasks with few rows read in memory order, so more heads are faster; the
+// states of other tasks must fit the caches.
 inline int64_t max_heads_per_task(const AttentionArgs& args, int64_t nodes) {
   const int64_t group = args.num_qo_heads / args.num_kv_heads, full = max_nodes_per_task(args) * group;
   int64_t heads = full >= kTaskStates ? 1 : kTaskStates / full;

@@ -1,4 +1,4 @@
-// The Python module specmemo_kernels.backends._cpu: tensors that ops checked and backends/cpu.py made.
+// The Python module specmemo_kernels.backends._cpu. specmemo_kernels.ops checks the tensors.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

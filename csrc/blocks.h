@@ -30,7 +30,7 @@ struct Block {
   HeadRows first;
   int64_t key_steps[kBlockKeys], value_steps[kBlockKeys];  // bytes
   int64_t scales[kBlockKeys];                              // offset of the scales of a row of codes
-  int paged;                                               // rows from this one on aren't codes
+  int paged;                                               // number of rows in pages; new rows follow
 
   // The rows of the task's head `head`.
   BlockRows keys(int64_t head) const { return moved(first.keys, key_steps, head); }

@@ -1,5 +1,5 @@
 // Few rows of queries over a block of keys and values, both read in place: packing would take longer than the products.
-// Bandwidth-bound: prefetch the next head's rows. Several heads are computed together, first all keys, then all values,
+// Bandwidth-bound: prefetches the next head's rows. Computes several heads together, first all keys, then all values,
 // with one softmax pass.
 //
 // Sums and arguments stay in registers: a load waits for an earlier store with equal low address bits (4K aliasing).

@@ -1,6 +1,6 @@
-// The kernels for one instruction set. CMakeLists.txt compiles this file once for each, with SPECMEMO_ISA set to the
-// set's name and the compiler's flags to its instructions. All included code is in anonymous namespaces, so that no
-// function compiled for a newer machine is linked into the code for an older one.
+// The kernels for one instruction set. CMakeLists.txt compiles this file once for each, with SPECMEMO_ISA set to its
+// name and the compiler's flags for it. All included code is in anonymous namespaces, so that no function compiled for
+// a newer machine is linked into the code for an older one.
 #include "attention_run.h"
 #include "lm_head.h"
 #include "paged_copy.h"

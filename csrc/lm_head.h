@@ -38,7 +38,7 @@ class LmHead {
  public:
   LmHead(const LmHeadArgs& args, int64_t pieces) : args_(args), products_(args), pieces_(pieces) {}
 
-  // Buffers of the caller, until all pieces are merged.
+  // Memory that the caller provides until all pieces are merged.
   int64_t shared_bytes() const { return round_up(products_.memory_bytes(), 64); }
   void prepare(char* shared) { products_.prepare(shared); }
 

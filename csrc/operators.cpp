@@ -1,4 +1,4 @@
-// Plain C functions rather than pybind11's: between the products of two layers no code of a call is in a core's caches,
+// Plain C functions instead of pybind11's. The matrix products between two calls evict a call's code from the caches,
 // and fetching pybind11's code for twenty arguments takes longer than attention over a hundred tokens.
 #include "operators.h"
 
@@ -18,7 +18,7 @@ namespace {
 
 using Arguments = PyObject* const*;
 
-class Unlocked {  // other Python threads run meanwhile
+class Unlocked {  // releases the GIL
  public:
   Unlocked() : state_(PyEval_SaveThread()) {}
   ~Unlocked() { PyEval_RestoreThread(state_); }
@@ -46,12 +46,12 @@ KVType kv_type(py::handle scales, const TensorView& pages) {
   return pages.code == kInt ? KVType::kInt8 : KVType::kFp8;
 }
 
-// Where rows are copied as they are, any type is welcome, and which one it is isn't asked.
+// Copied rows may have any type, so it isn't read.
 DType copied_dtype(const char* name, py::handle rows, KVType kv) {
   return kv == KVType::kSame ? DType::kFloat32 : computed_dtype(name, rows);
 }
 
-// Of [..., page_size, num_kv_heads, dim]. Where a page has one token or head, both orders are the same.
+// Of pages [..., page_size, num_kv_heads, dim]. Both orders are the same for one token or one head per page.
 PageOrder page_order(const TensorView& pages) {
   const int heads = pages.ndim - 2;
   return PageOrder{pages.shape[heads - 1], pages.shape[heads], pages.strides[heads - 1] < pages.strides[heads]};
@@ -156,7 +156,7 @@ py::object verify(Arguments a) {
       PyTuple_Pack(3, index.tensor.ptr(), length.tensor.ptr(), bonus.tensor.ptr()));
 }
 
-// Without a result (and without an error) a function returns None.
+// Converts exceptions to Python errors, and an empty result to None.
 template <class Function>
 PyObject* guarded(Function function) {
   try {

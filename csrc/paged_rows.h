@@ -36,7 +36,7 @@ struct CopySide {
 
 struct AcceptedPaths {
   const int32_t* index;   // [batch, width], nodes of each sequence's tree
-  const int32_t* length;  // [batch], nodes behind the first
+  const int32_t* length;  // [batch], accepted drafts; -1: no nodes
   int64_t width;
 };
 

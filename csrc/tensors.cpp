@@ -40,7 +40,7 @@ struct Torch {
 
 std::atomic<bool> fill_new{false};
 
-// Looked up with the first tensor, after which torch is certainly imported.
+// Looked up with the first tensor: torch is imported by then.
 const Torch& torch() {
   static const Torch found = [] {
     const py::object module = py::module_::import("torch"), tensor = module.attr("Tensor");
@@ -74,8 +74,8 @@ DType computed_dtype(const char* name, py::handle tensor) {
                         "; backend 'cpu' computes float32, bfloat16 and float16");
 }
 
-// Tensor, sizes and elements in one piece of memory: torch's way to an empty tensor, through its dispatcher and back,
-// takes twice as long to fetch. What torch refuses isn't freed here: whether it has done so it doesn't tell.
+// One allocation for tensor, sizes and elements. torch.empty goes through the dispatcher, whose code takes twice as
+// long to fetch into the caches. If the import fails, the allocation leaks: torch may have freed it.
 NewTensor empty(uint8_t code, uint8_t bits, std::initializer_list<int64_t> shape) {
   struct Owned {
     ManagedTensor managed;

@@ -1,9 +1,8 @@
-// Tensors of the Python side, read and made without a line of torch's headers.
+// Reads and creates torch tensors without torch's headers.
 //
 // Since version 1.3 of DLPack (https://dmlc.github.io/dlpack) a framework's tensor type offers C functions under
-// __dlpack_c_exchange_api__; torch has them since 2.10. The structures below are that interface's, as far as it is
-// used: one call gives address, type, sizes and strides, where each would be a Python attribute and an object
-// otherwise.
+// __dlpack_c_exchange_api__; torch has them since 2.10. The structures below are the used part of this interface. One
+// call returns address, type, sizes and strides; as Python attributes each would be an object.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -35,7 +34,7 @@ struct TensorView {  // DLTensor
 // Valid until the tensor changes; zeros for None. ValueError for tensors without memory of their own (wrapped, fake).
 TensorView view(pybind11::handle tensor);
 
-// The kernels' name of a tensor's type; ValueError if they have none.
+// The DType of a tensor; ValueError if the kernels don't support it.
 DType computed_dtype(const char* name, pybind11::handle tensor);
 
 struct NewTensor {
@@ -43,10 +42,10 @@ struct NewTensor {
   void* data;
 };
 
-// A contiguous tensor on the CPU of up to three dimensions, its elements as memory comes.
+// A contiguous, uninitialised CPU tensor of up to three dimensions.
 NewTensor empty(uint8_t code, uint8_t bits, std::initializer_list<int64_t> shape);
 
-// Whether new tensors are filled with NaN (integers: -1), for tests; torch.utils.deterministic doesn't reach them.
+// Whether new tensors are filled with NaN (integers: -1), for tests; torch.utils.deterministic doesn't apply to them.
 void fill_new_tensors(bool fill);
 
 // torch.get_num_threads().

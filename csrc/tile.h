@@ -2,8 +2,7 @@
 //
 // All operands are 32-bit words. With Float32Dot a word is one float; with BFloat16Dot it is a pair of neighbours along
 // the reduced dimension, and one instruction multiplies and adds both. B returns whole vectors of columns, from packed
-// words or in place (pack.h). Every element of C is summed in the order of the steps, whatever the tile's
-// shape.
+// words or in place (pack.h). Every element of C is summed in the order of the steps, for all shapes of tiles.
 #pragma once
 
 #include "fetch.h"

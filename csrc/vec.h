@@ -1,6 +1,6 @@
 // One vector of floats as wide as the instruction set, through the compilers' vector extensions; intrinsics only for
-// instructions without an equivalent. Everything is in an anonymous namespace:
-// each source that includes this gets its own, for the instructions that it is compiled to.
+// instructions without an equivalent. Everything is in an anonymous namespace, because sources are compiled for
+// several instruction sets.
 #pragma once
 
 #include <cstdint>
@@ -53,7 +53,7 @@ inline To bits_as(From v) {
   return out;
 }
 
-inline VecF splat(float x) { return x - VecF{}; }  // + wouldn't be optimised away: -0 + 0 is 0
+inline VecF splat(float x) { return x - VecF{}; }  // the compiler removes - 0, but not + 0: -0 + 0 is 0
 inline VecF vmax(VecF a, VecF b) { return a > b ? a : b; }
 inline VecF vmin(VecF a, VecF b) { return a < b ? a : b; }
 
@@ -82,7 +82,7 @@ struct Fold<2> {
 };
 inline float sum(VecF v) { return Fold<kLanes>::sum(v); }
 
-// --- 16-bit floats -------------------------------------------------------------------------------------------------
+// --- 16-bit floats ---------------------------------------------------------------------------------------------------
 
 inline VecF bf16_to_float(VecH h) { return bits_as<VecF>(__builtin_convertvector(h, VecU) << 16); }
 
@@ -175,8 +175,7 @@ struct Float16 {
   }
 };
 
-// --- functions
-// ---------------------------------------------------------------------------------------------------------
+// --- functions -------------------------------------------------------------------------------------------------------
 
 // 2^x for x <= 0 (softmax); 0 far below, NaN for NaN. x = n + f with |f| <= 1/2, then the Taylor series of 2^f to
 // degree 6: relative error under 3e-7.

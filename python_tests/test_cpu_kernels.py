@@ -217,14 +217,16 @@ sys.path.insert(0, {os.path.dirname(__file__)!r})
 from cases import AttentionCase, attention_inputs
 from specmemo_kernels import ops
 from specmemo_kernels.backends import _cpu
+from specmemo_kernels.cache.kv_storage import LayerKV
 torch.set_num_threads({threads_set})
 splits, case_dtype = 0, {"torch.int8" if kv_dtype else None}
 for lengths, nodes, tree in (((3000,), (64,), True), ((900, 5), (7, 64), True), ((0, 100), (300, 200), False)):
     case = AttentionCase("", lengths, nodes, *{heads}, 64, tree=tree, kv_dtype={kv_dtype!r})
     ops.tree_attention(**attention_inputs(case, torch.float32), backend="cpu")
     splits = max(splits, sum(n * (-(-(length + n) // 512) + 1) for length, n in zip(lengths, nodes)))
-fixed = ops.fixed_workspace("cpu", torch.float32, *{heads}, 64, 64, case_dtype)
-_, row_bytes = ops.split_workspace("cpu", None, torch.float32, *{heads}, 64, 64, 16)
+layer = LayerKV({heads[1]}, 64, 64, torch.float32, torch.device("cpu"))
+fixed = ops.fixed_workspace("cpu", layer, {heads[0]}, case_dtype)
+_, row_bytes = ops.split_workspace("cpu", layer, {heads[0]})
 print(_cpu.arena_bytes(), fixed + splits * row_bytes)
 """
     result = run_python(code)

@@ -30,6 +30,7 @@ from tiny_models import random_heads, tiny_model
 import specmemo_kernels as sk
 from specmemo_kernels import ops
 from specmemo_kernels.backends import reference
+from specmemo_kernels.cache.kv_storage import LayerKV
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]
 Inputs = dict[str, Any]
@@ -50,7 +51,7 @@ def on_gpu(inputs: Inputs) -> Inputs:
 def supported(head_dim: int, dtype: torch.dtype) -> None:
     """Skip cases that the target's rule refuses on this GPU (the refusal is tested without a GPU)."""
     try:
-        ops.split_workspace("triton", torch.device("cuda"), dtype, 1, 1, head_dim, head_dim, 16)
+        ops.split_workspace("triton", LayerKV(1, head_dim, head_dim, dtype, torch.device("cuda")), 1)
     except ValueError as error:
         pytest.skip(str(error))
 

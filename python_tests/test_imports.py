@@ -181,7 +181,7 @@ from {NAME}.engine import decode, stats
 from {NAME}.planning import memory_plan, memory_tracker, planner
 from {NAME}.tree import acceptance
 print(ops.lm_head_argmax(torch.eye(3), torch.eye(3)).tolist(), ops.unavailable("triton") is not None)
-print(kernel_config.attention_configs("sm_90", 128, 128, 4, torch.float16, 16)[1].block_m)
+print(kernel_config.attention_configs("sm_90", 128, 128, 4, torch.float16)[1].block_m)
 """
     assert run(code) == "[0, 1, 2] True\n64"
 

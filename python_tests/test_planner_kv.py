@@ -32,7 +32,7 @@ def test_quantised_pages(kv_dtype: str) -> None:
     half = {"tp": 2, "kv_dtype": kv_dtype}
     assert plan_memory(VICUNA, "a100", None, work, **half).parts["kv_pages"] * 2 == coded.parts["kv_pages"]
     target = known_device("a100").kernel_target
-    sizes = (target, 128, 128, 1, torch.float16, coded.page_size)
+    sizes = (target, 128, 128, 1, torch.float16)
     assert coded.kernels == attention_configs(*sizes, quantised=True) != plain.kernels == attention_configs(*sizes)
 
 

@@ -237,7 +237,7 @@ def test_prefill_runs_beside_decode() -> None:
         progress.append(len(first.tokens))
     assert len(progress) > 3
     assert all(after - before == 4 for before, after in itertools.pairwise(progress))
-    mixed = [b for b in target.batches if b.num_trees and b.num_trees < b.num_sequences]
+    mixed = [b for b in target.batches if b.num_trees and b.num_trees < len(b.seq_lens)]
     assert len(mixed) == len(progress) - 1
     assert max(len(b.tokens) for b in target.batches) <= max(8, spec.pool.max_nodes)
     scheduler.run()

@@ -135,7 +135,7 @@ def test_tree_batch_packs_sequences(tree: DraftTree, lengths: list[int]) -> None
     assert batch.qo_indptr.tolist() == [tree.size * i for i in range(len(lengths) + 1)]
     assert batch.tree_mask.tolist() == tree.mask.tolist() * len(lengths)
     assert (batch.max_qo_len, batch.max_seq_len, batch.max_depth) == (tree.size, max(lengths), tree.max_depth)
-    assert batch.num_sequences == len(lengths)
+    assert len(batch.seq_lens) == len(lengths)
     assert batch.tree_mask.is_contiguous()
     assert batch.parents.dtype == batch.qo_indptr.dtype == torch.int32
 

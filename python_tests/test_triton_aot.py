@@ -92,7 +92,7 @@ def test_bfloat16_on_turing_is_refused() -> None:
     from specmemo_kernels.backends.kernel_config import attention_configs
 
     with pytest.raises(ValueError, match="sm_75 has no bfloat16"):
-        attention_configs("sm_75", 128, 128, 4, torch.bfloat16, 16)
+        attention_configs("sm_75", 128, 128, 4, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,11 @@ def test_refusals_come_with_the_plan(
     """Checks before any allocation name the GPU, the limit and the remedy."""
     from specmemo_kernels import ops
     from specmemo_kernels.backends.triton import attention
+    from specmemo_kernels.cache.kv_storage import LayerKV
 
     monkeypatch.setattr(attention, "target_of", lambda _: target)
     with pytest.raises(ValueError, match=reason):
-        ops.split_workspace("triton", torch.device("cuda", 0), dtype, 8, 2, head_dim, 64, 16)
+        ops.split_workspace("triton", LayerKV(2, head_dim, 64, dtype, torch.device("cuda", 0)), 8)
 
 
 @pytest.mark.slow

@@ -68,8 +68,8 @@ def small_configs(invariant: bool = False) -> Any:
     """Block sizes with small splits, so that short sequences have several splits."""
     from specmemo_kernels.backends.kernel_config import KernelConfig
 
-    decode = KernelConfig(page_size=16, block_m=16, block_n=16, split_size=32, num_warps=4, num_stages=1, max_nodes=4)
-    tree = KernelConfig(page_size=16, block_m=32, block_n=32, split_size=64, num_warps=4, num_stages=1, min_nodes=5)
+    decode = KernelConfig(block_m=16, block_n=16, split_size=32, num_warps=4, num_stages=1, max_nodes=4)
+    tree = KernelConfig(block_m=32, block_n=32, split_size=64, num_warps=4, num_stages=1, min_nodes=5)
     return (replace(tree, min_nodes=1),) if invariant else (decode, tree)
 
 
@@ -205,7 +205,7 @@ class TestInterpreter:
         """One launch if all sequences are known to be alike, unless a graph is captured for other batches."""
         from specmemo_kernels.backends.kernel_config import attention_configs, launched_classes
 
-        classes = attention_configs("sm_90", 128, 128, 4, torch.float16, 16)
+        classes = attention_configs("sm_90", 128, 128, 4, torch.float16)
         assert [c.max_nodes for c in classes][:2] == [4, 64]
         assert launched_classes(classes, 8, 8, 1, 4000) == (classes[:1], 8)
         assert launched_classes(classes, 200, 8, 25, 4000) == (classes[1:2], 4)
@@ -215,13 +215,14 @@ class TestInterpreter:
 
     def test_workspace_is_bounded(self) -> None:
         """The declared workspace covers the states of every step's splits."""
+        from specmemo_kernels import ops
         from specmemo_kernels.backends.kernel_config import attention_configs, launched_classes, split_state_bytes
-        from specmemo_kernels.backends.triton import split_workspace
+        from specmemo_kernels.cache.kv_storage import LayerKV
 
         for heads, kv_heads, head_dim, v_dim in ((8, 2, 64, 64), (32, 1, 128, 128), (16, 16, 48, 32)):
-            sizes = (heads, kv_heads, head_dim, v_dim, 16)
-            split_size, row_bytes = split_workspace(torch.device("cpu"), torch.float16, *sizes)
-            classes = attention_configs("interpreter", head_dim, v_dim, heads // kv_heads, torch.float16, 16)
+            layer = LayerKV(kv_heads, head_dim, v_dim, torch.float16, torch.device("cpu"))
+            split_size, row_bytes = ops.split_workspace("triton", layer, heads)
+            classes = attention_configs("interpreter", head_dim, v_dim, heads // kv_heads, torch.float16)
             for rows, batch, nodes in ((256, 1, 256), (256, 2, 200), (40, 8, 5), (1, 1, 1), (70, 1, 70)):
                 for slots in (nodes, 511, 512, 513, 5000, 32_768):
                     _, splits = launched_classes(classes, rows, batch, nodes, slots)
@@ -233,7 +234,7 @@ class TestInterpreter:
         from specmemo_kernels.backends.kernel_target import TARGETS
 
         for target in TARGETS:
-            assert len(attention_configs(target, 128, 128, 4, torch.float16, 16, True)) == 1
+            assert len(attention_configs(target, 128, 128, 4, torch.float16, True)) == 1
 
     def test_refusals(self) -> None:
         inputs = problem(AttentionCase("small", (3,), (2,)), torch.float64)

@@ -225,4 +225,4 @@ class TestInterpreter:
             assert taken == {handle.plan.kernels}
         layer, quantised = handle.facts.layers[0], kv_dtype is not None
         sizes = (layer.head_dim, layer.v_head_dim, handle.facts.num_qo_heads[0] // layer.num_kv_heads)
-        assert taken == {attention_configs("interpreter", *sizes, torch.float32, 16, quantised=quantised)}
+        assert taken == {attention_configs("interpreter", *sizes, torch.float32, quantised=quantised)}

@@ -14,7 +14,7 @@ from specmemo_kernels.engine.decode import SpecDecoder
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.verify import GreedyVerifier
 from specmemo_kernels.forward.batch import TreeBatch
-from specmemo_kernels.forward.step_attention import StepAttention
+from specmemo_kernels.forward.step_attention import AttentionParams, StepAttention
 from specmemo_kernels.forward.target import TargetOutput
 from specmemo_kernels.tree.draft_tree import DraftTree
 
@@ -72,7 +72,7 @@ class ToyTarget:
         x = self.embed(batch.tokens.clamp(min=0), batch.positions)
         for layer, window in enumerate(self.windows):
             q, k, v = self.project(layer, x)
-            out = attention(layer, q, k, v, scale=0.5, window=window, softcap=None, sinks=None)
+            out = attention(layer, q, k, v, params=AttentionParams(0.5, window))
             x = torch.tanh(x + out.flatten(1) @ self.projections[layer][3])
         x = x if keep is None else x[keep]
         return TargetOutput(x, None)

@@ -88,7 +88,6 @@ def text(name: str, value: Any, allowed: Iterable[str]) -> None:
 
 
 def wrong_type(name: str, value: Any, expected: str) -> TypeError:
-    """The error for a value of the wrong type."""
     return TypeError(f"{name} is {shown(value)} of type {type(value).__name__}, it must be {expected}")
 
 

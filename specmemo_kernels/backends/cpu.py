@@ -1,11 +1,13 @@
 """The C++ operators (``csrc/``). Arguments are not checked here.
 
-Importing this module raises ``ImportError`` where the C++ module was not built. The kernels run on torch's threads
+Importing this module raises ``ImportError`` if the C++ module wasn't built. The kernels run on torch's threads
 (``torch.get_num_threads()``) and with the best instruction set of the machine; ``SPECMEMO_CPU_ISA`` (``avx512bf16``,
 ``avx512``, ``avx2``, ``baseline``) forces one.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -50,32 +52,25 @@ verify_tree_greedy = _cpu.verify_tree_greedy
 
 
 def fixed_workspace(
+    *,
     dtype: torch.dtype,
     num_qo_heads: int,
     num_kv_heads: int,
     head_dim: int,
     v_head_dim: int,
-    page_dtype: torch.dtype | None = None,
+    page_dtype: torch.dtype | None,
+    **_: Any,
 ) -> int:
     """Bytes of :func:`tree_attention`'s buffers on all threads, kept between calls and independent of the context.
 
     ``page_dtype``: that of quantised pages, which are dequantised a block at a time.
     """
-    kv = 0 if page_dtype is None else _KV_TYPES[page_dtype]
-    each = _cpu.attention_workspace(_DTYPES[dtype], kv, num_qo_heads, num_kv_heads, head_dim, v_head_dim)
-    return torch.get_num_threads() * each
+    kv_type = 0 if page_dtype is None else _KV_TYPES[page_dtype]
+    thread_bytes = _cpu.attention_workspace(_DTYPES[dtype], kv_type, num_qo_heads, num_kv_heads, head_dim, v_head_dim)
+    return torch.get_num_threads() * thread_bytes
 
 
-def split_workspace(
-    device: torch.device,
-    dtype: torch.dtype,
-    num_qo_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    v_head_dim: int,
-    page_size: int,
-    page_dtype: torch.dtype | None = None,
-) -> tuple[int, int]:
+def split_workspace(*, num_qo_heads: int, num_kv_heads: int, v_head_dim: int, **_: Any) -> tuple[int, int]:
     """Tokens per split, and bytes per row and split; ``(0, 0)`` where a thread merges each split at once.
 
     Splits are kept where one sequence has fewer KV heads than there are threads.

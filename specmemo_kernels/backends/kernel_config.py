@@ -17,7 +17,6 @@ class KernelConfig:
     """Block sizes of one kernel for sequences of ``min_nodes .. max_nodes`` nodes.
 
     Attributes:
-        page_size: tokens per page (0: a kernel without pages).
         block_m: rows (nodes x query heads of a KV head) of a program.
         block_n: keys of a tile, at most 64; for the lm_head, tokens of a vocabulary block.
         split_size: slots of a split, a multiple of block_n. It doesn't depend on a sequence's length, so results don't
@@ -25,7 +24,6 @@ class KernelConfig:
         block_k: hidden elements per step of the lm_head.
     """
 
-    page_size: int
     block_m: int
     block_n: int
     split_size: int
@@ -37,7 +35,7 @@ class KernelConfig:
 
 
 # Kernels that only copy or compare have the same sizes on all targets.
-COPY_CONFIG = KernelConfig(page_size=0, block_m=1, block_n=0, split_size=0, num_warps=4, num_stages=1)
+COPY_CONFIG = KernelConfig(block_m=1, block_n=0, split_size=0, num_warps=4, num_stages=1)
 MERGE_CONFIG = replace(COPY_CONFIG, num_warps=2)
 VERIFY_CONFIG = replace(COPY_CONFIG, num_warps=1)
 LM_HEAD_REDUCE_CONFIG = replace(COPY_CONFIG, block_n=1024)
@@ -58,7 +56,6 @@ def attention_configs(
     v_head_dim: int,
     group: int,
     dtype: torch.dtype,
-    page_size: int,
     invariant: bool = False,
     quantised: bool = False,
 ) -> tuple[KernelConfig, ...]:
@@ -86,14 +83,14 @@ def attention_configs(
 
     def config(tile: tuple[int, int, int, int], split: int, min_nodes: int, max_nodes: int) -> KernelConfig:
         block_m, block_n, warps, stages = tile
-        return KernelConfig(page_size, block_m, block_n, split, warps, stages, min_nodes=min_nodes, max_nodes=max_nodes)
+        return KernelConfig(block_m, block_n, split, warps, stages, min_nodes=min_nodes, max_nodes=max_nodes)
 
     rule = _tile_of_codes if quantised else _tile
     decode, tree, chunk = (rule(device, dim, dtype, kind) for kind in ("decode", "tree", "chunk"))
     if invariant:
         return (config(tree, 1024, 1, NO_LIMIT),)
     decode_nodes = DECODE_ROWS // group
-    # Split states add 2 * group * nodes / split_size to the bytes of keys and values.
+    # Split states add a share of 2 * group * nodes / split_size to the bytes of 16-bit keys and values.
     classes = [config(decode, 512, 1, decode_nodes)] if decode_nodes else []
     if decode_nodes < TREE_NODES:
         classes.append(config(tree, 1024, decode_nodes + 1, TREE_NODES))
@@ -209,4 +206,4 @@ def lm_head_config(target: str, rows: int, dtype: torch.dtype) -> KernelConfig:
         block_m, block_v, block_k, warps, stages = 128, 64, 64, 8, 3
     if device.hip:
         block_k, stages = min(block_k, 64), min(stages, 1 if device.matrix == "wmma" else 2)
-    return KernelConfig(0, block_m, block_v, 0, warps, stages, block_k=block_k)
+    return KernelConfig(block_m, block_v, 0, warps, stages, block_k=block_k)

@@ -9,6 +9,8 @@ import torch
 
 Tensor = torch.Tensor
 
+#: Tokens of the vocabulary per product.
+_SLICE = 8192
 #: Largest magnitude of a quantised page's codes.
 MAX_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
@@ -208,7 +210,8 @@ def verify_tree_greedy(
 def lm_head_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The best token of each row, by slices of the vocabulary."""
     best = [(*logits.max(dim=1), start) for start, logits in _vocabulary_slices(hidden, weight, bias)]
-    values, tokens = torch.stack([value for value, _, _ in best]), torch.stack([index + at for _, index, at in best])
+    values = torch.stack([value for value, _, _ in best])
+    tokens = torch.stack([index + start for _, index, start in best])
     # As torch.argmax: NaN is the largest, ties go to the first slice.
     return tokens.gather(0, values.argmax(dim=0, keepdim=True))[0]
 
@@ -228,18 +231,17 @@ def lm_head_topk(
 
 
 def _vocabulary_slices(  # type: ignore[no-untyped-def]
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None, size: int = 8192
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None
 ):
-    """Logits in the model's dtype (its rounding decides ties), ``size`` tokens at a time."""
-    for start in range(0, weight.shape[0], size):
-        part = slice(start, start + size)
+    """First token and logits of each slice, in the model's dtype: its rounding decides ties."""
+    for start in range(0, weight.shape[0], _SLICE):
+        part = slice(start, start + _SLICE)
         rows = weight[part] if scales is None else _dequantise(weight[part], scales[part], hidden)
         yield start, torch.nn.functional.linear(hidden, rows, None if bias is None else bias[part])
 
 
 def _dequantise(codes: Tensor, scales: Tensor, like: Tensor) -> Tensor:
-    """Rows of 4-bit codes as ``(code - 8) * scale`` in ``like``'s width and dtype; a group's first half is in the low
-    halves of its bytes."""
+    """Rows of 4-bit codes as ``(code - 8) * scale`` in ``like``'s width and dtype."""
     groups = codes.view(*scales.shape, codes.shape[1] // scales.shape[1])
     values = torch.cat([groups & 15, groups >> 4], 2).to(scales.dtype) - 8
     wide = torch.promote_types(like.dtype, torch.float32)  # the product is exact in it

@@ -116,7 +116,7 @@ class KVStorage:
         self.num_pages, self.page_size, self.max_nodes, self.kv_dtype = num_pages, page_size, max_nodes, kv_dtype
         self.device = self.layers[0].device
         self.version = 0
-        self._kinds = {kind: tuple(i for i, la in enumerate(self.layers) if la == kind) for kind in self.layers}
+        self._kinds = {kind: tuple(i for i, layer in enumerate(self.layers) if layer == kind) for kind in self.layers}
         self._adopt(
             [
                 LayerGroup(layers, **self._new_pages(kind, num_pages), **self._new_scratch(kind, max_nodes))
@@ -152,13 +152,14 @@ class KVStorage:
         self.v_scales = [None if group.v_scales is None else group.v_scales[i] for group, i in order]
 
     def _replace_pages(self, num_pages: int, copy: bool = False) -> None:
-        """Allocate other pages, with the content of the old ones if ``copy``; a failed allocation changes nothing."""
-        new = [replace(g, **self._new_pages(k, num_pages)) for k, g in zip(self._kinds, self.groups, strict=True)]
+        """Allocate new pages, with the old content if ``copy``; a failed allocation changes nothing."""
+        kinds = zip(self._kinds, self.groups, strict=True)
+        groups = [replace(group, **self._new_pages(kind, num_pages)) for kind, group in kinds]
         if copy:
-            for group, old_group in zip(new, self.groups, strict=True):
-                for pages, old in zip(group.stored, old_group.stored, strict=True):
-                    pages[:, : self.num_pages].copy_(old)
-        self._adopt(new)
+            for group, old_group in zip(groups, self.groups, strict=True):
+                for pages, old_pages in zip(group.stored, old_group.stored, strict=True):
+                    pages[:, : self.num_pages].copy_(old_pages)
+        self._adopt(groups)
         self.num_pages = num_pages
 
     def resize_scratch(self, max_nodes: int) -> None:

@@ -58,9 +58,9 @@ class PagedKVPool(KVStorage):
         self._index = PrefixIndex(page_size)  # empty unless ``keep``
 
     def resize(self, num_pages: int) -> None:
-        """Reallocate ``num_pages`` pages while no sequence is open; the old ones are freed first, cached ones dropped.
+        """Replace all pages by ``num_pages`` new ones while no sequence is open. Clears the cache.
 
-        A failed allocation leaves a pool without pages, which can be resized again.
+        Old pages are freed first. A failed allocation leaves a pool without pages, which can be resized again.
         """
         assert not self._pages, f"sequences {sorted(self._pages)} are open; their pages would be lost"
         self.clear_cache()
@@ -158,7 +158,7 @@ class PagedKVPool(KVStorage):
         self._users.update(pages)
 
     def cached_prefix_len(self, tokens: Sequence[int]) -> int:
-        """Number of leading ``tokens`` whose keys and values are in pages."""
+        """Number of leading ``tokens`` whose keys and values are in cached or shared pages."""
         return self._index.match(tokens)[1]
 
     def shared_pages(self, tokens: Sequence[int]) -> int:
@@ -168,7 +168,7 @@ class PagedKVPool(KVStorage):
     def reuse(self, slot: int, tokens: Sequence[int]) -> int:
         """Give a sequence without pages the cached pages of the longest known prefix of its ``tokens``.
 
-        Full pages are shared and never written to. A partly filled one becomes this sequence's own.
+        Full pages are shared and never written to. A partly filled page moves to this sequence.
 
         Returns:
             Number of cached tokens; the last of ``tokens`` must always be computed.
@@ -187,12 +187,12 @@ class PagedKVPool(KVStorage):
     def close(self, slot: int, tokens: Sequence[int] = ()) -> None:
         """Free a sequence's pages and row.
 
-        ``tokens``: those whose keys and values its pages hold; a pool with ``keep`` caches the pages under them.
+        ``tokens``: the tokens in its pages. A pool with ``keep`` caches the pages under these tokens.
         """
         pages = self._pages.pop(slot)
         if self._keep:
             self._index.label(pages, tokens)
-        for page in reversed(pages):  # evicted in this order: a prefix is useful without its end
+        for page in reversed(pages):  # eviction order: a prefix is useful without its end
             self._users[page] -= 1
             if not self._users[page]:
                 del self._users[page]
@@ -231,14 +231,14 @@ class PagedKVPool(KVStorage):
         for slot, pages in self._pages.items():
             used.update(pages)
             table = self.block_table[slot, : len(pages)].tolist()
-            assert table == pages, f"block table of sequence {slot} says {table}, the allocator {pages}"
+            assert table == pages, f"block table of sequence {slot} is {table}, the allocator has {pages}"
         labels = set(self._index.pages())
         owners.update({page: 1 if page in labels else count for page, count in used.items()})
-        assert used == self._users, f"pages owned not once: {used} by the sequences, {self._users} by the allocator"
-        assert labels <= self._cached.keys() | used.keys(), "pages owned not once: labelled ones that are free"
-        assert self._cached.keys() <= labels, "pages owned not once: cached ones without a label"
+        assert used == self._users, f"pages in use: {used} by the sequences, {self._users} by the allocator"
+        assert labels <= self._cached.keys() | used.keys(), "labelled pages are free"
+        assert self._cached.keys() <= labels, "cached pages have no label"
         wrong = {page: count for page, count in owners.items() if count != 1 or not 0 <= page < self.num_pages}
-        assert not wrong, f"pages owned not once: {wrong}"
-        assert len(owners) == self.num_pages, f"pages owned not once: {self.num_pages - len(owners)} have no owner"
+        assert not wrong, f"pages without exactly one owner: {wrong}"
+        assert len(owners) == self.num_pages, f"pages without exactly one owner: {self.num_pages - len(owners)}"
         slots = Counter(self._free_slots) + Counter(self._pages.keys())
-        assert slots == Counter(range(self.block_table.shape[0])), f"sequence rows owned not once: {slots}"
+        assert slots == Counter(range(self.block_table.shape[0])), f"sequence rows without exactly one owner: {slots}"

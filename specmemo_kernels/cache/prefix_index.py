@@ -30,8 +30,8 @@ class PrefixIndex:
     def match(self, tokens: Sequence[int]) -> tuple[list[int], int]:
         """Pages of the longest known prefix of ``tokens``, and its length.
 
-        At least the last token is left to compute. A full page counts if computing it needs no write to the page. A
-        partly filled page, always the last, counts if ``tokens`` begins with all its tokens.
+        At least the last token is left to compute, so the full page that has it doesn't match: it would be written
+        to. A partly filled page, always the last, matches if ``tokens`` has all its tokens.
         """
         size, last = self.page_size, len(tokens) - 1
         matches: list[int] = []
@@ -52,12 +52,12 @@ class PrefixIndex:
             prefix = _digest(prefix, rest)
 
     def label(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
-        """Label ``pages`` with ``tokens``, but for content that another page already has."""
+        """Label ``pages`` with ``tokens``, except pages whose content another page has."""
         prefix, size = b"", self.page_size
         for start, page in zip(range(0, len(tokens), size), pages, strict=False):
             label = tuple(tokens[start : start + size])
             labels = self._by_prefix.get(prefix, {})
-            if page not in self._prefix_of and not any(other[: len(label)] == label for other in labels.values()):
+            if page not in self._prefix_of and not any(known[: len(label)] == label for known in labels.values()):
                 self._by_prefix.setdefault(prefix, {})[page] = label
                 self._prefix_of[page] = prefix
             prefix = _digest(prefix, label)

@@ -43,18 +43,13 @@ class TreeBatch:
     _elsewhere: dict[torch.device, TreeBatch] = field(default_factory=dict, repr=False, compare=False)
 
     @property
-    def num_sequences(self) -> int:
-        return self.seq_lens.shape[0]
-
-    @property
     def num_scratch_nodes(self) -> int:
-        """Nodes held in scratch until verified: those of all trees, none of single-node trees."""
+        """Nodes held in scratch until verified; single-node trees bypass scratch."""
         return self.num_tree_nodes if self.max_depth else 0
 
     @cached_property
     def append_metadata(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``block_table``, ``seq_lens`` and ``qo_indptr`` of the sequences whose nodes are appended at once; rows are
-        counted from the first of them."""
+        """``block_table``, ``seq_lens`` and ``qo_indptr`` (from 0) of the sequences whose nodes bypass scratch."""
         if not self.num_scratch_nodes:
             return self.block_table, self.seq_lens, self.qo_indptr
         first = self.num_trees
@@ -70,15 +65,15 @@ class TreeBatch:
         if device == self.seq_lens.device:
             return self
         if device not in self._elsewhere:
-            tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-            moved: dict[str, Any] = {n: v.to(device) for n, v in tensors.items() if isinstance(v, Tensor)}
+            values = {f.name: getattr(self, f.name) for f in fields(self)}
+            moved: dict[str, Any] = {n: v.to(device) for n, v in values.items() if isinstance(v, Tensor)}
             self._elsewhere[device] = replace(self, **moved, _elsewhere={})
         return self._elsewhere[device]
 
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """The part of a batch that depends only on tree and batch size; cached."""
+    """The part of a batch that depends only on tree and batch size; cached. ``row``: each node's sequence."""
 
     parents: Tensor
     depths: Tensor
@@ -89,7 +84,6 @@ class TreeLayout:
 
 @lru_cache(maxsize=CACHED_LAYOUTS)
 def tree_layout(tree: DraftTree, sequences: int, device: torch.device) -> TreeLayout:
-    """The layout of ``sequences`` copies of ``tree``."""
     parents = torch.tensor(tree.parents, dtype=torch.int32).repeat(sequences)
     depths = torch.tensor(tree.depths, dtype=torch.int64).repeat(sequences)
     indptr = torch.arange(sequences + 1, dtype=torch.int32) * tree.size
@@ -106,10 +100,7 @@ def tree_batch(
     max_seq_len: int,
     layout: TreeLayout | None = None,
 ) -> TreeBatch:
-    """A verification batch: ``draft_tokens`` ``[B, T]`` int64 over the same tree for every sequence.
-
-    ``layout``: that of the tree, if the caller has it.
-    """
+    """A verification batch: ``draft_tokens`` ``[B, T]`` int64 over the same tree for every sequence."""
     sequences = seq_lens.shape[0]
     layout = layout or tree_layout(tree, sequences, seq_lens.device)
     return TreeBatch(

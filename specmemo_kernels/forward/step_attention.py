@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from specmemo_kernels import ops
@@ -10,6 +12,15 @@ from specmemo_kernels.forward.batch import TreeBatch
 from specmemo_kernels.ops import checks
 
 Tensor = torch.Tensor
+
+
+class AttentionParams(NamedTuple):
+    """A layer's parameters of :func:`specmemo_kernels.ops.tree_attention`, in its order."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 class StepAttention:
@@ -23,28 +34,17 @@ class StepAttention:
         self.pool, self.batch, self.backend = pool, batch, backend
         self._kernels = ops.kernels(backend, pool.device)
 
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, params: AttentionParams) -> Tensor:
         """``[N, num_qo_heads, v_head_dim]``; ``q`` ``[N, num_qo_heads, head_dim]``, ``k`` and ``v`` likewise."""
         pool, batch = self.pool, self.batch.to(q.device)
         k_pages, v_pages = pool.k_pages[layer], pool.v_pages[layer]
         k_scales, v_scales = pool.k_scales[layer], pool.v_scales[layer]
         arguments = (
             q, k, v, k_pages, v_pages, batch.block_table, batch.seq_lens, batch.qo_indptr, batch.tree_mask,
-            scale, window, softcap, sinks, batch.max_qo_len, batch.max_seq_len, False, k_scales, v_scales,
+            *params, batch.max_qo_len, batch.max_seq_len, False, k_scales, v_scales,
             None if batch.tree is None else batch.tree.size,
         )  # fmt: skip
-        if batch.tree is None:  # passes with prompts; the tensors of the steps behind them are laid out alike
+        if batch.tree is None:  # passes with prompts; later steps have tensors of the same layout
             checks.tree_attention(*arguments)
         out, _ = self._kernels.tree_attention(*arguments)
         if scratch := batch.num_scratch_nodes:
@@ -59,7 +59,7 @@ class StepAttention:
 def commit_accepted(pool: PagedKVPool, trees: TreeBatch, index: Tensor, length: Tensor, backend: str | None) -> None:
     """Copy the accepted nodes from scratch slots to pages, behind the sequences' tokens.
 
-    A step that fails later leaves these slots unused. Single-node trees were already appended.
+    If the step fails later, the next one overwrites the copies. Single-node trees were already appended.
 
     Args:
         index, length: ``accept_index`` and ``accept_length`` of :func:`specmemo_kernels.ops.verify_tree_greedy`.

@@ -106,8 +106,8 @@ def tree_attention(
         max_qo_len, max_seq_len: upper bounds of ``diff(qo_indptr)`` and ``seq_lens`` known to the caller, so that a
             GPU launch is sized without a synchronisation; ``None``: the bounds that the shapes imply.
         invariant: verifying a chain gives the same bits as decoding its tokens one by one. One kernel then serves all
-            sequences: on the cpu backend the one that packs keys, which is slower for one or two nodes; on triton one
-            set of block sizes; reference refuses. Not with quantised pages: verification reads the chain's own keys
+            sequences: on cpu the one that packs keys, which is slower for one or two nodes; on triton one set of block
+            sizes; reference raises ``ValueError``. Not with quantised pages: verification reads the chain's own keys
             unquantised, decoding reads their codes.
         k_scales, v_scales: with quantised pages, one scale per token and head; else ``None``.
         min_qo_len: a lower bound of ``diff(qo_indptr)`` that holds for the call and for all replays of a graph that
@@ -256,8 +256,5 @@ def lm_head_topk(
     Returns:
         values ``[N, k]`` in hidden's dtype and tokens ``[N, k]`` int64. ``1 <= k <= min(V, 64)``.
     """
-    limit = min((*weight.shape[:1], 64))
-    if not 1 <= k <= limit:
-        raise ValueError(f"lm_head_topk: k is {k}, it must be between 1 and {limit}")
     result: tuple[Tensor, Tensor] = schema.call("lm_head_topk", hidden, weight, bias, k, scales, backend)
     return result

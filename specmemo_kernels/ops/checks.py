@@ -187,15 +187,8 @@ def commit_paged_kv(
     _device("v_pages", v_pages, k_pages.device)
     page_dtype(k_pages, v_pages, (k_scales, v_scales), k_scratch, "k_scratch")
     dtype, device = k_scratch.dtype, k_pages.device
-    _array(
-        "k_scratch",
-        k_scratch,
-        (layers, None, heads, head_dim),
-        "[num_layers, N, num_kv_heads, head_dim]",
-        dtype,
-        device,
-    )
-    v_shape = (layers, k_scratch.shape[1], heads, v_pages.shape[4])
+    k_shape, v_shape = (layers, None, heads, head_dim), (layers, k_scratch.shape[1], heads, v_pages.shape[4])
+    _array("k_scratch", k_scratch, k_shape, "[num_layers, N, num_kv_heads, head_dim]", dtype, device)
     _array("v_scratch", v_scratch, v_shape, "[num_layers, N, num_kv_heads, v_head_dim]", dtype, device)
     page_order(k_pages, v_pages, (k_scales, v_scales))
     _array("accept_length", length, (batch,), "[B]", torch.int32, k_pages.device)
@@ -224,6 +217,9 @@ def lm_head_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 def lm_head_topk(hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int, scales: Tensor | None) -> None:
     _lm_head(hidden, weight, bias, scales)
+    limit = min(weight.shape[0], 64)
+    if not 1 <= k <= limit:
+        raise ValueError(f"lm_head_topk: k is {k}, it must be between 1 and {limit}")
 
 
 def _lm_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""The choice of an operator's implementation: the backend named, or the best one for the tensors' device."""
+"""Selects an operator's implementation: the named backend, or the best one for the tensors' device."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
+from specmemo_kernels.cache.kv_storage import LayerKV
+
 BACKENDS = {
     "reference": "specmemo_kernels.backends.reference",
     "cpu": "specmemo_kernels.backends.cpu",
@@ -18,7 +20,7 @@ BACKENDS = {
 
 
 class BackendUnavailable(RuntimeError):
-    """The requested backend can't run here; the message says what to install."""
+    """The requested backend can't run here; the message has the reason and the fix."""
 
 
 @functools.cache
@@ -39,7 +41,7 @@ def unavailable(name: str) -> str | None:
 
 
 def _hint(name: str, error: Exception) -> str:
-    """What to do about an import that failed, where that is known; else the error speaks for itself."""
+    """Advice for a failed import; empty if unknown."""
     if name == "triton":
         missing = isinstance(error, ModuleNotFoundError) and error.name == "triton"
         return "; pip install triton" if missing else ""
@@ -49,7 +51,7 @@ def _hint(name: str, error: Exception) -> str:
 
 
 def unsuited(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Why backend ``name`` can't compute with tensors of that kind, or an empty string."""
+    """Why backend ``name`` can't compute in ``dtype`` on ``device``; empty if it can."""
     hook = getattr(_load(name), "check_device", None)
     try:
         if hook is not None:
@@ -60,63 +62,44 @@ def unsuited(name: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def split_workspace(
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    num_qo_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    v_head_dim: int,
-    page_size: int,
-    page_dtype: torch.dtype | None = None,
+    name: str, layer: LayerKV, num_qo_heads: int, page_dtype: torch.dtype | None = None
 ) -> tuple[int, int]:
-    """What backend ``name`` allocates inside ``tree_attention``, as tokens per split and bytes per row and split.
+    """Workspace of ``tree_attention`` on backend ``name``: tokens per split, and bytes per row and split.
 
-    ``(0, 0)`` for a backend whose workspace doesn't grow with the context. ``page_dtype``: that of quantised pages,
-    ``None`` where they hold ``dtype``.
+    ``(0, 0)`` if the workspace doesn't grow with the context.
+
+    Args:
+        layer: sizes of the attention layer.
+        page_dtype: dtype of quantised pages; ``None``: pages in the layer's dtype.
     """
     hook = getattr(_load(name), "split_workspace", None)
     if hook is None:
         return 0, 0
-    split_size, row_bytes = hook(device, dtype, num_qo_heads, num_kv_heads, head_dim, v_head_dim, page_size, page_dtype)
+    split_size, row_bytes = hook(**vars(layer), num_qo_heads=num_qo_heads, page_dtype=page_dtype)
     return int(split_size), int(row_bytes)
 
 
-def fixed_workspace(
-    name: str,
-    dtype: torch.dtype,
-    num_qo_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    v_head_dim: int,
-    page_dtype: torch.dtype | None = None,
-) -> int:
-    """Bytes that backend ``name`` keeps for ``tree_attention`` outside of torch's allocator."""
+def fixed_workspace(name: str, layer: LayerKV, num_qo_heads: int, page_dtype: torch.dtype | None = None) -> int:
+    """Bytes that backend ``name`` keeps for ``tree_attention`` outside of torch's allocator.
+
+    Arguments as in :func:`split_workspace`.
+    """
     hook = getattr(_load(name), "fixed_workspace", None)
-    return 0 if hook is None else int(hook(dtype, num_qo_heads, num_kv_heads, head_dim, v_head_dim, page_dtype))
+    return 0 if hook is None else int(hook(**vars(layer), num_qo_heads=num_qo_heads, page_dtype=page_dtype))
 
 
 def kernel_configs(
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    num_qo_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    v_head_dim: int,
-    page_size: int,
-    page_dtype: torch.dtype | None = None,
+    name: str, layer: LayerKV, num_qo_heads: int, page_dtype: torch.dtype | None = None
 ) -> tuple[Any, ...] | None:
-    """The block sizes that backend ``name`` takes in ``tree_attention``, one per class of sequences, in order.
+    """Block sizes of ``tree_attention`` on backend ``name``, one per class of sequences; ``None`` without a choice.
 
-    ``None`` for a backend that has none to choose. Arguments as in :func:`split_workspace`.
+    Arguments as in :func:`split_workspace`.
 
     Raises:
-        ValueError: a device, dtype or head size that can't be served.
+        ValueError: an unsupported device, dtype or head size.
     """
     hook = getattr(_load(name), "kernel_configs", None)
-    sizes = (num_qo_heads, num_kv_heads, head_dim, v_head_dim)
-    return None if hook is None else tuple(hook(device, dtype, *sizes, page_size, page_dtype))
+    return None if hook is None else tuple(hook(**vars(layer), num_qo_heads=num_qo_heads, page_dtype=page_dtype))
 
 
 @functools.cache
@@ -127,7 +110,7 @@ def _default(device_type: str) -> str:
 
 
 def backend_name(requested: str | None, device: torch.device) -> str:
-    """The backend that serves ``device``: ``requested`` if given (never another one), else the best there is.
+    """The backend for ``device``: ``requested`` if given (without a fallback), else the best.
 
     Raises:
         BackendUnavailable: the requested backend (or triton on a GPU) can't be imported.
@@ -142,7 +125,7 @@ def backend_name(requested: str | None, device: torch.device) -> str:
 
 
 class Kernels(Protocol):
-    """The operators of one backend. Arguments: those of :mod:`specmemo_kernels.ops`, all by position, no backend."""
+    """The operators of one backend, with the arguments of :mod:`specmemo_kernels.ops`, positional, without backend."""
 
     tree_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     append_paged_kv: Callable[..., None]
@@ -153,13 +136,10 @@ class Kernels(Protocol):
 
 
 def kernels(backend: str | None, device: torch.device) -> Kernels:
-    """The operators of ``backend`` for tensors on ``device``, for an engine that calls them in every layer.
+    """The operators of ``backend`` (``None``: the best) for tensors on ``device``, for calls in every layer.
 
     The functions check no arguments. They bypass torch's dispatcher, which takes longer than attention over a thousand
     tokens, unless a dispatch mode, tracer or profiler is active now.
-
-    Args:
-        backend: ``None`` for the best one.
 
     Raises:
         BackendUnavailable, ValueError: as :func:`backend_name`.

@@ -32,13 +32,10 @@ def packed_bytes(rows: int, columns: int) -> int:
     return rows * groups_of(columns) * (GROUP // 2 + _SCALE_BYTES)
 
 
-def check_bits(bits: int | None, name: str = "head_bits") -> None:
-    """
-    Raises:
-        ValueError: ``bits`` is neither ``None`` nor 4.
-    """
+def check_bits(bits: int | None) -> None:
+    """Raise ``ValueError`` unless ``bits`` is ``None`` or 4."""
     if bits is not None and as_integer(bits) != CODE_BITS:
-        raise ValueError(f"{name} is {bits!r}, expected {CODE_BITS} or None (as stored)")
+        raise ValueError(f"head_bits is {bits!r}, expected {CODE_BITS} or None (as stored)")
 
 
 def pack(weight: Tensor, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:

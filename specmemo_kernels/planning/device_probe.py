@@ -38,49 +38,49 @@ def probe(device: str = "cpu", seconds: float = 3.0) -> DeviceProfile:
     Raises:
         ValueError: no such device, or neither a CPU nor a CUDA or HIP device.
     """
-    where = _resolved(device)
+    torch_device = _resolved(device)
     with _as_value_error(device):
-        torch.empty(1, device=where)
-    if where.type not in ("cpu", "cuda"):
+        torch.empty(1, device=torch_device)
+    if torch_device.type not in ("cpu", "cuda"):
         raise ValueError(f"device {device!r}: only cpu and cuda devices can be measured")
-    on_cpu = where.type == "cpu"
-    sync: Callable[[], None] = (lambda: None) if on_cpu else functools.partial(torch.cuda.synchronize, where)
+    on_cpu = torch_device.type == "cpu"
+    sync: Callable[[], None] = (lambda: None) if on_cpu else functools.partial(torch.cuda.synchronize, torch_device)
     names = ["float32", "bfloat16"] if on_cpu else ["float32", "float16", "bfloat16"]
     share = seconds / (len(names) * (len(_ROWS) + len(_FEW_ROWS)) + 4)
     with torch.inference_mode():
-        curves = {name: _linear_curve(where, name, _SIDE, _ROWS, share, sync) for name in names}
-        small = {name: _linear_curve(where, name, _SMALL_SIDE, _FEW_ROWS, share, sync) for name in names}
-        big = torch.zeros(2, 2**24 if on_cpu else 2**28, dtype=torch.float32, device=where)
+        curves = {name: _linear_curve(torch_device, name, _SIDE, _ROWS, share, sync) for name in names}
+        small = {name: _linear_curve(torch_device, name, _SMALL_SIDE, _FEW_ROWS, share, sync) for name in names}
+        big = torch.zeros(2, 2**24 if on_cpu else 2**28, dtype=torch.float32, device=torch_device)
         read_rate = big.nbytes / _best(lambda: big[0].copy_(big[1]), 2 * share, sync)
-        launch = _launch_seconds(where, 2 * share, sync)
+        launch = _launch_seconds(torch_device, 2 * share, sync)
     rates = {name: 2 * rows / cost for name, points in curves.items() for rows, cost in points[-1:]}
     common: dict[str, Any] = {"read_rate": read_rate, "matmul_rate": rates, "launch_seconds": launch, "curves": curves}
     common["matrix_seconds"] = {name: _extra_seconds(small[name], curves[name]) for name in names}
     if on_cpu:
         return DeviceProfile(_machine(), host_memory(), overlaps=False, source="measured", **common)
-    properties = torch.cuda.get_device_properties(where)
+    properties = torch.cuda.get_device_properties(torch_device)
     shared = int(getattr(properties, "shared_memory_per_block_optin", 0))
-    common |= {"shared_memory": shared, "kernel_target": _kernel_target(where), "source": "measured"}
+    common |= {"shared_memory": shared, "kernel_target": _kernel_target(torch_device), "source": "measured"}
     return DeviceProfile(properties.name, properties.total_memory, **common)
 
 
-def _kernel_target(where: torch.device) -> str | None:
+def _kernel_target(torch_device: torch.device) -> str | None:
     try:
-        return target_of_gpu(where)
+        return target_of_gpu(torch_device)
     except ValueError:
         return None
 
 
 def _linear_curve(
-    where: torch.device, name: str, side: int, counts: tuple[int, ...], share: float, sync: Callable[[], None]
+    torch_device: torch.device, name: str, side: int, counts: tuple[int, ...], share: float, sync: Callable[[], None]
 ) -> Curve:
     """Seconds per weight of square matrices at some row counts."""
     dtype = getattr(torch, name)
     count = max(1, _BYTES // (_TURNS * side**2 * dtype.itemsize))
-    weights = [[torch.ones(side, side, dtype=dtype, device=where) for _ in range(count)] for _ in range(_TURNS)]
+    weights = [[torch.ones(side, side, dtype=dtype, device=torch_device) for _ in range(count)] for _ in range(_TURNS)]
     points = []
     for rows in counts:
-        x, turns = torch.ones(rows, side, dtype=dtype, device=where), itertools.cycle(weights)
+        x, turns = torch.ones(rows, side, dtype=dtype, device=torch_device), itertools.cycle(weights)
 
         def products(x: Any = x, turns: Any = turns) -> None:
             for weight in next(turns):
@@ -96,7 +96,7 @@ def _extra_seconds(small: Curve, large: Curve) -> Curve:
     return tuple((rows, max(0.0, seconds - expected[rows]) * _SMALL_SIDE**2) for rows, seconds in small)
 
 
-def _launch_seconds(where: Any, share: float, sync: Callable[[], None]) -> float:
+def _launch_seconds(torch_device: Any, share: float, sync: Callable[[], None]) -> float:
     """Host seconds per operator, from the step times of a tiny Llama with two and with eight layers."""
     from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -107,8 +107,8 @@ def _launch_seconds(where: Any, share: float, sync: Callable[[], None]) -> float
             num_key_value_heads=2, max_position_embeddings=256,
         )  # fmt: skip
         with torch.random.fork_rng(devices=[]):  # leave the caller's random state
-            model = LlamaForCausalLM(config).to(where).eval()
-        ids, cache = torch.zeros(1, 8, dtype=torch.int64, device=where), DynamicCache(config=config)
+            model = LlamaForCausalLM(config).to(torch_device).eval()
+        ids, cache = torch.zeros(1, 8, dtype=torch.int64, device=torch_device), DynamicCache(config=config)
         # The cache grows by one token per call, which doesn't matter.
         step = functools.partial(model, past_key_values=cache, logits_to_keep=1)
         step(ids)
@@ -151,15 +151,15 @@ def _as_value_error(device: str) -> Iterator[None]:
 def _resolved(device: str) -> torch.device:
     """The torch device with its index; a CPU has none."""
     with _as_value_error(device):
-        where = torch.device(device)
-    if where.type == "cpu":
+        torch_device = torch.device(device)
+    if torch_device.type == "cpu":
         return torch.device("cpu")
-    if where.type == "cuda" and where.index is None:
+    if torch_device.type == "cuda" and torch_device.index is None:
         try:
             return torch.device("cuda", torch.cuda.current_device())
         except (RuntimeError, AssertionError):  # no GPU here
             return torch.device("cuda", 0)
-    return where
+    return torch_device
 
 
 def cache_file(device: str) -> Path:
@@ -180,19 +180,20 @@ def profile_of(device: str) -> DeviceProfile:
     Raises:
         ValueError: no such device.
     """
-    where = _resolved(device)
-    if str(where) != device:
-        return profile_of(str(where))
-    profiles = [] if where.type == "cpu" else list(KNOWN_DEVICES.values())
+    torch_device = _resolved(device)
+    if str(torch_device) != device:
+        return profile_of(str(torch_device))
+    profiles = [] if torch_device.type == "cpu" else list(KNOWN_DEVICES.values())
     with suppress(OSError, ValueError):  # not measured yet
         profiles.insert(0, DeviceProfile.load(cache_file(device)))
-    if where.type == "cpu":
+    if torch_device.type == "cpu":
         name, memory = _machine(), host_memory()
     else:
         with _as_value_error(device):
-            name, memory = torch.cuda.get_device_name(where), torch.cuda.get_device_properties(where).total_memory
+            name = torch.cuda.get_device_name(torch_device)
+            memory = torch.cuda.get_device_properties(torch_device).total_memory
     for profile in profiles:
-        if same_name(profile.name, name) and (where.type == "cpu" or _same_size(profile.memory, memory)):
+        if same_name(profile.name, name) and (torch_device.type == "cpu" or _same_size(profile.memory, memory)):
             return replace(profile, memory=memory)
     return probe(device, seconds=0.7)
 

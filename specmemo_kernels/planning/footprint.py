@@ -20,7 +20,7 @@ from specmemo_kernels.planning.model_spec import ModelSpec, ranks_share
 
 #: Metadata of a row (prefill token or tree node): int64 tokens (drafted, packed, clamped), positions, and a spare.
 _ROW_BYTES = 5 * 8
-#: Copies where trees and chunks share a step: tokens, positions, row index. Words of the tree mask are added.
+#: Copies in steps with trees and chunks: tokens, positions, row index. Words of the tree mask are added.
 _JOINED_ROW_BYTES = 3 * 8
 #: A token in the tensors of ``generate``: int64 ids, mask and positions.
 _TOKEN_BYTES = 3 * 8
@@ -59,7 +59,7 @@ class PassBytes:
         bound).
 
         Raises:
-            ValueError: no moments, or not more rows in ``many``.
+            ValueError: a pass without operators, or not more rows in ``many``.
         """
         (few_rows, few_bytes), (many_rows, many_bytes) = few, many
         if not 0 < few_rows < many_rows or not few_bytes or not many_bytes:
@@ -92,7 +92,7 @@ class GenerationShape:
         workspace_bytes: constant memory of the backend and libraries outside torch's allocator.
         drafter_kv_bytes_per_token: keys and values in the drafter's own pages.
         devices: number of devices with layers; each gets a copy of a step's metadata.
-        kept_steps: steps whose tensors are cached (``step_graph.MAX_STEPS``).
+        kept_steps: number of steps whose tensors are cached (``step_graph.MAX_STEPS``).
         graphs: whether cached steps are graphs, which own all tensors of a step.
     """
 
@@ -128,7 +128,6 @@ class StepSize:
 
     @property
     def nodes(self) -> int:
-        """Nodes of a step."""
         return self.tree_size * self.sequences
 
     @property
@@ -168,7 +167,7 @@ def page_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
     """Bytes per page, by part."""
     tokens = size.page_size
     split = -(-size.rows * tokens * shape.split_row_bytes // shape.split_size) if shape.split_size else 0
-    # The longest prompt may take all pages, and the others are padded to its length.
+    # The longest prompt may take all pages; other prompts are padded to its length.
     ids = size.sequences * tokens * _TOKEN_BYTES
     parts = {
         "kv_pages": tokens * shape.kv_bytes_per_token,
@@ -274,11 +273,7 @@ def pass_row_bytes(spec: ModelSpec, tp: int = 1) -> int:
 
 
 def check_ranks(spec: ModelSpec, tp: int) -> None:
-    """Check that the model's heads can be shared by ``tp`` ranks.
-
-    Raises:
-        ValueError: they can't.
-    """
+    """Raise ``ValueError`` unless ``tp`` ranks can share the model's heads."""
     if not ranks_share(spec.num_qo_heads, spec.num_kv_heads, tp):
         raise ValueError(
             f"{spec.name} has {spec.num_qo_heads} query and {spec.num_kv_heads} key/value heads; tp is {tp}, it must "

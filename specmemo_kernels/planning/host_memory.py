@@ -69,12 +69,12 @@ def _folders(root: Path) -> Iterator[tuple[Path, GroupFiles]]:
         return
     # hierarchy:controllers:path; version 2 has no controllers here.
     groups = [line.split(":", 2) for line in lines]
-    paths = {"cgroup" if names else "cgroup2": path for _, names, path in groups if not names or _memory(names)}
+    paths = {"cgroup" if names else "cgroup2": path for _, names, path in groups if not names or _has_memory(names)}
     for mount in mounts:
         # ID parent device root place options ... - type source options
         before, _, after = mount.partition(" - ")
         kind, _, options = after.split(" ", 2)
-        if kind not in paths or (kind == "cgroup" and not _memory(options)):
+        if kind not in paths or (kind == "cgroup" and not _has_memory(options)):
             continue
         mount_root, mount_point = map(_unescaped, before.split(" ")[3:5])
         group = Path(paths[kind])
@@ -85,8 +85,8 @@ def _folders(root: Path) -> Iterator[tuple[Path, GroupFiles]]:
             yield root / mount_point.lstrip("/") / folder, _FILES[kind]
 
 
-def _memory(names: str) -> bool:
-    return "memory" in names.split(",")
+def _has_memory(controllers: str) -> bool:
+    return "memory" in controllers.split(",")
 
 
 def _unescaped(path: str) -> str:

@@ -67,8 +67,8 @@ class MemoryPlan:
         prefill_chunk: maximum of prompt tokens per forward pass.
         budget: bytes for all parts, or ``None``. Plans of :func:`plan_memory` include the model's weights, those of
             patching don't.
-        parts: maximum bytes of each part; their sum is within the budget. Prompts of more rows than ``max_sequences``
-            add their ids, 24 bytes per padded token.
+        parts: maximum bytes of each part; their sum is within the budget. A call with more rows than
+            ``max_sequences`` also holds their ids, 24 bytes per padded token.
         heads: Medusa heads to load, if chosen by the plan. head_bits: 4 if their own vocabulary matrices are in 4-bit
             codes, ``None``: as stored.
         kv_dtype: ``"int8"`` or ``"fp8"`` for pages of codes with scales; ``None``: the model's dtype.

@@ -222,13 +222,13 @@ class ModelSpec:
         text: Mapping[str, Any] = config.get("text_config") or config
         if not isinstance(text, Mapping):
             raise ValueError(f"text_config of {name or 'the configuration'} is {text!r}, expected an object")
-        where = name or str(text.get("model_type", "model"))
+        source = name or str(text.get("model_type", "model"))
         try:
             quantisation = config.get("quantization_config") or text.get("quantization_config")
-            bits, what = quantised_bits(quantisation) if quantisation else (None, "layers")
-            return cls(**read_sizes(text, where), weight_bits=bits, quantised=what)
+            bits, part = quantised_bits(quantisation) if quantisation else (None, "layers")
+            return cls(**read_sizes(text, source), weight_bits=bits, quantised=part)
         except (ArithmeticError, AttributeError, KeyError, TypeError) as error:  # a field of another type
-            raise ValueError(f"the configuration of {where} can't be read: {type(error).__name__}: {error}") from error
+            raise ValueError(f"the configuration of {source} can't be read: {type(error).__name__}: {error}") from error
 
 
 def _read_json(file: Path) -> Mapping[str, Any]:

@@ -23,7 +23,6 @@ from specmemo_kernels.planning.memory_plan import (
 )
 from specmemo_kernels.planning.model_spec import ModelSpec, ranks_share
 from specmemo_kernels.planning.search import (
-    PAGE_SIZES,
     PlanCandidate,
     PlanRequest,
     candidates,
@@ -73,11 +72,11 @@ def plan_request(
         on_device(model, profile), profile, workload, heads or HeadsSpec(), accuracy, tp, max_nodes, workspace_bytes,
         kv_dtype,
     )  # fmt: skip
-    _kernels(request, PAGE_SIZES[0])
+    _kernels(request)
     return request
 
 
-def _kernels(request: PlanRequest, page_size: int) -> tuple[KernelConfig, ...] | None:
+def _kernels(request: PlanRequest) -> tuple[KernelConfig, ...] | None:
     """Block sizes of the GPU kernels, ``None`` on other devices.
 
     Raises:
@@ -89,7 +88,7 @@ def _kernels(request: PlanRequest, page_size: int) -> tuple[KernelConfig, ...] |
     group = spec.num_qo_heads // request.tp // spec.kv_heads_of_rank(request.tp)
     sizes = (spec.head_dim, spec.v_head_dim, group, getattr(torch, spec.dtype))
     try:
-        return attention_configs(device.kernel_target, *sizes, page_size, quantised=request.kv_dtype is not None)
+        return attention_configs(device.kernel_target, *sizes, quantised=request.kv_dtype is not None)
     except ValueError as error:
         raise ValueError(f"{spec.name} on {device.name}: {error}") from error
 
@@ -117,8 +116,8 @@ def choose(request: PlanRequest, choices: list[PlanCandidate], budget: int | str
     """:func:`plan_memory` over existing candidates."""
     given = request.device.memory if budget is None else parse_bytes(budget)
     limit = min(given, request.device.memory)
-    best, free = fastest(choices, limit), fastest(choices, math.inf)
-    if best is None or free is None:
+    best, unlimited = fastest(choices, limit), fastest(choices, math.inf)
+    if best is None or unlimited is None:
         raise BudgetError(_nothing_fits(request, choices, limit))
     paths = tree_paths(request, best.heads, best.tree_size)
     return MemoryPlan(
@@ -127,7 +126,7 @@ def choose(request: PlanRequest, choices: list[PlanCandidate], budget: int | str
         heads=best.heads, head_bits=request.heads.head_bits, kv_dtype=request.kv_dtype,
         tokens_per_step=best.tokens_per_step, tokens_per_second=best.speed.tokens_per_second,
         step_seconds=best.speed.step_seconds,
-        reasons=tuple(_reasons(request, choices, best, free, given)), kernels=_kernels(request, best.page_size),
+        reasons=tuple(_reasons(request, choices, best, unlimited, given)), kernels=_kernels(request),
     )  # fmt: skip
 
 
@@ -152,24 +151,26 @@ def smallest_budget(choices: list[PlanCandidate], retain: float) -> int:
 
 
 def _reasons(
-    request: PlanRequest, choices: list[PlanCandidate], best: PlanCandidate, free: PlanCandidate, given: int
+    request: PlanRequest, choices: list[PlanCandidate], best: PlanCandidate, unlimited: PlanCandidate, given: int
 ) -> list[str]:
     device = request.device
     trees = [c for c in choices if (c.sequences, c.chunk) == (best.sequences, best.chunk)]
     plain = next(c for c in trees if c.heads == 0)
     largest = max(trees, key=lambda c: (c.tree_size, c.tokens_per_step))
     lines = []
-    for other in (best, largest) if largest.tree_size > best.tree_size else (best,):
-        cost = other.speed.step_seconds / plain.speed.step_seconds
+    for choice in (best, largest) if largest.tree_size > best.tree_size else (best,):
+        cost = choice.speed.step_seconds / plain.speed.step_seconds
         lines.append(
-            f"a step over {counted(other.tree_size, 'node')} takes {cost:.2f} times a plain step and writes "
-            f"{other.tokens_per_step:.2f} tokens: {other.tokens_per_step / cost:.2f} times the plain speed"
+            f"a step over {counted(choice.tree_size, 'node')} takes {cost:.2f} times a plain step and writes "
+            f"{choice.tokens_per_step:.2f} tokens: {choice.tokens_per_step / cost:.2f} times the plain speed"
         )
     if largest.tree_size > best.tree_size and largest.total_bytes <= min(given, device.memory):
         lines.append(f"a larger tree would fit, but costs more time on {device.name} than it gains")
-    if best.speed.tokens_per_second < free.speed.tokens_per_second:
-        share = best.speed.tokens_per_second / free.speed.tokens_per_second
-        lines.append(f"memory is the limit: {share:.1%} of the speed that {format_bytes(free.total_bytes)} would allow")
+    if best.speed.tokens_per_second < unlimited.speed.tokens_per_second:
+        share = best.speed.tokens_per_second / unlimited.speed.tokens_per_second
+        lines.append(
+            f"memory is the limit: {share:.1%} of the speed that {format_bytes(unlimited.total_bytes)} would allow"
+        )
     if best.sequences < request.workload.batch:
         lines.append(f"{request.workload.batch} sequences run {best.sequences} at a time")
     if request.kv_dtype is not None:
@@ -187,21 +188,21 @@ def _nothing_fits(request: PlanRequest, choices: list[PlanCandidate], limit: int
     needed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     largest = max(parts, key=lambda name: parts[name])
     advice = [f"a budget of {format_at_least(least.total_bytes)}"]
-    others = least.total_bytes - parts["weights"]
+    generation_bytes = least.total_bytes - parts["weights"]
     for bits in (8.0, 4.5):
         smaller = spec.with_weights(bits)
-        if spec.weight_bits is None and weight_bytes(smaller, request.tp) + others <= limit:
+        if spec.weight_bits is None and weight_bytes(smaller, request.tp) + generation_bytes <= limit:
             advice.append(f"weights in {bits:g} bits ({format_bytes(smaller.weight_bytes)})")
             break
-    if others and limit > least.total_bytes - parts["kv_pages"]:
+    if generation_bytes and limit > least.total_bytes - parts["kv_pages"]:
         room = limit - (least.total_bytes - parts["kv_pages"])
         tokens = room // page_token_bytes(spec, request.kv_dtype, request.tp)
         advice.append(f"a context of about {tokens // least.sequences} tokens")
     if request.kv_dtype is None and (coded := least_bytes(replace(request, kv_dtype="int8"))) <= limit:
         advice.append(f"pages in int8, which is not lossless (kv_dtype='int8': {format_at_least(coded)})")
     for ranks in (2, 4, 8):
-        shared = request.tp == 1 and ranks_share(spec.num_qo_heads, spec.num_kv_heads, ranks)
-        if shared and least_bytes(replace(request, tp=ranks)) <= limit:
+        can_shard = request.tp == 1 and ranks_share(spec.num_qo_heads, spec.num_kv_heads, ranks)
+        if can_shard and least_bytes(replace(request, tp=ranks)) <= limit:
             advice.append(f"{ranks} such devices (tp={ranks})")
             break
     return (

@@ -118,7 +118,7 @@ def parts_of(request: PlanRequest, choice: PlanCandidate) -> dict[str, int]:
 def _parts(
     request: PlanRequest, heads: int, tree_size: int, sequences: int, chunk: int, page_size: int
 ) -> tuple[dict[str, int], int]:
-    """Bytes by part, and the number of pages; the last tree may extend beyond the context."""
+    """Bytes by part, and the number of pages; the last tree may extend past the context."""
     spec, gpu = request.spec, request.device.kernel_target is not None
     shape = predicted_shape(
         spec, request.heads, heads, tp=request.tp, split_size=_SPLIT_SIZE if gpu else 0,

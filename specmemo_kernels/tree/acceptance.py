@@ -93,11 +93,11 @@ def expected_tokens_per_step(tree: DraftTree | Sequence[Sequence[int]], cumulati
             Ranks beyond the table are extrapolated (:func:`extrapolated`).
 
     Raises:
-        ValueError: a path deeper than there are heads, or a table that doesn't rise within 0..1.
+        ValueError: a path longer than the number of heads, or a table that doesn't rise within 0..1.
     """
     paths = tree if isinstance(tree, Sequence) else tree.paths
-    widest = max((rank for path in paths for rank in path), default=0)
-    p = rank_probabilities(extrapolated(cumulative_topk_accuracy, widest + 1))
+    max_rank = max((rank for path in paths for rank in path), default=0)
+    p = rank_probabilities(extrapolated(cumulative_topk_accuracy, max_rank + 1))
     total = 1.0
     for path in paths:
         if len(path) > len(p):
@@ -116,7 +116,7 @@ class RunningAcceptance:
     """Running estimate of each node's acceptance probability, from head accuracies (the prior) and accepted paths.
 
     A node is offered in a step if it was verified and its parent was accepted. The share of accepted offers estimates
-    its probability given its parent, whatever other nodes a step verifies. Old offers fade, because texts change.
+    its probability given its parent, independent of the other verified nodes. Old offers fade, because texts change.
 
     Args:
         tree: the tree whose parts will be verified.
@@ -124,14 +124,14 @@ class RunningAcceptance:
     """
 
     def __init__(self, tree: DraftTree, cumulative: Accuracy) -> None:
-        widest = max((rank for path in tree.paths for rank in path), default=0)
-        prior = rank_probabilities(extrapolated(cumulative, widest + 1))
+        max_rank = max((rank for path in tree.paths for rank in path), default=0)
+        prior = rank_probabilities(extrapolated(cumulative, max_rank + 1))
         self._paths = tree.paths
         self._offered = {path: float(PRIOR_OFFERS) for path in self._paths}
         self._accepted = {path: PRIOR_OFFERS * prior[len(path) - 1][path[-1]] for path in self._paths}
 
     def record(self, tree: DraftTree, last: Sequence[int]) -> None:
-        """Count a step over ``tree``, a part of this one; node ``last[b]`` ends the accepted path of sequence b.
+        """Count a step over ``tree``, a part of the planned one; node ``last[b]`` ends the accepted path of sequence b.
 
         Node 0 is the root, node i has the path ``tree.paths[i - 1]``.
         """

@@ -40,8 +40,8 @@ class PassSeconds:
 class DraftBacklog:
     """Work before a drafter's next proposal.
 
-    ``behind``: tokens of all sequences, the newest ones apart, that the drafter must compute first. ``remaining``: mean
-    number of tokens that each sequence may still write.
+    ``behind``: tokens of all sequences that the drafter must compute first, besides the newest token of each.
+    ``remaining``: mean number of tokens that a sequence may still write.
     """
 
     behind: int = 0
@@ -84,15 +84,15 @@ class TreeChooser:
     A drafter that lags behind (a draft model and a new prompt) is used if the gain on the remaining tokens exceeds the
     time to catch up.
 
-    Steps over a part give no samples of the other nodes. So a step verifies the whole tree when the extra time, the
-    drafter's catching up included, is at most 1 % of the time since the last such step.
+    Steps over a part give no samples of the other nodes. So a step verifies the whole tree when the extra time, with
+    the drafter's catch-up time, is at most 1 % of the time since the last such step.
 
     Args:
         tree: the planned tree, the largest that a step may verify.
         acceptance: the running estimate for its nodes.
         seconds: the target's pass by its rows, measured while patching; attention and lm_head excluded.
         draft_seconds: one pass of a drafter that runs once per depth; ``None``: the drafter runs once per step.
-        sizes: numbers of nodes that a part may have, beside the whole tree; ``None``: any.
+        sizes: allowed numbers of nodes, besides the whole tree's; ``None``: any.
         agreed: maps a measured time to the time that all ranks use.
     """
 
@@ -108,10 +108,10 @@ class TreeChooser:
         self.tree, self.acceptance, self.seconds, self.draft_seconds = tree, acceptance, seconds, draft_seconds
         self.sizes, self._agreed = range(1, tree.size) if sizes is None else sizes, agreed
         self._root = tree.pruned(1)
-        # A mean per number of rows corrects wrong pass times: where the machine was busy while they were measured, one
-        # mean for all costs 15 % of the speed (bench_adapt, 64 nodes); with correct times it makes no difference.
+        # A mean per number of rows corrects pass times that were measured on a busy machine. A single mean then costs
+        # 15 % of the speed (bench_adapt, 64 nodes); with correct pass times there is no difference.
         self._step_overhead: dict[int, _Overhead] = {}
-        self._draft_overhead = _Overhead()  # of a drafter's pass
+        self._draft_overhead = _Overhead()  # of one pass
         self._choices: dict[int, _Choice] = {}
         self._next: dict[int, DraftTree] = {}
         self._steps = self._explored = 0
@@ -188,7 +188,7 @@ class TreeChooser:
         return self.seconds.at(rows) + overhead + drafting + passes * self._draft_overhead.value
 
     def _catch_up(self, sequences: int, behind: int) -> float:
-        """Extra seconds of the drafter's first pass for ``behind`` more tokens (50 % off costs 1 % of the speed)."""
+        """Extra seconds of the drafter's first pass for ``behind`` more tokens (off by 50 % costs 1 % of the speed)."""
         if self.draft_seconds is None or not behind:
             return 0.0
         return self.draft_seconds.at(sequences + behind) - self.draft_seconds.at(sequences)
@@ -204,6 +204,6 @@ class TreeChooser:
                 candidate = tokens / self._step_seconds(sequences, size, depth)
                 if candidate > speed * (1 + 1e-9):
                     best, speed = size, candidate
-        # Beside the seconds in which the part would write as many tokens.
+        # Extra seconds over the time in which the part writes as many tokens.
         explore = self._step_seconds(sequences, self.tree.size, self.tree.max_depth) - tokens / speed
         return _Choice(self.tree.part(order[:best]), explore, self._step_seconds(sequences, 1, 0) - 1 / speed)

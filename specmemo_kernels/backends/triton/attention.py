@@ -10,6 +10,8 @@ heads of one KV head) of one split. Tiles of committed tokens need no mask, the 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -202,7 +204,7 @@ def tree_attention(
     Arguments as in :func:`specmemo_kernels.ops.tree_attention`.
 
     Args:
-        configs: replaces :func:`kernel_configs`, for tuning.
+        configs: replaces :func:`attention_configs`, for tuning.
 
     Returns:
         out ``[N, num_qo_heads, v_head_dim]`` in q's dtype and lse ``[N, num_qo_heads]`` float32.
@@ -215,13 +217,13 @@ def tree_attention(
     rows, heads, head_dim = q.shape
     kv_heads, v_dim, page_size = k_new.shape[1], v_new.shape[2], k_pages.shape[1]
     batch, group = seq_lens.shape[0], heads // kv_heads
-    codes = None if k_scales is None else k_pages.dtype
     out = q.new_empty(rows, heads, v_dim)
     lse = q.new_empty(rows, heads, dtype=torch.float32)
     if rows == 0 or heads == 0 or batch == 0:
         return out, lse
-    shape = (heads, kv_heads, head_dim, v_dim, page_size)
-    configs = configs or kernel_configs(q.device, q.dtype, *shape, codes, invariant)
+    configs = configs or attention_configs(
+        target_of(q.device), head_dim, v_dim, group, q.dtype, invariant, k_scales is not None
+    )
     max_nodes = min(rows, rows if max_qo_len is None else max_qo_len)
     max_slots = max_nodes + (block_table.shape[1] * page_size if max_seq_len is None else max_seq_len)
     replayed = q.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -260,40 +262,29 @@ def tree_attention(
 
 
 def kernel_configs(
+    *,
     device: torch.device,
     dtype: torch.dtype,
     num_qo_heads: int,
     num_kv_heads: int,
     head_dim: int,
     v_head_dim: int,
-    page_size: int,
-    page_dtype: torch.dtype | None = None,
-    invariant: bool = False,
+    page_dtype: torch.dtype | None,
 ) -> tuple[KernelConfig, ...]:
     """The block sizes of :func:`tree_attention`, as in :func:`attention_configs`.
 
     Raises:
         ValueError: an unsupported device, dtype or head dimension.
     """
-    group = num_qo_heads // num_kv_heads
-    target, quantised = target_of(device), page_dtype is not None
-    return attention_configs(target, head_dim, v_head_dim, group, dtype, page_size, invariant, quantised)
+    target, group = target_of(device), num_qo_heads // num_kv_heads
+    return attention_configs(target, head_dim, v_head_dim, group, dtype, quantised=page_dtype is not None)
 
 
-def split_workspace(
-    device: torch.device,
-    dtype: torch.dtype,
-    num_qo_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    v_head_dim: int,
-    page_size: int,
-    page_dtype: torch.dtype | None = None,
-) -> tuple[int, int]:
+def split_workspace(*, num_qo_heads: int, v_head_dim: int, **sizes: Any) -> tuple[int, int]:
     """The workspace of :func:`tree_attention`: minimum slots per split, and bytes of one row in one split.
 
     Raises:
         ValueError: an unsupported device, dtype or head dimension.
     """
-    configs = kernel_configs(device, dtype, num_qo_heads, num_kv_heads, head_dim, v_head_dim, page_size, page_dtype)
+    configs = kernel_configs(num_qo_heads=num_qo_heads, v_head_dim=v_head_dim, **sizes)
     return min(config.split_size for config in configs), split_state_bytes(1, num_qo_heads, v_head_dim, 2) // 2

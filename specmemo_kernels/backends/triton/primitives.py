@@ -99,7 +99,7 @@ def mask_row(mask_ptr, row, valid, mask_words):
 
 @triton.jit
 def node_depth(mask_ptr, row, node, valid, mask_words, HAS_TREE: tl.constexpr):
-    """Number of each node's ancestors; those of a causal row are all earlier rows."""
+    """Number of each node's ancestors; in a causal row all earlier nodes."""
     depth = node
     if HAS_TREE:
         union, count = mask_row(mask_ptr, row, valid, mask_words)
@@ -145,7 +145,6 @@ def spread_bits(word, BLOCK_N: tl.constexpr):
 @triton.jit
 def add_sink(total, peak, sink):
     """Add a sink logit to the softmax's total; ``peak`` is in base 2. Returns total, peak and the factor of acc."""
-
     new_peak = tl.maximum(peak, sink * LOG2_E)
     decay = tl.exp2(peak - new_peak)
     return total * decay + tl.exp2(sink * LOG2_E - new_peak), new_peak, decay

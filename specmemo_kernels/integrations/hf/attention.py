@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
+from specmemo_kernels.forward.step_attention import AttentionParams
 from specmemo_kernels.integrations.hf.mask import PassMask, observed_mask, unsupported, window_of
 
 ATTENTION_NAME = "specmemo"
@@ -46,16 +47,7 @@ class AttentionCall(Protocol):
     """The replacement of a layer's attention (``StepAttention``, or a probe)."""
 
     def __call__(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, params: AttentionParams
     ) -> torch.Tensor: ...
 
 
@@ -112,16 +104,8 @@ def specmemo_attention(
         window = window_of(module, attention_mask.rule, query.device)
     if sliding_window and sliding_window != window:
         raise unsupported(module, f"passes sliding_window={sliding_window} to its attention function, masks {window}")
-    out = call(
-        layer,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
+    params = AttentionParams(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap, s_aux)
+    out = call(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), params=params)
     return out[None], None
 
 

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from specmemo_kernels import ops
 from specmemo_kernels.engine.pressure import is_out_of_memory
+from specmemo_kernels.forward.step_attention import AttentionParams
 from specmemo_kernels.integrations.distributed.ranks import RankError
 from specmemo_kernels.integrations.hf.attention import AttentionCall, attention_call, views_everywhere
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
@@ -173,8 +174,8 @@ def _observe_masks(model: Any, inputs: dict[str, Any], cut: bool) -> dict[int, i
     """The window of each layer, from a pass in which the model makes masks for our attention function."""
     windows: dict[int, int | None] = {}
 
-    def record_window(layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, **_: Any) -> Tensor:
-        windows[layer] = window
+    def record_window(layer: int, q: Tensor, k: Tensor, v: Tensor, *, params: AttentionParams) -> Tensor:
+        windows[layer] = params.window
         return v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
 
     with views_everywhere(model), tapped(cut), attention_call(record_window):
@@ -192,17 +193,8 @@ def _cached_tokens(model: Any, windows: dict[int, int | None]) -> int | None:
 def _dense_attention(positions: Tensor) -> AttentionCall:
     """Attention over one sequence with rows at ``positions``, in float32: the operator's specification."""
 
-    def attend(
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, *, params: AttentionParams) -> Tensor:
+        scale, window, softcap, sinks = params
         repeats = q.shape[1] // k.shape[1]
         keys, values = (t.float().repeat_interleave(repeats, dim=1) for t in (k, v))
         scores = torch.einsum("nhd,mhd->hnm", q.float(), keys) * scale

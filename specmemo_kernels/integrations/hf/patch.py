@@ -185,7 +185,7 @@ def patch(
             setup, plan, graphs = make_plan(setup, tree, graph_use(graph, setup), limits)
             drafter = setup.drafter
             bits = drafter.heads.head_bits if isinstance(drafter, MedusaDrafter) else None
-            plan = replace(plan, kernels=kernel_blocks(facts, name, page_size, kv_dtype), head_bits=bits)
+            plan = replace(plan, kernels=kernel_blocks(facts, name, kv_dtype), head_bits=bits)
             chooser = make_chooser(setup, plan, graphs) if tree is None else None
             target = ranks.target(model, facts, name)
             undo_steps: list[Callable[[], None]] = [*undo, partial(_make_plain, model)]

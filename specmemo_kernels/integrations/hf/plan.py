@@ -75,7 +75,7 @@ def _first_that_fits(
         if tree is None:
             setup = dataclasses.replace(setup, drafter=_without_unused_heads(setup.drafter, candidate))
         if shape is None:
-            shape = _generation_shape(setup, graphs, limits["page_size"], kv_dtype)
+            shape = _generation_shape(setup, graphs, kv_dtype)
         head_bytes, coded_bytes = setup.drafter.nbytes, _coded_bytes(setup.drafter)
         shape = dataclasses.replace(shape, head_bytes=head_bytes, coded_head_bytes=coded_bytes)
         shape = setup.ranks.max_over_ranks(shape)
@@ -114,21 +114,18 @@ def make_chooser(setup: Setup, plan: MemoryPlan, graphs: GraphUse) -> TreeChoose
     return TreeChooser(plan.tree, RunningAcceptance(plan.tree, prior), seconds, draft_seconds, sizes, agreed)
 
 
-def kernel_blocks(
-    facts: ModelFacts, backend: str, page_size: int, kv_dtype: str | None
-) -> tuple[KernelConfig, ...] | None:
+def kernel_blocks(facts: ModelFacts, backend: str, kv_dtype: str | None) -> tuple[KernelConfig, ...] | None:
     """The backend's block sizes for the model's attention; of its widest heads where layers differ."""
-    kind, sizes = max(_attention_sizes(facts), key=lambda pair: pair[0].head_dim)
-    return ops.kernel_configs(backend, kind.device, kind.dtype, *sizes, page_size, page_dtype(kv_dtype))
+    layer, num_qo_heads = max(_attention_sizes(facts), key=lambda pair: pair[0].head_dim)
+    return ops.kernel_configs(backend, layer, num_qo_heads, page_dtype(kv_dtype))
 
 
-def _attention_sizes(facts: ModelFacts) -> list[tuple[LayerKV, tuple[int, int, int, int]]]:
-    """The kinds of attention layers, each with query heads, key/value heads and both head dimensions."""
-    kinds = dict.fromkeys(zip(facts.layers, facts.num_qo_heads, strict=True))
-    return [(kind, (heads, kind.num_kv_heads, kind.head_dim, kind.v_head_dim)) for kind, heads in kinds]
+def _attention_sizes(facts: ModelFacts) -> list[tuple[LayerKV, int]]:
+    """The kinds of attention layers, each with its number of query heads."""
+    return list(dict.fromkeys(zip(facts.layers, facts.num_qo_heads, strict=True)))
 
 
-def _generation_shape(setup: Setup, graphs: GraphUse, page_size: int, kv_dtype: str | None) -> GenerationShape:
+def _generation_shape(setup: Setup, graphs: GraphUse, kv_dtype: str | None) -> GenerationShape:
     """The sizes that a memory plan needs, measured where they depend on the model's code."""
     model, facts, drafter, backend = setup.model, setup.facts, setup.drafter, setup.backend
     shapes = _attention_sizes(facts)
@@ -139,8 +136,8 @@ def _generation_shape(setup: Setup, graphs: GraphUse, page_size: int, kv_dtype: 
         library_bytes = max(library_bytes, measure_libraries(drafter.hf_model, drafter.facts))
         forward, logits = forward.elementwise_max(draft_forward), logits.elementwise_max(draft_logits)
     codes = page_dtype(kv_dtype)
-    splits = [ops.split_workspace(backend, kind.device, kind.dtype, *sizes, page_size, codes) for kind, sizes in shapes]
-    workspace = max(ops.fixed_workspace(backend, kind.dtype, *sizes, codes) for kind, sizes in shapes)
+    splits = [ops.split_workspace(backend, layer, heads, codes) for layer, heads in shapes]
+    workspace = max(ops.fixed_workspace(backend, layer, heads, codes) for layer, heads in shapes)
     return GenerationShape(
         kv_bytes_per_token=sum(layer.page_bytes_per_token(kv_dtype) for layer in facts.layers),
         scratch_bytes_per_node=sum(layer.bytes_per_token for layer in facts.layers),
