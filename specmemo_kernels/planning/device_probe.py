@@ -78,15 +78,15 @@ def _linear_curve(
     dtype = getattr(torch, name)
     count = max(1, _BYTES // (_TURNS * side**2 * dtype.itemsize))
     weights = [[torch.ones(side, side, dtype=dtype, device=torch_device) for _ in range(count)] for _ in range(_TURNS)]
-    points = []
+    points, turns = [], itertools.cycle(weights)  # every call takes the next group, which no cache holds
     for rows in counts:
-        x, turns = torch.ones(rows, side, dtype=dtype, device=torch_device), itertools.cycle(weights)
+        x = torch.ones(rows, side, dtype=dtype, device=torch_device)
 
-        def products(x: Any = x, turns: Any = turns) -> None:
+        def products(x: Any = x) -> None:
             for weight in next(turns):
                 torch.nn.functional.linear(x, weight)
 
-        points.append((rows, _best(products, share, sync, least=_TURNS) / (count * side**2)))
+        points.append((rows, _best(products, share, sync) / (count * side**2)))
     return tuple(points)
 
 
@@ -116,12 +116,12 @@ def _launch_seconds(torch_device: Any, share: float, sync: Callable[[], None]) -
     return max(seconds[1] - seconds[0], 1e-9) / (6 * _LAYER_OPERATORS)
 
 
-def _best(call: Callable[[], Any], share: float, sync: Callable[[], None], least: int = 3) -> float:
-    """Minimum seconds of the calls made in ``share`` seconds, at least ``least``, after one warm-up call."""
+def _best(call: Callable[[], Any], share: float, sync: Callable[[], None]) -> float:
+    """Minimum seconds of the calls made in ``share`` seconds, at least three, after one warm-up call."""
     call()
     sync()
     best, ends, count = float("inf"), time.perf_counter() + share, 0
-    while count < least or time.perf_counter() < ends:
+    while count < 3 or time.perf_counter() < ends:
         start = time.perf_counter()
         call()
         sync()
@@ -171,7 +171,7 @@ def cache_file(device: str) -> Path:
 
 @functools.cache
 def profile_of(device: str) -> DeviceProfile:
-    """The profile of a torch device: cached by `specmemo probe`, known by name, or probed in a second.
+    """The profile of a torch device: cached by `specmemo probe`, known by name, or probed in one to two seconds.
 
     Probes at most once per process, and writes no file. A cached CPU profile is valid for the same processor and number
     of threads. A GPU profile is valid for the same name and about the same memory, as cards of one name may differ in

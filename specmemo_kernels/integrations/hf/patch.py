@@ -105,7 +105,7 @@ def patch(
             ``None``: no limit, each call allocates for its lengths.
         tree: a :class:`DraftTree`, a list of rank paths (as Medusa publishes them), or a number of nodes. ``None``: the
             best tree for the heads' accuracies and the device. The device is known by name, or measured once per
-            process in about a second (``specmemo probe`` saves the result). Heads that this tree doesn't use are
+            process in one to two seconds (``specmemo probe`` saves the result). Heads that this tree doesn't use are
             dropped. Each step verifies the fastest part of the tree, by recent acceptance and measured times. Prompt
             lookup and draft models get a chain, unless a tree is given.
         backend: ``"reference"``, ``"cpu"``, ``"triton"`` or ``None`` (by device).
