@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+#: Whether every value and every example is tried.
+ALL_EXAMPLES = bool(os.environ.get("SPECMEMO_ALL_EXAMPLES"))
+
 
 def examples(count: int) -> int:
     """Number of Hypothesis examples: ``count`` in ``make test-all``, else a quarter."""
-    return count if os.environ.get("SPECMEMO_ALL_EXAMPLES") else max(1, count // 4)
+    return count if ALL_EXAMPLES else max(1, count // 4)
 
 
 def sample(values: Iterable[Any], everyday: Collection[Any], key: Callable[[Any], Any] = lambda x: x) -> list[Any]:

@@ -105,11 +105,11 @@ def patched(model: Any, heads: Any, **kwargs: Any) -> Iterator[Any]:
         yield handle
 
 
-def compare(folder: Path) -> dict[str, Any]:
-    """The tokens of one process and of the ranks."""
+def compare(folder: Path, kinds: tuple[bool, ...]) -> dict[str, Any]:
+    """The tokens of one process and of the ranks, for heads with (``True``) and without an own lm_head."""
     alone, shared = load(folder), load(folder, tp_plan="auto")
     found: dict[str, Any] = {}
-    for own in (True, False):
+    for own in kinds:
         heads = medusa(own, alone.config.hidden_size)
         with patched(alone, heads, tree=TREE) as handle, as_rank_0():
             expected = outputs(alone)
@@ -210,13 +210,14 @@ def step_traffic(model: Any, handle: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """``python tensor_parallel_session.py compare|stalled|killed|absent FOLDER``, a rank that the environment names."""
+    """A rank, which the environment names: ``... compare|compare-own|stalled|killed|absent FOLDER``."""
     folder = Path(sys.argv[2])
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
     rank = torch.distributed.get_rank()
-    if sys.argv[1] == "compare":
-        result = {path.name: compare(path) for path in sorted(folder.glob("model-*"))}
+    if sys.argv[1].startswith("compare"):
+        kinds = (True,) if sys.argv[1] == "compare-own" else (True, False)
+        result = {path.name: compare(path, kinds) for path in sorted(folder.glob("model-*"))}
     else:
         result = faults(folder, sys.argv[1])
     (folder / f"{sys.argv[1]}-{rank}.json").write_text(json.dumps(result))

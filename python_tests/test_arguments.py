@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from selection import sample
 from test_families import batch, greedy
 from test_patch import snapshot
 from tiny_models import VOCAB, OracleDrafter, random_heads, tiny_model
@@ -126,7 +127,8 @@ def test_answers_of_a_drafter(model: PreTrainedModel, answer: Any) -> None:
         assert torch.equal(greedy(model, batch((9,)), 10), expected)
 
 
-@pytest.mark.parametrize("backend", [None, "cpu"])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", sample([None, "cpu"], [None]))
 def test_float64_models(backend: str | None) -> None:
     """Refused with the remedies, and both work: the reference operators, or another dtype."""
     model = tiny_model("llama", seed=27).double()

@@ -183,6 +183,7 @@ def test_a_conversation_held_again_computes_its_prompts_again(bench: dict[str, M
     ours.close()
 
 
+@pytest.mark.slow
 def test_a_systems_memory_is_named_by_part(bench: dict[str, ModuleType]) -> None:
     systems, talk = bench["frontier_systems"], bench["conversations"].Conversation(0, ((3,) * 40, (4,) * 10))
     model = tiny_model("llama", max_position_embeddings=256)
@@ -205,6 +206,7 @@ def test_a_systems_memory_is_named_by_part(bench: dict[str, ModuleType]) -> None
     assert max(this["logits"]) == 0
 
 
+@pytest.mark.slow
 def test_the_whole_benchmark_on_a_tiny_shape(
     bench: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from selection import sample
 from test_families import batch, greedy
 from tiny_models import random_heads, tiny_model
 
@@ -15,7 +16,7 @@ from specmemo_kernels.planning.memory_tracker import MemoryTracker
 
 
 @pytest.mark.parametrize("graph", [True, False])
-@pytest.mark.parametrize("tree", [1, 6])
+@pytest.mark.parametrize("tree", sample([1, 6], [6]))
 def test_the_longest_text_fits(graph: bool, tree: int) -> None:
     """A prompt and its new tokens of the maximum length are generated correctly; one more token is refused."""
     model = tiny_model("llama", seed=3, max_position_embeddings=8192)
@@ -52,7 +53,7 @@ def ends_after(tokens: int):  # type: ignore[no-untyped-def]
     return lambda ids: len(ids) >= tokens
 
 
-@pytest.mark.parametrize("drafter", ["heads", "graph", "model", "lookup"])
+@pytest.mark.parametrize("drafter", sample(["heads", "graph", "model", "lookup"], ["graph"]))
 def test_pages_come_as_they_are_needed(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a budget the pool grows with the text, sequences keep their pages, and no token is lost."""
     monkeypatch.setattr(page_demand, "FIRST_TOKENS", 24)

@@ -228,6 +228,7 @@ def test_demo_fails_when_tokens_differ(plain_model: Path, tmp_path: Path, monkey
     assert "0 of 1 prompts" in result.output
 
 
+@pytest.mark.slow
 def test_demo_completes_held_out_files_with_the_bundled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TreeChooser, "tree_for", lambda self, *_: self.tree)  # whatever the machine's times say
     out = tmp_path / "out.json"

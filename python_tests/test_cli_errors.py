@@ -17,6 +17,7 @@ import pytest
 import torch
 import typer
 from interpreter import INTERPRETING
+from selection import sample
 from test_cli import TEMPLATE, save_model
 from typer.testing import CliRunner, Result
 
@@ -405,7 +406,7 @@ def test_memory_that_runs_out(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert the_line(chat_with(model, "hello\n")) in (str(error), "MemoryError")
 
 
-@pytest.mark.parametrize("columns", ["1", "5", "20"])
+@pytest.mark.parametrize("columns", sample(["1", "5", "20"], ["5"]))
 def test_names_and_widths(model: Path, tmp_path: Path, columns: str) -> None:
     """Brackets in names are no markup, and a narrow terminal is no error."""
     folder, prompt = tmp_path / "[/b]:smile:", tmp_path / "[/x].txt"

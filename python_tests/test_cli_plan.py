@@ -73,6 +73,7 @@ def test_json(vicuna: Path) -> None:
     assert [row["name"] for row in data["alternatives"]][-2:] == ["plain generate", "Medusa as published"]
 
 
+@pytest.mark.slow
 def test_options(vicuna: Path, llama: Path) -> None:
     """Each option changes its figures: heads, shared vocabulary matrices, weights, prompt, ranks."""
     base = plan_json("--model", llama, "--device", "h100", "--context", 1024)["plan"]
@@ -91,6 +92,7 @@ def test_options(vicuna: Path, llama: Path) -> None:
     assert wide[0]["parts"]["kv_pages"] == wide[1]["parts"]["kv_pages"], "each of 8 heads is held by two of 16 ranks"
 
 
+@pytest.mark.slow
 def test_several_devices(tmp_path: Path) -> None:
     """Llama-2-70B on eight devices: each device's share, the ranks' messages, and gains computed from the rows."""
     CONFIG_MAPPING["llama"](**CONFIGS["Llama-2-70B"], dtype="float16").save_pretrained(tmp_path)
@@ -201,6 +203,7 @@ def test_a_folder_of_heads(vicuna: Path, tmp_path: Path, monkeypatch: pytest.Mon
         assert message in result.output
 
 
+@pytest.mark.slow
 def test_pictures(vicuna: Path, tmp_path: Path) -> None:
     """The file has the format of its ending and isn't empty; an unknown ending is a one-line error."""
     for name, start in (("plan.png", b"\x89PNG"), ("plan.svg", b"<?xml")):

@@ -32,7 +32,8 @@ def prompts() -> list[torch.Tensor]:
     return cut
 
 
-@pytest.mark.parametrize("every", sample((1, 7), [7]))
+@pytest.mark.slow
+@pytest.mark.parametrize("every", sample((1, 17), [17]))
 def test_it_writes_the_same_tokens_as_without_patching(
     every: int, prompts: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,6 +48,7 @@ def test_it_writes_the_same_tokens_as_without_patching(
         assert handle.stats.tokens_per_step >= 1.8
 
 
+@pytest.mark.slow
 def test_a_batch_of_prompts_of_different_lengths(prompts: list[torch.Tensor]) -> None:
     tokenizer = load_tokenizer(FOLDER)
     rows = [prompts[i][0] for i in (3, 30, 11, 42)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import sample
 from test_families import _bushy_paths, batch, greedy
 from test_late_steps import TREE, oracle, seeing_launches, whole
 from tiny_models import _BASE, FAMILIES, VOCAB, random_heads, tiny_model
@@ -82,7 +83,7 @@ def test_the_watch_sees() -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
+@pytest.mark.parametrize("family", sample(["llama", "gemma2", "deepseek_v3"], ["gemma2"]))
 def test_nothing_is_asked_and_sizes_stay(family: str, kv_dtype: str | None) -> None:
     """Steps of one shape allocate tensors of the same sizes in the same order, whatever is accepted; none reads a
     value.

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from selection import sample
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specmemo_kernels
@@ -115,7 +116,10 @@ def names(hub: Path, tmp_path: Path, known_device: None, monkeypatch: pytest.Mon
     }
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)
+WITH_CODE = [page for page in PAGES if blocks(page, "python")]
+
+
+@pytest.mark.parametrize("page", sample(WITH_CODE, ["README.md"], name), ids=name)
 def test_blocks_run(page: Path, names: dict[str, Any]) -> None:
     """The blocks of a page run in order; blocks with a ``# needs`` line are only compiled."""
     for number, block in enumerate(blocks(page, "python"), start=1):

@@ -51,7 +51,7 @@ def test_random_heads(family: str) -> None:
 
 
 @pytest.mark.parametrize("share", sample((1.0, 0.6, 0.0), [0.6]))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sample(FAMILIES, sorted(FAMILIES)[::2]))
 def test_oracle_drafter(family: str, share: float) -> None:
     """A drafter that is always, sometimes or never right, on a chain."""
     model = tiny_model(family, seed=1)
@@ -101,7 +101,7 @@ def _bushy_paths(count: int) -> list[tuple[int, ...]]:
     return paths[1 : count + 1]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("family", sample(["llama", "gemma2", "gpt_oss"], ["gemma2"]))
 def test_eos_inside_a_step(family: str) -> None:
     """EOS at every position of an accepted path; the rest of the path is dropped and the row padded."""
     model = tiny_model(family, seed=4)

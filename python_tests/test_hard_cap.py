@@ -48,6 +48,7 @@ def run_capped(budget: int, slack: int) -> tuple[dict[str, Any], dict[str, int]]
     return said, {name: size - before[name] for name, size in most.items()}
 
 
+@pytest.mark.slow
 def test_generation_under_a_cap() -> None:
     """RLIMIT_DATA is the use after patching, the budget, and 12 MiB. Ten prompts, some preempted, are continued
     correctly; the watcher sees no excess; requests that can't fit raise BudgetError, not a failed allocation.

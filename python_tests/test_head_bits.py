@@ -194,6 +194,7 @@ def test_the_same_tokens(family: str, backend: str) -> None:
     assert heads.head_bits is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_memory_is_what_the_plan_says(family: str) -> None:
     """The plan counts heads as codes, to the byte; the peak of everything else is within the plan."""

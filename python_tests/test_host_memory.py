@@ -156,6 +156,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the size of a process is read from /proc")
+@pytest.mark.slow
 def test_a_tight_address_space() -> None:
     """With any limit, a call succeeds or raises an error that counts as out of memory."""
     folder = str(Path(__file__).parent)

@@ -11,7 +11,7 @@ import torch
 from hidden_oracle import HiddenOracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from selection import sample
+from selection import examples, sample
 from test_families import _bushy_paths, answers, batch, greedy
 from test_patch import Collecting, Until
 from test_patch_memory import peak_of, wide_model, with_workspace
@@ -217,7 +217,7 @@ def test_scarce_memory(model: PreTrainedModel) -> None:
     places=st.integers(1, 4),
     share=st.sampled_from([0.0, 0.6, 1.0]),
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 def test_few_pages(seed: int, room: int, page_size: int, places: int, share: float) -> None:
     """Requests of all lengths in pools slightly larger than the longest: queued, preempted, right."""
     model = tiny_model("llama", seed=11)
@@ -288,6 +288,7 @@ def test_a_changed_model_gets_steps_of_its_own(model: PreTrainedModel) -> None:
     assert torch.equal(greedy(other, inputs, 15), after)
 
 
+@pytest.mark.slow
 def test_peak_within_the_plan() -> None:
     """Peak bytes of live tensors plus the heads, measured independently, for prompts longer than a chunk."""
     model = wide_model("llama", seed=20)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreter import INTERPRETING, each_speed, run_in_interpreter
+from interpreter import INTERPRETING
 from selection import sample
 from test_families import answers, batch, greedy
 from tiny_models import OracleDrafter, tiny_model
@@ -179,14 +179,6 @@ def check_generation(backend: str, where: str) -> None:
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_generation(name: str, where: str) -> None:
     check_generation(name, where)
-
-
-@pytest.mark.skipif(INTERPRETING, reason="this is the interpreter")
-@each_speed
-def test_in_the_interpreter(marks: str) -> None:
-    """Every test of ``TestInterpreter`` passes."""
-    pytest.importorskip("triton")
-    run_in_interpreter(__file__ + "::TestInterpreter", marks)
 
 
 class TestInterpreter:

@@ -123,7 +123,7 @@ RUNS = {
     ("name", "swap"),
     sample(
         [*((name, False) for name in RUNS), ("preempted", True), ("quantised", True)],
-        [("bushy", False), ("medusa", False), ("quantised", True)],
+        [("medusa", False), ("quantised", True)],
     ),
 )
 def test_every_site_of_every_step(name: str, swap: bool, monkeypatch: pytest.MonkeyPatch) -> None:

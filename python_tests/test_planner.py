@@ -220,6 +220,7 @@ def test_batches_run_in_rounds() -> None:
     assert f"8 sequences run {some.max_sequences} at a time" in some.reasons
 
 
+@pytest.mark.slow
 def test_more_ranks_need_less_each() -> None:
     """Llama-2-70B over 2, 4 and 8 devices: bytes per rank fall, the sum doesn't."""
     llama = spec_of("Llama-2-70B")

@@ -17,6 +17,7 @@ from specmemo_kernels.planning.memory_plan import BudgetError, parse_bytes
 from specmemo_kernels.planning.planner import plan_memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 def test_quantised_pages(kv_dtype: str) -> None:
     """One byte per element and two float32 scales per head; faster where pages are read; never chosen by default."""

@@ -202,6 +202,7 @@ def test_a_draft_model_keeps_what_it_knows(model: PreTrainedModel) -> None:
         assert count < len(prompt), "the whole prompt was computed"
 
 
+@pytest.mark.slow
 def test_kept_pages_count_inside_the_budget() -> None:
     """A conversation that fills its budget: pools grow beside the old ones while both fit, then take all pages."""
     model = wide_model("llama", seed=20)

@@ -9,6 +9,7 @@ import torch
 from failing_allocations import FailingAllocations, failing_everywhere
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import examples
 from test_families import batch, greedy
 from test_out_of_memory import SAMPLED, Run, draft_model
 from tiny_models import VOCAB, tiny_model
@@ -134,7 +135,7 @@ def test_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     empty(scheduler.decoder.pool)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     tokens=st.lists(st.integers(1, 20), min_size=1, max_size=4),
     kv_dtype=st.sampled_from([None, "int8", "fp8"]),

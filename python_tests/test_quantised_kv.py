@@ -202,7 +202,7 @@ def test_unknown_kv_dtype() -> None:
         sk.patch(tiny_model("llama"), OracleDrafter([], 0.0), kv_dtype="int4")
 
 
-@pytest.mark.parametrize("family", sample(FAMILIES, ("llama", "gemma2", "gpt_oss", "deepseek_v3")))
+@pytest.mark.parametrize("family", sample(FAMILIES, ("gemma2", "deepseek_v3")))
 @each_kv
 def test_families(family: str, kv_dtype: str) -> None:
     """The cpu backend's tokens are the reference's with the same quantised pages, for a ragged batch across windows."""
@@ -222,8 +222,9 @@ def test_families(family: str, kv_dtype: str) -> None:
     assert torch.equal(*outputs)
 
 
+@pytest.mark.slow
 @each_kv
-@pytest.mark.parametrize("family", sample(("llama", "gemma2", "deepseek_v3"), ["llama"]))
+@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
 def test_peak_stays_within_the_plan(family: str, kv_dtype: str) -> None:
     """Peak bytes of live tensors; a budget holds more tokens, by the ratio of bytes per token."""
     model = wide_model(family, seed=20)
@@ -243,6 +244,7 @@ def test_peak_stays_within_the_plan(family: str, kv_dtype: str) -> None:
     assert plans[kv_dtype].parts["tree_scratch"] == plain.parts["tree_scratch"], "scratch isn't quantised"
 
 
+@pytest.mark.slow
 def test_plans_say_so() -> None:
     model = tiny_model("llama")
     with sk.patch(model, OracleDrafter([], 0.0), memory_budget="4MiB", kv_dtype="int8") as handle:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from selection import sample
 
 MIB = 2**20
 PROGRAM = Path(__file__).with_name("resident_generation.py")
@@ -52,7 +51,8 @@ def check(found: dict[str, Any]) -> None:
     assert found["released"] <= 4 * MIB
 
 
-@pytest.mark.parametrize("setting", sample((LARGE, MANY), (1,), (LARGE, MANY).index), ids=["large", "many"])
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", [LARGE, MANY], ids=["large", "many"])
 def test_resident_memory_stays_within_the_budget(setting: dict[str, Any]) -> None:
     found = measured(0, **setting)
     check(found)

@@ -48,6 +48,7 @@ def test_attention(kernels: ModuleType, target: str, nodes: int) -> None:
     check(kernels.attention_job(target, kernels.Shape(head_dim=128, nodes=nodes, group=4)), target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", sample(("sm_90", "gfx942"), ["sm_90"]))
 def test_attention_bfloat16(kernels: ModuleType, target: str) -> None:
     check(kernels.attention_job(target, kernels.Shape(nodes=25, group=8, dtype=torch.bfloat16)), target)
@@ -74,6 +75,7 @@ def test_small_kernels(kernels: ModuleType, target: str) -> None:
         check(job, target)
 
 
+@pytest.mark.slow
 def test_keys_are_loaded_ahead(kernels: ModuleType) -> None:
     """More stages take more shared memory, so page ids don't prevent the pipelining of key and value loads."""
     from dataclasses import replace

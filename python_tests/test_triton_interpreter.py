@@ -17,7 +17,7 @@ from cases import (
     mask_words,
     one_sequence,
 )
-from interpreter import INTERPRETING, each_speed, run_in_interpreter
+from interpreter import INTERPRETING
 from selection import sample
 
 from specmemo_kernels.backends import reference
@@ -34,9 +34,9 @@ IN_SPLITS = (
 )
 
 
-#: In every run: all but the long ones by the launcher's rule, some in splits.
-SHORT = tuple(case.name for case in BY_RULE if case.name not in ("long", "tree64", "gqa8"))
-SPLIT = ("page_edges", "ragged", "v_narrower", "sinks", "softcap", "short_chunk")
+#: In every run: some by the launcher's rule, some in splits.
+SHORT = ("one_token", "page_7", "v_narrower", "causal_chunk", "wide_mask", "window_in_tree", "all_extras")
+SPLIT = ("page_edges", "ragged", "sinks")
 
 CODES = tuple(
     case
@@ -53,15 +53,6 @@ def by_name(cases: Iterable[AttentionCase], everyday: Collection[str]) -> list[A
 def problem(case: AttentionCase, dtype: torch.dtype) -> Inputs:
     """The arguments of ``tree_attention``, in order."""
     return dict(attention_inputs(case, dtype))
-
-
-@each_speed
-def test_in_the_interpreter(marks: str) -> None:
-    """Every test of ``TestInterpreter`` passes."""
-    run_in_interpreter(__file__, marks)
-
-
-test_in_the_interpreter.__test__ = not INTERPRETING  # type: ignore[attr-defined]
 
 
 def small_configs(invariant: bool = False) -> Any:

@@ -1,0 +1,32 @@
+"""The tests of Triton kernels in Triton's interpreter (see ``interpreter.py``)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from interpreter import INTERPRETING
+
+pytest.importorskip("triton")
+
+FILES = ("test_triton_interpreter.py", "test_triton_steps.py", "test_nan_logits.py")
+
+
+@pytest.mark.skipif(INTERPRETING, reason="this is the interpreter")
+@pytest.mark.parametrize(
+    ("files", "marks"),
+    [(FILES, "not slow"), *(pytest.param((file,), "slow", marks=pytest.mark.slow) for file in FILES)],
+)
+def test_in_the_interpreter(files: tuple[str, ...], marks: str) -> None:
+    """Every test of the files' ``TestInterpreter`` passes."""
+    classes = [f"{file}::TestInterpreter" for file in files]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", marks, *classes]
+    environment = {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    run = subprocess.run(
+        command, check=False, env=os.environ | environment, cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    print(run.stdout[-4000:])
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
