@@ -25,12 +25,8 @@ int64_t attention_workspace(int dtype, int kv, int64_t num_qo_heads, int64_t num
 
 void lm_head_topk(py::handle hidden, py::handle weight, py::handle scales, py::handle bias, int64_t k,
                   py::handle tokens, py::handle values, int threads) {
-  const TensorView rows = view(hidden), vocab = view(weight);
   LmHeadArgs args{};
-  args.dtype = computed_dtype("hidden", hidden);
-  args.hidden = rows.at<void>(), args.hidden_stride = rows.strides[0];
-  args.weight = vocab.at<void>(), args.scales = view(scales).at<uint16_t>(), args.bias = view(bias).at<void>();
-  args.rows = rows.shape[0], args.vocab = vocab.shape[0], args.hidden_size = rows.shape[1], args.k = k;
+  args.product = product_args("hidden", hidden, weight, scales, bias), args.k = k;
   args.tokens = view(tokens).at<int64_t>(), args.values = view(values).at<float>();
   const Kernels& kernel = kernels();
   py::gil_scoped_release unlocked;
@@ -49,6 +45,12 @@ PYBIND11_MODULE(_cpu, m) {
   m.doc() = "C++ kernels of the cpu backend; specmemo_kernels.ops is the interface.";
   add_operators(m);
   m.def("attention_workspace", &attention_workspace, "Bytes that each thread of tree_attention works in, at most.");
+  m.def(
+      "linear_workspace",
+      [](int dtype, int64_t inputs, int64_t middle, int threads) {
+        return kernels().linear_workspace(static_cast<DType>(dtype), inputs, middle, threads);
+      },
+      "Bytes that linear layers keep; of a gated MLP with `middle` activations per row, or of one product (0).");
   m.def("lm_head_topk", &lm_head_topk);
   m.def("isas", &isas, "Instruction sets that were built and that this machine can run, best first.");
   m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");

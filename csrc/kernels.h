@@ -51,17 +51,48 @@ struct AttentionArgs {
   bool invariant;  // a node's result doesn't depend on the number of nodes
 };
 
-struct LmHeadArgs {
+// x @ weight^T + bias
+struct ProductArgs {
   DType dtype;
-  const void* hidden;  // [rows, hidden_size]
-  int64_t hidden_stride;
-  const void* weight;      // [vocab, hidden_size], contiguous; with scales 4-bit codes, 32 bytes per group of 64
-  const uint16_t* scales;  // [vocab, groups] float16, or null: weights in dtype
-  const void* bias;        // [vocab] or null
-  int64_t rows, vocab, hidden_size;
+  const void* x;  // [rows, inputs]
+  int64_t x_stride;
+  const void* weight;      // [outputs, inputs], contiguous; with scales 4-bit codes, 32 bytes per group of 64
+  const uint16_t* scales;  // [outputs, groups] float16, or null: weights in dtype
+  const void* bias;        // [outputs] or null
+  int64_t rows, outputs, inputs;
+};
+
+struct LmHeadArgs {
+  ProductArgs product;
   int64_t k;        // 1: argmax
   int64_t* tokens;  // [rows, k]
   float* values;    // [rows, k], already rounded to dtype
+};
+
+struct LinearArgs {
+  ProductArgs product;
+  void* out;  // [rows, outputs], contiguous
+};
+
+enum class Activation : int { kSilu = 0, kGeluTanh = 1, kRelu = 2 };
+
+// down(activation(gate(x)) * up(x)); the weights are never in codes.
+struct GatedMlpArgs {
+  ProductArgs gate, up, down;  // of the same x; that of `down` isn't read
+  Activation activation;
+  void* out;  // [rows, outputs of down], contiguous
+};
+
+// x / sqrt(mean(x^2) + eps) * weight for each row.
+struct RmsNormArgs {
+  DType dtype;
+  const void* x;  // [rows, size]
+  int64_t x_stride;
+  const void* weight;  // [size]
+  void* out;           // [rows, size], contiguous
+  int64_t rows, size;
+  float eps, offset;  // added to the mean, and to the weight
+  bool round_first;   // the normalised row is rounded to dtype before it is multiplied with the weight
 };
 
 struct PagedRows;  // paged_rows.h
@@ -73,6 +104,10 @@ struct Kernels {
   void (*tree_attention)(const AttentionArgs&, int threads);
   int64_t (*attention_workspace)(const AttentionArgs&);  // bytes of one thread, for any number of nodes
   void (*lm_head_topk)(const LmHeadArgs&, int threads);
+  void (*linear)(const LinearArgs&, int threads);
+  void (*gated_mlp)(const GatedMlpArgs&, int threads);
+  void (*rms_norm)(const RmsNormArgs&, int threads);
+  int64_t (*linear_workspace)(DType, int64_t inputs, int64_t middle, int threads);  // bytes kept, for any rows
   // Writes row i of each sequence to position seq_lens + i.
   void (*append_rows)(const PagedRows& rows, const CopySide& side);
   // Writes the accepted nodes of all layers to positions seq_lens, seq_lens + 1, ...

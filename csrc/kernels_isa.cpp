@@ -3,6 +3,7 @@
 // a newer machine is linked into the code for an older one.
 #include "attention_run.h"
 #include "lm_head.h"
+#include "norm.h"
 #include "paged_copy.h"
 
 #define SPECMEMO_TEXT(x) #x
@@ -48,7 +49,7 @@ int64_t attention_workspace(const AttentionArgs& args) {
 }
 
 void lm_head_topk(const LmHeadArgs& args, int threads) {
-  switch (args.dtype) {
+  switch (args.product.dtype) {
     case DType::kFloat32:
       return run_lm_head<Float32, Float32Dot>(args, threads);
     case DType::kBFloat16:
@@ -58,10 +59,62 @@ void lm_head_topk(const LmHeadArgs& args, int threads) {
   }
 }
 
+void linear(const LinearArgs& args, int threads) {
+  switch (args.product.dtype) {
+    case DType::kFloat32:
+      return run_linear<Float32, Float32Dot>(args, threads);
+    case DType::kBFloat16:
+      return run_linear<BFloat16, DotOfBFloat16>(args, threads);
+    case DType::kFloat16:
+      return run_linear<Float16, Float32Dot>(args, threads);
+  }
+}
+
+int64_t linear_workspace(DType dtype, int64_t inputs, int64_t middle, int threads) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return linear_workspace<BFloat16, DotOfBFloat16>(inputs, middle, threads);
+    case DType::kFloat16:
+      return linear_workspace<Float16, Float32Dot>(inputs, middle, threads);
+    default:
+      return linear_workspace<Float32, Float32Dot>(inputs, middle, threads);
+  }
+}
+
+void gated_mlp(const GatedMlpArgs& args, int threads) {
+  switch (args.gate.dtype) {
+    case DType::kFloat32:
+      return run_gated_mlp<Float32, Float32Dot>(args, threads);
+    case DType::kBFloat16:
+      return run_gated_mlp<BFloat16, DotOfBFloat16>(args, threads);
+    case DType::kFloat16:
+      return run_gated_mlp<Float16, Float32Dot>(args, threads);
+  }
+}
+
+void rms_norm(const RmsNormArgs& args, int threads) {
+  switch (args.dtype) {
+    case DType::kFloat32:
+      return run_rms_norm<Float32>(args, threads);
+    case DType::kBFloat16:
+      return run_rms_norm<BFloat16>(args, threads);
+    case DType::kFloat16:
+      return run_rms_norm<Float16>(args, threads);
+  }
+}
+
 }  // namespace
 
 extern const Kernels SPECMEMO_TABLE(SPECMEMO_ISA);
-const Kernels SPECMEMO_TABLE(SPECMEMO_ISA) = {
-    SPECMEMO_NAME(SPECMEMO_ISA), tree_attention, attention_workspace, lm_head_topk, append_rows, commit_rows};
+const Kernels SPECMEMO_TABLE(SPECMEMO_ISA) = {SPECMEMO_NAME(SPECMEMO_ISA),
+                                              tree_attention,
+                                              attention_workspace,
+                                              lm_head_topk,
+                                              linear,
+                                              gated_mlp,
+                                              rms_norm,
+                                              linear_workspace,
+                                              append_rows,
+                                              commit_rows};
 
 }  // namespace specmemo

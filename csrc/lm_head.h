@@ -1,10 +1,7 @@
 // The k best logits of each row, hidden @ weight^T + bias, without a [rows, vocab] array.
 #pragma once
 
-#include "lm_head_codes.h"
-#include "lm_head_rows.h"
-#include "pack.h"
-#include "threads.h"
+#include "linear.h"
 
 namespace specmemo {
 namespace {
@@ -30,37 +27,30 @@ struct Best {
   }
 };
 
-// `Products` computes the sums: of weights in dtype (RowProducts) or in 4 bits (CodeProducts).
 template <class T, class Products>
 class LmHead {
-  typedef typename T::Raw Raw;
-
  public:
-  LmHead(const LmHeadArgs& args, int64_t pieces) : args_(args), products_(args), pieces_(pieces) {}
+  LmHead(const LmHeadArgs& args, int64_t pieces) : args_(args), outputs_(args.product), pieces_(pieces) {}
 
   // Memory that the caller provides until all pieces are merged.
-  int64_t shared_bytes() const { return round_up(products_.memory_bytes(), 64); }
-  void prepare(char* shared) { products_.prepare(shared); }
+  int64_t shared_bytes() const { return outputs_.shared_bytes(); }
+  void prepare(char* shared) { outputs_.prepare(shared); }
 
-  int64_t piece_bytes() const { return args_.rows * args_.k * 12; }
+  int64_t piece_bytes() const { return args_.product.rows * args_.k * 12; }
 
   // Computes the k best of one piece of the vocabulary, for all rows.
   void run(int64_t piece, char* results) const {
-    const int64_t begin = first_token(piece), end = first_token(piece + 1), rows = args_.rows;
-    const int64_t padded = round_up(rows * kVocabTile, kLanes);
-    auto* memory = static_cast<char*>(arena(0, padded * static_cast<int64_t>(sizeof(VecF) + sizeof(float))));
-    auto* sums = reinterpret_cast<VecF(*)[kVocabTile]>(memory);
-    auto* values = reinterpret_cast<float*>(memory + padded * static_cast<int64_t>(sizeof(VecF)));
+    const int64_t begin = first_token(piece), end = first_token(piece + 1), rows = args_.product.rows;
+    auto* memory = static_cast<char*>(arena(0, outputs_.sums_bytes() + outputs_.value_count() * 4));
+    auto* values = reinterpret_cast<float*>(memory + outputs_.sums_bytes());
     int64_t counts_seen = 0;  // inserted so far, the same for every row
-    for (int64_t token = begin; token < end; token += kVocabTile) {
-      const int64_t count = end - token < kVocabTile ? end - token : kVocabTile;
-      start(token, count, sums);
-      products_.add(token, count, sums);
-      fold(reinterpret_cast<const VecF*>(sums), padded, values);
+    for (int64_t token = begin; token < end; token += kGroup) {
+      const int64_t count = end - token < kGroup ? end - token : kGroup;
+      outputs_.compute(token, count, memory, values);  // rounded as the model's logits: that decides ties
       for (int64_t r = 0; r < rows; ++r) {
         Best top = best(results, piece, r);
         top.count = counts_seen < args_.k ? counts_seen : args_.k;
-        for (int64_t v = 0; v < count; ++v) top.offer(values[r * kVocabTile + v], token + v);
+        for (int64_t v = 0; v < count; ++v) top.offer(values[r * kGroup + v], token + v);
       }
       counts_seen += count;
     }
@@ -77,47 +67,22 @@ class LmHead {
   }
 
  private:
-  int64_t first_token(int64_t piece) const { return args_.vocab * piece / pieces_; }
+  int64_t first_token(int64_t piece) const { return args_.product.outputs * piece / pieces_; }
 
   Best best(char* results, int64_t piece, int64_t row) const {
-    auto* tokens = reinterpret_cast<int64_t*>(results) + (piece * args_.rows + row) * args_.k;
-    auto* values = reinterpret_cast<float*>(results + pieces_ * args_.rows * args_.k * 8);
-    return Best{args_.k, 0, tokens, values + (piece * args_.rows + row) * args_.k};
-  }
-
-  void start(int64_t token, int64_t count, VecF (*sums)[kVocabTile]) const {
-    for (int64_t v = 0; v < kVocabTile; ++v) {
-      VecF bias{};
-      if (args_.bias != nullptr)
-        bias[0] = T::to_float(static_cast<const Raw*>(args_.bias)[token + (v < count ? v : count - 1)]);
-      for (int64_t r = 0; r < args_.rows; ++r) sums[r][v] = bias;
-    }
-  }
-
-  // Sums the lanes of each of `count` vectors (a multiple of kLanes) and rounds to the inputs' type, as the model's
-  // linear layer does: that decides ties.
-  static void fold(const VecF* sums, int64_t count, float* values) {
-    for (int64_t i = 0; i < count; i += kLanes) {
-      VecF block[kLanes];
-#pragma GCC unroll 16
-      for (int j = 0; j < kLanes; ++j) block[j] = sums[i + j];
-      transpose(block);
-#pragma GCC unroll 8
-      for (int width = kLanes / 2; width > 0; width /= 2)
-        for (int j = 0; j < width; ++j) block[j] = block[j] + block[j + width];
-      store(values + i, T::round(block[0]));
-    }
+    auto* tokens = reinterpret_cast<int64_t*>(results) + (piece * args_.product.rows + row) * args_.k;
+    auto* values = reinterpret_cast<float*>(results + pieces_ * args_.product.rows * args_.k * 8);
+    return Best{args_.k, 0, tokens, values + (piece * args_.product.rows + row) * args_.k};
   }
 
   const LmHeadArgs& args_;
-  Products products_;
+  Outputs<T, Products> outputs_;
   int64_t pieces_;
 };
 
 template <class T, class Products>
 void run_pieces(const LmHeadArgs& args, int threads) {
-  constexpr int64_t kPieceTokens = 16 * kVocabTile;
-  int64_t pieces = (args.vocab + kPieceTokens - 1) / kPieceTokens;
+  int64_t pieces = (args.product.outputs + 4 * kGroup - 1) / (4 * kGroup);
   if (pieces > 8 * static_cast<int64_t>(threads)) pieces = 8 * static_cast<int64_t>(threads);
   struct Context {
     LmHead<T, Products> head;
@@ -132,13 +97,13 @@ void run_pieces(const LmHeadArgs& args, int threads) {
     c.head.run(i, c.results);
   };
   parallel_for(pieces, threads, piece, &context);
-  for (int64_t row = 0; row < args.rows; ++row) context.head.merge(row, context.results);
+  for (int64_t row = 0; row < args.product.rows; ++row) context.head.merge(row, context.results);
 }
 
 template <class T, class Dot>
 void run_lm_head(const LmHeadArgs& args, int threads) {
-  if (args.rows == 0) return;
-  if (args.scales != nullptr) return run_pieces<T, CodeProducts<T, Dot>>(args, threads);
+  if (args.product.rows == 0) return;
+  if (args.product.scales != nullptr) return run_pieces<T, CodeProducts<T, Dot>>(args, threads);
   run_pieces<T, RowProducts<T, Dot>>(args, threads);
 }
 

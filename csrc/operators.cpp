@@ -156,6 +156,64 @@ py::object verify(Arguments a) {
       PyTuple_Pack(3, index.tensor.ptr(), length.tensor.ptr(), bonus.tensor.ptr()));
 }
 
+// A new tensor [..., size] for rows of x [..., inputs].
+NewTensor like_rows(const TensorView& x, int64_t size) {
+  int64_t shape[8];
+  if (x.ndim > 8) throw py::value_error("x has " + std::to_string(x.ndim) + " dimensions");
+  for (int i = 0; i < x.ndim; ++i) shape[i] = x.shape[i];
+  shape[x.ndim - 1] = size;
+  return empty(x.code, x.bits, shape, x.ndim);
+}
+
+py::object linear(Arguments a) {  // x, weight, bias, scales
+  LinearArgs args{};
+  args.product = product_args("x", a[0], a[1], a[3], a[2]);
+  const NewTensor out = like_rows(view(a[0]), args.product.outputs);
+  args.out = out.data;
+  const int threads = num_threads();
+  {
+    const Unlocked unlocked;
+    kernels().linear(args, threads);
+  }
+  return out.tensor;
+}
+
+py::object gated_mlp(Arguments a) {  // x, weights of gate, up and down, their biases, activation
+  const py::none none;
+  GatedMlpArgs args{};
+  args.gate = product_args("x", a[0], a[1], none, a[4]), args.up = product_args("x", a[0], a[2], none, a[5]);
+  const TensorView down = view(a[3]);
+  args.down = args.gate;
+  args.down.weight = down.at<void>(), args.down.bias = view(a[6]).at<void>();
+  args.down.inputs = down.shape[1], args.down.outputs = down.shape[0];
+  args.activation = static_cast<Activation>(integer(a[7]));
+  const NewTensor out = like_rows(view(a[0]), args.down.outputs);
+  args.out = out.data;
+  const int threads = num_threads();
+  {
+    const Unlocked unlocked;
+    kernels().gated_mlp(args, threads);
+  }
+  return out.tensor;
+}
+
+py::object rms_norm(Arguments a) {  // x, weight, eps, offset, round_first
+  const TensorView x = view(a[0]);
+  RmsNormArgs args{};
+  args.dtype = computed_dtype("x", a[0]), args.x = x.at<void>(), args.rows = rows_of(x);
+  args.weight = view(a[1]).at<void>(), args.size = x.shape[x.ndim - 1], args.x_stride = args.size;
+  args.eps = static_cast<float>(number(a[2])), args.offset = static_cast<float>(number(a[3]));
+  args.round_first = integer(a[4]) != 0;
+  const NewTensor out = like_rows(x, args.size);
+  args.out = out.data;
+  const int threads = num_threads();
+  {
+    const Unlocked unlocked;
+    kernels().rms_norm(args, threads);
+  }
+  return out.tensor;
+}
+
 // Converts exceptions to Python errors, and an empty result to None.
 template <class Function>
 PyObject* guarded(Function function) {
@@ -191,6 +249,9 @@ void add_operators(py::module_& module) {
       {"append_paged_kv", fast(fixed<append_paged_kv, 9>), METH_FASTCALL, nullptr},
       {"commit_paged_kv", fast(fixed<commit_paged_kv, 11>), METH_FASTCALL, nullptr},
       {"verify_tree_greedy", fast(fixed<verify, 5>), METH_FASTCALL, nullptr},
+      {"linear", fast(fixed<linear, 4>), METH_FASTCALL, nullptr},
+      {"gated_mlp", fast(fixed<gated_mlp, 8>), METH_FASTCALL, nullptr},
+      {"rms_norm", fast(fixed<rms_norm, 5>), METH_FASTCALL, nullptr},
       {nullptr, nullptr, 0, nullptr},
   };
   if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();

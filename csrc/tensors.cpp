@@ -31,7 +31,7 @@ struct ExchangeApi {  // DLPackExchangeAPI
 
 constexpr uint32_t kMajor = 1;
 constexpr int32_t kCpu = 1;
-constexpr int kMaxDims = 3;  // of tensors made here
+constexpr int kMaxDims = 4;  // of tensors made here
 
 struct Torch {
   const ExchangeApi* exchange;
@@ -74,16 +74,37 @@ DType computed_dtype(const char* name, py::handle tensor) {
                         "; backend 'cpu' computes float32, bfloat16 and float16");
 }
 
+int64_t rows_of(const TensorView& x) {
+  int64_t rows = 1;
+  for (int i = 0; i < x.ndim - 1; ++i) rows *= x.shape[i];
+  return rows;
+}
+
+ProductArgs product_args(const char* name, py::handle x, py::handle weight, py::handle scales, py::handle bias) {
+  const TensorView input = view(x), matrix = view(weight);
+  ProductArgs args{};
+  args.dtype = computed_dtype(name, x);
+  args.x = input.at<void>(), args.rows = rows_of(input), args.inputs = input.shape[input.ndim - 1];
+  args.x_stride = input.ndim == 2 ? input.strides[0] : args.inputs, args.outputs = matrix.shape[0];
+  args.weight = matrix.at<void>(), args.scales = view(scales).at<uint16_t>(), args.bias = view(bias).at<void>();
+  return args;
+}
+
 // One allocation for tensor, sizes and elements. torch.empty goes through the dispatcher, whose code takes twice as
 // long to fetch into the caches. If the import fails, the allocation leaks: torch may have freed it.
 NewTensor empty(uint8_t code, uint8_t bits, std::initializer_list<int64_t> shape) {
+  return empty(code, bits, shape.begin(), static_cast<int>(shape.size()));
+}
+
+NewTensor empty(uint8_t code, uint8_t bits, const int64_t* sizes, int ndim) {
   struct Owned {
     ManagedTensor managed;
     int64_t shape[kMaxDims], strides[kMaxDims];
   };
   constexpr size_t kAlign = 64, kHead = (sizeof(Owned) + kAlign - 1) / kAlign * kAlign;
+  if (ndim > kMaxDims) throw py::value_error("a result of " + std::to_string(ndim) + " dimensions; at most 4");
   int64_t count = 1;
-  for (const int64_t size : shape) count *= size;
+  for (int i = 0; i < ndim; ++i) count *= sizes[i];
   const size_t bytes = (static_cast<size_t>(count) * bits / 8 + kAlign - 1) / kAlign * kAlign;
   void* memory = std::aligned_alloc(kAlign, kHead + bytes);
   if (memory == nullptr) throw std::bad_alloc();
@@ -95,7 +116,7 @@ NewTensor empty(uint8_t code, uint8_t bits, std::initializer_list<int64_t> shape
   if (fill_new) std::memset(tensor.data, 0xff, bytes);
   tensor.device_type = kCpu, tensor.code = code, tensor.bits = bits, tensor.lanes = 1;
   tensor.shape = owned->shape, tensor.strides = owned->strides;
-  for (const int64_t size : shape) owned->shape[tensor.ndim++] = size;
+  for (; tensor.ndim < ndim; ++tensor.ndim) owned->shape[tensor.ndim] = sizes[tensor.ndim];
   int64_t stride = 1;
   for (int i = tensor.ndim - 1; i >= 0; stride *= owned->shape[i--]) owned->strides[i] = stride;
   PyObject* made = nullptr;

@@ -37,13 +37,21 @@ TensorView view(pybind11::handle tensor);
 // The DType of a tensor; ValueError if the kernels don't support it.
 DType computed_dtype(const char* name, pybind11::handle tensor);
 
+// Number of rows [..., size].
+int64_t rows_of(const TensorView& x);
+
+// x @ weight^T + bias. x: [..., inputs], contiguous but for the rows' stride of two dimensions. scales, bias: or None.
+ProductArgs product_args(const char* name, pybind11::handle x, pybind11::handle weight, pybind11::handle scales,
+                         pybind11::handle bias);
+
 struct NewTensor {
   pybind11::object tensor;
   void* data;
 };
 
-// A contiguous, uninitialised CPU tensor of up to three dimensions.
+// A contiguous, uninitialised CPU tensor of up to four dimensions.
 NewTensor empty(uint8_t code, uint8_t bits, std::initializer_list<int64_t> shape);
+NewTensor empty(uint8_t code, uint8_t bits, const int64_t* sizes, int ndim);
 
 // Whether new tensors are filled with NaN (integers: -1), for tests; torch.utils.deterministic doesn't apply to them.
 void fill_new_tensors(bool fill);

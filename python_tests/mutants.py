@@ -68,7 +68,12 @@ MUTANTS = (
     Mutant("csrc/softmax.h", "state.sum[r] * keep + part", "state.sum[r] + part", "attention cpu"),
     Mutant("csrc/quantise.cpp", "x < -limit ? -limit", "x < -limit ? limit", "quantised_kv bits"),
     Mutant("csrc/quantise.cpp", "0x7ffffu + ((magnitude >> 20) & 1u)", "0x7ffffu", "quantised_kv bits"),
-    Mutant("csrc/lm_head_rows.h", "i = whole; i <", "i = whole + 1; i <", "ops test_lm_head"),
+    Mutant("csrc/row_products.h", "i = whole_; i <", "i = whole_ + 1; i <", "ops test_lm_head"),
+    Mutant("csrc/linear.h", "down.x_stride = gate.outputs", "down.x_stride = gate.inputs", "linear gated_mlp"),
+    Mutant("csrc/activation.h", "x < VecF{} ? small : splat(1.0f)", "splat(1.0f)", "linear gated_mlp"),
+    Mutant("csrc/norm.h", "(w + args.offset)", "w", "linear rms_norm"),
+    Mutant(f"{PACKAGE}/integrations/hf/fuse.py", "kernels is not None and not args", "not args", "fuse another_thread"),
+    Mutant(f"{PACKAGE}/integrations/hf/fuse.py", "now[name] is not part", "False", "fuse adapter"),
 )  # fmt: skip
 
 

@@ -7,6 +7,20 @@ from __future__ import annotations
 
 import torch
 
+from specmemo_kernels.backends.layers import dequantise, gated_mlp, linear, rms_norm
+
+__all__ = [
+    "append_paged_kv",
+    "commit_paged_kv",
+    "gated_mlp",
+    "linear",
+    "lm_head_argmax",
+    "lm_head_topk",
+    "rms_norm",
+    "tree_attention",
+    "verify_tree_greedy",
+]
+
 Tensor = torch.Tensor
 
 #: Tokens of the vocabulary per product.
@@ -236,13 +250,5 @@ def _vocabulary_slices(  # type: ignore[no-untyped-def]
     """First token and logits of each slice, in the model's dtype: its rounding decides ties."""
     for start in range(0, weight.shape[0], _SLICE):
         part = slice(start, start + _SLICE)
-        rows = weight[part] if scales is None else _dequantise(weight[part], scales[part], hidden)
+        rows = weight[part] if scales is None else dequantise(weight[part], scales[part], hidden)
         yield start, torch.nn.functional.linear(hidden, rows, None if bias is None else bias[part])
-
-
-def _dequantise(codes: Tensor, scales: Tensor, like: Tensor) -> Tensor:
-    """Rows of 4-bit codes as ``(code - 8) * scale`` in ``like``'s width and dtype."""
-    groups = codes.view(*scales.shape, codes.shape[1] // scales.shape[1])
-    values = torch.cat([groups & 15, groups >> 4], 2).to(scales.dtype) - 8
-    wide = torch.promote_types(like.dtype, torch.float32)  # the product is exact in it
-    return (values.to(wide) * scales.to(wide)[:, :, None]).flatten(1)[:, : like.shape[1]].to(like.dtype)

@@ -1,4 +1,5 @@
-"""The operators: tree attention over a paged KV cache, paged writes, greedy verification, lm_head argmax and top-k.
+"""The operators: tree attention over a paged KV cache, paged writes, greedy verification, lm_head argmax and top-k,
+and a decoder's other layers for few rows: linear layers, gated MLPs, RMS normalisation.
 
 Every operator here checks its arguments and calls ``torch.ops.specmemo.<name>``, so all of them trace, compile and
 pass ``torch.library.opcheck``. :func:`kernels` returns a backend's functions without checks and dispatcher, for an
@@ -42,9 +43,11 @@ from specmemo_kernels.ops.dispatch import (
     BackendUnavailable,
     Kernels,
     backend_name,
+    few_rows,
     fixed_workspace,
     kernel_configs,
     kernels,
+    linear_workspace,
     split_workspace,
     unavailable,
     unsuited,
@@ -58,11 +61,16 @@ __all__ = [
     "append_paged_kv",
     "backend_name",
     "commit_paged_kv",
+    "few_rows",
     "fixed_workspace",
+    "gated_mlp",
     "kernel_configs",
     "kernels",
+    "linear",
+    "linear_workspace",
     "lm_head_argmax",
     "lm_head_topk",
+    "rms_norm",
     "schema",
     "split_workspace",
     "tree_attention",
@@ -257,4 +265,92 @@ def lm_head_topk(
         values ``[N, k]`` in hidden's dtype and tokens ``[N, k]`` int64. ``1 <= k <= min(V, 64)``.
     """
     result: tuple[Tensor, Tensor] = schema.call("lm_head_topk", hidden, weight, bias, k, scales, backend)
+    return result
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scales: Tensor | None = None,
+    invariant: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """``x @ weight.T + bias``, fast for few rows: on a CPU each weight is read once, in place.
+
+    Sums are float32 (float64 for float64), rounded once. ``backend="cpu"`` uses torch's product for more rows than
+    :func:`few_rows`.
+
+    Args:
+        x: ``[..., inputs]``. weight: ``[outputs, inputs]``, contiguous. bias: ``[outputs]`` or ``None``.
+        scales: the weight is in 4-bit codes, as for :func:`lm_head_topk`.
+        invariant: a row's result has the same bits for any number of rows. Only ``backend="cpu"``; others raise
+            ``ValueError``.
+
+    Returns:
+        ``[..., outputs]`` in x's dtype.
+
+    Raises:
+        ValueError: a shape, dtype or device that doesn't fit.
+    """
+    result: Tensor = schema.call("linear", x, weight, bias, scales, invariant, backend)
+    return result
+
+
+def gated_mlp(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    activation: str,
+    invariant: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """``down(activation(gate(x)) * up(x))`` in one call; every step is rounded to x's dtype, as separate layers do.
+
+    Args:
+        x: ``[..., inputs]``. gate, up: ``[middle, inputs]``. down: ``[outputs, middle]``. Biases: one per output.
+        activation: ``"silu"``, ``"gelu_tanh"`` or ``"relu"``.
+        invariant: as for :func:`linear`.
+
+    Returns:
+        ``[..., outputs]`` in x's dtype.
+
+    Raises:
+        ValueError: a shape, dtype or device that doesn't fit, or an unknown activation.
+    """
+    result: Tensor = schema.call(
+        "gated_mlp", x, gate, up, down, gate_bias, up_bias, down_bias, activation, invariant, backend
+    )
+    return result
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    round_first: bool = True,
+    backend: str | None = None,
+) -> Tensor:
+    """``x / sqrt(mean(x**2) + eps) * (weight + offset)`` for each row, in float32 (float64 for float64).
+
+    Args:
+        x: ``[..., size]``. weight: ``[size]``.
+        offset: 1 for weights that are stored minus 1 (Gemma).
+        round_first: the normalised row is rounded to x's dtype before it is multiplied with the weight (Llama).
+
+    Returns:
+        ``[..., size]`` in x's dtype. A row's bits don't depend on the other rows (``backend="cpu"``).
+
+    Raises:
+        ValueError: a shape, dtype or device that doesn't fit, or an ``eps`` below 0.
+    """
+    result: Tensor = schema.call("rms_norm", x, weight, eps, offset, round_first, backend)
     return result

@@ -15,6 +15,7 @@ Tensor = torch.Tensor
 Shape = tuple[int | None, ...]
 Scales = tuple[Tensor | None, Tensor | None]
 QUANTISED = (torch.int8, torch.float8_e4m3fn)
+ACTIVATIONS = ("silu", "gelu_tanh", "relu")
 
 
 def _shape(name: str, tensor: Tensor, expected: Shape, meaning: str) -> None:
@@ -224,13 +225,61 @@ def lm_head_topk(hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int, sc
 
 def _lm_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None) -> None:
     _rows("hidden", hidden, (None, None), "[N, hidden_size]", hidden.dtype, hidden.device)
+    _weight(hidden, weight, bias, scales, "V", "hidden_size")
+
+
+def _weight(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, outputs: str, inputs: str, name: str = ""
+) -> None:
+    """Check a matrix for rows of ``x``, in their dtype or in 4-bit codes; ``name``: of the matrix, else "weight"."""
+    size = x.shape[-1]
     if scales is None:
-        _array("weight", weight, (None, hidden.shape[1]), "[V, hidden_size]", hidden.dtype, hidden.device)
+        _array(name or "weight", weight, (None, size), f"[{outputs}, {inputs}]", x.dtype, x.device)
     else:
-        groups = groups_of(hidden.shape[1])
+        groups = groups_of(size)
         meaning = f"4-bit codes, two a byte, whole groups of {GROUP}"
-        _array("weight", weight, (None, groups * (GROUP // 2)), meaning, torch.uint8, hidden.device)
-        meaning = f"[V, ceil(hidden_size / {GROUP})]"
-        _array("scales", scales, (weight.shape[0], groups), meaning, torch.float16, hidden.device)
+        _array("weight", weight, (None, groups * (GROUP // 2)), meaning, torch.uint8, x.device)
+        meaning = f"[{outputs}, ceil({inputs} / {GROUP})]"
+        _array("scales", scales, (weight.shape[0], groups), meaning, torch.float16, x.device)
     if bias is not None:
-        _array("bias", bias, (weight.shape[0],), "[V]", hidden.dtype, hidden.device)
+        bias_name = f"{name}_bias" if name else "bias"
+        _array(bias_name, bias, (weight.shape[0],), f"[{outputs}]", x.dtype, x.device)
+
+
+def _last_dimension(x: Tensor) -> None:
+    if not x.ndim:
+        raise ValueError("x has no dimensions, expected [..., inputs]")
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, invariant: bool) -> None:
+    _last_dimension(x)
+    _weight(x, weight, bias, scales, "outputs", "inputs")
+
+
+def gated_mlp(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    invariant: bool,
+) -> None:
+    _last_dimension(x)
+    _weight(x, gate, gate_bias, None, "middle", "inputs", "gate")
+    _weight(x, up, up_bias, None, "middle", "inputs", "up")
+    _shape("up", up, tuple(gate.shape), "as gate")
+    _array("down", down, (None, gate.shape[0]), "[outputs, middle]", x.dtype, x.device)
+    if down_bias is not None:
+        _array("down_bias", down_bias, (down.shape[0],), "[outputs]", x.dtype, x.device)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool) -> None:
+    _last_dimension(x)
+    _array("weight", weight, (x.shape[-1],), "[size]", x.dtype, x.device)
+    if not eps >= 0:
+        raise ValueError(f"eps is {eps}, it must be at least 0")

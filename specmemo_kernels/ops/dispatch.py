@@ -88,6 +88,18 @@ def fixed_workspace(name: str, layer: LayerKV, num_qo_heads: int, page_dtype: to
     return 0 if hook is None else int(hook(**vars(layer), num_qo_heads=num_qo_heads, page_dtype=page_dtype))
 
 
+def few_rows(name: str, dtype: torch.dtype) -> int | None:
+    """Rows up to which ``linear`` of backend ``name`` is at least as fast as torch's; ``None``: any number."""
+    hook = getattr(_load(name), "few_rows", None)
+    return 0 if hook is None else hook(dtype)
+
+
+def linear_workspace(name: str, dtype: torch.dtype, inputs: int, middle: int = 0) -> int:
+    """Bytes that backend ``name`` keeps for ``linear``, or for ``gated_mlp`` with ``middle`` activations per row."""
+    hook = getattr(_load(name), "linear_workspace", None)
+    return 0 if hook is None else int(hook(dtype, inputs, middle))
+
+
 def kernel_configs(
     name: str, layer: LayerKV, num_qo_heads: int, page_dtype: torch.dtype | None = None
 ) -> tuple[Any, ...] | None:
@@ -133,6 +145,9 @@ class Kernels(Protocol):
     verify_tree_greedy: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     lm_head_argmax: Callable[..., torch.Tensor]
     lm_head_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    linear: Callable[..., torch.Tensor]
+    gated_mlp: Callable[..., torch.Tensor]
+    rms_norm: Callable[..., torch.Tensor]
 
 
 def kernels(backend: str | None, device: torch.device) -> Kernels:

@@ -39,6 +39,12 @@ SCHEMAS = {
     "lm_head_topk": (
         "(Tensor hidden, Tensor weight, Tensor? bias, int k, Tensor? scales, str? backend) -> (Tensor, Tensor)"
     ),
+    "linear": ("(Tensor x, Tensor weight, Tensor? bias, Tensor? scales, bool invariant, str? backend) -> Tensor"),
+    "gated_mlp": (
+        "(Tensor x, Tensor gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, "
+        "str activation, bool invariant, str? backend) -> Tensor"
+    ),
+    "rms_norm": "(Tensor x, Tensor weight, float eps, float offset, bool round_first, str? backend) -> Tensor",
 }
 
 
@@ -80,6 +86,9 @@ FAKES: dict[str, Callable[..., Any]] = {
         hidden.new_empty(hidden.shape[0], k),
         hidden.new_empty(hidden.shape[0], k, dtype=torch.int64),
     ),
+    "linear": lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]),
+    "gated_mlp": lambda x, gate, up, down, *_: x.new_empty(*x.shape[:-1], down.shape[0]),
+    "rms_norm": lambda x, *_: x.new_empty(x.shape),
 }
 
 _Library: Any = torch.library.Library  # torch gives it no types

@@ -1,16 +1,22 @@
-// Sums of hidden rows with weights in 4-bit codes (layout: specmemo_kernels/ops/weight_codes.py).
+// Sums of input rows with weights in 4-bit codes (layout: specmemo_kernels/ops/weight_codes.py).
 //
 // A vector of words holds kVectors vectors of weights: vector j is half-byte j of every element's word. Codes are
-// converted by a shift and a table lookup (or a shift back and a conversion), without shuffles. The hidden rows are
+// converted by a shift and a table lookup (or a shift back and a conversion), without shuffles. The input rows are
 // reordered to match once, in float32, or in bfloat16 if the instruction set multiplies pairs of it.
 #pragma once
 
-#include "lm_head_rows.h"
+#include "row_products.h"
 
 namespace specmemo {
 namespace {
 
-constexpr int64_t kGroup = 64, kGroupBytes = kGroup / 2;
+constexpr int64_t kScaled = 64, kScaledBytes = kScaled / 2;  // codes of one scale
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kCodeRows = 4, kCodeWeights = 3;  // twice as many accumulators: of a step, and of all steps
+#else
+constexpr int kCodeRows = 2, kCodeWeights = 2;
+#endif
+static_assert(kGroup % kCodeWeights == 0, "whole tiles in a group");
 constexpr int64_t kStepBytes = 4 * kLanes;      // one vector of codes
 constexpr int64_t kStepCodes = 2 * kStepBytes;  // elements in it
 
@@ -22,13 +28,13 @@ inline VecF step_scales(const uint16_t* scales, int64_t step) {
 #elif defined(__AVX2__)
   return (VecF)_mm256_set1_ps(_cvtsh_ss(scales[step]));
 #else
-  return splat(fp16_to_float(scales[step * kStepBytes / kGroupBytes]));
+  return splat(fp16_to_float(scales[step * kStepBytes / kScaledBytes]));
 #endif
 }
 
 template <class T, class Dot>
 struct CodeRow {
-  typedef float Element;  // type of the reordered hidden rows
+  typedef float Element;  // type of the reordered input rows
   static constexpr int kVectors = 8;
   static Element element(typename T::Raw x) { return T::to_float(x); }
 
@@ -70,50 +76,48 @@ struct CodeRow<BFloat16, BFloat16Dot> {
 };
 #endif
 
-// sums[r][from + v] += the products of HIDDEN rows with WEIGHTS rows of codes over `steps` steps. Prefetches the codes
-// `ahead` bytes farther, unless `ahead` is 0.
-template <class Row, int HIDDEN, int WEIGHTS>
-inline void dot_codes(const typename Row::Element* hidden, int64_t hidden_stride, const uint8_t* const* codes,
-                      const uint16_t* const* scales, int64_t steps, VecF (*sums)[kVocabTile], int64_t from,
-                      int64_t ahead) {
+// sums[r * kGroup + v] += the products of ROWS rows with kCodeWeights rows of codes over `steps` steps. Prefetches the
+// codes `ahead` bytes farther, unless `ahead` is 0.
+template <class Row, int ROWS>
+inline void dot_codes(const typename Row::Element* x, int64_t x_stride, const uint8_t* const* codes,
+                      const uint16_t* const* scales, int64_t steps, VecF* sums, int64_t ahead) {
   constexpr int kElements = sizeof(VecF) / sizeof(typename Row::Element);
-  VecF sum[HIDDEN][WEIGHTS];
+  VecF sum[ROWS][kCodeWeights];
 #pragma GCC unroll 4
-  for (int r = 0; r < HIDDEN; ++r)
+  for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < WEIGHTS; ++v) sum[r][v] = sums[r][from + v];
+    for (int v = 0; v < kCodeWeights; ++v) sum[r][v] = sums[r * kGroup + v];
   for (int64_t s = 0; s < steps; ++s) {
-    typename Row::Words words[WEIGHTS];
-    VecF part[HIDDEN][WEIGHTS];
+    typename Row::Words words[kCodeWeights];
+    VecF part[ROWS][kCodeWeights];
 #pragma GCC unroll 4
-    for (int v = 0; v < WEIGHTS; ++v) {
+    for (int v = 0; v < kCodeWeights; ++v) {
       if (ahead != 0) prefetch(codes[v] + s * kStepBytes + ahead);
       words[v] = Row::words(codes[v] + s * kStepBytes);
 #pragma GCC unroll 4
-      for (int r = 0; r < HIDDEN; ++r) part[r][v] = VecF{};
+      for (int r = 0; r < ROWS; ++r) part[r][v] = VecF{};
     }
 #pragma GCC unroll 8
     for (int j = 0; j < Row::kVectors; ++j) {
-      const typename Row::Element* h = hidden + (s * Row::kVectors + j) * kElements;
+      const typename Row::Element* h = x + (s * Row::kVectors + j) * kElements;
 #pragma GCC unroll 4
-      for (int v = 0; v < WEIGHTS; ++v) {
+      for (int v = 0; v < kCodeWeights; ++v) {
         const VecF w = Row::weights(words[v], j);
 #pragma GCC unroll 4
-        for (int r = 0; r < HIDDEN; ++r)
-          part[r][v] = Row::multiply_add(part[r][v], load<VecF>(h + r * hidden_stride), w);
+        for (int r = 0; r < ROWS; ++r) part[r][v] = Row::multiply_add(part[r][v], load<VecF>(h + r * x_stride), w);
       }
     }
 #pragma GCC unroll 4
-    for (int v = 0; v < WEIGHTS; ++v) {
+    for (int v = 0; v < kCodeWeights; ++v) {
       const VecF scale = step_scales(scales[v], s);
 #pragma GCC unroll 4
-      for (int r = 0; r < HIDDEN; ++r) sum[r][v] = sum[r][v] + part[r][v] * scale;
+      for (int r = 0; r < ROWS; ++r) sum[r][v] = sum[r][v] + part[r][v] * scale;
     }
   }
 #pragma GCC unroll 4
-  for (int r = 0; r < HIDDEN; ++r)
+  for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < WEIGHTS; ++v) sums[r][from + v] = sum[r][v];
+    for (int v = 0; v < kCodeWeights; ++v) sums[r * kGroup + v] = sum[r][v];
 }
 
 template <class T, class Dot>
@@ -121,45 +125,44 @@ class CodeProducts {
   typedef typename T::Raw Raw;
   typedef CodeRow<T, Dot> Row;
   typedef typename Row::Element Element;
-  static constexpr int kWeights = kVocabTile / 2;
 
  public:
-  explicit CodeProducts(const LmHeadArgs& args) : args_(args) {
-    groups_ = (args.hidden_size + kGroup - 1) / kGroup;
-    steps_ = (groups_ * kGroupBytes + kStepBytes - 1) / kStepBytes;
+  explicit CodeProducts(const ProductArgs& args) : args_(args) {
+    groups_ = (args.inputs + kScaled - 1) / kScaled;
+    steps_ = (groups_ * kScaledBytes + kStepBytes - 1) / kStepBytes;
   }
 
   int64_t memory_bytes() const { return args_.rows * steps_ * kStepCodes * static_cast<int64_t>(sizeof(Element)); }
 
-  // The hidden rows in the order of weights(), padded with zeros.
+  // The input rows in the order of weights(), padded with zeros.
   void prepare(char* memory) {
-    hidden_ = reinterpret_cast<Element*>(memory);
+    x_ = reinterpret_cast<Element*>(memory);
     constexpr int kLaneBytes = kLanes * 4 / kElements, kVectorsPerByte = 2;  // of a vector of Elements
     for (int64_t r = 0; r < args_.rows; ++r) {
-      const Raw* row = static_cast<const Raw*>(args_.hidden) + r * args_.hidden_stride;
-      Element* out = hidden_ + r * steps_ * kStepCodes;
+      const Raw* row = static_cast<const Raw*>(args_.x) + r * args_.x_stride;
+      Element* out = x_ + r * steps_ * kStepCodes;
       for (int64_t s = 0; s < steps_; ++s)
         for (int j = 0; j < Row::kVectors; ++j)
           for (int lane = 0; lane < kElements; ++lane) {
             const int64_t byte = s * kStepBytes + lane * kLaneBytes + j / kVectorsPerByte;
-            const int64_t i = byte / kGroupBytes * kGroup + j % 2 * kGroupBytes + byte % kGroupBytes;
-            *out++ = i < args_.hidden_size ? Row::element(row[i]) : Element{};
+            const int64_t i = byte / kScaledBytes * kScaled + j % 2 * kScaledBytes + byte % kScaledBytes;
+            *out++ = i < args_.inputs ? Row::element(row[i]) : Element{};
           }
     }
   }
 
-  // sums[row][v] += the products of all rows with the weights of `count` tokens from `token` on.
-  void add(int64_t token, int64_t count, VecF (*sums)[kVocabTile]) const {
-    const int64_t row_bytes = groups_ * kGroupBytes, whole = row_bytes / kStepBytes;
-    const int64_t tiles = (args_.rows + kHiddenTile - 1) / kHiddenTile;
-    for (int64_t v = 0; v < kVocabTile; v += kWeights) {
-      const uint8_t *codes[kWeights], *last_codes[kWeights];
-      const uint16_t *scales[kWeights], *last_scales[kWeights];
+  // sums[row][v] += the products of all rows with the weights of outputs first, ..., first + count - 1.
+  void add(int64_t first, int64_t count, VecF (*sums)[kGroup]) const {
+    const int64_t row_bytes = groups_ * kScaledBytes, whole = row_bytes / kStepBytes;
+    const int64_t tiles = (args_.rows + kCodeRows - 1) / kCodeRows;
+    for (int64_t v = 0; v < count; v += kCodeWeights) {
+      const uint8_t *codes[kCodeWeights], *last_codes[kCodeWeights];
+      const uint16_t *scales[kCodeWeights], *last_scales[kCodeWeights];
       // A row's last vector may be partial, and the memory behind it unmapped.
-      alignas(64) uint8_t rest[kWeights][kStepBytes] = {};
-      uint16_t rest_scales[kWeights][2] = {};
-      for (int64_t i = 0; i < kWeights; ++i) {  // rows past the end repeat the last one; their sums are not used
-        const int64_t at = token + (v + i < count ? v + i : count - 1);
+      alignas(64) uint8_t rest[kCodeWeights][kStepBytes] = {};
+      uint16_t rest_scales[kCodeWeights][2] = {};
+      for (int64_t i = 0; i < kCodeWeights; ++i) {  // outputs past the end repeat the last one; their sums aren't used
+        const int64_t at = first + (v + i < count ? v + i : count - 1);
         codes[i] = static_cast<const uint8_t*>(args_.weight) + at * row_bytes;
         scales[i] = args_.scales + at * groups_;
         if (whole == steps_) continue;
@@ -168,11 +171,11 @@ class CodeProducts {
         last_codes[i] = rest[i], last_scales[i] = rest_scales[i];
       }
       for (int64_t t = 0; t < tiles; ++t) {
-        const int64_t first = args_.rows * t / tiles, height = args_.rows * (t + 1) / tiles - first;
-        const Element* hidden = hidden_ + first * steps_ * kStepCodes;
-        const int64_t ahead = t == 0 ? kVocabTile * row_bytes : 0;
-        dot(height, hidden, codes, scales, whole, sums + first, v, ahead);
-        if (whole < steps_) dot(height, hidden + whole * kStepCodes, last_codes, last_scales, 1, sums + first, v, 0);
+        const int64_t top = args_.rows * t / tiles, height = args_.rows * (t + 1) / tiles - top;
+        const Element* x = x_ + top * steps_ * kStepCodes;
+        const int64_t ahead = t == 0 ? kCodeWeights * row_bytes : 0;
+        dot(height, x, codes, scales, whole, &sums[top][v], ahead);
+        if (whole < steps_) dot(height, x + whole * kStepCodes, last_codes, last_scales, 1, &sums[top][v], 0);
       }
     }
   }
@@ -180,26 +183,26 @@ class CodeProducts {
  private:
   static constexpr int kElements = static_cast<int>(sizeof(VecF) / sizeof(Element));
 
-  void dot(int64_t height, const Element* hidden, const uint8_t* const* codes, const uint16_t* const* scales,
-           int64_t steps, VecF (*sums)[kVocabTile], int64_t v, int64_t ahead) const {
+  void dot(int64_t height, const Element* x, const uint8_t* const* codes, const uint16_t* const* scales, int64_t steps,
+           VecF* sums, int64_t ahead) const {
     const int64_t stride = steps_ * kStepCodes;
     switch (height) {
       case 1:
-        return dot_codes<Row, 1, kWeights>(hidden, stride, codes, scales, steps, sums, v, ahead);
+        return dot_codes<Row, 1>(x, stride, codes, scales, steps, sums, ahead);
       case 2:
-        return dot_codes<Row, 2, kWeights>(hidden, stride, codes, scales, steps, sums, v, ahead);
+        return dot_codes<Row, 2>(x, stride, codes, scales, steps, sums, ahead);
 #if defined(__AVX512F__) || defined(__aarch64__)
       case 3:
-        return dot_codes<Row, 3, kWeights>(hidden, stride, codes, scales, steps, sums, v, ahead);
+        return dot_codes<Row, 3>(x, stride, codes, scales, steps, sums, ahead);
       case 4:
-        return dot_codes<Row, 4, kWeights>(hidden, stride, codes, scales, steps, sums, v, ahead);
+        return dot_codes<Row, 4>(x, stride, codes, scales, steps, sums, ahead);
 #endif
     }
   }
 
-  const LmHeadArgs& args_;
+  const ProductArgs& args_;
   int64_t groups_, steps_;
-  Element* hidden_ = nullptr;
+  Element* x_ = nullptr;
 };
 
 }  // namespace

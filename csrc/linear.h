@@ -1,0 +1,221 @@
+// Linear layers for few rows, alone and as a gated MLP.
+#pragma once
+
+#include "activation.h"
+#include "code_products.h"
+#include "row_products.h"
+#include "threads.h"
+
+namespace specmemo {
+namespace {
+
+constexpr int64_t kMaxRows = 32;  // rows of one pass over the weights; more rows take several passes
+
+// Outputs x @ weight^T + bias of some rows, a group at a time. `Products` computes the sums: of weights in dtype
+// (RowProducts) or in 4-bit codes (CodeProducts).
+template <class T, class Products>
+class Outputs {
+  typedef typename T::Raw Raw;
+
+ public:
+  explicit Outputs(const ProductArgs& args) : args_(args), products_(args) {}
+  Outputs(const Outputs&) = delete;
+  Outputs& operator=(const Outputs&) = delete;
+
+  // Memory for prepare(), of the caller, shared by all threads.
+  int64_t shared_bytes() const { return round_up(products_.memory_bytes(), 64); }
+  void prepare(char* shared) { products_.prepare(shared); }
+  void prepare_as(const Outputs& other) { products_.prepare_as(other.products_); }
+
+  int64_t value_count() const { return round_up(args_.rows * kGroup, kLanes); }
+  int64_t sums_bytes() const { return value_count() * static_cast<int64_t>(sizeof(VecF)); }
+
+  // values[row * kGroup + i] = output first + i, rounded to T as a linear layer does. count <= kGroup.
+  void compute(int64_t first, int64_t count, char* sums_memory, float* values) const {
+    auto* sums = reinterpret_cast<VecF(*)[kGroup]>(sums_memory);
+    for (int64_t r = 0; r < args_.rows; ++r)
+      for (int64_t i = 0; i < kGroup; ++i) {
+        VecF start{};
+        if (args_.bias != nullptr && i < count) start[0] = T::to_float(static_cast<const Raw*>(args_.bias)[first + i]);
+        sums[r][i] = start;
+      }
+    products_.add(first, count, sums);
+    fold(reinterpret_cast<const VecF*>(sums), value_count(), values);
+  }
+
+ private:
+  // Sums the lanes of each of `count` vectors (a multiple of kLanes).
+  static void fold(const VecF* sums, int64_t count, float* values) {
+    for (int64_t i = 0; i < count; i += kLanes) {
+      VecF block[kLanes];
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; ++j) block[j] = sums[i + j];
+      transpose(block);
+#pragma GCC unroll 8
+      for (int width = kLanes / 2; width > 0; width /= 2)
+        for (int j = 0; j < width; ++j) block[j] = block[j] + block[j + width];
+      store(values + i, T::round(block[0]));
+    }
+  }
+
+  const ProductArgs& args_;
+  Products products_;
+};
+
+// Divides outputs into tasks of consecutive groups, several for each thread, so that a slow core does fewer.
+constexpr int64_t kTaskBytes = 1 << 20;
+struct Tasks {
+  Tasks(int64_t outputs, int64_t row_bytes, int threads) : outputs(outputs) {
+    // The first weights of a task aren't prefetched, so tasks aren't short.
+    const int64_t long_tasks = outputs * row_bytes / (threads * kTaskBytes), most = threads == 1 ? 1 : 4;
+    const int64_t tasks = threads * (long_tasks < 1 ? 1 : (long_tasks < most ? long_tasks : most));
+    size = round_up((outputs + tasks - 1) / tasks, kWeightTile);
+    count = (outputs + size - 1) / size;
+  }
+
+  // Calls function(first, count) for each group of a task.
+  template <class Function>
+  void for_each_group(int64_t task, Function function) const {
+    const int64_t end = (task + 1) * size < outputs ? (task + 1) * size : outputs;
+    for (int64_t first = task * size; first < end; first += kGroup)
+      function(first, end - first < kGroup ? end - first : kGroup);
+  }
+
+  int64_t outputs, size, count;
+};
+
+template <class T>
+inline void store_values(const float* values, int64_t count, typename T::Raw* out) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) T::store_vec(out + i, load<VecF>(values + i));
+  for (; i < count; ++i) out[i] = T::from_float(values[i]);
+}
+
+// out[rows, outputs] = x @ weight^T + bias.
+template <class T, class Products>
+void run_product(const ProductArgs& args, typename T::Raw* out, char* shared, int threads) {
+  struct Context {
+    const ProductArgs& args;
+    typename T::Raw* out;
+    Outputs<T, Products> outputs;
+    Tasks tasks;
+  } context{args, out, Outputs<T, Products>(args), Tasks(args.outputs, args.inputs * T::kBits / 8, threads)};
+  context.outputs.prepare(shared);
+  auto task = [](void* data, int64_t i) {
+    const auto& c = *static_cast<Context*>(data);
+    const int64_t sums_bytes = c.outputs.sums_bytes();
+    auto* sums = static_cast<char*>(arena(0, sums_bytes + c.outputs.value_count() * 4));
+    auto* values = reinterpret_cast<float*>(sums + sums_bytes);
+    c.tasks.for_each_group(i, [&](int64_t first, int64_t count) {
+      c.outputs.compute(first, count, sums, values);
+      for (int64_t r = 0; r < c.args.rows; ++r)
+        store_values<T>(values + r * kGroup, count, c.out + r * c.args.outputs + first);
+    });
+  };
+  parallel_for(context.tasks.count, threads, task, &context);
+}
+
+// out[rows, outputs of gate] = activation(gate(x)) * up(x), each rounded to T, as separate layers do.
+template <class T, class Products>
+void run_gates(const ProductArgs& gate, const ProductArgs& up, Activation activation, typename T::Raw* out,
+               char* shared, int threads) {
+  struct Context {
+    const ProductArgs& args;
+    typename T::Raw* out;
+    Outputs<T, Products> gate, up;
+    Tasks tasks;
+    Activation activation;
+  } context{gate,
+            out,
+            Outputs<T, Products>(gate),
+            Outputs<T, Products>(up),
+            Tasks(gate.outputs, gate.inputs * T::kBits / 4, threads),
+            activation};
+  context.gate.prepare(shared);
+  context.up.prepare_as(context.gate);
+  auto task = [](void* data, int64_t i) {
+    const auto& c = *static_cast<Context*>(data);
+    const int64_t size = c.gate.value_count();
+    auto* sums = static_cast<char*>(arena(0, c.gate.sums_bytes() + 2 * size * 4));
+    auto *gates = reinterpret_cast<float*>(sums + c.gate.sums_bytes()), *ups = gates + size;
+    c.tasks.for_each_group(i, [&](int64_t first, int64_t count) {
+      c.gate.compute(first, count, sums, gates);
+      c.up.compute(first, count, sums, ups);
+      for (int64_t at = 0; at < size; at += kLanes)
+        store(gates + at, T::round(activate(c.activation, load<VecF>(gates + at))) * load<VecF>(ups + at));
+      for (int64_t r = 0; r < c.args.rows; ++r)
+        store_values<T>(gates + r * kGroup, count, c.out + r * c.args.outputs + first);
+    });
+  };
+  parallel_for(context.tasks.count, threads, task, &context);
+}
+
+template <class T, class Dot>
+int64_t prepared_bytes(int64_t rows, int64_t inputs) {
+  ProductArgs args{};
+  args.rows = rows, args.inputs = inputs;
+  const int64_t dense = Outputs<T, RowProducts<T, Dot>>(args).shared_bytes();
+  const int64_t codes = Outputs<T, CodeProducts<T, Dot>>(args).shared_bytes();
+  return dense > codes ? dense : codes;
+}
+
+// The same arguments for at most kMaxRows rows from `row` on.
+template <class T>
+ProductArgs rows_from(ProductArgs args, int64_t row) {
+  args.x = static_cast<const typename T::Raw*>(args.x) + row * args.x_stride;
+  args.rows = args.rows - row < kMaxRows ? args.rows - row : kMaxRows;
+  return args;
+}
+
+template <class T, class Dot>
+void run_linear(const LinearArgs& args, int threads) {
+  typedef typename T::Raw Raw;
+  if (args.product.outputs == 0) return;
+  for (int64_t row = 0; row < args.product.rows; row += kMaxRows) {
+    const ProductArgs part = rows_from<T>(args.product, row);
+    auto* shared = static_cast<char*>(arena(1, prepared_bytes<T, Dot>(part.rows, part.inputs)));
+    Raw* out = static_cast<Raw*>(args.out) + row * part.outputs;
+    if (part.scales != nullptr)
+      run_product<T, CodeProducts<T, Dot>>(part, out, shared, threads);
+    else
+      run_product<T, RowProducts<T, Dot>>(part, out, shared, threads);
+  }
+}
+
+// Bytes of run_gated_mlp's memory for `rows` rows: the activations, and the input of one product at a time.
+template <class T, class Dot>
+struct MlpMemory {
+  MlpMemory(int64_t rows, int64_t inputs, int64_t middle) : activations(round_up(rows * middle * T::kBits / 8, 64)) {
+    const int64_t first = prepared_bytes<T, Dot>(rows, inputs), second = prepared_bytes<T, Dot>(rows, middle);
+    bytes = activations + (first > second ? first : second);
+  }
+  int64_t activations, bytes;
+};
+
+template <class T, class Dot>
+void run_gated_mlp(const GatedMlpArgs& args, int threads) {
+  typedef typename T::Raw Raw;
+  typedef RowProducts<T, Dot> Products;
+  if (args.gate.outputs == 0 || args.down.outputs == 0) return;
+  for (int64_t row = 0; row < args.gate.rows; row += kMaxRows) {
+    const ProductArgs gate = rows_from<T>(args.gate, row), up = rows_from<T>(args.up, row);
+    ProductArgs down = args.down;
+    down.rows = gate.rows, down.x_stride = gate.outputs;
+    const MlpMemory<T, Dot> sizes(gate.rows, gate.inputs, gate.outputs);
+    auto *memory = static_cast<char*>(arena(1, sizes.bytes)), *prepared = memory + sizes.activations;
+    down.x = memory;
+    run_gates<T, Products>(gate, up, args.activation, reinterpret_cast<Raw*>(memory), prepared, threads);
+    run_product<T, Products>(down, static_cast<Raw*>(args.out) + row * down.outputs, prepared, threads);
+  }
+}
+
+// Bytes that linear layers keep for any number of rows: of a gated MLP of these sizes (middle 0: of one product), and
+// of every thread.
+template <class T, class Dot>
+int64_t linear_workspace(int64_t inputs, int64_t middle, int threads) {
+  const int64_t thread_bytes = kMaxRows * kGroup * static_cast<int64_t>(sizeof(VecF) + 2 * sizeof(float));
+  return MlpMemory<T, Dot>(kMaxRows, inputs, middle).bytes + threads * round_up(thread_bytes, 4096);
+}
+
+}  // namespace
+}  // namespace specmemo

@@ -1,0 +1,74 @@
+"""A decoder's layers besides attention, by torch's own operators: the reference, and the products on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+Tensor = torch.Tensor
+
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+}
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, invariant: bool) -> Tensor:
+    """``x @ weight.T + bias``; a matrix in 4-bit codes is dequantised as a whole.
+
+    Raises:
+        ValueError: ``invariant`` is true.
+    """
+    _not_invariant(invariant)
+    matrix = weight if scales is None else dequantise(weight, scales, x)
+    return functional.linear(x, matrix, bias)
+
+
+def gated_mlp(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    invariant: bool,
+) -> Tensor:
+    """``down(activation(gate(x)) * up(x))``.
+
+    Raises:
+        ValueError: ``invariant`` is true.
+    """
+    _not_invariant(invariant)
+    gates = ACTIVATION_FUNCTIONS[activation](functional.linear(x, gate, gate_bias))
+    return functional.linear(gates * functional.linear(x, up, up_bias), down, down_bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool) -> Tensor:
+    """``x / sqrt(mean(x**2) + eps) * (weight + offset)``."""
+    compute = torch.promote_types(x.dtype, torch.float32)
+    wide = x.to(compute)
+    rows = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if round_first:
+        rows = rows.to(x.dtype).to(compute)
+    return (rows * (weight.to(compute) + offset)).to(x.dtype)
+
+
+def _not_invariant(invariant: bool) -> None:
+    if invariant:
+        raise ValueError(
+            "invariant is True, but only backend='cpu' has products whose bits don't depend on the number of rows; use "
+            "it, or invariant=False"
+        )
+
+
+def dequantise(codes: Tensor, scales: Tensor, like: Tensor) -> Tensor:
+    """Rows of 4-bit codes as ``(code - 8) * scale`` in ``like``'s width and dtype."""
+    groups = codes.view(*scales.shape, codes.shape[1] // scales.shape[1])
+    values = torch.cat([groups & 15, groups >> 4], 2).to(scales.dtype) - 8
+    wide = torch.promote_types(like.dtype, torch.float32)  # the product is exact in it
+    return (values.to(wide) * scales.to(wide)[:, :, None]).flatten(1)[:, : like.shape[-1]].to(like.dtype)
