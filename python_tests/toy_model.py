@@ -30,7 +30,7 @@ class ToyTarget:
     operators in :meth:`forward` and through a dense softmax of its own in :meth:`next_token`.
     """
 
-    static = True
+    static, invariant = True, False
 
     def __init__(self, dtype: torch.dtype = torch.float64, backend: str = "reference") -> None:
         g = torch.Generator().manual_seed(11)

@@ -211,4 +211,6 @@ class DraftModelDrafter:
         batch = chunk_batch(chunks, starts, pool.block_table[slots])
         self.rows_computed += len(batch.tokens)
         keep = batch.qo_indptr[1:].long() - 1
-        return self.model.forward(batch, StepAttention(pool, batch, self.backend), keep, logits=False)
+        return self.model.forward(
+            batch, StepAttention(pool, batch, self.backend, self.model.invariant), keep, logits=False
+        )

@@ -166,7 +166,8 @@ def tree_pass(
     nodes, keep = 0 if trees is None else trees.num_tree_nodes, None
     if chunk is not None:
         keep = torch.cat([torch.arange(nodes, device=target.device), nodes + chunk.last_rows])
-    output = target.forward(batch, StepAttention(pool, batch, backend), keep, logits=logits)
+    attention = StepAttention(pool, batch, backend, target.invariant)
+    output = target.forward(batch, attention, keep, logits=logits)
     verdict = None if verified is None else verify(verified, output.rows(len(verified.tokens)))
     if trees is None or verdict is None or not trees.max_depth:  # the roots of single-node trees were appended
         return verdict, output.hidden

@@ -30,8 +30,8 @@ class StepAttention:
     they are verified, so a rejected candidate never reaches a page. Quantised pages are quantised at that write.
     """
 
-    def __init__(self, pool: PagedKVPool, batch: TreeBatch, backend: str | None) -> None:
-        self.pool, self.batch, self.backend = pool, batch, backend
+    def __init__(self, pool: PagedKVPool, batch: TreeBatch, backend: str | None, invariant: bool = False) -> None:
+        self.pool, self.batch, self.backend, self.invariant = pool, batch, backend, invariant
         self._kernels = ops.kernels(backend, pool.device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, params: AttentionParams) -> Tensor:
@@ -41,7 +41,7 @@ class StepAttention:
         k_scales, v_scales = pool.k_scales[layer], pool.v_scales[layer]
         arguments = (
             q, k, v, k_pages, v_pages, batch.block_table, batch.seq_lens, batch.qo_indptr, batch.tree_mask,
-            *params, batch.max_qo_len, batch.max_seq_len, False, k_scales, v_scales,
+            *params, batch.max_qo_len, batch.max_seq_len, self.invariant, k_scales, v_scales,
             None if batch.tree is None else batch.tree.size,
         )  # fmt: skip
         if batch.tree is None:  # passes with prompts; later steps have tensors of the same layout

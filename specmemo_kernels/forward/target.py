@@ -32,6 +32,8 @@ class TargetModel(Protocol):
     vocab_size: int
     #: Whether forward and argmax depend only on tensors and have no side effects, so that a graph can capture them.
     static: bool
+    #: Whether a row's result has the same bits in any pass; attention is computed so too.
+    invariant: bool
 
     def forward(self, batch: TreeBatch, attention: StepAttention, keep: Tensor | None, logits: bool) -> TargetOutput:
         """Run all layers on the batch's nodes and return the rows ``keep`` (``[K]`` int64; ``None``: all).

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -36,18 +36,29 @@ _SEQUENCE_BYTES = 128
 
 @dataclass(frozen=True)
 class PassBytes:
-    """Bound on the transient bytes of a forward pass: ``fixed + rows * per_row``."""
+    """Bound on the transient bytes of a forward pass: ``fixed + rows * per_row``.
+
+    Attributes:
+        few, few_rows: another bound for at most ``few_rows`` rows, which other operators compute.
+    """
 
     fixed: int = 0
     per_row: int = 0
+    few: PassBytes | None = None
+    few_rows: int = 0
 
     def at(self, rows: int) -> int:
         """The bound for ``rows`` rows, in bytes."""
+        if self.few is not None and rows <= self.few_rows:
+            return self.few.at(rows)
         return self.fixed + rows * self.per_row
 
     def elementwise_max(self, other: PassBytes) -> PassBytes:
         """A bound for either of two passes."""
-        return PassBytes(max(self.fixed, other.fixed), max(self.per_row, other.per_row))
+        bound = PassBytes(max(self.fixed, other.fixed), max(self.per_row, other.per_row))
+        if self.few is None or other.few is None:
+            return bound
+        return replace(bound, few=self.few.elementwise_max(other.few), few_rows=min(self.few_rows, other.few_rows))
 
     @classmethod
     def fitted(cls, few: tuple[int, Sequence[int]], many: tuple[int, Sequence[int]]) -> Self:

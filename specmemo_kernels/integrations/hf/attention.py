@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from specmemo_kernels.forward.step_attention import AttentionParams
 from specmemo_kernels.integrations.hf.mask import PassMask, observed_mask, unsupported, window_of
+from specmemo_kernels.ops import Kernels
 
 ATTENTION_NAME = "specmemo"
 
@@ -54,20 +55,32 @@ class AttentionCall(Protocol):
 #: The sliding window of each layer (``None``: all tokens).
 Windows = Mapping[int, int | None]
 
-_current: ContextVar[tuple[AttentionCall, Windows] | None] = ContextVar("specmemo_attention", default=None)
+_Pass = tuple[AttentionCall, Windows, Kernels | None]
+_current: ContextVar[_Pass | None] = ContextVar("specmemo_pass", default=None)
 
 
 @contextmanager
-def attention_call(call: AttentionCall, windows: Windows | None = None) -> Iterator[None]:
+def attention_call(
+    call: AttentionCall, windows: Windows | None = None, kernels: Kernels | None = None
+) -> Iterator[None]:
     """Route the attention layers of patched models to ``call`` in this context (thread, task) only.
 
     Layers without an entry in ``windows`` use the window that they pass to their attention function.
+
+    Args:
+        kernels: compute fused leaf modules (:mod:`specmemo_kernels.integrations.hf.fuse`); ``None``: no leaf is fused.
     """
-    token = _current.set((call, windows or {}))
+    token = _current.set((call, windows or {}, kernels))
     try:
         yield
     finally:
         _current.reset(token)
+
+
+def fused_kernels() -> Kernels | None:
+    """The operators that compute leaf modules in this context, or ``None``."""
+    current = _current.get()
+    return None if current is None else current[2]
 
 
 def specmemo_attention(
@@ -90,7 +103,7 @@ def specmemo_attention(
     current = _current.get()
     if current is None:
         raise RuntimeError("the specmemo attention function was called outside of a specmemo step")
-    call, windows = current
+    call, windows, _ = current
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     _check_arguments(module, kwargs, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
     if not isinstance(attention_mask, PassMask):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from specmemo_kernels.drafting.medusa_heads import MedusaHeads
 from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
 from specmemo_kernels.integrations.distributed.ranks import SingleRank, heads_digest
 from specmemo_kernels.integrations.hf.checks import check_config, check_numbers
+from specmemo_kernels.integrations.hf.fuse import FUSED_BACKENDS, find_leaves
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
 from specmemo_kernels.integrations.hf.probe import probe
 from specmemo_kernels.integrations.hf.target import HFTarget, ModelFacts, attach
@@ -81,7 +82,7 @@ class HFDraftModel(DraftModelDrafter):
 
 
 def make_drafter(
-    heads: Any, model: Any, facts: ModelFacts, backend: str, head_bits: int | None, ranks: SingleRank
+    heads: Any, model: Any, facts: ModelFacts, backend: str, head_bits: int | None, ranks: SingleRank, fuse: bool = True
 ) -> tuple[Drafter, Accuracy]:
     """The drafter for ``patch``'s ``heads``, and its accuracies, from which a tree is built.
 
@@ -98,7 +99,7 @@ def make_drafter(
     if _is_language_model(heads):
         heads = DraftModel(heads)
     if isinstance(heads, DraftModel):
-        return _load_draft_model(heads, model, facts, backend), DEFAULT_ACCURACY
+        return _load_draft_model(heads, model, facts, backend, fuse), DEFAULT_ACCURACY
     if custom:
         return heads, DEFAULT_ACCURACY
     # With several ranks, heads load into host memory, so that no device holds all rows of sharded heads.
@@ -123,7 +124,7 @@ def _is_language_model(heads: Any) -> bool:
     return hasattr(heads, "generate") and hasattr(heads, "get_output_embeddings")
 
 
-def _load_draft_model(draft: DraftModel, model: Any, facts: ModelFacts, backend: str) -> HFDraftModel:
+def _load_draft_model(draft: DraftModel, model: Any, facts: ModelFacts, backend: str, fuse: bool) -> HFDraftModel:
     """The drafter that ``draft`` describes, for ``model``.
 
     Raises:
@@ -148,6 +149,8 @@ def _load_draft_model(draft: DraftModel, model: Any, facts: ModelFacts, backend:
     try:
         small_facts = probe(small)
         check_numbers(small_facts, backend, "the draft model")
+        if fuse and backend in FUSED_BACKENDS:
+            small_facts = replace(small_facts, leaves=find_leaves(small, small_facts.dtype, backend, invariant=False))
         if small_facts.vocab_size != facts.vocab_size:
             raise ValueError(
                 f"the draft model has a vocabulary of {small_facts.vocab_size} tokens, the model one of "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -48,6 +48,8 @@ class SpecMemo:
         chooser: selects the part of the plan's tree that a step verifies; ``None`` if ``patch`` was given a tree.
         graphs: whether steps overlap with the host, on a GPU from graphs, and the reason if not (``graphs.reason``).
             ``stats.eager_reasons`` counts the reasons of single eager steps.
+        fused: the modules that operators compute in speculative steps, by name: ``"linear"``, ``"gated_mlp"`` or
+            ``"rms_norm"``.
         undo_steps: functions that undo the patch, in order.
     """
 
@@ -107,6 +109,10 @@ class SpecMemo:
             max_pages=self.pages_for([slots_to_end(s, self.slots_ahead, growing=False) for s in sequences]),
             growing=growing,
         )
+
+    @property
+    def fused(self) -> Mapping[str, str]:
+        return self.facts.leaves.names
 
     @property
     def pool(self) -> PagedKVPool | None:

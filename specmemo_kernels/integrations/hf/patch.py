@@ -29,7 +29,9 @@ from specmemo_kernels.integrations.hf.draft import (
     register,
     without_others,
 )
+from specmemo_kernels.integrations.hf.fuse import FUSED_BACKENDS, find_leaves
 from specmemo_kernels.integrations.hf.handle import SpecMemo, Unpatched
+from specmemo_kernels.integrations.hf.invariance import check_invariance, check_invariant_arguments
 from specmemo_kernels.integrations.hf.plan import kernel_blocks, make_chooser, make_plan
 from specmemo_kernels.integrations.hf.pool import graph_use
 from specmemo_kernels.integrations.hf.probe import probe
@@ -92,6 +94,8 @@ def patch(
     keep_free: int | str | None = None,
     reuse_prefix: bool = True,
     graph: bool | None = None,
+    fuse: bool = True,
+    invariant: bool = False,
     rank_timeout: float = 60.0,
 ) -> SpecMemo:
     """Make ``model.generate`` speculate: the same tokens, in fewer steps, inside a memory budget.
@@ -131,6 +135,13 @@ def patch(
             and the drafter allow it (else ``model.specmemo.graphs.reason`` has the reason). ``True``: required, also on
             a CPU, where it isn't faster. ``False``: never. Other steps (prefill, sampling, logits processors, too few
             pages, ...) run eagerly and are counted in ``stats.eager_reasons``.
+        fuse: on a CPU, compute linear layers, gated MLPs and RMS norms by our operators, which are faster for few rows
+            (``model.specmemo.fused`` lists the modules). Only inside speculative steps, and only modules of known types
+            whose results agree within rounding errors; modules with hooks, adapters or quantised weights are left
+            alone. ``False``: the model's own modules.
+        invariant: compute each row with the same bits, whatever other rows are in the pass. In 16-bit dtypes too the
+            tokens then don't depend on the drafter, the tree, the batch or the prefill chunk. They are those of steps
+            with one node; ``generate`` of the unpatched model may decide near ties differently. On a CPU only.
         rank_timeout: seconds after which a rank raises if another rank sends no message. For tensor parallel models
             (``from_pretrained(..., tp_plan="auto")`` under ``torchrun``), whose ranks all make the same calls.
 
@@ -147,6 +158,8 @@ def patch(
     max_batch_size, tree = integer("max_batch_size", max_batch_size), tree_argument(tree)
     flag("reuse_prefix", reuse_prefix)
     flag("graph", graph, or_none=True)
+    flag("fuse", fuse)
+    flag("invariant", invariant)
     if not isinstance(backend, str | None):
         raise wrong_type("backend", backend, "'reference', 'cpu', 'triton' or None")
     if not hasattr(model, "generate") or not hasattr(model, "get_output_embeddings"):
@@ -158,6 +171,8 @@ def patch(
     page_dtype(kv_dtype)
     check_bits(head_bits)
     name = ops.backend_name(backend, model.get_input_embeddings().weight.device)
+    if invariant:
+        check_invariant_arguments(name, fuse, kv_dtype)
     ranks = ranks_of(model, rank_timeout)
     undo: list[Callable[[], None]] = []
     try:
@@ -168,14 +183,18 @@ def patch(
             if ranks.size > 1:
                 if free is not None:
                     raise ValueError(f"keep_free is {keep_free}, but {ranks.size} ranks can't degrade; leave it out")
-                others = {"tree": tree, "backend": name, "reuse_prefix": reuse_prefix, "graph": graph}
+                others = {"tree": tree, "backend": name, "reuse_prefix": reuse_prefix, "graph": graph, "fuse": fuse}
                 ranks.assert_same(digest(model) | limits | others | {"head_bits": head_bits})
             undo.append(ranks.replicate_kv_heads(model))
             facts = probe(model)
             check_numbers(facts, name)
+            if fuse and name in FUSED_BACKENDS:
+                facts = replace(facts, leaves=find_leaves(model, facts.dtype, name, invariant))
+            if invariant:
+                check_invariance(model, facts)
             if budget is not None and facts.device.type == "cpu":
                 return_large_blocks()
-            drafter, accuracy = make_drafter(without_others(heads), model, facts, name, head_bits, ranks)
+            drafter, accuracy = make_drafter(without_others(heads), model, facts, name, head_bits, ranks, fuse)
             for field in ("max_depth", "nbytes"):
                 integer(f"{type(drafter).__name__}.{field}", getattr(drafter, field), 0)
             if isinstance(drafter, HFDraftModel):

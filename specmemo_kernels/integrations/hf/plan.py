@@ -138,6 +138,9 @@ def _generation_shape(setup: Setup, graphs: GraphUse, kv_dtype: str | None) -> G
     codes = page_dtype(kv_dtype)
     splits = [ops.split_workspace(backend, layer, heads, codes) for layer, heads in shapes]
     workspace = max(ops.fixed_workspace(backend, layer, heads, codes) for layer, heads in shapes)
+    leaves = (facts.leaves, drafter.facts.leaves) if isinstance(drafter, HFDraftModel) else (facts.leaves,)
+    lm_head = ops.linear_workspace(backend, facts.dtype, facts.hidden_size)
+    workspace += max(lm_head, *(each.workspace for each in leaves))
     return GenerationShape(
         kv_bytes_per_token=sum(layer.page_bytes_per_token(kv_dtype) for layer in facts.layers),
         scratch_bytes_per_node=sum(layer.bytes_per_token for layer in facts.layers),

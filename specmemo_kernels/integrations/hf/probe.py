@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.integrations.hf.changes import foreign_code
 from specmemo_kernels.integrations.hf.checks import check_equivalence, unsupported_errors
+from specmemo_kernels.integrations.hf.fuse import FusedLeaves
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
 from specmemo_kernels.integrations.hf.target import ModelFacts, current_tap, lm_head_of, run_packed, tapped
 from specmemo_kernels.planning.footprint import PassBytes
@@ -117,11 +120,20 @@ def measure_passes(model: Any, facts: ModelFacts) -> tuple[PassBytes, PassBytes]
         The bytes up to the lm_head, and the additional bytes for rows of the lm_head, both by the number of rows. The
         latter are 0 with an exact lm_head: logits are then computed one row at a time, if at all.
     """
-    few, many = (_trace(model, rows, facts) for rows in _MEASURED_ROWS)
-    forward, logits = (
-        PassBytes.fitted((_MEASURED_ROWS[0], a), (_MEASURED_ROWS[1], b)) for a, b in zip(few, many, strict=True)
-    )
+    forward, logits = _measure_passes(model, facts, None)
+    if facts.leaves.names:
+        few = tuple(_measure_passes(model, facts, facts.leaves))
+        few_rows = sys.maxsize if facts.leaves.max_rows is None else facts.leaves.max_rows
+        forward, logits = (
+            replace(own, few=fused, few_rows=few_rows) for own, fused in zip((forward, logits), few, strict=True)
+        )
     return forward, PassBytes() if facts.exact_lm_head else logits
+
+
+def _measure_passes(model: Any, facts: ModelFacts, leaves: FusedLeaves | None) -> Iterator[PassBytes]:
+    few, many = (_trace(model, rows, facts, leaves) for rows in _MEASURED_ROWS)
+    for a, b in zip(few, many, strict=True):
+        yield PassBytes.fitted((_MEASURED_ROWS[0], a), (_MEASURED_ROWS[1], b))
 
 
 @torch.inference_mode()
@@ -142,7 +154,7 @@ def measure_libraries(model: Any, facts: ModelFacts) -> int:
 
 
 @torch.no_grad()
-def _trace(model: Any, rows: int, facts: ModelFacts) -> tuple[list[int], list[int]]:
+def _trace(model: Any, rows: int, facts: ModelFacts, leaves: FusedLeaves | None) -> tuple[list[int], list[int]]:
     """Bytes held after each operator of a pass over ``rows`` rows: up to the lm_head, and additional bytes after it."""
     before: list[int] = []
     tokens, tracker = _same_tokens(facts, rows), MemoryTracker(trace=True)
@@ -153,7 +165,7 @@ def _trace(model: Any, rows: int, facts: ModelFacts) -> tuple[list[int], list[in
             before.extend(tracker.trace)
 
     with model.get_output_embeddings().register_forward_pre_hook(record), tracker:
-        _run(model, facts, tokens)
+        _run(model, facts, tokens, leaves)
     return before, [max(0, held - before[-1]) for held in tracker.trace[len(before) :]]
 
 
@@ -169,7 +181,7 @@ def time_passes(model: Any, facts: ModelFacts, max_rows: int, agreed: Callable[[
         times: list[float] = []
         while len(times) < 4 and sum(times) < _TIMED_SECONDS:
             started = time.perf_counter()
-            _run(model, facts, tokens)
+            _run(model, facts, tokens, facts.leaves)
             if facts.device.type == "cuda":
                 torch.cuda.synchronize(facts.device)
             times.append(agreed(time.perf_counter() - started))
@@ -182,10 +194,10 @@ def _same_tokens(facts: ModelFacts, rows: int) -> Tensor:
     return torch.zeros(rows, dtype=torch.int64, device=facts.device)
 
 
-def _run(model: Any, facts: ModelFacts, tokens: Tensor) -> None:
+def _run(model: Any, facts: ModelFacts, tokens: Tensor, leaves: FusedLeaves | None = None) -> None:
     """Run a pass over tokens at one position."""
     with tapped(cut=facts.exact_lm_head):
-        run_packed(model, tokens, tokens, _like_attention, None)
+        run_packed(model, tokens, tokens, _like_attention, None, leaves=leaves)
 
 
 def _like_attention(_: int, q: Tensor, k: Tensor, v: Tensor, **__: Any) -> Tensor:

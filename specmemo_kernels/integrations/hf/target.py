@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,6 +26,7 @@ from specmemo_kernels.integrations.hf.attention import (
     install_view,
     remove_view,
 )
+from specmemo_kernels.integrations.hf.fuse import FusedLeaves
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel, pass_mask
 from specmemo_kernels.planning.host_allocator import free_library_buffers
 
@@ -47,6 +48,8 @@ class ModelFacts:
         windows: the sliding window of each layer's attention mask, ``None`` for full attention.
         cached_tokens: smallest size of a layer cache of generate that holds fewer tokens than the layer's mask sees;
             for longer texts the model's own tokens differ. ``None``: no such layer.
+        leaves: the modules that operators compute.
+        leaves: the modules that operators compute.
     """
 
     layers: tuple[LayerKV, ...]
@@ -59,6 +62,7 @@ class ModelFacts:
     exact_lm_head: bool
     windows: tuple[int | None, ...] = ()
     cached_tokens: int | None = None
+    leaves: FusedLeaves = field(default_factory=FusedLeaves)
 
 
 class HFTarget:
@@ -73,6 +77,7 @@ class HFTarget:
         self.model, self.facts, self.backend = model, facts, backend
         self.device, self.vocab_size = facts.device, facts.vocab_size
         self._windows = dict(enumerate(facts.windows))
+        self.invariant = facts.leaves.invariant
         self._max_rows = 0
         self._spread = len({facts.device, *(layer.device for layer in facts.layers)}) > 1
 
@@ -85,7 +90,8 @@ class HFTarget:
         rows = keep.tolist() if keep is not None and self._spread else keep
         # Inference mode saves 5 % of a small model's step.
         with torch.inference_mode(), tapped(cut=not by_model) as tap:
-            output = run_packed(self.model, batch.tokens.clamp(min=0), batch.positions, attention, rows, self._windows)
+            tokens, leaves = batch.tokens.clamp(min=0), self.facts.leaves
+            output = run_packed(self.model, tokens, batch.positions, attention, rows, self._windows, leaves)
         return TargetOutput(tap.hidden.to(self.device), output[0].to(self.device) if by_model else None)
 
     def argmax(self, output: TargetOutput) -> Tensor:
@@ -136,6 +142,7 @@ def run_packed(
     call: Any,
     keep: Tensor | list[int] | None,
     windows: Windows | None = None,
+    leaves: FusedLeaves | None = None,
 ) -> Tensor:
     """The logits ``[1, K, V]`` of a forward pass over packed nodes.
 
@@ -144,8 +151,14 @@ def run_packed(
         call: replaces attention.
         keep: rows for the lm_head, ``[K]`` int64 or a list; ``None``: all.
         windows: sliding windows by layer; else the windows that layers pass to their attention function.
+        leaves: modules that operators compute, if the pass has few enough rows.
     """
-    with attention_call(call, windows):
+    if leaves is None or not leaves.names or (leaves.max_rows is not None and len(tokens) > leaves.max_rows):
+        fused: AbstractContextManager[None] = nullcontext()
+        kernels = None
+    else:
+        fused, kernels = leaves.installed(), ops.kernels(leaves.backend, tokens.device)
+    with attention_call(call, windows, kernels), fused:
         output = model(
             input_ids=tokens[None],
             position_ids=positions[None],

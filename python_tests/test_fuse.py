@@ -1,0 +1,259 @@
+"""Leaf modules that operators compute: which are replaced, only inside our passes, and left alone otherwise."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_families import batch, greedy
+from test_patch import snapshot
+from tiny_models import OracleDrafter, random_heads, tiny_model
+from torch import nn
+from transformers import PreTrainedModel
+
+import specmemo_kernels as sk
+from specmemo_kernels.backends import cpu
+from specmemo_kernels.integrations.hf.fuse import find_leaves
+from specmemo_kernels.integrations.hf.target import ModelFacts, run_packed
+
+LAYER = {
+    "self_attn.q_proj": "linear", "self_attn.k_proj": "linear", "self_attn.v_proj": "linear",
+    "self_attn.o_proj": "linear", "mlp": "gated_mlp", "input_layernorm": "rms_norm",
+    "post_attention_layernorm": "rms_norm",
+}  # fmt: skip
+
+
+def leaves(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> dict[str, str]:
+    return dict(find_leaves(model, dtype, "cpu", False).names)
+
+
+def kinds(model: PreTrainedModel) -> set[str]:
+    return {f"{operator} {type(model.get_submodule(name)).__name__}" for name, operator in leaves(model).items()}
+
+
+class CountedCalls:
+    """Counts the calls of the cpu backend's operators."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.counts = {"linear": 0, "gated_mlp": 0, "rms_norm": 0}
+        for name in self.counts:
+            monkeypatch.setattr(cpu, name, self._counting(name, getattr(cpu, name)))
+
+    def _counting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            self.counts[name] += 1
+            return function(*args)
+
+        return call
+
+    def taken(self) -> dict[str, int]:
+        counts, self.counts = self.counts, dict.fromkeys(self.counts, 0)
+        return counts
+
+
+def test_the_leaves_of_llama() -> None:
+    expected = {f"model.layers.{i}.{name}": kind for i in range(2) for name, kind in LAYER.items()}
+    assert leaves(tiny_model("llama")) == expected | {"model.norm": "rms_norm", "lm_head": "linear"}
+
+
+@pytest.mark.parametrize(
+    ("family", "some"),
+    [
+        ("gemma", {"rms_norm GemmaRMSNorm", "gated_mlp GemmaMLP"}),
+        ("gpt_oss", {"rms_norm GptOssRMSNorm", "linear Linear"}),
+        ("qwen3", {"rms_norm Qwen3RMSNorm", "gated_mlp Qwen3MLP"}),
+        ("phi3", {"linear Linear", "rms_norm Phi3RMSNorm"}),
+        ("stablelm", {"gated_mlp StableLmMLP", "linear Linear"}),
+        ("deepseek_v3", {"gated_mlp DeepseekV3MLP", "rms_norm DeepseekV3RMSNorm"}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_families_have_leaves(family: str, some: set[str], dtype: torch.dtype) -> None:
+    model = tiny_model(family).to(dtype)
+    found = {f"{op} {type(model.get_submodule(name)).__name__}" for name, op in leaves(model, dtype).items()}
+    assert some <= found
+
+
+def test_passes_use_the_operators_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    inputs = batch((9, 5))
+    expected = greedy(model, inputs, 12)
+    plain = model(**inputs).logits
+    before = snapshot(model)
+    with sk.patch(model, random_heads(model), tree=6) as handle:
+        assert set(handle.fused.values()) == {"linear", "gated_mlp", "rms_norm"}
+        calls = CountedCalls(monkeypatch)
+        assert torch.equal(greedy(model, inputs, 12), expected)
+        steps = calls.taken()
+        assert steps["gated_mlp"] % 2 == 0
+        assert steps["linear"] == 4 * steps["gated_mlp"] + steps["gated_mlp"] // 2  # and the lm_head, of no rows
+        assert steps["rms_norm"] == 2 * steps["gated_mlp"] + steps["gated_mlp"] // 2
+        assert torch.equal(model(**inputs).logits, plain)
+        model.train()
+        model(**inputs, labels=inputs["input_ids"]).loss.backward()
+        assert all(p.grad is not None for p in model.parameters())
+        model.eval()
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        assert all(torch.equal(other(**inputs).logits, plain) for other in copies)
+        assert not any(calls.taken().values())
+        assert not any("forward" in vars(module) for module in model.modules())
+    model.zero_grad()
+    assert snapshot(model) == before
+
+
+def test_fuse_false(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    expected = greedy(model, batch((9, 5)), 12)
+    with sk.patch(model, random_heads(model), tree=6, fuse=False) as handle:
+        assert handle.fused == {}
+        calls = CountedCalls(monkeypatch)
+        assert torch.equal(greedy(model, batch((9, 5)), 12), expected)
+        assert not any(calls.taken().values())
+    with sk.patch(model, random_heads(model), tree=6, backend="reference") as handle:
+        assert handle.fused == {}
+
+
+def test_a_plain_pass_of_another_thread_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the model's own modules, also while a step runs."""
+    model = tiny_model("llama")
+    inputs = batch((9, 5))
+    plain = model(**inputs).logits
+    results: list[torch.Tensor] = []
+    own = cpu.gated_mlp
+
+    def beside(*args: Any) -> Any:
+        worker = threading.Thread(target=lambda: results.append(model(**inputs).logits))
+        worker.start()
+        worker.join()
+        return own(*args)
+
+    with sk.patch(model, random_heads(model), tree=6):
+        monkeypatch.setattr(cpu, "gated_mlp", beside)
+        greedy(model, inputs, 4)
+    assert len(results) >= 4
+    assert all(torch.equal(result, plain) for result in results)
+
+
+def hooked(model: PreTrainedModel) -> set[str]:
+    layer = model.model.layers[0]
+    layer.self_attn.q_proj.register_forward_hook(lambda *_: None)
+    layer.mlp.up_proj.register_forward_pre_hook(lambda *_: None)
+    layer.input_layernorm.register_full_backward_hook(lambda *_: None)
+    return {"self_attn.q_proj", "mlp.up_proj", "mlp", "input_layernorm"}
+
+
+def adapted(model: PreTrainedModel) -> set[str]:
+    class Adapter(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base, self.low = base, nn.Linear(base.in_features, base.out_features)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x) + self.low(x)
+
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    attention.q_proj, mlp.down_proj = Adapter(attention.q_proj), Adapter(mlp.down_proj)
+    return {"self_attn.q_proj", "mlp.down_proj", "mlp"}
+
+
+def quantised(model: PreTrainedModel) -> set[str]:
+    attention = model.model.layers[0].self_attn
+    attention.q_proj = torch.ao.nn.quantized.dynamic.Linear(32, 32)
+    attention.k_proj.weight.data = attention.k_proj.weight.data.double()
+    attention.v_proj.weight = nn.Parameter(attention.v_proj.weight.detach().T.contiguous().T)
+    return {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}
+
+
+def replaced(model: PreTrainedModel) -> set[str]:
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    class ClampedMLP(type(model.model.layers[0].mlp)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).clamp(-7, 7)
+
+    class CentredRMSNorm(type(model.model.norm)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x - x.mean(-1, keepdim=True))
+
+    layer = model.model.layers[0]
+    layer.self_attn.q_proj = Scaled(32, 32, bias=False)
+    layer.mlp.__class__, layer.input_layernorm.__class__ = ClampedMLP, CentredRMSNorm
+    layer.post_attention_layernorm.forward = lambda x: x
+    layer.self_attn.o_proj = nn.utils.parametrizations.weight_norm(layer.self_attn.o_proj)
+    return {"self_attn.q_proj", "mlp", "input_layernorm", "post_attention_layernorm", "self_attn.o_proj"}
+
+
+@pytest.mark.parametrize("change", [hooked, adapted, quantised, replaced], ids=lambda f: f.__name__)
+def test_changed_leaves_are_left_alone(change: Callable[[PreTrainedModel], set[str]]) -> None:
+    model = tiny_model("llama")
+    all_names = set(leaves(model))
+    alone = {f"model.layers.0.{name}" for name in change(model)}
+    found = set(leaves(model))
+    assert not found & alone
+    others = {name for name in all_names if not any(name.startswith(each) for each in alone)}
+    assert others <= found  # the rest still is
+
+
+def test_an_adapter_that_comes_after_patching_counts() -> None:
+    """The gated MLP's own layers run as soon as one of them is another module."""
+    model = tiny_model("llama")
+    with sk.patch(model, random_heads(model), tree=6, reuse_prefix=False) as handle:
+        before = greedy(model, batch((9,)), 12)
+        adapted(model)
+        with sk.patch(copy.deepcopy(model), random_heads(model), tree=6, fuse=False) as other:
+            expected = greedy(other.model, batch((9,)), 12)
+        assert torch.equal(greedy(model, batch((9,)), 12), expected)
+        assert not torch.equal(expected, before)
+        assert handle.stats.steps > 0
+
+
+def test_weights_that_change_after_patching_count() -> None:
+    model = tiny_model("llama")
+    with sk.patch(model, random_heads(model), tree=6) as handle:
+        greedy(model, batch((9,)), 12)
+        other = tiny_model("llama", seed=5)
+        model.load_state_dict(other.state_dict())
+        assert torch.equal(greedy(model, batch((9,)), 12), greedy(other, batch((9,)), 12))
+        assert handle.stats.steps > 0
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40, 200])
+def test_a_fused_pass_is_the_models_within_rounding(rows: int) -> None:
+    model = tiny_model("llama")
+    facts = sk.patch(model, "prompt-lookup").facts
+    tokens = torch.arange(rows) % 50 + 3
+
+    def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **__: Any) -> torch.Tensor:
+        return v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+
+    def logits(facts: ModelFacts | None) -> torch.Tensor:
+        with torch.inference_mode():
+            return run_packed(model, tokens, tokens, attend, None, leaves=facts and facts.leaves)
+
+    own, fused = logits(None), logits(facts)
+    torch.testing.assert_close(fused, own, rtol=1e-4, atol=1e-4)
+    assert torch.equal(fused, own) is (rows > 64)  # other sums, or too many rows
+
+
+def test_a_fused_draft_model() -> None:
+    model, small = tiny_model("llama"), tiny_model("llama", seed=3, num_hidden_layers=1)
+    inputs = batch((9, 5))
+    expected = greedy(model, inputs, 15)
+    with sk.patch(model, sk.DraftModel(small, tokens=3)) as handle:
+        assert handle.drafter.facts.leaves.names
+        assert torch.equal(greedy(model, inputs, 15), expected)
+    with sk.patch(model, sk.DraftModel(small, tokens=3), fuse=False) as handle:
+        assert not handle.drafter.facts.leaves.names
+
+
+@pytest.mark.parametrize(("name", "value"), [("fuse", 1), ("fuse", None), ("invariant", "yes")])
+def test_flags(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"{name} is"):
+        sk.patch(tiny_model("llama"), OracleDrafter([], 1.0), **{name: value})

@@ -1,0 +1,244 @@
+"""Replaces leaf modules of a model (linear layers, gated MLPs, RMS norms) by operators, inside our forward passes only.
+
+A leaf is replaced if its type is known and the operator's result on random input agrees with the module's own. The
+replacement is an attribute ``forward`` that exists while a pass runs: plain forward passes, training, copies and saved
+models have the model's own modules.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from specmemo_kernels import ops
+from specmemo_kernels.backends.layers import ACTIVATION_FUNCTIONS
+from specmemo_kernels.integrations.hf.attention import fused_kernels
+from specmemo_kernels.ops import Kernels
+
+Tensor = torch.Tensor
+#: Computes a module's result from the module, a backend's operators and the input; ``None``: the module has changed.
+Operator = Callable[[nn.Module, Kernels, Tensor], Tensor | None]
+
+#: Backends whose operators are faster than the modules.
+FUSED_BACKENDS = ("cpu",)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PACKAGE = __name__.split(".")[0]
+#: Rows and magnitudes of the random input; a clamp, or an epsilon in another place, shows at one magnitude.
+_ROWS, _MAGNITUDES = 5, (1e-2, 1.0, 30.0)
+#: Largest distance of a result from the module's own, relative to its norm: a few roundings.
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.003}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A replaced module: its name in the model, the operator's name, and its call."""
+
+    module: nn.Module
+    name: str
+    operator: str
+    call: Operator
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """The operator in our passes; the module's own ``forward`` in other threads' passes."""
+        kernels = fused_kernels()
+        if kernels is not None and not args and not kwargs:
+            result = self.call(self.module, kernels, x)
+            if result is not None:
+                return result
+        return type(self.module).forward(self.module, x, *args, **kwargs)
+
+
+class FusedLeaves:
+    """The replaced modules of a model.
+
+    Attributes:
+        names: operator by module name. modules: the modules, with those inside of them.
+        backend: computes the operators.
+        invariant: a row's result doesn't depend on the other rows.
+        max_rows: passes over more rows run the model's own modules; ``None``: no limit.
+        workspace: bytes that the operators keep between calls.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[Leaf] = (),
+        backend: str = "",
+        invariant: bool = False,
+        max_rows: int | None = None,
+        workspace: int = 0,
+    ) -> None:
+        self._leaves, self.backend, self.invariant = tuple(leaves), backend, invariant
+        self.max_rows, self.workspace = max_rows, workspace
+        self.names: Mapping[str, str] = {leaf.name: leaf.operator for leaf in leaves}
+        self.modules = frozenset(module for leaf in leaves for module in leaf.module.modules())
+        self._passes, self._lock = 0, threading.Lock()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Replace the modules in a block of code; blocks of several threads may overlap."""
+        with self._lock:
+            self._passes += 1
+            if self._passes == 1:
+                for leaf in self._leaves:
+                    vars(leaf.module)["forward"] = leaf.forward
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._passes -= 1
+                if not self._passes:
+                    for leaf in self._leaves:
+                        vars(leaf.module).pop("forward", None)
+
+
+@torch.no_grad()
+def find_leaves(model: Any, dtype: torch.dtype, backend: str, invariant: bool) -> FusedLeaves:
+    """The modules of ``model`` that ``backend``'s operators compute.
+
+    Of modules with the same type and parameter sizes, the first is compared.
+
+    Args:
+        dtype: of the hidden states. Modules with other weights are left alone.
+    """
+    kernels = ops.kernels(backend, torch.device("cpu"))
+    leaves: list[Leaf] = []
+    inside: set[nn.Module] = set()
+    matches: dict[Hashable, int | None] = {}
+    for name, module in model.named_modules():
+        if module in inside or not _is_replaceable(module, dtype):
+            continue
+        for operator, candidates in _OPERATORS.items():
+            if calls := candidates(module, invariant):
+                kind = (type(module), operator, tuple(p.shape for p in module.parameters()))
+                if kind not in matches:
+                    matches[kind] = _best_match(module, calls, kernels, dtype)
+                if (match := matches[kind]) is not None:
+                    leaves.append(Leaf(module, name, operator, calls[match]))
+                    inside.update(module.modules())
+                    break
+    sizes = {_sizes(leaf.module) for leaf in leaves if leaf.operator != "rms_norm"}
+    workspace = max((ops.linear_workspace(backend, dtype, *each) for each in sizes), default=0)
+    max_rows = None if invariant else ops.few_rows(backend, dtype)
+    return FusedLeaves(leaves, backend, invariant, max_rows, workspace)
+
+
+def _sizes(module: Any) -> tuple[int, int]:
+    """Inputs and, of a gated MLP, activations per row."""
+    return (
+        (module.in_features, 0)
+        if type(module) is nn.Linear
+        else (module.up_proj.in_features, module.up_proj.out_features)
+    )
+
+
+def _is_replaceable(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a module's result follows from its type and parameters alone, and its parameters are plain tensors."""
+    parameters = list(module.parameters())
+    return bool(parameters) and all(map(_is_plain, module.modules())) and all(
+        type(p) is nn.Parameter and type(p.data) is Tensor and p.dtype == dtype and dtype in _DTYPES
+        and p.device.type == "cpu" and p.is_contiguous()
+        for p in parameters
+    )  # fmt: skip
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether nothing but our hook is attached to a module: hooks, another ``forward``."""
+    attached = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    foreign = (hook for hooks in attached for hook in hooks.values() if hook.__module__.split(".")[0] != _PACKAGE)
+    return not any(True for _ in foreign) and not {"forward", "_hf_hook"} & set(vars(module))
+
+
+def _linear(module: nn.Module, invariant: bool) -> list[Operator]:
+    if type(module) is not nn.Linear:
+        return []
+    return [lambda own, kernels, x: kernels.linear(x, *_matrix(own), None, invariant)]
+
+
+def _gated_mlp(module: nn.Module, invariant: bool) -> list[Operator]:
+    """A module with linear layers of Llama's names, whose activation gives the same bits as a known one."""
+    parts = {name: part for name, part in module.named_children() if any(True for _ in part.parameters())}
+    if set(parts) != set(_GATED) or any(type(part) is not nn.Linear for part in parts.values()):
+        return []
+    function = getattr(module, "act_fn", None)
+    activation = next((name for name, known in ACTIVATION_FUNCTIONS.items() if _same_function(function, known)), None)
+    if activation is None:
+        return []
+
+    def call(own: nn.Module, kernels: Kernels, x: Tensor) -> Tensor | None:
+        now = own._modules
+        if any(now[name] is not part for name, part in parts.items()):  # an adapter took a layer's place
+            return None
+        matrices = [_matrix(now[name]) for name in _GATED]
+        weights, biases = zip(*matrices, strict=True)
+        return kernels.gated_mlp(x, *weights, *biases, activation, invariant)
+
+    return [call]
+
+
+def _rms_norm(module: nn.Module, _: bool) -> list[Operator]:
+    """A module that is named so, with a weight and an epsilon."""
+    eps = next((e for name in _EPSILONS if isinstance(e := getattr(module, name, None), float)), None)
+    if not type(module).__name__.endswith("RMSNorm") or eps is None or set(module._parameters) != {"weight"}:
+        return []
+
+    def call_with(offset: float, round_first: bool) -> Operator:
+        return lambda own, kernels, x: kernels.rms_norm(x, own._parameters["weight"], eps, offset, round_first)
+
+    return [call_with(offset, round_first) for offset in (0.0, 1.0) for round_first in (True, False)]
+
+
+_GATED = ("gate_proj", "up_proj", "down_proj")
+_EPSILONS = ("variance_epsilon", "eps", "epsilon")
+_OPERATORS: dict[str, Callable[[nn.Module, bool], list[Operator]]] = {
+    "linear": _linear,
+    "gated_mlp": _gated_mlp,
+    "rms_norm": _rms_norm,
+}
+
+
+def _matrix(module: Any) -> tuple[Tensor, Tensor | None]:
+    return module._parameters["weight"], module._parameters["bias"]
+
+
+def _same_function(function: Any, known: Callable[[Tensor], Tensor]) -> bool:
+    """Whether two activations give the same bits."""
+    x = torch.linspace(-12, 12, 1001)
+    try:
+        return torch.equal(function(x), known(x))
+    except Exception:  # not an activation of one tensor
+        return False
+
+
+def _best_match(module: nn.Module, calls: list[Operator], kernels: Kernels, dtype: torch.dtype) -> int | None:
+    """The index of the call whose results agree within rounding errors, with the fewest different elements."""
+    generator = torch.Generator().manual_seed(0)
+    size = next(p.shape[-1] for p in module.parameters())
+    rows = [magnitude * torch.randn(1, _ROWS, size, generator=generator) for magnitude in _MAGNITUDES]
+    x = torch.cat(rows, dim=1).to(dtype)
+    try:
+        expected = type(module).forward(module, x)
+        results = [call(module, kernels, x) for call in calls]
+    except (TypeError, RuntimeError):  # the module takes other arguments
+        return None
+    if not isinstance(expected, Tensor):
+        return None
+    errors = [_distance(expected, result) for result in results]
+    different = [int((expected != result).sum()) if result is not None else 0 for result in results]
+    matches = [i for i, error in enumerate(errors) if error <= _TOLERANCE[dtype]]
+    return min(matches, key=lambda i: different[i], default=None)
+
+
+def _distance(expected: Tensor, result: Tensor | None) -> float:
+    """The largest distance of a row relative to its norm; infinite for another shape or dtype."""
+    if result is None or result.shape != expected.shape or result.dtype != expected.dtype:
+        return float("inf")
+    wide = expected.double()
+    tiny = torch.finfo(torch.float32).tiny
+    relative = (result.double() - wide).norm(dim=-1) / wide.norm(dim=-1).clamp(min=tiny)
+    return float(relative.nan_to_num(nan=float("inf")).max())
