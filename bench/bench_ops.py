@@ -5,6 +5,7 @@
     python bench/bench_ops.py --model all --context 128,1024,4096,16384 --batch 1,4,8 --tree 1,8,16,25,32,64 \\
         --dtype bf16,fp32
     python bench/bench_ops.py --device cuda --context 2048,8192,32768 --batch 1,8,32 --tree 1,25,64
+    python bench/bench_ops.py --op linear --model 1b,llama3-8b --dtype bf16,fp32 --rows 1,2,4,8,16,32,64
     pytest bench/bench_ops.py            the first command through pytest-benchmark
 
 Every result is checked against float64 before it is timed; then the operator and its peers take turns. Calls rotate
@@ -31,6 +32,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import linear_op
 import op_peers
 import pytest
 import torch
@@ -248,12 +250,17 @@ def rows_for(
 
 def main(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    model: Annotated[str, typer.Option(help="names from " + ", ".join(MODELS) + ", or all")] = "llama3-8b",
+    model: Annotated[
+        str, typer.Option(help=f"of {', '.join(MODELS)}, or all; for linear of {', '.join(linear_op.MODELS)}")
+    ] = "llama3-8b",
     dtype: Annotated[str, typer.Option(help="bf16, fp32, fp16")] = "bf16",
     context: Annotated[str, typer.Option(help="committed tokens of each sequence")] = "4096",
     batch: Annotated[str, typer.Option(help="sequences")] = "1",
     tree: Annotated[str, typer.Option(help="nodes of each tree")] = "1,8,32",
-    op: Annotated[str, typer.Option(help="operators")] = "tree_attention,commit_paged_kv,lm_head_argmax",
+    op: Annotated[
+        str, typer.Option(help="operators, or linear alone")
+    ] = "tree_attention,commit_paged_kv,lm_head_argmax",
+    rows: Annotated[str, typer.Option(help="rows of linear")] = "1,2,4,8,16,32,64",
     peers: Annotated[
         str, typer.Option(help="of " + ", ".join(op_peers.PEERS) + ", on a GPU flashinfer too")
     ] = "sdpa,sdpa_folded",
@@ -266,7 +273,12 @@ def main(
         raise typer.BadParameter(f"device is {device!r}, expected cpu, or cuda where torch sees a GPU")
     models = list(MODELS) if model == "all" else model.split(",")
     sizes = numbers(context), numbers(batch), numbers(tree)
-    if device == "cuda":
+    columns: tuple[str, ...] | None = COLUMNS
+    if op == "linear":
+        columns = None
+        kinds = {name: DTYPES[name] for name in dtype.split(",")}
+        measured = linear_op.rows_for(models, kinds, numbers(rows), seconds)
+    elif device == "cuda":
         import bench_gpu
 
         cases = [attention_case(m, c, b, t) for m in models for c in sizes[0] for b in sizes[1] for t in sizes[2]]
@@ -274,13 +286,13 @@ def main(
         measured = bench_gpu.rows_for(cases, kinds, peers.split(","), limit_s, check)
     else:
         measured = rows_for(models, dtype.split(","), *sizes, op.split(","), peers.split(","), seconds)
-    rows = []
+    results = []
     with torch.inference_mode():  # as in decoding
         for row in measured:
-            rows.append(row)
+            results.append(row)
             print(json.dumps(row), flush=True)
-    print_rows(rows, COLUMNS)
-    write_result(json_, {"device": device, "rows": rows})
+    print_rows(results, columns)
+    write_result(json_, {"device": device, "rows": results})
 
 
 @pytest.mark.parametrize("tree", [1, 8, 32])

@@ -3,16 +3,22 @@
     python bench/bench_step.py --shape 125m,bundled --dtype bf16,fp32 --tree 8 --context 1024 --json out.json
     python bench/bench_step.py --shape vicuna-7b --dtype bf16 --tree 25 --device cuda
 
-The step is the patched model's own loop (draft, forward, verify, commit) at batch 1. The products are torch's linears
-with the same weights and rows, in sequence: seven per layer and the lm_head over all nodes, the heads' blocks and the
-lm_head over one row per head. Both take turns, and each reads all weights, so neither finds them in a cache. ``ratio``
-is the median step over the median of the products. The step's parts come from torch's profiler
-(``bench/step_profile.py``), in separate steps.
+The step is the patched model's own loop (draft, forward, verify, commit) at batch 1. The products have the same weights
+and rows, in sequence: seven per layer and the lm_head over all nodes, the heads' blocks and the lm_head over one row
+per head. All take turns, and each reads all weights, so none finds them in a cache. Columns:
+
+- ``torch_products_ms``: torch's linears. ``ratio``: the median step over their median.
+- On a CPU ``products_ms``: the operator ``linear``. ``rest_ms``: the step without them.
+- ``floor_ms``: max(bytes of the weights / read bandwidth, flops / GEMM rate), both measured in the same turns.
+  ``vs_floor``: the step over it.
+
+The step's parts come from torch's profiler (``bench/step_profile.py``), in separate steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,10 +26,11 @@ import torch
 import typer
 from shapes import SHAPES, random_heads, random_model
 from step_profile import breakdown
-from timing import print_rows, take_turns, write_result
+from timing import Yardstick, print_rows, take_turns, write_result
 from torch import nn
 
 import specmemo_kernels as sk
+from specmemo_kernels import ops
 from specmemo_kernels.cli.common import demo_model_folder, hide_loading_bars, load_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -52,27 +59,47 @@ class Steps:
         return piece
 
 
-def products(model: Any, heads: sk.MedusaHeads, depth: int, nodes: int) -> Callable[[], None]:
-    """All matrix products of a step over a tree of ``nodes`` nodes and this ``depth``."""
-    lm_head = model.get_output_embeddings().weight
-    jobs: list[tuple[torch.Tensor, int]] = []
-    for layer in model.model.layers:
-        jobs += [(m.weight, nodes) for m in layer.modules() if isinstance(m, nn.Linear)]
-    jobs.append((lm_head, nodes))
-    for head in range(depth):
-        jobs += [(heads.linear(head, layer).weight, 1) for layer in range(heads.num_layers)]
-        if heads.own_lm_head:
-            jobs.append((heads.lm_head_weight(head, lm_head), 1))
-    if not heads.own_lm_head:
-        jobs.append((lm_head, depth))
-    rows = {(w.shape[1], n): torch.randn(n, w.shape[1]).to(device=w.device, dtype=w.dtype) for w, n in jobs}
+@dataclass(frozen=True)
+class Products:
+    """All matrix products of a step: ``(weight, rows)`` each, in sequence."""
 
-    @torch.inference_mode()
-    def run() -> None:
-        for weight, count in jobs:
-            nn.functional.linear(rows[weight.shape[1], count], weight)
+    jobs: list[tuple[torch.Tensor, int]]
 
-    return run
+    @classmethod
+    def of_step(cls, model: Any, heads: sk.MedusaHeads, depth: int, nodes: int) -> Products:
+        """Over a tree of ``nodes`` nodes and this ``depth``."""
+        lm_head = model.get_output_embeddings().weight
+        jobs: list[tuple[torch.Tensor, int]] = []
+        for layer in model.model.layers:
+            jobs += [(m.weight, nodes) for m in layer.modules() if isinstance(m, nn.Linear)]
+        jobs.append((lm_head, nodes))
+        for head in range(depth):
+            jobs += [(heads.linear(head, layer).weight, 1) for layer in range(heads.num_layers)]
+            if heads.own_lm_head:
+                jobs.append((heads.lm_head_weight(head, lm_head), 1))
+        if not heads.own_lm_head:
+            jobs.append((lm_head, depth))
+        return cls(jobs)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights, each read once."""
+        return sum(weight.nbytes for weight, _ in self.jobs)
+
+    @property
+    def flops(self) -> float:
+        return sum(2.0 * weight.numel() * rows for weight, rows in self.jobs)
+
+    def by(self, linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[], None]:
+        """A call of all products."""
+        rows = {(w.shape[1], n): torch.randn(n, w.shape[1]).to(device=w.device, dtype=w.dtype) for w, n in self.jobs}
+
+        @torch.inference_mode()
+        def run() -> None:
+            for weight, count in self.jobs:
+                linear(rows[weight.shape[1], count], weight)
+
+        return run
 
 
 def synchronised(job: Callable[[], object], device: str) -> Callable[[], object]:
@@ -109,16 +136,34 @@ def measure(
         step = Steps(model, context, span=128)
         for _ in range(4):  # a graph is captured in the second step
             step()
-        alone = products(model, heads, depth, plan.tree.size)
-        jobs = {"step": synchronised(step, device), "products": synchronised(alone, device)}
-        times = take_turns(jobs, seconds=seconds, rounds=(20, 400))
+        products = Products.of_step(model, heads, depth, plan.tree.size)
+        jobs: dict[str, Callable[[], object]] = {"step": synchronised(step, device)}
+        jobs["torch"] = synchronised(products.by(nn.functional.linear), device)
+        if device == "cpu":
+            operator = ops.kernels("cpu", torch.device("cpu")).linear
+            jobs["products"] = products.by(lambda x, weight: operator(x, weight, None, None, False))
+            jobs |= (yard := Yardstick(DTYPES[dtype])).functions
+        times = take_turns(jobs, seconds=seconds, rounds=(5, 400))
+        floor = yard.floor(times, products.nbytes, products.flops) if device == "cpu" else None
         parts = breakdown(step, PROFILED, torch.device(device))
         return {
             "shape": shape, "dtype": dtype, "context": context, "nodes": plan.tree.size, "depth": depth,
             "heads": "own lm_head" if heads.own_lm_head else "shared lm_head", "graph": handle.stats.graph_steps > 0,
-            "step_ms": times["step"] * 1e3, "products_ms": times["products"] * 1e3,
-            "ratio": times["step"] / times["products"], "parts_ms": parts,
-        }  # fmt: skip
+            "step_ms": times["step"] * 1e3, "torch_products_ms": times["torch"] * 1e3,
+            "ratio": times["step"] / times["torch"],
+        } | _host_row(times, floor) | {"parts_ms": parts}  # fmt: skip
+
+
+def _host_row(times: dict[str, float], floor: float | None) -> Row:
+    """On a CPU: the products by our operator, the rest of the step, and the floor."""
+    if floor is None:
+        return {}
+    return {
+        "products_ms": times["products"] * 1e3,
+        "rest_ms": (times["step"] - times["products"]) * 1e3,
+        "floor_ms": floor * 1e3,
+        "vs_floor": times["step"] / floor,
+    }
 
 
 def main(

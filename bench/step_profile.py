@@ -14,7 +14,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 #: Parts of a step, in the order of the table. ``host`` is the time outside of operators.
 PARTS = ("model matmuls", "attention", "other model operators", "head", "verify", "commit", "host")
 
-_MATMULS = {"aten::linear", "aten::matmul", "aten::mm", "aten::addmm", "aten::bmm"}
+_MATMULS = {
+    "aten::linear", "aten::matmul", "aten::mm", "aten::addmm", "aten::bmm", "specmemo::linear", "specmemo::gated_mlp"
+}  # fmt: skip
 #: :func:`breakdown` runs this many times its ``steps``, half of them profiled.
 PASSES = 4
 #: Name of a profiled step.

@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from specmemo_kernels import ops
 from specmemo_kernels.cache.huge_pages import prefer_huge_pages
 from specmemo_kernels.cli.env import collect_env
 
@@ -91,9 +92,14 @@ def take_turns(
 
 
 class Yardstick:
-    """The machine's read bandwidth and GEMM rate, as two functions that take turns with the measured functions."""
+    """The machine's read bandwidth and GEMM rate, as two functions that take turns with the measured functions.
+
+    The rate is that of ``dtype``, or of float32 on a CPU without instructions for ``dtype``.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
+        if not _has_fast_gemm(dtype):  # torch would convert element by element
+            dtype = torch.float32
         self._block = torch.ones(64 * 1024 * 1024)
         self._a = torch.ones(2048, 4096, dtype=dtype)
         self._b = torch.ones(4096, 1024, dtype=dtype)
@@ -112,6 +118,10 @@ class Yardstick:
         read = self._block.nbytes / times.pop("read")
         gemm = 2 * 2048 * 4096 * 1024 / times.pop("gemm")
         return max(nbytes / read, flops / gemm)
+
+
+def _has_fast_gemm(dtype: torch.dtype) -> bool:
+    return dtype.itemsize > 2 or ops.few_rows("cpu", dtype) is not None
 
 
 def environment() -> dict[str, str]:

@@ -124,6 +124,26 @@ def steps() -> str:
     return table(header, rows, "step_cpu")
 
 
+# --- linear layers ---------------------------------------------------------------------------------------------------
+
+
+def linear() -> str:
+    rows = [
+        [
+            f"{row['model'].upper()}, {row['dtype']}",
+            row["rows"],
+            f"{row['ms']:.2f}",
+            f"{row['torch_ms']:.2f}",
+            f"{row['vs_torch']:.1f}x",
+            f"{row['worst_vs_torch']:.1f}x",
+            f"{row['floor_fraction']:.2f}",
+        ]
+        for row in load("linear_cpu")["rows"]
+    ]
+    header = ["layer of", "rows", "ms", "torch, ms", "faster by", "worst matrix", "floor / time"]
+    return table(header, rows, "linear_cpu")
+
+
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 DRAFTERS = {"medusa": "Medusa heads", "lookup": "prompt lookup", "draft": "draft model"}
@@ -315,6 +335,7 @@ def figures() -> dict[str, str]:
         "frontier.bundled": frontier("frontier_bundled", heads=False),
         "frontier.125m": frontier("frontier_125m", heads=True),
         "steps": steps(),
+        "linear": linear(),
         "batches": batches(),
         "batch.scaling": batch_scaling(),
         "adaptive": adaptive(),

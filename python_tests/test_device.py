@@ -52,6 +52,15 @@ def test_small_matrices_by_hand() -> None:
     assert replace(TOY, **curves | {"curves": {}}).linear_seconds(1e6, 4e6, 1, "float32", 7) == pytest.approx(4e-3)
 
 
+def test_passes_by_our_operators_have_curves_of_their_own() -> None:
+    curves = {"curves": {"float32": ((1, 1e-9),)}, "operator_curves": {"float32": ((1, 4e-10),)}}
+    measured = replace(TOY, **curves)
+    assert measured.linear_seconds(1e6, 4e6, 1, "float32") == pytest.approx(1e-3)
+    assert measured.of_operators.linear_seconds(1e6, 4e6, 1, "float32") == pytest.approx(4e-4)
+    assert TOY.of_operators == TOY
+    assert DeviceProfile.from_json(measured.to_json()) == measured
+
+
 def test_dtypes_that_a_device_lacks() -> None:
     """Turing has no bfloat16, the plain CPU no 16-bit rate; supported dtypes are unchanged."""
     assert known_device("titan-rtx").compute_dtype("bfloat16") == "float16"
@@ -203,6 +212,8 @@ def test_probe(measured: DeviceProfile) -> None:
     assert measured.source == "measured"
     assert measured.matrix_seconds.keys() == measured.curves.keys() == measured.matmul_rate.keys()
     assert all(seconds >= 0 for points in measured.matrix_seconds.values() for _, seconds in points)
+    assert measured.operator_curves.keys() == measured.operator_matrix_seconds.keys() == measured.curves.keys()
+    assert measured.operator_curves != measured.curves
 
 
 @pytest.mark.slow

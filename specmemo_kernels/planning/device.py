@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -43,6 +43,7 @@ class DeviceProfile:
         kernel_target: name of the Triton target (``"sm_80"``, ``"gfx90a"``), or ``None``.
         curves: by dtype, measured seconds per weight of ``linear`` at some row counts; they replace the roofline.
         matrix_seconds: by dtype, extra seconds per matrix at some row counts: its first bytes aren't prefetched.
+        operator_curves, operator_matrix_seconds: the same of :func:`specmemo_kernels.ops.linear`.
         source: origin of the figures.
     """
 
@@ -58,6 +59,8 @@ class DeviceProfile:
     link: str = "pcie"
     curves: Mapping[str, Curve] = field(default_factory=dict)
     matrix_seconds: Mapping[str, Curve] = field(default_factory=dict)
+    operator_curves: Mapping[str, Curve] = field(default_factory=dict)
+    operator_matrix_seconds: Mapping[str, Curve] = field(default_factory=dict)
     source: str = "data sheet"
 
     def __post_init__(self) -> None:
@@ -70,6 +73,13 @@ class DeviceProfile:
             raise ValueError(f"DeviceProfile {self.name}: matmul_rate is empty, it needs at least one dtype")
         if self.link not in LINKS:
             raise ValueError(f"DeviceProfile {self.name}: link is {self.link!r}, known are {', '.join(LINKS)}")
+
+    @property
+    def of_operators(self) -> DeviceProfile:
+        """The profile for passes whose linear layers are :func:`specmemo_kernels.ops.linear`."""
+        if not self.operator_curves:
+            return self
+        return replace(self, curves=self.operator_curves, matrix_seconds=self.operator_matrix_seconds)
 
     def compute_dtype(self, dtype: str) -> str:
         """``dtype`` if the device supports it, else its 16-bit or 32-bit type."""
@@ -118,7 +128,7 @@ class DeviceProfile:
         """
         curves = {
             name: {k: tuple((int(n), float(s)) for n, s in points) for k, points in data.get(name, {}).items()}
-            for name in ("curves", "matrix_seconds")
+            for name in ("curves", "matrix_seconds", "operator_curves", "operator_matrix_seconds")
         }
         try:
             return cls(**{**data, **curves})

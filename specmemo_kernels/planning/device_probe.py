@@ -15,9 +15,12 @@ from typing import Any
 
 import torch
 
+from specmemo_kernels import ops
 from specmemo_kernels.backends.kernel_target import target_of_gpu
 from specmemo_kernels.planning.device import KNOWN_DEVICES, Curve, DeviceProfile, same_name
 from specmemo_kernels.planning.host_memory import host_memory
+
+Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _SIDE = 1536
@@ -32,8 +35,9 @@ _LAYER_OPERATORS = 55
 def probe(device: str = "cpu", seconds: float = 3.0) -> DeviceProfile:
     """Measure a torch device of this machine, in about ``seconds``.
 
-    Bandwidth: a copy far larger than caches. Products: several row counts, with large and small matrices in turn, so
-    that none is cached. Launches: the layers of a tiny transformers Llama. Each figure is the best of several runs.
+    Bandwidth: a copy far larger than caches. Products, torch's and on a CPU our operator's: several row counts, with
+    large and small matrices in turn, so that none is cached. Launches: the layers of a tiny transformers Llama. Each
+    figure is the best of several runs.
 
     Raises:
         ValueError: no such device, or neither a CPU nor a CUDA or HIP device.
@@ -46,16 +50,19 @@ def probe(device: str = "cpu", seconds: float = 3.0) -> DeviceProfile:
     on_cpu = torch_device.type == "cpu"
     sync: Callable[[], None] = (lambda: None) if on_cpu else functools.partial(torch.cuda.synchronize, torch_device)
     names = ["float32", "bfloat16"] if on_cpu else ["float32", "float16", "bfloat16"]
-    share = seconds / (len(names) * (len(_ROWS) + len(_FEW_ROWS)) + 4)
+    linears: list[Linear] = [torch.nn.functional.linear]
+    if on_cpu and ops.unavailable("cpu") is None:
+        linears.append(_operator)
+    share = seconds / (len(linears) * len(names) * (len(_ROWS) + len(_FEW_ROWS)) + 4)
     with torch.inference_mode():
-        curves = {name: _linear_curve(torch_device, name, _SIDE, _ROWS, share, sync) for name in names}
-        small = {name: _linear_curve(torch_device, name, _SMALL_SIDE, _FEW_ROWS, share, sync) for name in names}
+        measured = [_curves(linear, torch_device, names, share, sync) for linear in linears]
         big = torch.zeros(2, 2**24 if on_cpu else 2**28, dtype=torch.float32, device=torch_device)
         read_rate = big.nbytes / _best(lambda: big[0].copy_(big[1]), 2 * share, sync)
         launch = _launch_seconds(torch_device, 2 * share, sync)
-    rates = {name: 2 * rows / cost for name, points in curves.items() for rows, cost in points[-1:]}
-    common: dict[str, Any] = {"read_rate": read_rate, "matmul_rate": rates, "launch_seconds": launch, "curves": curves}
-    common["matrix_seconds"] = {name: _extra_seconds(small[name], curves[name]) for name in names}
+    rates = {name: 2 * rows / cost for name, points in measured[-1][0].items() for rows, cost in points[-1:]}
+    common: dict[str, Any] = {"read_rate": read_rate, "matmul_rate": rates, "launch_seconds": launch}
+    for prefix, (large, extra) in zip(("", "operator_"), measured, strict=False):
+        common |= {f"{prefix}curves": large, f"{prefix}matrix_seconds": extra}
     if on_cpu:
         return DeviceProfile(_machine(), host_memory(), overlaps=False, source="measured", **common)
     properties = torch.cuda.get_device_properties(torch_device)
@@ -71,8 +78,30 @@ def _kernel_target(torch_device: torch.device) -> str | None:
         return None
 
 
+def _operator(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The linear layers of a patched model's steps."""
+    return ops.kernels("cpu", x.device).linear(x, weight, None, None, False)
+
+
+def _curves(
+    linear: Linear, torch_device: torch.device, names: list[str], share: float, sync: Callable[[], None]
+) -> tuple[dict[str, Curve], dict[str, Curve]]:
+    """Seconds per weight, and the extra seconds per small matrix, by dtype."""
+    large, small = (
+        {name: _linear_curve(linear, torch_device, name, side, counts, share, sync) for name in names}
+        for side, counts in ((_SIDE, _ROWS), (_SMALL_SIDE, _FEW_ROWS))
+    )
+    return large, {name: _extra_seconds(small[name], large[name]) for name in names}
+
+
 def _linear_curve(
-    torch_device: torch.device, name: str, side: int, counts: tuple[int, ...], share: float, sync: Callable[[], None]
+    linear: Linear,
+    torch_device: torch.device,
+    name: str,
+    side: int,
+    counts: tuple[int, ...],
+    share: float,
+    sync: Callable[[], None],
 ) -> Curve:
     """Seconds per weight of square matrices at some row counts."""
     dtype = getattr(torch, name)
@@ -84,7 +113,7 @@ def _linear_curve(
 
         def products(x: Any = x) -> None:
             for weight in next(turns):
-                torch.nn.functional.linear(x, weight)
+                linear(x, weight)
 
         points.append((rows, _best(products, share, sync) / (count * side**2)))
     return tuple(points)

@@ -165,12 +165,16 @@ def candidates(request: PlanRequest) -> list[PlanCandidate]:
     for sequences in batch_limits(work.batch):
         chunks = sorted({min(chunk, sequences * work.prompt) for chunk in CHUNKS})
         prefill = {
-            chunk: prefill_seconds(request.spec, request.device, work, sequences, chunk, request.tp, request.kv_dtype)
+            chunk: prefill_seconds(
+                request.spec, request.device.of_operators, work, sequences, chunk, request.tp, request.kv_dtype
+            )
             for chunk in chunks
         }
         for heads, size, tokens in trees:
             run = decode_pass(work, sequences, size, heads)
-            step = pass_seconds(request.spec, request.device, run, request.heads, request.tp, request.kv_dtype)
+            step = pass_seconds(
+                request.spec, request.device.of_operators, run, request.heads, request.tp, request.kv_dtype
+            )
             for chunk in chunks:
                 options = [_parts(request, heads, size, sequences, chunk, page) for page in PAGE_SIZES]
                 totals = [sum(parts.values()) for parts, _ in options]
@@ -205,7 +209,7 @@ def best_tree(request: PlanRequest, with_heads: bool) -> tuple[PlanCandidate, Pl
 
     def timed(heads: int, size: int, tokens: float) -> PlanCandidate:
         run = decode_pass(request.workload, 1, size, heads if with_heads else 0)
-        step = pass_seconds(request.spec, request.device, run, request.heads, request.tp, request.kv_dtype)
+        step = pass_seconds(request.spec, request.device.of_operators, run, request.heads, request.tp, request.kv_dtype)
         return PlanCandidate(heads, size, 1, 0, 0, 0, 0, tokens, Speed(step, tokens / step))
 
     plain, *trees = (timed(*tree) for tree in shapes_of_trees(request))

@@ -1,0 +1,79 @@
+"""``linear`` over a decoder layer's matrices against torch's own product, for :mod:`bench_ops`."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from shapes import SHAPES
+from timing import Yardstick, copies, rotation, take_turns
+
+from specmemo_kernels import ops
+
+Tensor = torch.Tensor
+MODELS = {"125m": "125m", "1b": "1b", "llama2-7b": "vicuna-7b", "llama3-8b": "llama-3.1-8b"}
+
+
+def matrices(model: str) -> Counter[tuple[int, int]]:
+    """``(outputs, inputs)`` of a layer's linear layers, with their number."""
+    sizes = SHAPES[MODELS[model]]
+    hidden, middle, heads = sizes["hidden_size"], sizes["intermediate_size"], sizes["num_attention_heads"]
+    key_values = hidden // heads * sizes.get("num_key_value_heads", heads)
+    return Counter({(hidden, hidden): 2, (key_values, hidden): 2, (middle, hidden): 2, (hidden, middle): 1})
+
+
+def check(x: Tensor, weight: Tensor, result: Tensor) -> None:
+    """Compare with float64.
+
+    Raises:
+        AssertionError: an error over that of float32 sums and one rounding.
+    """
+    exact = x.double() @ weight.double().T
+    sums = weight.shape[1] * torch.finfo(torch.float32).eps * (x.double().abs() @ weight.double().abs().T)
+    budget = sums + torch.finfo(x.dtype).eps * exact.abs()
+    assert bool(((result.double() - exact).abs() <= budget).all()), "linear differs from float64"
+
+
+def rows_for(models: list[str], dtypes: dict[str, torch.dtype], rows: list[int], seconds: float) -> Iterator[Any]:
+    """One row for each combination, measured on iteration; ``ms`` is the time of a layer's matrices.
+
+    Columns: ``vs_torch``, and ``worst_vs_torch`` of the matrix that gains least; ``floor_fraction`` of the floor
+    max(bytes / read bandwidth, flops / GEMM rate).
+    """
+    linear = ops.kernels("cpu", torch.device("cpu")).linear
+    for dtype, kind in dtypes.items():
+        yard = Yardstick(kind)
+        for model in models:
+            layer = matrices(model)
+            weights = {shape: (torch.randn(shape) * shape[1] ** -0.5).to(kind) for shape in layer}
+            for count in rows:
+                functions: dict[str, Callable[[], object] | Iterator[Callable[[], object]]] = {}
+                for shape, weight in weights.items():
+                    x = torch.randn(count, shape[1]).to(kind)
+                    check(x[:2], weight[:512], linear(x[:2], weight[:512], None, None, False))
+                    own = functools.partial(_ours, linear, x)
+                    peer = functools.partial(torch.nn.functional.linear, x)
+                    for name, function in (("ours", own), ("torch", peer)):
+                        functions[f"{name} {shape}"] = rotation(function, copies(weight))
+                times = take_turns(functions | yard.functions, seconds=seconds, rounds=(3, 100))
+                total = {
+                    name: sum(times[f"{name} {shape}"] * number for shape, number in layer.items())
+                    for name in ("ours", "torch")
+                }
+                weights_read = sum(outputs * inputs * number for (outputs, inputs), number in layer.items())
+                floor = yard.floor(times, weights_read * kind.itemsize, 2.0 * count * weights_read)
+                yield {
+                    "op": "linear", "model": model, "dtype": dtype, "rows": count, "ms": total["ours"] * 1e3,
+                    "torch_ms": total["torch"] * 1e3, "vs_torch": total["torch"] / total["ours"],
+                    "worst_vs_torch": min(times[f"torch {s}"] / times[f"ours {s}"] for s in layer),
+                    "floor_fraction": floor / total["ours"],
+                    "gigabytes_per_second": weights_read * kind.itemsize / total["ours"] / 1e9,
+                    "gigaflops": 2e-9 * count * weights_read / total["ours"],
+                }  # fmt: skip
+
+
+def _ours(linear: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
+    return linear(x, weight, None, None, False)
