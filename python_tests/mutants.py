@@ -72,8 +72,8 @@ MUTANTS = (
     Mutant("csrc/linear.h", "down.x_stride = gate.outputs", "down.x_stride = gate.inputs", "linear gated_mlp"),
     Mutant("csrc/activation.h", "x < VecF{} ? small : splat(1.0f)", "splat(1.0f)", "linear gated_mlp"),
     Mutant("csrc/norm.h", "(w + args.offset)", "w", "linear rms_norm"),
-    Mutant(f"{PACKAGE}/integrations/hf/fuse.py", "kernels is not None and not args", "not args", "fuse another_thread"),
-    Mutant(f"{PACKAGE}/integrations/hf/fuse.py", "now[name] is not part", "False", "fuse adapter"),
+    Mutant(f"{PACKAGE}/integrations/hf/fuse.py", "kernels is None or not known", "not known", "fuse another_thread"),
+    Mutant(f"{PACKAGE}/integrations/hf/fuse.py", "if leaf.unchanged:", "if True:", "fuse adapter"),
 )  # fmt: skip
 
 

@@ -17,7 +17,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import specmemo_kernels as sk
+from specmemo_kernels import ops
 from specmemo_kernels.backends import cpu
+from specmemo_kernels.integrations.hf.attention import attention_call
 from specmemo_kernels.integrations.hf.fuse import find_leaves
 from specmemo_kernels.integrations.hf.target import ModelFacts, run_packed
 
@@ -222,6 +224,36 @@ def test_weights_that_change_after_patching_count() -> None:
         model.load_state_dict(other.state_dict())
         assert torch.equal(greedy(model, batch((9,)), 12), greedy(other, batch((9,)), 12))
         assert handle.stats.steps > 0
+
+
+def test_a_replaced_parameter_runs_the_module_itself() -> None:
+    """Of another size or dtype too: the operators don't check tensors."""
+    model = tiny_model("llama")
+    with sk.patch(model, random_heads(model), tree=6, reuse_prefix=False) as handle:
+        before = greedy(model, batch((9,)), 12)
+        layer = model.model.layers[0]
+        layer.mlp.up_proj.weight = nn.Parameter(2 * layer.mlp.up_proj.weight.detach())
+        layer.self_attn.q_proj.bias = nn.Parameter(torch.ones(32))
+        result = greedy(model, batch((9,)), 12)
+        assert handle.stats.steps > 0
+    assert not torch.equal(result, before)
+    assert torch.equal(result, greedy(model, batch((9,)), 12))
+    with sk.patch(model.bfloat16(), random_heads(model), invariant=True):
+        layer.mlp.up_proj.weight = nn.Parameter(2 * layer.mlp.up_proj.weight.detach())
+        with pytest.warns(UserWarning, match=r"invariant is True, and parameters or modules of model.layers.0.mlp"):
+            greedy(model, batch((9,)), 3)
+
+
+def test_rows_of_another_dtype_run_the_module_itself() -> None:
+    """A norm of float32 states in a bfloat16 model, for one."""
+    model = tiny_model("llama").to(torch.bfloat16)
+    leaf = next(leaf for leaf in find_leaves(model, torch.bfloat16, "cpu", False).leaves if leaf.operator == "rms_norm")
+    x = torch.randn(3, 32)
+    with attention_call(lambda *_, **__: x, kernels=ops.kernels("cpu", x.device)):
+        assert torch.equal(leaf.forward(x), leaf.module(x))
+        assert leaf.forward(x).dtype == torch.float32
+        short = x.to(torch.bfloat16)
+        assert torch.equal(leaf.forward(short), leaf.call(ops.kernels("cpu", x.device), short))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40, 200])

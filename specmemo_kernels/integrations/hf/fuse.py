@@ -8,6 +8,7 @@ models have the model's own modules.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,13 +23,16 @@ from specmemo_kernels.integrations.hf.attention import fused_kernels
 from specmemo_kernels.ops import Kernels
 
 Tensor = torch.Tensor
-#: Computes a module's result from the module, a backend's operators and the input; ``None``: the module has changed.
-Operator = Callable[[nn.Module, Kernels, Tensor], Tensor | None]
+#: Computes a module's result with a backend's operators.
+Operator = Callable[[Kernels, Tensor], Tensor]
+#: A module's attribute: its dict, its key, and a weak reference to the value.
+Attached = tuple[dict[str, Any], str, Callable[[], Any]]
 
 #: Backends whose operators are faster than the modules.
 FUSED_BACKENDS = ("cpu",)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PACKAGE = __name__.split(".")[0]
+_SCALARS = (bool, int, float, str)
 #: Rows and magnitudes of the random input; a clamp, or an epsilon in another place, shows at one magnitude.
 _ROWS, _MAGNITUDES = 5, (1e-2, 1.0, 30.0)
 #: Largest distance of a result from the module's own, relative to its norm: a few roundings.
@@ -37,28 +41,53 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.003}
 
 @dataclass(frozen=True)
 class Leaf:
-    """A replaced module: its name in the model, the operator's name, and its call."""
+    """A replaced module.
+
+    Attributes:
+        name: in the model. operator: the operator's name. call: its call.
+        inputs, dtype: size and dtype of the input's rows.
+        attached: the parameters and modules inside of the module.
+    """
 
     module: nn.Module
     name: str
     operator: str
     call: Operator
+    inputs: int
+    dtype: torch.dtype
+    attached: tuple[Attached, ...]
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether no parameter or module has been replaced, as by an adapter."""
+        return all(values.get(key) is reference() for values, key, reference in self.attached)
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """The operator in our passes; the module's own ``forward`` in other threads' passes."""
         kernels = fused_kernels()
-        if kernels is not None and not args and not kwargs:
-            result = self.call(self.module, kernels, x)
-            if result is not None:
-                return result
-        return type(self.module).forward(self.module, x, *args, **kwargs)
+        known = type(x) is Tensor and x.dtype == self.dtype and x.shape[-1:] == (self.inputs,)
+        if kernels is None or not known or args or kwargs:
+            return type(self.module).forward(self.module, x, *args, **kwargs)
+        return self.call(kernels, x)
+
+
+def _attached(module: nn.Module) -> Iterator[Attached]:
+    for part in module.modules():
+        values: dict[str, Any]
+        for values in (part._parameters, part._modules):
+            for key, value in values.items():
+                yield values, key, _nothing if value is None else weakref.ref(value)
+
+
+def _nothing() -> None:
+    return None
 
 
 class FusedLeaves:
     """The replaced modules of a model.
 
     Attributes:
-        names: operator by module name. modules: the modules, with those inside of them.
+        leaves: the modules. names: their operators by name. modules: they and the modules inside of them.
         backend: computes the operators.
         invariant: a row's result doesn't depend on the other rows.
         max_rows: passes over more rows run the model's own modules; ``None``: no limit.
@@ -73,27 +102,33 @@ class FusedLeaves:
         max_rows: int | None = None,
         workspace: int = 0,
     ) -> None:
-        self._leaves, self.backend, self.invariant = tuple(leaves), backend, invariant
+        self.leaves, self.backend, self.invariant = tuple(leaves), backend, invariant
         self.max_rows, self.workspace = max_rows, workspace
         self.names: Mapping[str, str] = {leaf.name: leaf.operator for leaf in leaves}
         self.modules = frozenset(module for leaf in leaves for module in leaf.module.modules())
         self._passes, self._lock = 0, threading.Lock()
 
+    def change(self) -> str:
+        """A leaf that has changed, so that its own ``forward`` runs, or an empty string."""
+        name = next((leaf.name for leaf in self.leaves if not leaf.unchanged), None)
+        return "" if name is None else f"parameters or modules of {name} have been replaced"
+
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Replace the modules in a block of code; blocks of several threads may overlap."""
+        """Replace the unchanged modules in a block of code; blocks of several threads may overlap."""
         with self._lock:
             self._passes += 1
             if self._passes == 1:
-                for leaf in self._leaves:
-                    vars(leaf.module)["forward"] = leaf.forward
+                for leaf in self.leaves:
+                    if leaf.unchanged:
+                        vars(leaf.module)["forward"] = leaf.forward
         try:
             yield
         finally:
             with self._lock:
                 self._passes -= 1
                 if not self._passes:
-                    for leaf in self._leaves:
+                    for leaf in self.leaves:
                         vars(leaf.module).pop("forward", None)
 
 
@@ -101,7 +136,7 @@ class FusedLeaves:
 def find_leaves(model: Any, dtype: torch.dtype, backend: str, invariant: bool) -> FusedLeaves:
     """The modules of ``model`` that ``backend``'s operators compute.
 
-    Of modules with the same type and parameter sizes, the first is compared.
+    Of modules with the same type, numbers, strings and parameter sizes, the first is compared.
 
     Args:
         dtype: of the hidden states. Modules with other weights are left alone.
@@ -115,26 +150,25 @@ def find_leaves(model: Any, dtype: torch.dtype, backend: str, invariant: bool) -
             continue
         for operator, candidates in _OPERATORS.items():
             if calls := candidates(module, invariant):
-                kind = (type(module), operator, tuple(p.shape for p in module.parameters()))
+                scalars = {key: value for key, value in vars(module).items() if isinstance(value, _SCALARS)}
+                sizes = tuple(parameter.shape for parameter in module.parameters())
+                kind = (type(module), operator, sizes, tuple(scalars.items()))
                 if kind not in matches:
                     matches[kind] = _best_match(module, calls, kernels, dtype)
                 if (match := matches[kind]) is not None:
-                    leaves.append(Leaf(module, name, operator, calls[match]))
+                    inputs, attached = sizes[0][-1], tuple(_attached(module))
+                    leaves.append(Leaf(module, name, operator, calls[match], inputs, dtype, attached))
                     inside.update(module.modules())
                     break
-    sizes = {_sizes(leaf.module) for leaf in leaves if leaf.operator != "rms_norm"}
-    workspace = max((ops.linear_workspace(backend, dtype, *each) for each in sizes), default=0)
+    matrices = {(leaf.inputs, _middle(leaf.module)) for leaf in leaves if leaf.operator != "rms_norm"}
+    workspace = max((ops.linear_workspace(backend, dtype, *each) for each in matrices), default=0)
     max_rows = None if invariant else ops.few_rows(backend, dtype)
     return FusedLeaves(leaves, backend, invariant, max_rows, workspace)
 
 
-def _sizes(module: Any) -> tuple[int, int]:
-    """Inputs and, of a gated MLP, activations per row."""
-    return (
-        (module.in_features, 0)
-        if type(module) is nn.Linear
-        else (module.up_proj.in_features, module.up_proj.out_features)
-    )
+def _middle(module: Any) -> int:
+    """Activations per row of a gated MLP; 0 for a linear layer."""
+    return 0 if type(module) is nn.Linear else module.up_proj.out_features
 
 
 def _is_replaceable(module: nn.Module, dtype: torch.dtype) -> bool:
@@ -157,7 +191,7 @@ def _is_plain(module: nn.Module) -> bool:
 def _linear(module: nn.Module, invariant: bool) -> list[Operator]:
     if type(module) is not nn.Linear:
         return []
-    return [lambda own, kernels, x: kernels.linear(x, *_matrix(own), None, invariant)]
+    return [lambda kernels, x: kernels.linear(x, *_matrix(module), None, invariant)]
 
 
 def _gated_mlp(module: nn.Module, invariant: bool) -> list[Operator]:
@@ -170,12 +204,8 @@ def _gated_mlp(module: nn.Module, invariant: bool) -> list[Operator]:
     if activation is None:
         return []
 
-    def call(own: nn.Module, kernels: Kernels, x: Tensor) -> Tensor | None:
-        now = own._modules
-        if any(now[name] is not part for name, part in parts.items()):  # an adapter took a layer's place
-            return None
-        matrices = [_matrix(now[name]) for name in _GATED]
-        weights, biases = zip(*matrices, strict=True)
+    def call(kernels: Kernels, x: Tensor) -> Tensor:
+        weights, biases = zip(*(_matrix(parts[name]) for name in _GATED), strict=True)
         return kernels.gated_mlp(x, *weights, *biases, activation, invariant)
 
     return [call]
@@ -188,7 +218,7 @@ def _rms_norm(module: nn.Module, _: bool) -> list[Operator]:
         return []
 
     def call_with(offset: float, round_first: bool) -> Operator:
-        return lambda own, kernels, x: kernels.rms_norm(x, own._parameters["weight"], eps, offset, round_first)
+        return lambda kernels, x: kernels.rms_norm(x, module._parameters["weight"], eps, offset, round_first)
 
     return [call_with(offset, round_first) for offset in (0.0, 1.0) for round_first in (True, False)]
 
@@ -223,22 +253,22 @@ def _best_match(module: nn.Module, calls: list[Operator], kernels: Kernels, dtyp
     x = torch.cat(rows, dim=1).to(dtype)
     try:
         expected = type(module).forward(module, x)
-        results = [call(module, kernels, x) for call in calls]
+        results = [call(kernels, x) for call in calls]
     except (TypeError, RuntimeError):  # the module takes other arguments
         return None
     if not isinstance(expected, Tensor):
         return None
     errors = [_distance(expected, result) for result in results]
-    different = [int((expected != result).sum()) if result is not None else 0 for result in results]
+    different = [int((expected != result).sum()) for result in results]
     matches = [i for i, error in enumerate(errors) if error <= _TOLERANCE[dtype]]
     return min(matches, key=lambda i: different[i], default=None)
 
 
-def _distance(expected: Tensor, result: Tensor | None) -> float:
-    """The largest distance of a row relative to its norm; infinite for another shape or dtype."""
-    if result is None or result.shape != expected.shape or result.dtype != expected.dtype:
+def _distance(expected: Tensor, result: Tensor) -> float:
+    """The largest distance of a finite row relative to its norm; infinite for another shape or dtype."""
+    if result.shape != expected.shape or result.dtype != expected.dtype:
         return float("inf")
-    wide = expected.double()
-    tiny = torch.finfo(torch.float32).tiny
-    relative = (result.double() - wide).norm(dim=-1) / wide.norm(dim=-1).clamp(min=tiny)
-    return float(relative.nan_to_num(nan=float("inf")).max())
+    finite = expected.isfinite().all(dim=-1)
+    wide = expected[finite].double()
+    relative = (result[finite].double() - wide).norm(dim=-1) / wide.norm(dim=-1).clamp(min=1e-30)
+    return float(relative.nan_to_num(nan=float("inf")).max()) if bool(finite.any()) else float("inf")

@@ -171,6 +171,9 @@ class SpecMemo:
 
     def changed(self) -> str:
         """A change since patching that rules out speculative steps, or an empty string."""
+        leaves = self.facts.leaves
+        if leaves.invariant and (change := leaves.change()):
+            return f"invariant is True, and {change} since patching; patch the model again"
         return next(filter(None, (guard.reason() for guard in self._guards)), "")
 
     def release(self) -> None:
