@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,31 @@ def test_it_writes_the_same_tokens_as_without_patching(
             expected = plain.generate(ids, **arguments)
             assert torch.equal(patched.generate(ids, **arguments), expected), f"prompt of {ids.shape[1]} tokens"
         assert handle.stats.tokens_per_step >= 1.8
+
+
+@pytest.mark.slow
+def test_invariant_tokens_in_bfloat16(prompts: list[torch.Tensor]) -> None:
+    """40 prompts write the same tokens with any drafter, batch size and prefill chunk."""
+    model = load_model(FOLDER, torch.bfloat16, torch.device("cpu"))
+    small = load_model(FOLDER, torch.bfloat16, torch.device("cpu"))
+    del small.model.layers[2:]
+    small.config.num_hidden_layers = 2
+    rows = [ids[0, -200:].tolist() for ids in prompts[:40]]
+
+    def written(heads: object, tree: int | None, batch: int, chunk: int) -> list[tuple[int, ...]]:
+        options: dict[str, Any] = {"tree": tree, "max_batch_size": batch, "prefill_chunk": chunk}
+        with specmemo_kernels.patch(model, heads, invariant=True, **options):
+            outputs = specmemo_kernels.generate_batch(model, rows, max_new_tokens=24, eos_token_ids=[])
+        return [tuple(output.tokens) for output in outputs]
+
+    expected = written("prompt-lookup", 1, 8, 256)
+    for heads, tree, batch, chunk in (
+        (FOLDER / "heads", 8, 1, 256),
+        (FOLDER / "heads", None, 16, 16),
+        ("prompt-lookup", None, 4, 16),
+        (specmemo_kernels.DraftModel(small, tokens=4), None, 8, 256),
+    ):
+        assert written(heads, tree, batch, chunk) == expected, (heads, tree, batch, chunk)
 
 
 @pytest.mark.slow

@@ -148,17 +148,21 @@ def test_patched_generation(
     nodes = sk.DraftTree.from_paths([[r] for r in range(tree - 1)])
     ids = torch.randint(3, 2000, (batch, prompt))
     options = {"tree": nodes, "prefill_chunk": chunk, "max_batch_size": batch, "page_size": page, "kv_dtype": kv_dtype}
-    with sk.patch(model, drafter, **options) as handle:
-        model.generate(ids[:, :4], attention_mask=torch.ones_like(ids[:, :4]), max_new_tokens=2, do_sample=False)
-        handle.release()
-        with MemoryTracker() as tracker:
-            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
+    peaks = []
+    for fuse in (False, True):
+        with sk.patch(model, drafter, fuse=fuse, **options) as handle:
+            model.generate(ids[:, :4], attention_mask=torch.ones_like(ids[:, :4]), max_new_tokens=2, do_sample=False)
+            handle.release()
+            with MemoryTracker() as tracker:
+                model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
+        peaks.append(tracker.peak)
     load = StepSize(tree, batch, min(chunk, batch * prompt), page)
     pages = batch * -(-(prompt + new + nodes.max_depth) // page)
     # The cpu backend's own workspace isn't torch's: the tracker doesn't see it, test_cpu_kernels weighs it.
     shape = predicted_shape(spec, HeadsSpec(), 0, split_size=0, kv_dtype=kv_dtype)
     fixed, each = fixed_parts(shape, load), page_parts(shape, load)
-    assert close(sum(fixed.values()) + pages * sum(each.values()), tracker.peak)
+    assert close(sum(fixed.values()) + pages * sum(each.values()), peaks[0])
+    assert peaks[1] <= peaks[0]  # a configuration doesn't tell which modules are fused
 
 
 @pytest.mark.parametrize(
