@@ -110,8 +110,7 @@ class MedusaSystem:
 
     def answer(self, turn: Turn) -> list[int]:
         if turn.ranks is not None:
-            self._replay.places.begin(turn.ranks)
-            self._replay.places.first()
+            self._replay.begin(turn.ranks)
         new = self._medusa.generate(turn.ids, turn.new_tokens, greedy_accept if turn.ranks is None else self._replay)
         self.steps += self._medusa.steps
         self.step_tokens += len(new) - 1
@@ -132,8 +131,7 @@ class MedusaSystem:
         """A function that runs the next decode step after the turn's prompt."""
         self._medusa.start(turn.ids)
         if turn.ranks is not None:
-            self._replay.places.begin(turn.ranks)
-            self._replay.places.first()
+            self._replay.begin(turn.ranks)
         yield partial(self._medusa.step, greedy_accept if turn.ranks is None else self._replay)
 
     def watch(self, tracker: PartTracker) -> None:
@@ -165,7 +163,7 @@ class OurSystem:
     def answer(self, turn: Turn) -> list[int]:
         if self._target is not None:
             assert turn.ranks is not None, "a system that replays needs ranks"
-            self._target.places.begin(turn.ranks)
+            self._target.begin([turn.ranks])
         ids = torch.tensor([turn.ids], device=self._model.device)
         options: dict[str, Any] = {"max_new_tokens": turn.new_tokens, "do_sample": False, "pad_token_id": 0}
         output = self._model.generate(ids, attention_mask=torch.ones_like(ids), **options)
@@ -195,7 +193,7 @@ class OurSystem:
         """A function that runs the next decode step after the turn's prompt."""
         if self._target is not None:
             assert turn.ranks is not None, "a system that replays needs ranks"
-            self._target.places.begin(turn.ranks)
+            self._target.begin([turn.ranks])
         with sk.stream_batch(self._model, [turn.ids], max_new_tokens=turn.new_tokens, eos_token_ids=[]) as run:
             next(run)  # the prompt
             yield partial(next, run)

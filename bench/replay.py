@@ -113,18 +113,10 @@ def walk_ranks(tree: DraftTree, ranks: Ranks) -> list[int]:
 
 
 class Places:
-    """A system's position in the draws of a turn."""
+    """A position in the draws of a turn; the first token follows from the prompt, so its draw is skipped."""
 
-    def __init__(self) -> None:
-        self._ranks: list[Ranks] = []
-        self._next = 0
-
-    def begin(self, ranks: list[Ranks]) -> None:
-        self._ranks, self._next = ranks, 0
-
-    def first(self) -> None:
-        """Skip the draw of the token that the prompt gives."""
-        self._next = 1
+    def __init__(self, ranks: list[Ranks]) -> None:
+        self._ranks, self._next = ranks, 1
 
     def walk(self, tree: DraftTree) -> list[int]:
         """The path that the next step accepts; advances the position."""
@@ -136,18 +128,24 @@ class Places:
 class ReplayedTarget:
     """A target with replayed acceptance: computes its argmax, then overwrites it along the drawn path.
 
-    Replaces a handle's target; the rest of the loop runs unchanged. One sequence at a time.
+    Replaces a handle's target; the rest of the loop runs unchanged. In a batch, the i-th sequence of a step takes the
+    i-th sequence's draws.
     """
 
     static = False  # the position is on the host
 
     def __init__(self, target: TargetModel, tree: DraftTree) -> None:
-        self.target, self.tree, self.places = target, tree, Places()
+        self.target, self.tree = target, tree
+        self.begin([])
         self.device, self.vocab_size = target.device, target.vocab_size
         self._batch: TreeBatch | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.target, name)
+
+    def begin(self, ranks: Sequence[list[Ranks]]) -> None:
+        """Start texts with these draws, one list per sequence."""
+        self._places = [Places(draws) for draws in ranks]
 
     def forward(self, batch: TreeBatch, attention: StepAttention, keep: Tensor | None, logits: bool) -> TargetOutput:
         self._batch = batch
@@ -156,20 +154,32 @@ class ReplayedTarget:
     def argmax(self, output: TargetOutput) -> Tensor:
         tokens, batch = self.target.argmax(output), self._batch
         assert batch is not None
-        if not batch.num_tree_nodes:
-            self.places.first()
+        if batch.parents is None:
             return tokens
-        tree = self.tree.truncated(batch.max_depth)
-        if batch.num_trees != 1 or tree.size < batch.num_tree_nodes:
-            raise ValueError(f"{batch.num_trees} trees of {batch.num_tree_nodes} nodes, replayed is one of {tree.size}")
-        tree = tree.pruned(batch.num_tree_nodes)  # a step verifies the first nodes of the tree
-        path = self.places.walk(tree)
+        bounds, parents = batch.qo_indptr.tolist(), batch.parents.tolist()
+        for places, first, end in zip(self._places, bounds[: batch.num_trees], bounds[1:], strict=False):
+            self._overwrite(places, tokens[first:end], batch.tokens[first:end], tree_depth(parents[first:end]))
+        return tokens
+
+    def _overwrite(self, places: Places, tokens: Tensor, drafts: Tensor, depth: int) -> None:
+        tree = self.tree.truncated(depth)
+        if tree.size < len(drafts):
+            raise ValueError(f"a tree of {len(drafts)} nodes, replayed is one of {tree.size}")
+        tree = tree.pruned(len(drafts))  # a step verifies the first nodes of the tree
+        path = places.walk(tree)
         if len(path) > 1:
-            tokens[_index(tuple(path[:-1]), self.device)] = batch.tokens[_index(tuple(path[1:]), self.device)]
+            tokens[_index(tuple(path[:-1]), self.device)] = drafts[_index(tuple(path[1:]), self.device)]
         end = path[-1]
         if children := tuple(node for node, parent in enumerate(tree.parents) if parent == end):
-            tokens[end] = other_token(tokens[end], batch.tokens[_index(children, self.device)])
-        return tokens
+            tokens[end] = other_token(tokens[end], drafts[_index(children, self.device)])
+
+
+def tree_depth(parents: Sequence[int]) -> int:
+    """Depth of a tree whose nodes follow their parents."""
+    depths = [0] * len(parents)
+    for node, parent in enumerate(parents[1:], 1):
+        depths[node] = depths[parent] + 1
+    return max(depths)
 
 
 @lru_cache(maxsize=4096)
@@ -189,9 +199,14 @@ class ReplayedAccept:
     """Replayed acceptance for Medusa as published: computes its own path, then returns the drawn one."""
 
     def __init__(self, tree: DraftTree, paths: Sequence[Sequence[int]], accept: Any) -> None:
-        self.tree, self.accept, self.places = tree, accept, Places()
+        self.tree, self.accept = tree, accept
+        self.begin([])
         self._leaf = {node: (leaf, depth) for leaf, path in enumerate(paths) for depth, node in enumerate(path)}
+
+    def begin(self, ranks: list[Ranks]) -> None:
+        """Start a text with these draws."""
+        self._places = Places(ranks)
 
     def __call__(self, candidates: Tensor, logits: Tensor) -> tuple[int, int]:
         self.accept(candidates, logits)
-        return self._leaf[self.places.walk(self.tree)[-1]]
+        return self._leaf[self._places.walk(self.tree)[-1]]

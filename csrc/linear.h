@@ -3,6 +3,7 @@
 
 #include "activation.h"
 #include "code_products.h"
+#include "fold.h"
 #include "row_products.h"
 #include "threads.h"
 
@@ -47,14 +48,10 @@ class Outputs {
   // Sums the lanes of each of `count` vectors (a multiple of kLanes).
   static void fold(const VecF* sums, int64_t count, float* values) {
     for (int64_t i = 0; i < count; i += kLanes) {
-      VecF block[kLanes];
-#pragma GCC unroll 16
-      for (int j = 0; j < kLanes; ++j) block[j] = sums[i + j];
-      transpose(block);
-#pragma GCC unroll 8
-      for (int width = kLanes / 2; width > 0; width /= 2)
-        for (int j = 0; j < width; ++j) block[j] = block[j] + block[j + width];
-      store(values + i, T::round(block[0]));
+      VecF quads[kLanes / 4];
+#pragma GCC unroll 4
+      for (int q = 0; q < kLanes / 4; ++q) quads[q] = fold_quad(sums + i + 4 * q);
+      store(values + i, T::round(join_quads(quads)));
     }
   }
 

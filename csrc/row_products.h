@@ -18,7 +18,7 @@ constexpr int kRowTile = 8;  // 3 x 8 accumulators of 32 registers
 constexpr int kRowTile = 4;  // 3 x 4 accumulators of 16 registers
 #endif
 constexpr int64_t kGroup = kWeightTile * kLanes;  // outputs whose sums are kept at once
-constexpr int64_t kChunk = 4096;                  // elements of a row that are multiplied at once
+constexpr int64_t kLongChunk = 4096;              // elements of a row that are multiplied at once
 
 // sum + a * b. With 16 registers the compiler would read an operand from memory for every use, and spill sums.
 inline VecF fused_multiply_add(VecF sum, VecF a, VecF b) {
@@ -42,12 +42,15 @@ inline VecF high_halves(VecU words) {
 }
 
 // How a type's weights are multiplied, in steps of kStep elements, which are one cache line of weights: kVecs vectors,
-// and input rows as Elements in the same order. `kInPlace`: the input itself is in this order.
+// and input rows as Elements in the same order. `kInPlace`: the input itself is in this order. `kChunk`: elements of a
+// row that are multiplied at once if there are several tiles of input rows. In float32 512 take 0.90 to 0.99 of the
+// time of 4096 for 8 to 32 rows, in bfloat16 1.02 to 1.06 (EPYC with AVX2).
 template <class T, class Dot>
 struct RowDot {
   typedef float Element;
   static constexpr int kStep = 64 / static_cast<int>(sizeof(typename T::Raw)), kVecs = kStep / kLanes;
   static constexpr bool kInPlace = T::kBits == 32;
+  static constexpr int64_t kChunk = 512;
   template <int J>
   static VecF weights(const typename T::Raw* p) {
     return T::load_vec(p + J * kLanes);
@@ -65,6 +68,7 @@ struct RowDot<BFloat16, Float32Dot> {
   typedef float Element;
   static constexpr int kStep = 32, kVecs = kStep / kLanes;
   static constexpr bool kInPlace = false;
+  static constexpr int64_t kChunk = kLongChunk;
   template <int J>
   static VecF weights(const uint16_t* p) {
     const VecU words = load<VecU>(p + J / 2 * 2 * kLanes);
@@ -85,6 +89,7 @@ struct RowDot<BFloat16, BFloat16Dot> {
   typedef uint16_t Element;
   static constexpr int kStep = 32, kVecs = 1;
   static constexpr bool kInPlace = true;
+  static constexpr int64_t kChunk = kLongChunk;
   template <int J>
   static VecF weights(const uint16_t* p) {
     return load<VecF>(p);
@@ -180,10 +185,11 @@ class RowProducts {
   // tile's rows stays in L1 while the group's weights pass by; these stay in L2 for the next tile.
   void add(int64_t first, int64_t count, VecF (*sums)[kGroup]) const {
     const int64_t tiles = (args_.rows + kRowTile - 1) / kRowTile;
-    for (int64_t begin = 0; begin < whole_; begin += kChunk) {
-      const int64_t elements = begin + kChunk < whole_ ? kChunk : whole_ - begin;
+    const int64_t chunk = tiles == 1 ? kLongChunk : Row::kChunk;
+    for (int64_t begin = 0; begin < whole_; begin += chunk) {
+      const int64_t elements = begin + chunk < whole_ ? chunk : whole_ - begin;
       // The next weights are prefetched by all tiles together: a burst would stall, then leave the memory idle.
-      const int64_t distance = begin + kChunk < whole_ ? kChunk : count * args_.inputs - begin;
+      const int64_t distance = begin + chunk < whole_ ? chunk : count * args_.inputs - begin;
       for (int64_t t = 0; t < tiles; ++t) {
         const int64_t top = args_.rows * t / tiles, height = args_.rows * (t + 1) / tiles - top;
         const FetchAhead ahead{distance + elements * t / tiles, (Row::kStep + tiles - 1) / tiles};

@@ -125,7 +125,7 @@ def test_replay_accepts_what_was_drawn_everywhere(bench: dict[str, ModuleType], 
     handle = sk.patch(patched, heads, tree=TREE, max_batch_size=1)
     target = replay.ReplayedTarget(handle.target, TREE)
     handle.target = target
-    target.places.begin(ranks)
+    target.begin([ranks])
     ids = torch.tensor([[5, 6, 7]])
     patched.generate(ids, max_new_tokens=60, do_sample=False, pad_token_id=0)
     medusa = systems.MedusaSystem("Medusa", model, heads, TREE)
@@ -138,6 +138,25 @@ def test_replay_accepts_what_was_drawn_everywhere(bench: dict[str, ModuleType], 
     assert handle.stats.steps == steps
     assert handle.stats.accepted_at_depth[0] == sum(length > 1 for length in expected)
     assert medusa.steps == steps
+
+
+def test_replay_in_a_batch(bench: dict[str, ModuleType]) -> None:
+    """Sequences with the same draws take the same steps."""
+    replay = bench["replay"]
+    ranks = replay.Published(TREE, {(1, 0): 2.2}).ranks(1, 0, 40)
+    model = tiny_model("llama", max_position_embeddings=256)
+    with sk.patch(model, noisy_heads(model, own=False), tree=TREE, max_batch_size=3) as handle:
+        target = replay.ReplayedTarget(handle.target, TREE)
+        handle.target = target
+        target.begin([ranks] * 3)
+        done = sk.generate_batch(model, [[5, 6, 7], [8, 9, 10], [11, 12, 13]], max_new_tokens=30, eos_token_ids=[])
+    place = 1
+    steps = 0
+    while place < 30:
+        place += len(replay.walk_ranks(TREE.truncated(30 - place - 1), ranks[place]))
+        steps += 1
+    assert [len(completion.tokens) for completion in done] == [30] * 3
+    assert (handle.stats.steps, handle.stats.sequence_steps) == (steps, 3 * steps)
 
 
 def test_a_twin_shares_its_weights_and_is_patched_alone(bench: dict[str, ModuleType]) -> None:

@@ -49,7 +49,6 @@ class ModelFacts:
         cached_tokens: smallest size of a layer cache of generate that holds fewer tokens than the layer's mask sees;
             for longer texts the model's own tokens differ. ``None``: no such layer.
         leaves: the modules that operators compute.
-        leaves: the modules that operators compute.
     """
 
     layers: tuple[LayerKV, ...]

@@ -1,0 +1,182 @@
+"""Tokens per second and generation memory of whole engines on the CPU, in turns.
+
+    python bench/bench_engines.py --shape bundled,125m,1b --dtype bfloat16 --batch 1,8 --json out.json
+    python bench/bench_engines.py --shape 1b --engines "llama.cpp;specmemo, heads" --batch 1
+
+Each engine has a process of its own with its own copy of the weights, and all run the same prompts in turn. llama.cpp
+(``pip install llama-cpp-python gguf``) reads them from a GGUF file in the same dtype. vLLM runs in another Python
+(``--vllm-python``); engines that aren't installed are left out.
+
+- Prompts are random tokens for random weights, Python files for the bundled model. The end of the text is ignored.
+- ``tokens_per_s``: new tokens per second, prompts included; ``decode_per_s``: after the first token (of all prompts).
+  Medians over the rounds.
+- ``tokens_per_step`` of random weights are replayed (``bench/replay.py``, Medusa's published accuracies); the bundled
+  model's are real.
+- ``mib``: peak of a run's anonymous resident memory beyond the weights, in a separate run.
+- ``equal``: the part of the new tokens before the first one that differs from transformers', mean over the prompts. Not
+  given for replayed runs.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import gguf_file
+import torch
+import typer
+from conversations import held_out_files
+from engine_worker import ENGINES, Setup, Tokens
+from shapes import SHAPES, random_model
+from timing import print_rows, write_result
+
+from specmemo_kernels.cli.common import demo_model_folder, hide_loading_bars, load_model, load_tokenizer
+
+Row = dict[str, Any]
+BUNDLED, REFERENCE = "bundled", "transformers"
+WORKER = Path(__file__).with_name("engine_worker.py")
+
+
+class Worker:
+    """A process that runs an engine.
+
+    Raises:
+        RuntimeError: it ended before a result; its standard error is shown.
+    """
+
+    def __init__(self, engine: str, setup: Setup, python: str) -> None:
+        self.engine = engine
+        command = [python, str(WORKER), engine, json.dumps(asdict(setup))]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._read()
+
+    def run(self, prompts: Tokens, new_tokens: int, watch: bool = False) -> Row:
+        assert self._process.stdin is not None
+        print(
+            json.dumps({"prompts": prompts, "new_tokens": new_tokens, "watch": watch}),
+            file=self._process.stdin, flush=True,
+        )  # fmt: skip
+        return self._read()
+
+    def _read(self) -> Row:
+        assert self._process.stdout is not None
+        if not (line := self._process.stdout.readline()):
+            raise RuntimeError(f"{self.engine} ended with exit code {self._process.wait()}")
+        result: Row = json.loads(line)
+        return result
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+def make_model(shape: str, dtype: torch.dtype, folder: Path, context: int, prompts: int) -> tuple[Path, Tokens]:
+    """A folder with the model and ``model.gguf``, and ``prompts`` prompts of ``context`` tokens."""
+    hide_loading_bars()
+    if shape == BUNDLED:
+        model = load_model(demo_model_folder(), dtype, torch.device("cpu"))
+        files = held_out_files(load_tokenizer(demo_model_folder()), prompts, context)
+        texts = [list(talk.turns[0]) for talk in files]
+    else:
+        model = random_model(SHAPES[shape], dtype, "cpu")
+        source = random.Random(0)
+        texts = [[source.randrange(model.config.vocab_size) for _ in range(context)] for _ in range(prompts)]
+    model.save_pretrained(folder)
+    if shape == BUNDLED:
+        (folder / "heads").symlink_to(demo_model_folder() / "heads")
+    gguf_file.write(model, folder / "model.gguf")
+    return folder, texts
+
+
+def measure(workers: list[Worker], texts: Tokens, batch: int, new_tokens: int, rounds: int, replay: bool) -> list[Row]:
+    """A row per engine; in each round every engine writes one batch, in alternating order."""
+    groups = [texts[i : i + batch] for i in range(0, len(texts) - batch + 1, batch)]
+    for worker in workers:
+        worker.run(groups[0], new_tokens)
+    results: dict[str, list[Row]] = {worker.engine: [] for worker in workers}
+    for turn in range(rounds):
+        for worker in workers[:: -1 if turn % 2 else 1]:
+            results[worker.engine].append(worker.run(groups[turn % len(groups)], new_tokens))
+    memory = {worker.engine: worker.run(groups[0], new_tokens, watch=True)["bytes"] for worker in workers}
+    rows = []
+    for worker in workers:
+        runs, total = results[worker.engine], batch * new_tokens
+        row: Row = {"engine": worker.engine, "batch": batch}
+        row["tokens_per_s"] = total / statistics.median(run["seconds"] for run in runs)
+        decode = [run["seconds"] - first for run in runs if (first := run["first_token_seconds"]) is not None]
+        row["decode_per_s"] = (total - batch) / statistics.median(decode) if decode else None
+        row["tokens_per_step"] = runs[-1].get("tokens_per_step")
+        row["mib"] = memory[worker.engine] / 2**20
+        if REFERENCE in results and not (replay and worker.engine.endswith("heads")):
+            pairs = [pair for a, b in zip(runs, results[REFERENCE], strict=True) for pair in zip(a["tokens"], b["tokens"], strict=True)]  # noqa: E501
+            row["equal"] = statistics.mean(common_prefix(*pair) for pair in pairs)
+        rows.append(row)
+    return rows
+
+
+def common_prefix(tokens: list[int], expected: list[int]) -> float:
+    """The part of ``expected`` before the first difference."""
+    same = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b), len(expected))
+    return same / len(expected)
+
+
+def installed(engines: list[str], vllm_python: str | None) -> dict[str, str]:
+    """The Python of each engine that can run; prints those that can't."""
+    found: dict[str, str] = {}
+    for name in engines:
+        python = (vllm_python or sys.executable) if name == "vllm" else sys.executable
+        module = {"llama.cpp": "llama_cpp", "vllm": "vllm"}.get(name.split(",")[0], "torch")
+        check = subprocess.run([python, "-c", f"import importlib.util as u, sys; sys.exit(u.find_spec('{module}') is None)"], check=False)  # noqa: E501
+        if check.returncode:
+            print(f"{name}: {module} isn't installed in {python}")
+        else:
+            found[name] = python
+    return found
+
+
+def main(
+    shape: Annotated[str, typer.Option(help="of " + ", ".join((BUNDLED, *SHAPES)))] = "bundled,125m",
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "bfloat16",
+    batch: Annotated[str, typer.Option(help="prompts at once")] = "1,8",
+    engines: Annotated[str, typer.Option(help="names, separated by semicolons")] = ";".join(ENGINES),
+    context: Annotated[int, typer.Option(help="tokens of a prompt")] = 256,
+    new_tokens: Annotated[int, typer.Option(help="written for each prompt")] = 64,
+    rounds: Annotated[int, typer.Option(help="batches that each engine writes")] = 5,
+    threads: Annotated[int, typer.Option(help="of every engine")] = torch.get_num_threads(),
+    vllm_python: Annotated[str | None, typer.Option(help="a Python with vLLM")] = None,
+    json_: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
+) -> None:
+    """Measure, print a table and write JSON."""
+    pythons, rows = installed(engines.split(";"), vllm_python), []
+    for name in shape.split(","):
+        with tempfile.TemporaryDirectory() as place:
+            folder, texts = make_model(name, getattr(torch, dtype), Path(place), context, 16)
+            for size in map(int, batch.split(",")):
+                setup = Setup(str(folder), dtype, size, context + new_tokens, threads, replay=name != BUNDLED)
+                workers = [
+                    Worker(engine, setup, python)
+                    for engine, python in pythons.items()
+                    if runs(engine, size, setup.replay)
+                ]
+                for row in measure(workers, texts, size, new_tokens, rounds, setup.replay):
+                    rows.append({"shape": name, "dtype": dtype} | row)
+                    print(json.dumps(rows[-1]), flush=True)
+                for worker in workers:
+                    worker.close()
+    print_rows(rows, list(dict.fromkeys(key for row in rows for key in row)))
+    write_result(json_, {"context": context, "new_tokens": new_tokens, "rounds": rounds, "rows": rows})
+
+
+def runs(engine: str, batch: int, replay: bool) -> bool:
+    """Prompt lookup has nothing to find in random text, and the others' takes one prompt at a time."""
+    return "lookup" not in engine or (not replay and (batch == 1 or engine.startswith("specmemo")))
+
+
+if __name__ == "__main__":
+    typer.run(main)
