@@ -24,3 +24,13 @@ def _poison_kernel_outputs() -> None:
         from specmemo_kernels.backends import _cpu
 
         _cpu.fill_new_tensors(True)
+
+
+@pytest.fixture
+def gpu_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``graph=True``, steps overlap on a CPU as on a GPU, and run eagerly."""
+    from specmemo_kernels.engine import overlap
+    from specmemo_kernels.integrations.hf import pool
+
+    monkeypatch.setitem(overlap.IN_FLIGHT, "cpu", 2)
+    monkeypatch.delitem(pool.CAPTURES, "cpu")

@@ -30,6 +30,7 @@ from specmemo_kernels.forward.batch import tree_layout
 from specmemo_kernels.integrations.hf.draft import attach
 from specmemo_kernels.integrations.hf.target import HFTarget, ModelFacts, lm_head
 
+pytestmark = pytest.mark.usefixtures("gpu_overlap")
 #: Operators that read values on the host, or make as many elements as the values say.
 ASKING = {
     "_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "unique_dim", "_unique2",

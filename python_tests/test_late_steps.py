@@ -24,6 +24,7 @@ from specmemo_kernels.integrations.hf import patch, plan
 from specmemo_kernels.integrations.hf.pool import GraphUse
 
 TREE = sk.DraftTree.from_paths(_bushy_paths(14))
+pytestmark = pytest.mark.usefixtures("gpu_overlap")
 PAUSES = {"a prompt is being computed beside", "too few pages are free"}
 
 

@@ -170,7 +170,7 @@ def test_a_step_has_arrived_when_its_own_stream_got_there(machine: Machine, monk
         return unpinned(*sizes, dtype=dtype)
 
     monkeypatch.setattr(late_steps.torch, "empty", empty)
-    late = OverlappedSteps(steps)  # type: ignore[arg-type]
+    late = OverlappedSteps(steps, 2)  # type: ignore[arg-type]
     late._launch(decoder)  # type: ignore[arg-type]
     assert recorded == ["stream 1"]
     assert machine.current == 0

@@ -89,7 +89,7 @@ class SpecDecoder:
     @property
     def slots_ahead(self) -> int:
         """KV slots that a sequence may need behind its last token."""
-        return slots_ahead(self.tree, self.overlapped is not None)
+        return slots_ahead(self.tree, 1 if self.overlapped is None else self.overlapped.max_in_flight)
 
     def admit(self, sequences: Sequence[SequenceState]) -> None:
         """Allocate pages for the sequences' contexts; the next steps compute what cached pages don't hold.

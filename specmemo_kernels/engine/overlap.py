@@ -25,18 +25,18 @@ from specmemo_kernels.tree.draft_tree import DraftTree
 if TYPE_CHECKING:
     from specmemo_kernels.engine.decode import SpecDecoder
 
-#: Most steps in flight.
-_AHEAD = 2
+#: Most steps in flight, by type of device: on a CPU nothing runs beside the host.
+IN_FLIGHT = {"cuda": 2, "cpu": 1}
 
 
-def slots_ahead(tree: DraftTree, overlapped: bool) -> int:
+def slots_ahead(tree: DraftTree, in_flight: int) -> int:
     """KV slots that a sequence may need behind its last token.
 
     Args:
         tree: the largest tree of a step; the nodes of its longest path are written behind the newest token.
-        overlapped: several steps' paths may follow each other (:class:`OverlappedSteps`).
+        in_flight: most steps whose paths follow each other (:class:`OverlappedSteps`).
     """
-    return _AHEAD * (tree.max_depth + 1) - 1 if overlapped else tree.max_depth
+    return in_flight * (tree.max_depth + 1) - 1
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,15 @@ class OverlappedSteps:
 
     Args:
         steps: cached device steps, possibly shared with later decoders.
+        max_in_flight: most steps in flight.
         must: raise where a step can't be captured; else steps run eagerly from then on.
 
     Attributes:
         suspended: launch nothing; set by the decoder when memory is low.
     """
 
-    def __init__(self, steps: StepCache, must: bool = False) -> None:
-        self.steps, self.must, self.suspended = steps, must, False
+    def __init__(self, steps: StepCache, max_in_flight: int, must: bool = False) -> None:
+        self.steps, self.max_in_flight, self.must, self.suspended = steps, max_in_flight, must, False
         self._flights: deque[_Flight] = deque()
         self._read_at: float | None = None
 
@@ -102,14 +103,14 @@ class OverlappedSteps:
         Raises:
             Exception: of the target, the drafter or a ``stop``, or a failed allocation; the step can be retried.
         """
-        if launch and len(self._flights) < _AHEAD:
+        if launch and len(self._flights) < self.max_in_flight:
             try:
                 self._launch(decoder)
             except CaptureFailed:
                 if self.must:
                     raise
                 launch = False
-        if self._flights and (len(self._flights) == _AHEAD or not launch):
+        if self._flights and (len(self._flights) == self.max_in_flight or not launch):
             return self._read(decoder)
         return []
 

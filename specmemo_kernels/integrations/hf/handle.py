@@ -122,7 +122,7 @@ class SpecMemo:
     @property
     def slots_ahead(self) -> int:
         """KV slots that a sequence may need behind its last token."""
-        return slots_ahead(self.plan.tree, self.graphs.wanted)
+        return slots_ahead(self.plan.tree, self.graphs.in_flight)
 
     @property
     def max_length(self) -> int | None:

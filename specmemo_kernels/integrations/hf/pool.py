@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -10,16 +10,20 @@ import torch
 
 from specmemo_kernels.cache.paged_kv import PagedKVPool, pages_for
 from specmemo_kernels.drafting.base import Drafter, PagedDrafter, StaticDrafter
-from specmemo_kernels.engine.overlap import OverlappedSteps
+from specmemo_kernels.engine.host_capture import HostCapture
+from specmemo_kernels.engine.overlap import IN_FLIGHT, OverlappedSteps
 from specmemo_kernels.engine.pressure import MemoryPressureController, is_out_of_memory, raise_exhausted
 from specmemo_kernels.engine.stats import DecodeStats
-from specmemo_kernels.engine.step_graph import CudaCapture, StepCache
+from specmemo_kernels.engine.step_graph import Capture, CudaCapture, StepCache
 from specmemo_kernels.forward.target import TargetModel
 from specmemo_kernels.integrations.hf.changes import ModelSignature
 from specmemo_kernels.integrations.hf.checks import rope_limit
 from specmemo_kernels.integrations.hf.draft import Setup
 from specmemo_kernels.planning.host_allocator import release_host_memory
 from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan
+
+#: How steps are captured, by type of device; elsewhere they run eagerly.
+CAPTURES: dict[str, Callable[[torch.device], Capture]] = {"cuda": CudaCapture, "cpu": HostCapture}
 
 
 @dataclass
@@ -29,11 +33,13 @@ class GraphUse:
     Attributes:
         wanted: steps overlap with the host where possible. reason: why steps don't overlap, else empty.
         must: ``graph=True`` was given: a step that can't be captured is an error.
+        in_flight: most steps in flight.
     """
 
     wanted: bool = False
     reason: str = ""
     must: bool = False
+    in_flight: int = 1
     _steps: StepCache | None = field(default=None, init=False, repr=False)
 
     def overlapped_steps(
@@ -44,11 +50,11 @@ class GraphUse:
             return None
         steps = self._steps
         if steps is None or not (steps.pool is pool and steps.target is target and steps.drafter is drafter):
-            device = target.device
-            capture = partial(CudaCapture, device) if device.type == "cuda" else None
-            steps = StepCache(target, drafter, pool, pool.block_table.shape[0], backend, capture)
+            capture = CAPTURES.get(target.device.type)
+            make = None if capture is None else partial(capture, target.device)
+            steps = StepCache(target, drafter, pool, pool.block_table.shape[0], backend, make)
             self._steps = steps
-        return OverlappedSteps(steps, self.must)
+        return OverlappedSteps(steps, self.in_flight, self.must)
 
     def clear(self) -> None:
         """Free the graphs and the steps' tensors."""
@@ -73,7 +79,8 @@ def graph_use(graph: bool | None, setup: Setup) -> GraphUse:
         raise ValueError(f"graph=True, but {reason}; leave graph out to do without")
     if graph is None and not reason and setup.facts.device.type != "cuda":
         reason = f"on {setup.facts.device} nothing is gained by it: the host computes the steps itself"
-    return GraphUse(wanted=not reason, reason=reason, must=bool(graph))
+    in_flight = 1 if reason else IN_FLIGHT.get(setup.facts.device.type, 1)
+    return GraphUse(wanted=not reason, reason=reason, must=bool(graph), in_flight=in_flight)
 
 
 def _impossible(setup: Setup) -> str:

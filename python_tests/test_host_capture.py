@@ -1,0 +1,246 @@
+"""Recorded steps on a CPU write the model's own tokens; recording changes nothing and refuses what it can't repeat."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hidden_oracle import HiddenOracle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from selection import examples, sample
+from test_families import _bushy_paths, answers, batch, greedy
+from test_late_steps import whole
+from tiny_models import FAMILIES, random_heads, tiny_model
+
+import specmemo_kernels as sk
+from specmemo_kernels import ops
+from specmemo_kernels.engine.host_capture import HostCapture
+from specmemo_kernels.planning.memory_tracker import MemoryTracker
+
+TREE = sk.DraftTree.from_paths(_bushy_paths(14))
+CPU = torch.device("cpu")
+
+
+def capture(run: Callable[[], None]) -> Callable[[], None]:
+    return HostCapture(CPU)(run)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of replays, in a list of one element."""
+    count, original = [0], HostCapture.__call__
+
+    def counting(self: HostCapture, run: Callable[[], None]) -> Callable[[], None]:
+        replay = original(self, run)
+
+        def counted() -> None:
+            count[0] += 1
+            replay()
+
+        return counted
+
+    monkeypatch.setattr(HostCapture, "__call__", counting)
+    return count
+
+
+@pytest.mark.parametrize("family", sample(FAMILIES, ["llama", "gemma2", "mixtral"]))
+@pytest.mark.parametrize("fuse", [True, False])
+def test_families(family: str, fuse: bool, replays: list[int]) -> None:
+    """Token for token, in batches whose sequences end one after the other."""
+    model = tiny_model(family)
+    inputs = batch((40, 1, 17))
+    expected = greedy(model, inputs, 40)
+    eos = int(expected[0, -12])
+    ended = greedy(model, inputs, 40, eos_token_id=eos, pad_token_id=0)
+    with sk.patch(model, random_heads(model), tree=TREE, page_size=4, graph=True, fuse=fuse) as handle:
+        assert torch.equal(greedy(model, inputs, 40), expected)
+        assert torch.equal(greedy(model, inputs, 40, eos_token_id=eos, pad_token_id=0), ended)
+        assert torch.equal(greedy(model, inputs, 40), expected)
+        assert replays[0] > 40
+        whole(handle)
+
+
+def test_a_model_that_reads_values(replays: list[int]) -> None:
+    """A loop over the experts that got tokens: steps stay eager, and the reason is given."""
+    model: Any = tiny_model("mixtral")
+    model.set_experts_implementation("eager")
+    inputs = batch((9, 4))
+    expected = greedy(model, inputs, 30)
+    with sk.patch(model, random_heads(model), tree=6, graph=True) as handle:
+        with pytest.raises(RuntimeError, match=r"can't be captured .*nonzero.* depends on a tensor's values"):
+            greedy(model, inputs, 30)
+        whole(handle)
+        handle.graphs.must = False  # as without graph=True
+        handle.release()
+        assert torch.equal(greedy(model, inputs, 30), expected)
+        assert any("nonzero" in reason for reason in handle.stats.eager_reasons)
+    assert replays[0] == 0
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_bits_as_eager_steps(kv_dtype: str | None, dtype: torch.dtype, replays: list[int]) -> None:
+    model = tiny_model("llama").to(dtype)
+    inputs = batch((40, 9))
+    written = []
+    for graph in (False, True):
+        with sk.patch(model, random_heads(model).to(dtype), tree=9, graph=graph, kv_dtype=kv_dtype):
+            written.append(greedy(model, inputs, 60))
+    assert torch.equal(*written)
+    assert replays[0] > 40
+
+
+def test_accepted_paths(replays: list[int]) -> None:
+    """With mostly right guesses."""
+    model = tiny_model("qwen3")
+    inputs = batch((30, 9))
+    expected = greedy(model, inputs, 60)
+
+    with sk.patch(model, HiddenOracle(model, answers(inputs, expected), 0.8), tree=TREE, graph=True) as handle:
+        assert torch.equal(greedy(model, inputs, 60), expected)
+        assert handle.stats.tokens_per_step > 1.5
+    assert replays[0] > 10
+
+
+def test_weights_that_change(replays: list[int]) -> None:
+    """Written in place they are read; replaced ones end the recording."""
+    model: Any = tiny_model("llama")
+    inputs = batch((9,))
+    with sk.patch(model, random_heads(model), tree=6, graph=True):
+        before = greedy(model, inputs, 30)
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight.mul_(-1)
+        written = greedy(model, inputs, 30)
+        model.model.layers[1].mlp.down_proj.weight = torch.nn.Parameter(-model.model.layers[1].mlp.down_proj.weight)
+        replaced = greedy(model, inputs, 30)
+        assert replays[0] > 10
+    assert not torch.equal(before, written)
+    assert torch.equal(replaced, greedy(model, inputs, 30))
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.mul_(-1)
+    assert torch.equal(written, greedy(model, inputs, 30))
+
+
+def test_replays_need_no_more_memory() -> None:
+    x, weight, out = torch.randn(64, 512), torch.randn(512, 512), torch.zeros(64, 512)
+
+    def run() -> None:
+        y = x
+        for _ in range(8):
+            y = (y @ weight).relu() * 0.1
+        out.copy_(y)
+
+    replay = capture(run)
+    peaks = []
+    for function in (run, replay):
+        with MemoryTracker() as tracker:
+            function()
+        peaks.append(tracker.peak)
+    assert peaks[1] <= peaks[0]
+
+
+def test_recording_writes_nothing() -> None:
+    x, out, rows = torch.randn(4, 6), torch.zeros(4, 6), torch.zeros(8, 6)
+
+    def run() -> None:
+        rows[2:6] = x + 1
+        rows[0].add_(1)
+        out.copy_(rows[2:6] * 2)
+        out.mul_(out)
+
+    replay = capture(run)
+    assert not out.any()
+    assert not rows.any()
+    replay()
+    assert torch.equal(out, ((x + 1) * 2) ** 2)
+    assert torch.equal(rows[2:6], x + 1)
+    x.zero_()
+    replay()
+    assert torch.equal(out, torch.full_like(out, 4))
+    assert torch.equal(rows[0], torch.full((6,), 2.0))
+
+
+READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "item": lambda x: x.sum().item(), "bool": lambda x: bool((x > 0).all()), "tolist": lambda x: (x + 1).tolist(),
+    "numpy": lambda x: (x + 1).numpy(), "array": lambda x: memoryview((x + 1).numpy()), "nonzero": torch.nonzero,
+    "mask": lambda x: x[x > 0], "unique": lambda x: x.unique(), "pointer": lambda x: x.data_ptr(),
+    "repeats": lambda x: torch.repeat_interleave(torch.arange(4), x.long()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("read", READS)
+def test_values_that_are_read(read: str) -> None:
+    x, out = torch.arange(4.0), torch.zeros(4)
+
+    def run() -> None:
+        READS[read](x * 2)
+        out.copy_(x)
+
+    with pytest.raises(RuntimeError, match="values"):
+        capture(run)
+    assert not out.any()
+
+
+def test_other_functions_that_cant_be_recorded() -> None:
+    x = torch.arange(4.0)
+    with pytest.raises(RuntimeError, match=r"float32 memory"):
+        capture(lambda: print((x + 1).view(torch.int32) + 1))
+    with pytest.raises(RuntimeError, match="returns others"):
+        capture(lambda: torch.sort(x, out=(x, torch.empty(4, dtype=torch.long))) and None)
+
+
+def _change(y: torch.Tensor, choice: int, weight: torch.Tensor) -> torch.Tensor:
+    """One of several operators and views, of ``[4, 4]`` or ``[2, 8]``."""
+    if choice == 0:
+        return y.t()
+    if choice == 1:
+        return y.reshape(2, 8) if y.shape[0] == 4 else y.reshape(4, 4)
+    if choice == 2:
+        return y.relu_()
+    if choice == 3:
+        y.view(-1)[:3].add_(1.5)
+        return y
+    if choice == 4:
+        return torch.cat([y[1:], y[:1]])
+    if choice == 5:
+        return y.contiguous()
+    if choice == 6:
+        return torch.stack([y, -y]).amax(0)
+    if choice == 7:
+        first, second = y.chunk(2)
+        return torch.cat([second, first * 0.5])
+    if choice == 8 and y.shape == (4, 4):
+        return ops.linear(y, weight, backend="cpu")
+    return y.topk(y.shape[1], dim=1)[0]
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(choices=st.lists(st.integers(0, 9), min_size=1, max_size=12), seed=st.integers(0, 1000))
+def test_random_functions(choices: list[int], seed: int) -> None:
+    """The results of replays on new input are those of the function."""
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = torch.empty(4, 4), torch.randn(4, 4, generator=generator)
+    outs = torch.zeros(2, 16)
+    order = random.Random(seed).sample(range(len(choices)), len(choices))
+
+    def run(out: torch.Tensor) -> None:
+        y = x * 1
+        kept = y
+        for i, choice in enumerate(choices):
+            if y.dim() == 2 and y.shape[0] in (2, 4):
+                y = _change(y if y.is_contiguous() or choice not in (3,) else y.contiguous(), choice, weight)
+            if i == order[0]:
+                kept = y
+        out.copy_(torch.cat([y.reshape(-1)[:8], kept.reshape(-1)[:8]]))
+
+    x.normal_(generator=generator)
+    replay = capture(lambda: run(outs[0]))
+    for _ in range(2):
+        x.normal_(generator=generator)
+        replay()
+        run(outs[1])
+        assert torch.equal(outs[0], outs[1])
