@@ -123,7 +123,10 @@ class Ours:
 
     def __init__(self, model: Any, heads: Any, batch: int, budget: str | None, disturb: bool, tree: int | None) -> None:
         self.model, self.disturb = model, disturb
-        self.handle = sk.patch(model, heads, max_batch_size=batch, memory_budget=budget, tree=tree, reuse_prefix=False)
+        self.handle = sk.patch(
+            model, heads, max_batch_size=batch, memory_budget=budget, tree=tree, reuse_prefix=False,
+            graph=False,  # passes of captured steps can't be counted
+        )  # fmt: skip
         self.passes: Counter[Pass] = Counter()
         forward = self.handle.target.forward
 

@@ -13,8 +13,8 @@ Each engine has a process of its own with its own copy of the weights, and all r
 - ``tokens_per_step`` of random weights are replayed (``bench/replay.py``, Medusa's published accuracies); the bundled
   model's are real.
 - ``mib``: peak of a run's anonymous resident memory beyond the weights, in a separate run.
-- ``equal``: the part of the new tokens before the first one that differs from transformers', mean over the prompts. Not
-  given for replayed runs.
+- ``equal``: the part of the new tokens before the first one that differs from the first engine's, mean over the
+  prompts. Not given for replayed runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from timing import print_rows, write_result
 from specmemo_kernels.cli.common import demo_model_folder, hide_loading_bars, load_model, load_tokenizer
 
 Row = dict[str, Any]
-BUNDLED, REFERENCE = "bundled", "transformers"
+BUNDLED = "bundled"
 WORKER = Path(__file__).with_name("engine_worker.py")
 
 
@@ -111,11 +111,14 @@ def measure(workers: list[Worker], texts: Tokens, batch: int, new_tokens: int, r
         row["tokens_per_s"] = total / statistics.median(run["seconds"] for run in runs)
         decode = [run["seconds"] - first for run in runs if (first := run["first_token_seconds"]) is not None]
         row["decode_per_s"] = (total - batch) / statistics.median(decode) if decode else None
-        row["tokens_per_step"] = runs[-1].get("tokens_per_step")
+        row["tokens_per_step"] = runs[-1]["tokens_per_step"]
         row["mib"] = memory[worker.engine] / 2**20
-        if REFERENCE in results and not (replay and worker.engine.endswith("heads")):
-            pairs = [pair for a, b in zip(runs, results[REFERENCE], strict=True) for pair in zip(a["tokens"], b["tokens"], strict=True)]  # noqa: E501
-            row["equal"] = statistics.mean(common_prefix(*pair) for pair in pairs)
+        if not (replay and worker.engine.endswith("heads")):
+            row["equal"] = statistics.mean(
+                common_prefix(tokens, expected)
+                for run, other in zip(runs, results[workers[0].engine], strict=True)
+                for tokens, expected in zip(run["tokens"], other["tokens"], strict=True)
+            )
         rows.append(row)
     return rows
 
@@ -132,8 +135,8 @@ def installed(engines: list[str], vllm_python: str | None) -> dict[str, str]:
     for name in engines:
         python = (vllm_python or sys.executable) if name == "vllm" else sys.executable
         module = {"llama.cpp": "llama_cpp", "vllm": "vllm"}.get(name.split(",")[0], "torch")
-        check = subprocess.run([python, "-c", f"import importlib.util as u, sys; sys.exit(u.find_spec('{module}') is None)"], check=False)  # noqa: E501
-        if check.returncode:
+        look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{module}') is None)"
+        if subprocess.run([python, "-c", look], check=False).returncode:
             print(f"{name}: {module} isn't installed in {python}")
         else:
             found[name] = python

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,11 @@ class Setup:
 class Engine:
     """Loads a model when constructed.
 
-    ``generate`` calls ``first`` once, when every prompt has its first token.
+    ``generate`` calls ``first`` once, when every prompt has its first token. ``tokens_per_step``: of the last call, if
+    the engine counts its steps.
     """
+
+    tokens_per_step: float | None = None
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -100,12 +103,11 @@ class Ours(Transformers):
         if heads == "heads":
             from shapes import random_heads
 
-            heads = random_heads(self.model, 4, own_lm_head=False) if self.setup.replay else self.setup.folder + "/heads"
-        self.handle = sk.patch(
-            self.model, heads, tree=self.tree, max_batch_size=self.setup.batch, reuse_prefix=False
-        )
+            random = self.setup.replay
+            heads = random_heads(self.model, 4, own_lm_head=False) if random else f"{self.setup.folder}/heads"
+        self.handle = sk.patch(self.model, heads, tree=self.tree, max_batch_size=self.setup.batch, reuse_prefix=False)
         self.target: Any = None
-        if self.setup.replay and self.drafter == "heads":
+        if self.setup.replay and self.drafter == "heads" and self.tree is None:
             from replay import Published, ReplayedTarget
 
             self.target, self.ranks = ReplayedTarget(self.handle.target, self.handle.plan.tree), Published().ranks
@@ -126,6 +128,7 @@ class Ours(Transformers):
                     waiting.discard(piece.index)
                     if not waiting:
                         first()
+        self.tokens_per_step = self.handle.stats.tokens_per_step
         return tokens
 
 
@@ -244,7 +247,7 @@ ENGINES: dict[str, Callable[[Setup], Engine]] = {
     "llama.cpp": LlamaCpp,
     "llama.cpp, prompt lookup": LlamaCppLookup,
     "vllm": Vllm,
-    "specmemo, no drafts": lambda setup: Ours(setup, "prompt-lookup", tree=1),
+    "specmemo, no drafts": lambda setup: Ours(setup, "heads", tree=1),
     "specmemo, prompt lookup": lambda setup: Ours(setup, "prompt-lookup"),
     "specmemo, heads": lambda setup: Ours(setup, "heads"),
 }
@@ -293,16 +296,15 @@ def main() -> None:
         job = json.loads(line)
         times: list[float] = []
         peak = Peak()
-        watched = peak.watched() if job["watch"] else None
-        if watched is not None:
-            watched.__enter__()
-        started = time.perf_counter()
-        tokens = engine.generate(job["prompts"], job["new_tokens"], lambda times=times: times.append(time.perf_counter()))
-        seconds = time.perf_counter() - started
-        if watched is not None:
-            watched.__exit__(None, None, None)
+        with peak.watched() if job["watch"] else nullcontext():
+            started = time.perf_counter()
+            tokens = engine.generate(
+                job["prompts"], job["new_tokens"], lambda times=times: times.append(time.perf_counter())
+            )
+            seconds = time.perf_counter() - started
         result = {"tokens": tokens, "seconds": seconds, "bytes": max(0, peak.bytes - loaded)}
-        result["first_token_seconds"] = times[0] - started if times else None
+        result |= {"first_token_seconds": times[0] - started if times else None}
+        result["tokens_per_step"] = engine.tokens_per_step
         print(json.dumps(result), file=results, flush=True)
 
 

@@ -321,14 +321,17 @@ def test_graphs_take_a_small_part_of_a_budget(model: PreTrainedModel, monkeypatc
 
 
 def test_what_patch_says(model: PreTrainedModel) -> None:
-    """Off on a CPU by default; impossible with ``graph=True``: an error; otherwise a reason."""
+    """On by default; impossible with ``graph=True``: an error; otherwise a reason."""
     with sk.patch(model, random_heads(model)) as handle:
-        assert handle.graphs.reason == "on cpu nothing is gained by it: the host computes the steps itself"
+        assert (handle.graphs.wanted, handle.graphs.reason, handle.graphs.must) == (True, "", False)
+        assert "graphs" in handle.plan.parts
+        greedy(model, batch((5,)), 5)
+        assert handle.stats.graph_steps > 0
+    with sk.patch(model, random_heads(model), graph=False) as handle:
+        assert handle.graphs.reason == "graph=False was given"
         assert "graphs" not in handle.plan.parts
         greedy(model, batch((5,)), 5)
         assert handle.stats.graph_steps == 0
-    with sk.patch(model, random_heads(model), graph=False) as handle:
-        assert handle.graphs.reason == "graph=False was given"
     with sk.patch(model, random_heads(model), graph=True) as handle:
         assert handle.graphs.reason == ""
     with pytest.raises(ValueError, match="graph=True, but PromptLookupDrafter reads the tokens on the host"):

@@ -1,13 +1,13 @@
 """Steps on a CPU as a list of operator calls: the counterpart of a CUDA graph.
 
-The model's Python code and torch's modules take as long as the operators of a small model. A recorded step calls the
-same operators on the same tensors without them. Temporary tensors are allocated and freed as in the step itself.
+The Python code of a small model's modules takes as long as its operators. A recorded step calls the same operators on
+the same tensors without that code. Temporary tensors are allocated and freed as in the step itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specmemo_kernels.ops.dispatch import implementation
+from specmemo_kernels.ops.dispatch import dispatcher_active, implementation
 
 Tensor = torch.Tensor
 
@@ -28,22 +28,27 @@ class HostCapture:
     """Records the operators of a function. Writes to tensors from outside are recorded, not executed.
 
     Implements :class:`specmemo_kernels.engine.step_graph.Capture`.
+
+    Args:
+        device: the CPU.
     """
 
     nbytes = 0  # temporaries are freed in every replay
 
     def __init__(self, device: torch.device) -> None:
-        """``device``: the CPU."""
+        self.device = device
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Record ``run``.
+        """Record ``run``. Its replays run it eagerly while a dispatch mode, tracer or profiler is active.
 
         Raises:
-            RuntimeError: the function reads values, so its operators depend on them.
+            RuntimeError: its operators depend on values, or one of them can't be repeated.
         """
-        with _NoReads(), _Recorder() as recorder:
+        recorder = _Recorder()
+        with _NoReads(), recorder:
             run()
-        return recorder.program()
+        program = recorder.program()
+        return lambda: run() if dispatcher_active() else program()
 
 
 class _NoReads(TorchFunctionMode):
@@ -54,131 +59,125 @@ class _NoReads(TorchFunctionMode):
 
 
 @dataclass(frozen=True)
-class _View:
-    """A tensor of the step: variable ``name``, or a view of it."""
+class _Geometry:
+    """Where a tensor lies in the memory of variable ``name``."""
 
     name: str
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
+    @classmethod
+    def of(cls, tensor: Tensor, name: str) -> _Geometry:
+        return cls(name, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
-@dataclass
+
+@dataclass(frozen=True)
 class _Call:
-    """``function(*args, **kwargs)``, arguments as source code; ``results``: the variables of its new tensors, ``""`` for
-    other results; ``single``: it returns one tensor."""
+    """A line of source code, the variables that it reads, and those that it assigns."""
 
-    function: str
-    arguments: list[str]
-    results: list[str] = field(default_factory=list)
-    single: bool = True
-
-    def source(self) -> str:
-        call = f"{self.function}({', '.join(self.arguments)})"
-        if not any(self.results):
-            return call
-        names = [name or "_" for name in self.results]
-        return f"{names[0] if self.single else ', '.join(names) + ','} = {call}"
+    source: str
+    uses: frozenset[str]
+    assigns: tuple[str, ...]
 
 
 class _Recorder(TorchDispatchMode):
-    """Executes operators and records those that compute or write something."""
+    """Executes operators and records those that compute or write something; views are created where they are used."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._calls: list[_Call] = []
-        self._values: dict[str, Any] = {"as_strided": torch.as_strided}  # names of the program's constants
-        self._constants: dict[Any, str] = {}
-        self._temporaries: dict[StorageWeakRef, _View] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
-        self._views: dict[_View, str] = {}
+        self._constants: dict[str, Any] = {"as_strided": torch.as_strided}
+        self._names: dict[int, str] = {}  # of constants, by id
+        self._variables: dict[StorageWeakRef, tuple[_Geometry, torch.dtype]] = {}
+        self._views: dict[_Geometry, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _depends_on_values(func, args):
             raise RuntimeError(f"{func} depends on a tensor's values")
-        function, given = self._function(func, args)
-        written = _written(func, args, kwargs)
-        known = {StorageWeakRef(x.untyped_storage()) for x in _tensors((*args, *kwargs.values()))}
-        outside = [x for x in written if StorageWeakRef(x.untyped_storage()) not in self._temporaries]
+        written = list(_written(func, args, kwargs))
+        outside = [x for x in written if _storage(x) not in self._variables]
         if outside and (len(outside) < len(written) or len(func._schema.returns) > 1):
             raise RuntimeError(f"{func} writes to a tensor from outside and returns others")
-        result = func(*args, **kwargs) if not outside else (written[0] if func._schema.returns else None)
-        outputs = [result] if isinstance(result, Tensor) else list(result or ())
-        if written or any(isinstance(x, Tensor) and StorageWeakRef(x.untyped_storage()) not in known for x in outputs):
-            arguments = [self._source(value) for value in given]
-            arguments += [f"{name}={self._source(value)}" for name, value in kwargs.items()]
-            names = [self._result(x, known) for x in outputs]
-            self._calls.append(_Call(function, arguments, names, isinstance(result, Tensor)))
+        known = {_storage(x) for x in _tensors((*args, *kwargs.values()))}
+        result = (written[0] if func._schema.returns else None) if outside else func(*args, **kwargs)
+        results = [result] if isinstance(result, Tensor) else list(result or ())
+        new = [isinstance(x, Tensor) and _storage(x) not in known for x in results]
+        if written or any(new):
+            uses: set[str] = set()
+            call = self._call(func, args, kwargs, uses)
+            names = [self._variable(x) if is_new else "_" for x, is_new in zip(results, new, strict=True)]
+            if any(new):
+                call = f"{', '.join(names)}{'' if isinstance(result, Tensor) else ','} = {call}"
+            self._calls.append(_Call(call, frozenset(uses), tuple(name for name in names if name != "_")))
         return result
 
-    def _function(self, func: Any, args: Sequence[Any]) -> tuple[str, Sequence[Any]]:
-        """The name of the function to call for an operator, and its positional arguments."""
-        if func.namespace == "specmemo":  # past torch's dispatcher
+    def program(self) -> Callable[[], None]:
+        """A function of the recorded calls, which frees variables after their last use."""
+        last = {name: i for i, call in enumerate(self._calls) for name in (*call.uses, *call.assigns)}
+        freed: dict[int, list[str]] = {}
+        for name, i in last.items():
+            freed.setdefault(i, []).append(name)
+        lines = ["def replay():"]
+        for i, call in enumerate(self._calls):
+            lines.append(f"    {call.source}")
+            if i in freed:
+                lines.append(f"    {' = '.join(freed[i])} = None")
+        exec(compile("\n".join(lines), "<recorded step>", "exec"), self._constants)
+        replay: Callable[[], None] = self._constants.pop("replay")
+        return torch.inference_mode()(replay)
+
+    def _call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], uses: set[str]) -> str:
+        """Source code of an operator's call; ours bypass torch's dispatcher."""
+        if func.namespace == "specmemo":
             name = func._schema.name.split("::")[1]
-            return self._constant(getattr(implementation(args[-1], args[0].device), name)), args[:-1]
-        return self._constant(func), args
+            func, args = getattr(implementation(args[-1], args[0].device), name), args[:-1]
+        arguments = [self._source(value, uses) for value in args]
+        arguments += [f"{name}={self._source(value, uses)}" for name, value in kwargs.items()]
+        return f"{self._constant(func)}({', '.join(arguments)})"
 
-    def _constant(self, value: Any) -> str:
-        name = self._constants.setdefault(id(value), f"c{len(self._constants)}")
-        self._values[name] = value
-        return name
-
-    def _source(self, value: Any) -> str:
-        """Source code of an argument."""
+    def _source(self, value: Any, uses: set[str]) -> str:
         if isinstance(value, Tensor):
-            return self._tensor(value)
+            if (name := self._tensor(value)) not in self._constants:
+                uses.add(name)
+            return name
         if isinstance(value, (list, tuple)):
-            return f"[{', '.join(map(self._source, value))}]"
-        if value is None or isinstance(value, (bool, int, str)):
+            return f"[{', '.join(self._source(x, uses) for x in value)}]"
+        if value is None or type(value) in (bool, int, str):
             return repr(value)
         return self._constant(value)
 
+    def _constant(self, value: Any) -> str:
+        name = self._names.setdefault(id(value), f"c{len(self._names)}")
+        self._constants[name] = value
+        return name
+
     def _tensor(self, tensor: Tensor) -> str:
-        base = self._temporaries.get(StorageWeakRef(tensor.untyped_storage()))
-        if base is None:
+        """The name of a tensor: a constant, a variable, or a view, which is created now unless it exists."""
+        if (known := self._variables.get(_storage(tensor))) is None:
             return self._constant(tensor)
-        if tensor.dtype != self._dtypes[base.name]:
-            raise RuntimeError(f"a {tensor.dtype} view of {self._dtypes[base.name]} memory")
-        view = _View(base.name, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        base, dtype = known
+        if tensor.dtype != dtype:
+            raise RuntimeError(f"a {tensor.dtype} view of {dtype} memory can't be recorded")
+        view = _Geometry.of(tensor, base.name)
         if view == base:
             return base.name
         if view not in self._views:
             self._views[view] = name = f"v{len(self._views)}"
-            arguments = [base.name, repr(view.size), repr(view.stride), repr(view.offset)]
-            self._calls.append(_Call("as_strided", arguments, [name]))
+            source = f"{name} = as_strided({base.name}, {view.size}, {view.stride}, {view.offset})"
+            self._calls.append(_Call(source, frozenset([base.name]), (name,)))
         return self._views[view]
 
-    def _result(self, tensor: Any, known: set[StorageWeakRef]) -> str:
-        """The variable of a new tensor; empty for others."""
-        if not isinstance(tensor, Tensor):
-            return ""
-        storage = StorageWeakRef(tensor.untyped_storage())
-        if storage in known:
-            return ""
-        name = f"t{len(self._temporaries)}"
-        self._temporaries[storage] = _View(name, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
-        self._dtypes[name] = tensor.dtype
+    def _variable(self, tensor: Tensor) -> str:
+        name = f"t{len(self._variables)}"
+        self._variables[_storage(tensor)] = _Geometry.of(tensor, name), tensor.dtype
         return name
 
-    def program(self) -> Callable[[], None]:
-        """A function of the recorded calls."""
-        ends: dict[str, int] = {}
-        for i, call in enumerate(self._calls):
-            ends |= dict.fromkeys((x for x in call.results if x), i)
-            ends |= dict.fromkeys((x for x in _names(call.arguments) if x in ends), i)
-        last: dict[int, list[str]] = {}
-        for name, i in ends.items():
-            last.setdefault(i, []).append(name)
-        lines = ["def replay():"]
-        for i, call in enumerate(self._calls):
-            lines.append(f"    {call.source()}")
-            if i in last:
-                lines.append(f"    {' = '.join(last[i])} = None")
-        values = dict(self._values)
-        exec(compile("\n".join(lines), "<recorded step>", "exec"), values)
-        replay: Callable[[], None] = torch.inference_mode()(values["replay"])
-        return replay
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    """Identifies a tensor's memory; the reference keeps its address from being used again."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _depends_on_values(func: Any, args: Sequence[Any]) -> bool:
@@ -188,23 +187,19 @@ def _depends_on_values(func: Any, args: Sequence[Any]) -> bool:
     return any(tag in func.tags for tag in _DYNAMIC)
 
 
-def _names(arguments: Sequence[str]) -> list[str]:
-    return [word.strip(" []") for argument in arguments for word in argument.split("=")[-1].split(",")]
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """The tensors that an operator writes to."""
-    values = [*args, *(kwargs.get(a.name) for a in func._schema.arguments[len(args) :])]
-    pairs = zip(func._schema.arguments, values, strict=True)
-    return [x for a, value in pairs if a.alias_info is not None and a.alias_info.is_write for x in _tensors([value])]
+    arguments = func._schema.arguments
+    values = [*args, *(kwargs.get(argument.name) for argument in arguments[len(args) :])]
+    for argument, value in zip(arguments, values, strict=True):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _tensors([value])
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def _tensors(values: Any) -> Iterator[Tensor]:
     """All tensors in nested lists."""
-    found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            yield value
         elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found
+            yield from _tensors(value)

@@ -159,10 +159,10 @@ def kernels(backend: str | None, device: torch.device) -> Kernels:
     Raises:
         BackendUnavailable, ValueError: as :func:`backend_name`.
     """
-    return _dispatched(backend) if _dispatcher_active() else implementation(backend, device)
+    return _dispatched(backend) if dispatcher_active() else implementation(backend, device)
 
 
-def _dispatcher_active() -> bool:
+def dispatcher_active() -> bool:
     """Whether a dispatch or function mode, a tracer or a profiler sees the calls of this thread."""
     return bool(
         torch._C._len_torch_dispatch_stack()

@@ -130,11 +130,12 @@ def patch(
             text (the next turn of a conversation) is then computed from there on. Pages are dropped when a change of
             the model's weights, modules or adapters is detected. After an undetected change
             (:mod:`specmemo_kernels.integrations.hf.changes`) call ``model.specmemo.release()``.
-        graph: run whole steps, from the heads' guesses to the commit, without the host. Each step is launched before
-            the tokens of the previous step are read; on a GPU from a CUDA graph. ``None``: on a GPU, where the model
-            and the drafter allow it (else ``model.specmemo.graphs.reason`` has the reason). ``True``: required, also on
-            a CPU, where it isn't faster. ``False``: never. Other steps (prefill, sampling, logits processors, too few
-            pages, ...) run eagerly and are counted in ``stats.eager_reasons``.
+        graph: capture whole steps, from the heads' guesses to the commit. On a GPU in CUDA graphs, which are launched
+            before the tokens of the previous step are read; on a CPU as a list of operators, which is called without
+            the Python code of the model's modules. ``None``: where the model and the drafter allow it (else
+            ``model.specmemo.graphs.reason`` has the reason). ``True``: required. ``False``: never. Other steps
+            (prefill, sampling, logits processors, too few pages, ...) run eagerly and are counted in
+            ``stats.eager_reasons``.
         fuse: on a CPU, compute linear layers, gated MLPs and RMS norms by our operators, which are faster for few rows
             (``model.specmemo.fused`` lists the modules). Only inside speculative steps, and only modules of known types
             whose results agree within rounding errors; modules with hooks, adapters or quantised weights are left

@@ -1,4 +1,4 @@
-"""The page pool, and the overlapped steps with their CUDA graphs, that are reused from call to call."""
+"""The page pool, and the captured steps, that are reused from call to call."""
 
 from __future__ import annotations
 
@@ -77,8 +77,6 @@ def graph_use(graph: bool | None, setup: Setup) -> GraphUse:
     reason = _impossible(setup)
     if graph and reason:
         raise ValueError(f"graph=True, but {reason}; leave graph out to do without")
-    if graph is None and not reason and setup.facts.device.type != "cuda":
-        reason = f"on {setup.facts.device} nothing is gained by it: the host computes the steps itself"
     in_flight = 1 if reason else IN_FLIGHT.get(setup.facts.device.type, 1)
     return GraphUse(wanted=not reason, reason=reason, must=bool(graph), in_flight=in_flight)
 
@@ -93,6 +91,8 @@ def _impossible(setup: Setup) -> str:
         return f"the model is on {len(devices)} devices"
     if facts.device.type == "cuda" and setup.backend == "reference":
         return "backend 'reference' reads lengths on the host"
+    if any("_hf_hook" in vars(module) for module in model.modules()):
+        return "accelerate moves its weights or inputs in every pass"
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         return "the model is one of several processes' parts"
     if rope_limit(model.config) is not None:
