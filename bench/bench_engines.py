@@ -29,7 +29,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import gguf_file
 import torch
 import typer
 from conversations import held_out_files
@@ -76,8 +75,10 @@ class Worker:
         self._process.communicate()
 
 
-def make_model(shape: str, dtype: torch.dtype, folder: Path, context: int, prompts: int) -> tuple[Path, Tokens]:
-    """A folder with the model and ``model.gguf``, and ``prompts`` prompts of ``context`` tokens."""
+def make_model(
+    shape: str, dtype: torch.dtype, folder: Path, context: int, prompts: int, gguf: bool
+) -> tuple[Path, Tokens]:
+    """A folder with the model (with ``gguf``, ``model.gguf`` too), and ``prompts`` prompts of ``context`` tokens."""
     hide_loading_bars()
     if shape == BUNDLED:
         model = load_model(demo_model_folder(), dtype, torch.device("cpu"))
@@ -90,7 +91,10 @@ def make_model(shape: str, dtype: torch.dtype, folder: Path, context: int, promp
     model.save_pretrained(folder)
     if shape == BUNDLED:
         (folder / "heads").symlink_to(demo_model_folder() / "heads")
-    gguf_file.write(model, folder / "model.gguf")
+    if gguf:
+        import gguf_file  # needs a package that other engines don't
+
+        gguf_file.write(model, folder / "model.gguf")
     return folder, texts
 
 
@@ -159,7 +163,8 @@ def main(
     pythons, rows = installed(engines.split(";"), vllm_python), []
     for name in shape.split(","):
         with tempfile.TemporaryDirectory() as place:
-            folder, texts = make_model(name, getattr(torch, dtype), Path(place), context, 16)
+            gguf = any(engine.startswith("llama.cpp") for engine in pythons)
+            folder, texts = make_model(name, getattr(torch, dtype), Path(place), context, 16, gguf)
             for size in map(int, batch.split(",")):
                 setup = Setup(str(folder), dtype, size, context + new_tokens, threads, replay=name != BUNDLED)
                 workers = [

@@ -144,6 +144,26 @@ def linear() -> str:
     return table(header, rows, "linear_cpu")
 
 
+# --- engines ---------------------------------------------------------------------------------------------------------
+
+
+def engines() -> str:
+    rows = [
+        [
+            row["shape"],
+            row["batch"],
+            row["engine"],
+            f"{row['tokens_per_s']:.0f}",
+            f"{row['decode_per_s']:.0f}" if row["decode_per_s"] else "",
+            f"{row['tokens_per_step']:.2f}" if row["tokens_per_step"] else "",
+            f"{row['mib']:.1f}",
+        ]
+        for row in load("engines_cpu")["rows"]
+    ]
+    header = ["model", "batch", "engine", "tokens/s", "after the first token", "tokens per step", "memory, MiB"]
+    return table(header, rows, "engines_cpu")
+
+
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 DRAFTERS = {"medusa": "Medusa heads", "lookup": "prompt lookup", "draft": "draft model"}
@@ -336,6 +356,7 @@ def figures() -> dict[str, str]:
         "frontier.125m": frontier("frontier_125m", heads=True),
         "steps": steps(),
         "linear": linear(),
+        "engines": engines(),
         "batches": batches(),
         "batch.scaling": batch_scaling(),
         "adaptive": adaptive(),
