@@ -32,7 +32,8 @@ def capture(run: Callable[[], None]) -> Callable[[], None]:
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of replays, in a list of one element."""
+    """The number of replays, in a list of one element. Steps are recorded at their second run."""
+    monkeypatch.setattr(HostCapture, "after", 1)
     count, original = [0], HostCapture.__call__
 
     def counting(self: HostCapture, run: Callable[[], None]) -> Callable[[], None]:
@@ -93,6 +94,21 @@ def test_the_same_bits_as_eager_steps(kv_dtype: str | None, dtype: torch.dtype, 
             written.append(greedy(model, inputs, 60))
     assert torch.equal(*written)
     assert replays[0] > 40
+
+
+def test_a_step_is_recorded_when_it_has_come_often(replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostCapture, "after", 5)
+    model = tiny_model("llama")
+    inputs = batch((9,))
+    expected = greedy(model, inputs, 30)
+    with sk.patch(model, random_heads(model), tree=6, graph=True) as handle:
+        assert torch.equal(greedy(model, inputs, 30), expected)
+        shapes = len(handle.graphs._steps._steps) if handle.graphs._steps is not None else 0
+        assert handle.stats.graph_steps - 5 * shapes <= replays[0] < handle.stats.graph_steps - 4
+        handle.stats.reset()
+        replays[0] = 0
+        assert torch.equal(greedy(model, inputs, 30), expected)
+        assert replays[0] > 20
 
 
 def test_accepted_paths(replays: list[int]) -> None:

@@ -33,6 +33,9 @@ class HostCapture:
         device: the CPU.
     """
 
+    #: Recording takes as long as 5 to 10 eager steps, and a replay saves a tenth to a half of one (models of 7 to 125
+    #: million parameters), so a step that comes a few times only isn't recorded.
+    after = 8
     nbytes = 0  # temporaries are freed in every replay
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The device steps that generations with one pool share, and their capture in CUDA graphs."""
+"""The device steps that generations with one pool share, and their capture."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ class CaptureFailed(RuntimeError):
 class Capture(Protocol):
     """Records a function's launches without running them and returns a function that replays them.
 
-    ``nbytes``: memory that all recordings hold for their tensors.
+    ``after``: eager runs of a step before its capture. ``nbytes``: memory that all recordings hold for their tensors.
     """
 
+    after: int
     nbytes: int
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]: ...
@@ -39,6 +40,8 @@ class Capture(Protocol):
 
 class CudaCapture:
     """CUDA graphs in one memory pool. They never run at once, so the pool is as large as the largest graph."""
+
+    after = 1  # the first run compiles kernels and initialises libraries
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -72,14 +75,13 @@ class _CachedStep:
 
 
 class StepCache:
-    """Steps by shape over one state, each captured at its second run.
-
-    The first run is eager: it compiles kernels and initialises libraries. Steps are dropped when the pool reallocates
+    """Steps by shape over one state, each captured after some eager runs. Steps are dropped when the pool reallocates
     its tensors.
 
     Args:
         sequences: most sequences per step.
         make_capture: makes the capture; ``None``: steps run eagerly, with the same results.
+        after: :attr:`Capture.after`.
 
     Attributes:
         failed: why steps can't be captured, or an empty string.
@@ -93,9 +95,10 @@ class StepCache:
         sequences: int,
         backend: str | None,
         make_capture: Callable[[], Capture] | None = None,
+        after: int = 1,
     ) -> None:
         self.target, self.drafter, self.pool, self.sequences = target, drafter, pool, sequences
-        self.backend, self.failed = backend, ""
+        self.backend, self.after, self.failed = backend, after, ""
         self._make_capture = make_capture
         self._capture: Capture | None = None
         self._state: StepState | None = None
@@ -148,9 +151,9 @@ class StepCache:
             cached = _CachedStep(step)
         self._steps[shape] = cached  # the newest comes last
         cached.step.use(tree)
-        timed = cached.runs > (self._make_capture is not None)
-        if self._make_capture is not None and cached.runs and cached.replay is None:
-            cached.replay = self._captured(cached.step)
+        timed = cached.runs > 0
+        if self._make_capture is not None and cached.runs >= self.after and cached.replay is None:
+            cached.replay, timed = self._captured(cached.step), False
         (cached.replay or cached.step.run)()
         cached.runs += 1
         return cached.step.emitted, timed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,7 +14,7 @@ from specmemo_kernels.engine.host_capture import HostCapture
 from specmemo_kernels.engine.overlap import IN_FLIGHT, OverlappedSteps
 from specmemo_kernels.engine.pressure import MemoryPressureController, is_out_of_memory, raise_exhausted
 from specmemo_kernels.engine.stats import DecodeStats
-from specmemo_kernels.engine.step_graph import Capture, CudaCapture, StepCache
+from specmemo_kernels.engine.step_graph import CudaCapture, StepCache
 from specmemo_kernels.forward.target import TargetModel
 from specmemo_kernels.integrations.hf.changes import ModelSignature
 from specmemo_kernels.integrations.hf.checks import rope_limit
@@ -23,7 +23,7 @@ from specmemo_kernels.planning.host_allocator import release_host_memory
 from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan
 
 #: How steps are captured, by type of device; elsewhere they run eagerly.
-CAPTURES: dict[str, Callable[[torch.device], Capture]] = {"cuda": CudaCapture, "cpu": HostCapture}
+CAPTURES: dict[str, type[CudaCapture] | type[HostCapture]] = {"cuda": CudaCapture, "cpu": HostCapture}
 
 
 @dataclass
@@ -52,7 +52,8 @@ class GraphUse:
         if steps is None or not (steps.pool is pool and steps.target is target and steps.drafter is drafter):
             capture = CAPTURES.get(target.device.type)
             make = None if capture is None else partial(capture, target.device)
-            steps = StepCache(target, drafter, pool, pool.block_table.shape[0], backend, make)
+            after = 1 if capture is None else capture.after
+            steps = StepCache(target, drafter, pool, pool.block_table.shape[0], backend, make, after)
             self._steps = steps
         return OverlappedSteps(steps, self.in_flight, self.must)
 
