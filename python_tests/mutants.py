@@ -74,6 +74,9 @@ MUTANTS = (
     Mutant("csrc/norm.h", "(w + args.offset)", "w", "linear rms_norm"),
     Mutant(f"{PACKAGE}/integrations/hf/fuse.py", "kernels is None or not known", "not known", "fuse another_thread"),
     Mutant(f"{PACKAGE}/integrations/hf/fuse.py", "if leaf.unchanged:", "if True:", "fuse adapter"),
+    Mutant(f"{PACKAGE}/engine/host_capture.py", "if _depends_on_values(func, args):", "if False:",
+           "host_capture values_that"),
+    Mutant(f"{PACKAGE}/engine/host_capture.py", "if view == base:", "if True:", "host_capture random_functions"),
 )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ def ends_after(tokens: int):  # type: ignore[no-untyped-def]
     return lambda ids: len(ids) >= tokens
 
 
-@pytest.mark.parametrize("drafter", sample(["heads", "graph", "model", "lookup"], ["graph"]))
+@pytest.mark.parametrize("drafter", sample(["heads", "graph", "model", "lookup"], ["heads", "graph"]))
 def test_pages_come_as_they_are_needed(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a budget the pool grows with the text, sequences keep their pages, and no token is lost."""
     monkeypatch.setattr(page_demand, "FIRST_TOKENS", 24)
@@ -64,7 +64,7 @@ def test_pages_come_as_they_are_needed(drafter: str, monkeypatch: pytest.MonkeyP
         ids[mask.bool()].tolist() for ids, mask in zip(prompts["input_ids"], prompts["attention_mask"], strict=True)
     ]
     expected = [greedy(model, whole(row), 150)[0, len(row) :].tolist() for row in rows]
-    options = {"graph": True} if drafter == "graph" else {}
+    options = {"graph": drafter == "graph"}
     tree = None if drafter == "model" else 4
     with sk.patch(model, heads.get(drafter, random_heads(model)), tree=tree, max_batch_size=2, **options) as handle:
         requests = [sk.Request(row, 10**9, stop=ends_after(len(row) + 150)) for row in rows]
