@@ -33,7 +33,7 @@ class HostCapture:
         device: the CPU.
     """
 
-    #: Recording takes as long as 5 to 10 eager steps, and a replay saves a tenth to a half of one (models of 7 to 125
+    #: Recording takes as long as 3 to 9 eager steps, and a replay saves a sixth to a half of one (models of 125 and 7
     #: million parameters), so a step that comes a few times only isn't recorded.
     after = 8
     nbytes = 0  # temporaries are freed in every replay
