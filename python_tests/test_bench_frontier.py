@@ -185,6 +185,7 @@ def test_parts_add_up_to_what_the_tracker_counts(bench: dict[str, ModuleType]) -
     assert max(series["logits"]) == 3 * VOCAB * 4
 
 
+@pytest.mark.slow
 def test_a_conversation_held_again_computes_its_prompts_again(bench: dict[str, ModuleType]) -> None:
     """Otherwise a second round would omit the first turn's prompt, which other systems compute each time."""
     systems, runs = bench["frontier_systems"], bench["frontier_runs"]

@@ -243,6 +243,7 @@ def test_few_pages(seed: int, room: int, page_size: int, places: int, share: flo
         assert completion.tokens == row[len(prompt) : len(prompt) + new]
 
 
+@pytest.mark.slow
 def test_parts_of_a_tree_come_in_few_sizes(model: PreTrainedModel) -> None:
     """Without a given tree, each step takes a part with a cached step; the number of sizes is limited."""
     inputs = batch((9, 5))

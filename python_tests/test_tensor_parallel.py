@@ -114,8 +114,13 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Results]:
 @pytest.mark.parametrize("heads", sample(["own", "shared"], ["own"]))
 @each_model
 def test_two_ranks_write_what_one_process_writes(two: Callable[..., Results], name: str, heads: str) -> None:
-    """Every rank, every kind of call; greedy tokens equal the unpatched model's too."""
-    _check_tokens(two(name, heads)[0], name, heads)
+    """Every rank, every kind of call; greedy tokens equal the unpatched model's too. One test, so that pytest's workers
+    don't wait for one session.
+    """
+    results, folder = two(name, heads)
+    _check_tokens(results, name, heads)
+    _check_messages(results, folder, name, heads)
+    _check_guesses(results, name)
 
 
 def _check_tokens(results: dict[int, Any], name: str, heads: str) -> None:
@@ -185,19 +190,13 @@ def _check_weights(results: dict[int, Any], folder: Path, name: str, ranks: int)
     assert results[0][name]["weights"]["bytes"] == pytest.approx(weight_bytes(spec, ranks), rel=0.02)
 
 
-@each_model
-def test_guesses_of_a_drafter_of_ones_own_are_rank_0s(two: Callable[..., Results], name: str) -> None:
-    for models in two(name)[0].values():
+def _check_guesses(results: dict[int, Any], name: str) -> None:
+    """The guesses of a user's drafter are rank 0's."""
+    for models in results.values():
         assert models[name]["wild"]["actual"] == models[name]["wild"]["expected"]
-    accepted = {models[name]["wild"]["accepted"] for models in two(name)[0].values()}
+    accepted = {models[name]["wild"]["accepted"] for models in results.values()}
     assert len(accepted) == 1
     assert accepted.pop() > 0
-
-
-@pytest.mark.parametrize("heads", sample(["own", "shared"], ["own"]))
-@each_model
-def test_messages_are_those_of_the_formula(two: Callable[..., Results], name: str, heads: str) -> None:
-    _check_messages(*two(name, heads), name, heads)
 
 
 def _check_messages(results: dict[int, Any], folder: Path, name: str, heads: str) -> None:
