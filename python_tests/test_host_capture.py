@@ -203,6 +203,11 @@ def test_values_that_are_read(read: str) -> None:
     assert not out.any()
 
 
+def test_only_a_cpu_is_recorded() -> None:
+    with pytest.raises(ValueError, match="steps on cuda:0 can't be recorded"):
+        HostCapture(torch.device("cuda", 0))
+
+
 def test_other_functions_that_cant_be_recorded() -> None:
     x = torch.arange(4.0)
     with pytest.raises(RuntimeError, match=r"float32 memory"):

@@ -29,8 +29,8 @@ class HostCapture:
 
     Implements :class:`specmemo_kernels.engine.step_graph.Capture`.
 
-    Args:
-        device: the CPU.
+    Raises:
+        ValueError: ``device`` isn't a CPU.
     """
 
     #: Recording takes as long as 3 to 9 eager steps, and a replay saves a sixth to a half of one (models of 125 and 7
@@ -39,7 +39,8 @@ class HostCapture:
     nbytes = 0  # temporaries are freed in every replay
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        if device.type != "cpu":
+            raise ValueError(f"steps on {device} can't be recorded, only steps on a CPU")
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         """Record ``run``. Its replays run it eagerly while a dispatch mode, tracer or profiler is active.
