@@ -29,9 +29,10 @@ demo: $(STAMP)
 	$(BIN)/specmemo demo $(ARGS)
 
 # A process per core, each with one thread. Without the slow tests, and with fewer examples; test-all runs everything.
-# Tests of several ranks start processes that wait for each other, so test-all runs them alone.
+# Tests of several ranks start processes that wait for each other, so test-all runs them alone. Bytecode is kept, because
+# many tests start processes.
 WORKERS ?= auto
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 RANKS := python_tests/test_tensor_parallel.py
 test: $(STAMP)
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m 'not slow and not four_ranks' $(TESTS) $(ARGS)

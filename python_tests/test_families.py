@@ -34,7 +34,7 @@ def answers(inputs: dict[str, torch.Tensor], output: torch.Tensor) -> list[list[
     return [row[keep.bool()].tolist() for row, keep in zip(output, mask, strict=True)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sample(FAMILIES, sorted(FAMILIES)[::2]))
 def test_random_heads(family: str) -> None:
     """Random heads of two layers each, a ragged batch, windows of 24 tokens crossed."""
     model = tiny_model(family)

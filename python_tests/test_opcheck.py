@@ -51,6 +51,7 @@ def attention(**changes: Any) -> list[Any]:
 
 
 CODES = lm_head_code_inputs(LmHeadCase("opcheck", 3, 50, 80, bias=True), torch.float32)
+LINEAR = list(lm_head_inputs(LmHeadCase("opcheck", 3, 50, 16, bias=True), torch.float32).values())
 PROBLEMS: dict[str, tuple[str, list[Any]]] = {
     "tree": ("tree_attention", attention()),
     "tree_int8": ("tree_attention", attention(kv_dtype="int8")),
@@ -74,12 +75,16 @@ PROBLEMS: dict[str, tuple[str, list[Any]]] = {
     ),
     "argmax_plain": ("lm_head_argmax", list(lm_head_inputs(LmHeadCase("opcheck", 3, 50, 16), torch.float32).values())),
     "topk": ("lm_head_topk", [*lm_head_inputs(LmHeadCase("opcheck", 3, 50, 16), torch.float32).values(), 7, None]),
+    "linear": ("linear", [*LINEAR, None, False]),
+    "linear_codes": ("linear", [CODES["hidden"], CODES["weight"], CODES["bias"], CODES["scales"], False]),
+    "gated_mlp": ("gated_mlp", [LINEAR[0], LINEAR[1], LINEAR[1], LINEAR[1].T.contiguous(), *[None] * 3, "silu", False]),
+    "rms_norm": ("rms_norm", [LINEAR[0], torch.ones(16), 1e-6, 1.0, True]),
     "topk_codes": ("lm_head_topk", [CODES["hidden"], CODES["weight"], CODES["bias"], 7, CODES["scales"]]),
 }
 
 
 @pytest.mark.parametrize("backend", sample(BACKENDS, BACKENDS[-1:]))
-@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("problem", sample(PROBLEMS, ["tree", "commit_int8", "verify", "topk_codes", "gated_mlp"]))
 def test_opcheck(problem: str, backend: str) -> None:
     """All of opcheck's utilities: schema, autograd registration, fake tensors, compilation with dynamic shapes."""
     name, arguments = PROBLEMS[problem]

@@ -35,8 +35,8 @@ IN_SPLITS = (
 
 
 #: In every run: some by the launcher's rule, some in splits.
-SHORT = ("one_token", "page_7", "v_narrower", "causal_chunk", "wide_mask", "window_in_tree", "all_extras")
-SPLIT = ("page_edges", "ragged", "sinks")
+SHORT = ("page_7", "v_narrower", "causal_chunk", "wide_mask", "all_extras")
+SPLIT = ("ragged",)
 
 CODES = tuple(
     case
@@ -130,6 +130,7 @@ class TestInterpreter:
     def test_attention_in_splits(self, case: AttentionCase) -> None:
         check_attention(case, torch.float32, configs=small_configs())
 
+    @pytest.mark.slow
     def test_attention_bfloat16(self) -> None:
         check_attention(next(case for case in ATTENTION_CASES if case.name == "ragged"), torch.bfloat16)
 

@@ -22,7 +22,7 @@ from specmemo_kernels.ops.weight_codes import pack, unpack
 pytest.importorskip("triton")
 
 
-SMALL_CODE_CASES = sample([c for c in CODE_CASES if c.vocab < 1000], ["odd", "bias"], lambda case: case.name)
+SMALL_CODE_CASES = sample([c for c in CODE_CASES if c.vocab < 1000], ["odd"], lambda case: case.name)
 by_head = pytest.mark.parametrize("by_head", sample([True, False], [True]), ids=["by_head", "by_token"])
 
 
@@ -78,7 +78,7 @@ class TestInterpreter:
         same_pages(triton.commit_paged_kv, reference.commit_paged_kv, arguments)
 
     @by_head
-    @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+    @pytest.mark.parametrize("kv_dtype", sample([torch.int8, torch.float8_e4m3fn], [torch.float8_e4m3fn]), ids=str)
     def test_append_of_codes(self, kv_dtype: torch.dtype, by_head: bool) -> None:
         """The reference's bits for rows of any size, ties, outliers, zeros, NaN and infinity."""
         from specmemo_kernels.backends import triton
@@ -100,7 +100,7 @@ class TestInterpreter:
         assert bool((results[0][0] != 0).any())
 
     @by_head
-    @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+    @pytest.mark.parametrize("kv_dtype", sample([torch.int8, torch.float8_e4m3fn], [torch.float8_e4m3fn]), ids=str)
     def test_commit_of_codes(self, kv_dtype: torch.dtype, by_head: bool) -> None:
         from specmemo_kernels.backends import triton
 
@@ -133,7 +133,7 @@ class TestInterpreter:
             wanted = reference.verify_tree_greedy(draft, target, parents, indptr, max_depth)
             assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(mine, wanted, strict=True))
 
-    @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+    @pytest.mark.parametrize("bias", sample([False, True], [True]), ids=["plain", "bias"])
     @pytest.mark.parametrize(
         ("rows", "vocabulary", "hidden", "dtype"),
         [
@@ -194,7 +194,7 @@ class TestInterpreter:
 
         assert triton.lm_head_argmax(torch.empty(0, 8), torch.ones(5, 8), None).shape == (0,)
 
-    @pytest.mark.parametrize("kv_dtype", [None, "int8"])
+    @pytest.mark.parametrize("kv_dtype", sample([None, "int8"], ["int8"]))
     def test_patched_generation(self, kv_dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
         """The model's own tokens, with exactly the plan's block sizes."""
         from specmemo_kernels.backends.triton import attention
