@@ -7,6 +7,24 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from filelock import FileLock
+
+
+@pytest.fixture(scope="session", autouse=True)
+def device_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One measurement of the CPU for pytest's worker processes and the processes that their tests start."""
+    from specmemo_kernels.planning.device_probe import cache_file, probe
+
+    if not hasattr(request.config, "workerinput"):
+        yield
+        return
+    shared = tmp_path_factory.getbasetemp().parent / "cache"
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("XDG_CACHE_HOME", str(shared))
+        with FileLock(f"{shared}.lock"):
+            if not cache_file("cpu").exists():
+                probe("cpu", seconds=0.7).save(cache_file("cpu"))
+        yield
 
 
 @pytest.fixture(autouse=True)
