@@ -121,11 +121,15 @@ class Ours:
     submitted again.
     """
 
-    def __init__(self, model: Any, heads: Any, batch: int, budget: str | None, disturb: bool, tree: int | None) -> None:
+    def __init__(
+        self, model: Any, heads: Any, batch: int, budget: str | int | None, disturb: bool, tree: int | None,
+        **options: Any,
+    ) -> None:  # fmt: skip
         self.model, self.disturb = model, disturb
         self.handle = sk.patch(
             model, heads, max_batch_size=batch, memory_budget=budget, tree=tree, reuse_prefix=False,
             graph=False,  # passes of captured steps can't be counted
+            **options,
         )  # fmt: skip
         self.passes: Counter[Pass] = Counter()
         forward = self.handle.target.forward

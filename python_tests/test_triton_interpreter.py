@@ -121,10 +121,14 @@ def ordered_dots(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestInterpreter:
     __test__ = INTERPRETING
 
-    @pytest.mark.parametrize("dtype", sample((torch.float32, torch.float16), [torch.float32]), ids=str)
     @pytest.mark.parametrize("case", by_name(BY_RULE, SHORT), ids=lambda case: case.name)
-    def test_attention(self, case: AttentionCase, dtype: torch.dtype) -> None:
-        check_attention(case, dtype)
+    def test_attention(self, case: AttentionCase) -> None:
+        check_attention(case, torch.float32)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("case", [case for case in BY_RULE if case.name in SHORT], ids=lambda case: case.name)
+    def test_attention_float16(self, case: AttentionCase) -> None:
+        check_attention(case, torch.float16)
 
     @pytest.mark.parametrize("case", by_name(IN_SPLITS, SPLIT), ids=lambda case: case.name)
     def test_attention_in_splits(self, case: AttentionCase) -> None:
