@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 MIB = 2**20
 PROGRAM = Path(__file__).with_name("resident_generation.py")
@@ -45,10 +46,13 @@ def measured(seed: int, **changes: Any) -> dict[str, Any]:
 def check(found: dict[str, Any]) -> None:
     """A first and a second call, and the bytes that stay after ``release``. Patching itself imports modules."""
     slack = max(found["allowed"] // 20, 4 * MIB)
-    assert found["first"] <= found["allowed"] + slack
-    assert found["repeated"] <= found["allowed"] + slack
-    assert found["patch"] <= 8 * MIB
-    assert found["released"] <= 4 * MIB
+    within = {
+        "first": found["first"] <= found["allowed"] + slack,
+        "repeated": found["repeated"] <= found["allowed"] + slack,
+        "patch": found["patch"] <= 8 * MIB,
+        "released": found["released"] <= 4 * MIB,
+    }
+    assert all(within.values()), f"{within} of {found} with {torch.backends.cpu.get_cpu_capability()}"
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ def _first_that_fits(
         if tree is None:
             setup = dataclasses.replace(setup, drafter=_without_unused_heads(setup.drafter, candidate))
         if shape is None:
-            shape = _generation_shape(setup, graphs, kv_dtype)
+            shape = _generation_shape(setup, graphs, kv_dtype, limits["prefill_chunk"])
         head_bytes, coded_bytes = setup.drafter.nbytes, _coded_bytes(setup.drafter)
         shape = dataclasses.replace(shape, head_bytes=head_bytes, coded_head_bytes=coded_bytes)
         shape = setup.ranks.max_over_ranks(shape)
@@ -125,15 +125,15 @@ def _attention_sizes(facts: ModelFacts) -> list[tuple[LayerKV, int]]:
     return list(dict.fromkeys(zip(facts.layers, facts.num_qo_heads, strict=True)))
 
 
-def _generation_shape(setup: Setup, graphs: GraphUse, kv_dtype: str | None) -> GenerationShape:
+def _generation_shape(setup: Setup, graphs: GraphUse, kv_dtype: str | None, max_rows: int) -> GenerationShape:
     """The sizes that a memory plan needs, measured where they depend on the model's code."""
     model, facts, drafter, backend = setup.model, setup.facts, setup.drafter, setup.backend
     shapes = _attention_sizes(facts)
-    (forward, logits), library_bytes = measure_passes(model, facts), measure_libraries(model, facts)
+    (forward, logits), library_bytes = measure_passes(model, facts), measure_libraries(model, facts, max_rows)
     if isinstance(drafter, HFDraftModel):
         shapes += _attention_sizes(drafter.facts)
         draft_forward, draft_logits = measure_passes(drafter.hf_model, drafter.facts)
-        library_bytes = max(library_bytes, measure_libraries(drafter.hf_model, drafter.facts))
+        library_bytes = max(library_bytes, measure_libraries(drafter.hf_model, drafter.facts, max_rows))
         forward, logits = forward.elementwise_max(draft_forward), logits.elementwise_max(draft_logits)
     codes = page_dtype(kv_dtype)
     splits = [ops.split_workspace(backend, layer, heads, codes) for layer, heads in shapes]
