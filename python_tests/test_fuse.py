@@ -69,7 +69,8 @@ def test_the_leaves_of_llama() -> None:
         ("gemma", {"rms_norm GemmaRMSNorm", "gated_mlp GemmaMLP"}),
         ("gpt_oss", {"rms_norm GptOssRMSNorm", "linear Linear"}),
         ("qwen3", {"rms_norm Qwen3RMSNorm", "gated_mlp Qwen3MLP"}),
-        ("phi3", {"linear Linear", "rms_norm Phi3RMSNorm"}),
+        ("phi3", {"gated_mlp Phi3MLP", "linear Linear", "rms_norm Phi3RMSNorm"}),
+        ("glm4", {"gated_mlp Glm4MLP", "rms_norm Glm4RMSNorm"}),
         ("stablelm", {"gated_mlp StableLmMLP", "linear Linear"}),
         ("deepseek_v3", {"gated_mlp DeepseekV3MLP", "rms_norm DeepseekV3RMSNorm"}),
     ],
@@ -79,6 +80,47 @@ def test_families_have_leaves(family: str, some: set[str], dtype: torch.dtype) -
     model = tiny_model(family).to(dtype)
     found = {f"{op} {type(model.get_submodule(name)).__name__}" for name, op in leaves(model, dtype).items()}
     assert some <= found
+
+
+class GatedMLP(nn.Module):
+    """Gate and up in one matrix, or three matrices; ``swapped``: up comes first."""
+
+    def __init__(self, packed: bool, bias: bool, activation: Callable[..., Any] | None, swapped: bool = False) -> None:
+        super().__init__()
+        names = {"gate_up_proj": (13, 2 * 21), "down_proj": (21, 13)}
+        for name, sizes in (names if packed else {"w1": (13, 21), "w3": (13, 21), "w2": (21, 13)}).items():
+            setattr(self, name, nn.Linear(*sizes, bias=bias))
+        self.swapped = swapped
+        if activation is not None:
+            self.activation_fn = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = [layer for _, layer in self.named_children() if isinstance(layer, nn.Linear)]
+        gate, up = layers[0](x).chunk(2, dim=-1) if len(layers) == 2 else (layers[0](x), layers[1](x))
+        gate, up = (up, gate) if self.swapped else (gate, up)
+        result: torch.Tensor = layers[-1](getattr(self, "activation_fn", nn.functional.silu)(gate) * up)
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", [None, nn.SiLU(), nn.functional.relu], ids=["inline", "module", "function"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_gated_layers_by_other_names(packed: bool, bias: bool, activation: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(GatedMLP(packed, bias, activation)).to(dtype)
+    found = find_leaves(model, dtype, "cpu", False)
+    assert found.names == {"0": "gated_mlp"}
+    x = torch.randn(3, 13).to(dtype)
+    wide = copy.deepcopy(model).double()(x.double())
+    result = found.leaves[0].call(ops.kernels("cpu", x.device), x)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(result.double(), wide, rtol=tolerance, atol=tolerance)
+
+
+def test_another_order_of_gate_and_up_is_left_alone() -> None:
+    found = find_leaves(nn.Sequential(GatedMLP(True, False, None, swapped=True)), torch.float32, "cpu", False)
+    assert found.names == {"0.gate_up_proj": "linear", "0.down_proj": "linear"}
 
 
 def test_passes_use_the_operators_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,9 +166,10 @@ def find_leaves(model: Any, dtype: torch.dtype, backend: str, invariant: bool) -
     return FusedLeaves(leaves, backend, invariant, max_rows, workspace)
 
 
-def _middle(module: Any) -> int:
+def _middle(module: nn.Module) -> int:
     """Activations per row of a gated MLP; 0 for a linear layer."""
-    return 0 if type(module) is nn.Linear else module.up_proj.out_features
+    parts = _gated_parts(module)
+    return 0 if parts is None else parts[-1].in_features
 
 
 def _is_replaceable(module: nn.Module, dtype: torch.dtype) -> bool:
@@ -195,20 +196,36 @@ def _linear(module: nn.Module, invariant: bool) -> list[Operator]:
 
 
 def _gated_mlp(module: nn.Module, invariant: bool) -> list[Operator]:
-    """A module with linear layers of Llama's names, whose activation gives the same bits as a known one."""
-    parts = {name: part for name, part in module.named_children() if any(True for _ in part.parameters())}
-    if set(parts) != set(_GATED) or any(type(part) is not nn.Linear for part in parts.values()):
-        return []
-    function = getattr(module, "act_fn", None)
+    """Linear layers named as one of :data:`_GATED`, and an activation that gives the same bits as a known one."""
+    parts = _gated_parts(module)
+    function = next((f for name in _ACTIVATIONS if (f := getattr(module, name, None)) is not None), nn.functional.silu)
     activation = next((name for name, known in ACTIVATION_FUNCTIONS.items() if _same_function(function, known)), None)
-    if activation is None:
+    if parts is None or activation is None:
         return []
 
     def call(kernels: Kernels, x: Tensor) -> Tensor:
-        weights, biases = zip(*(_matrix(parts[name]) for name in _GATED), strict=True)
+        weights, biases = _gated_matrices(parts)
         return kernels.gated_mlp(x, *weights, *biases, activation, invariant)
 
     return [call]
+
+
+def _gated_parts(module: nn.Module) -> list[nn.Linear] | None:
+    """The linear layers of a gated MLP in the order of :data:`_GATED`; the last one is the projection down."""
+    parts = {name: part for name, part in module.named_children() if any(True for _ in part.parameters())}
+    names = next((names for names in _GATED if set(names) == set(parts)), None)
+    found = [part for name in names or () if type(part := parts[name]) is nn.Linear]
+    return found if names is not None and len(found) == len(names) else None
+
+
+def _gated_matrices(parts: list[nn.Linear]) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+    """Weights and biases of gate, up and down."""
+    *inner, down = map(_matrix, parts)
+    if len(inner) == 1:  # gate and up in one matrix, one after the other
+        weight, bias = inner[0]
+        inner = list(zip(weight.chunk(2), (None, None) if bias is None else bias.chunk(2), strict=True))
+    weights, biases = zip(*inner, down, strict=True)
+    return weights, biases
 
 
 def _rms_norm(module: nn.Module, _: bool) -> list[Operator]:
@@ -223,7 +240,10 @@ def _rms_norm(module: nn.Module, _: bool) -> list[Operator]:
     return [call_with(offset, round_first) for offset in (0.0, 1.0) for round_first in (True, False)]
 
 
-_GATED = ("gate_proj", "up_proj", "down_proj")
+#: Gate, up and down of Llama and of LFM2; Phi-3 and GLM have gate and up in one matrix.
+_GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("gate_up_proj", "down_proj"))
+#: A module without one of these attributes may call SiLU directly.
+_ACTIVATIONS = ("act_fn", "activation_fn")
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 _OPERATORS: dict[str, Callable[[nn.Module, bool], list[Operator]]] = {
     "linear": _linear,
