@@ -8,13 +8,15 @@ first setting (no drafts, batch 1) decodes one prompt after the other; its token
 gets the prompts in reverse order, every seventh is aborted after its first piece and submitted again, and from batch 4
 on its pages hold a part of the tokens, so that sequences are preempted.
 
-- ``identical``: prompts whose tokens are all equal to the reference's.
+- ``identical``: prompts whose tokens are all equal to the reference's. ``digest``: of all tokens, so that runs can be
+  compared.
 - With ``--cost``: undisturbed; ``invariant=True`` and ``False`` take turns. ``tokens_per_s``, ``default_tokens_per_s``:
   their speeds. ``relative``: the ratio. ``default_identical``: prompts with the same tokens in both.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from dataclasses import asdict, dataclass
@@ -67,6 +69,10 @@ def identical(answers: list[list[int]], reference: list[list[int]]) -> int:
     return sum(a == b for a, b in zip(answers, reference, strict=True))
 
 
+def digest(answers: list[list[int]]) -> str:
+    return hashlib.sha256(json.dumps(answers).encode()).hexdigest()[:16]
+
+
 def same_tokens(work: runs.Work, settings: list[Setting], share: float) -> list[Row]:
     """A row for each setting; prints each."""
     reference: list[list[int]] = []
@@ -77,7 +83,9 @@ def same_tokens(work: runs.Work, settings: list[Setting], share: float) -> list[
         answers = ours.answer(work.prompts, work.new_tokens)
         reference = reference or answers
         counts = {name: ours.counts()[name] for name in ("tokens_per_step", "preemptions")}
-        row = asdict(setting) | {"prompts": len(answers), "identical": identical(answers, reference)} | counts
+        row = asdict(setting) | {
+            "prompts": len(answers), "identical": identical(answers, reference), "digest": digest(answers),
+        } | counts  # fmt: skip
         ours.close()
         rows.append(row)
         print(json.dumps(row), flush=True)

@@ -29,6 +29,7 @@ def test_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = json.loads(result.read_text())["tokens"]
     assert len(rows) == 8
     assert all(row["identical"] == row["prompts"] == 10 for row in rows)
+    assert len({row["digest"] for row in rows}) == 1
     assert sum(row["preemptions"] for row in rows) > 0
     assert all((row["tokens_per_step"] > 1) == (row["drafter"] != "none") for row in rows)
     bench.main(questions, "medusa", "4", "16", cost=True, **options)
