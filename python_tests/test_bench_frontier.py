@@ -208,7 +208,7 @@ def test_a_systems_memory_is_named_by_part(bench: dict[str, ModuleType]) -> None
     systems, talk = bench["frontier_systems"], bench["conversations"].Conversation(0, ((3,) * 40, (4,) * 10))
     model = tiny_model("llama", max_position_embeddings=256)
     heads = noisy_heads(model, own=False)
-    ours = systems.OurSystem("this", bench["shapes"].twin(model), heads, None, replayed=False)
+    ours = systems.OurSystem("this", bench["shapes"].twin(model), heads, None, replayed=False, tree=TREE)
     found = [
         bench["frontier_runs"].weigh(system, talk, 20, None, VOCAB)
         for system in (systems.PlainSystem(model), systems.MedusaSystem("Medusa", model, heads, TREE), ours)
