@@ -72,7 +72,8 @@ RESULTS := bench/results
 
 # Throughput and generation memory against plain generate and Medusa as published, on the CPU.
 bench: $(STAMP)
-	$(BIN)/python bench/bench_step.py --json $(RESULTS)/step_cpu.json
+	$(BIN)/python bench/bench_step.py --shape bundled,125m,1b --dtype bf16 --tree 1,4,8,16,32 --context 256 --llama-cpp \
+	  --json $(RESULTS)/step_cpu.json
 	$(BIN)/python bench/bench_frontier.py --seconds 60 --json $(RESULTS)/frontier_bundled.json \
 	  --pictures $(RESULTS)/frontier_bundled
 	$(BIN)/python bench/bench_frontier.py --model 125m $(REPLAY) --seconds 60 --limit 3 \

@@ -135,16 +135,16 @@ def common_prefix(tokens: list[int], expected: list[int]) -> float:
 
 def installed(engines: list[str], vllm_python: str | None) -> dict[str, str]:
     """The Python of each engine that can run; prints those that can't."""
-    found: dict[str, str] = {}
+    pythons: dict[str, str] = {}
     for name in engines:
         python = (vllm_python or sys.executable) if name == "vllm" else sys.executable
         module = {"llama.cpp": "llama_cpp", "vllm": "vllm"}.get(name.split(",")[0], "torch")
-        look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{module}') is None)"
-        if subprocess.run([python, "-c", look], check=False).returncode:
+        probe = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{module}') is None)"
+        if subprocess.run([python, "-c", probe], check=False).returncode:
             print(f"{name}: {module} isn't installed in {python}")
         else:
-            found[name] = python
-    return found
+            pythons[name] = python
+    return pythons
 
 
 def main(
@@ -162,9 +162,9 @@ def main(
     """Measure, print a table and write JSON."""
     pythons, rows = installed(engines.split(";"), vllm_python), []
     for name in shape.split(","):
-        with tempfile.TemporaryDirectory() as place:
+        with tempfile.TemporaryDirectory() as temporary:
             gguf = any(engine.startswith("llama.cpp") for engine in pythons)
-            folder, texts = make_model(name, getattr(torch, dtype), Path(place), context, 16, gguf)
+            folder, texts = make_model(name, getattr(torch, dtype), Path(temporary), context, 16, gguf)
             for size in map(int, batch.split(",")):
                 setup = Setup(str(folder), dtype, size, context + new_tokens, threads, replay=name != BUNDLED)
                 workers = [
@@ -182,7 +182,10 @@ def main(
 
 
 def runs(engine: str, batch: int, replay: bool) -> bool:
-    """Prompt lookup has nothing to find in random text, and the others' takes one prompt at a time."""
+    """Whether an engine supports this batch size and text.
+
+    Prompt lookup finds no n-grams in random text. That of transformers and llama.cpp takes one prompt at a time.
+    """
     return "lookup" not in engine or (not replay and (batch == 1 or engine.startswith("specmemo")))
 
 

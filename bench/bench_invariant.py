@@ -31,7 +31,7 @@ from timing import print_rows, write_result
 from specmemo_kernels.cli.common import demo_model_folder
 
 Row = dict[str, Any]
-#: Nodes; trees of the heads change while they run.
+#: Fixed tree sizes by drafter; Medusa heads have adaptive trees.
 TREES = {"none": 1, "lookup": 6, "draft": 6}
 #: Prompts per turn of the two sides of ``--cost``.
 GROUP = 16
@@ -39,7 +39,7 @@ GROUP = 16
 
 @dataclass(frozen=True)
 class Setting:
-    """Of ``patch``; ``chunk``: prompt tokens per pass."""
+    """One configuration of ``patch``; ``batch``: sequences at once, ``chunk``: prompt tokens per pass."""
 
     drafter: str
     batch: int
@@ -74,7 +74,7 @@ def digest(answers: list[list[int]]) -> str:
 
 
 def same_tokens(work: runs.Work, settings: list[Setting], share: float) -> list[Row]:
-    """A row for each setting; prints each."""
+    """Compare every setting's tokens with the first setting's; returns and prints a row per setting."""
     reference: list[list[int]] = []
     rows: list[Row] = []
     for setting in settings:
@@ -100,12 +100,13 @@ def costs(work: runs.Work, settings: list[Setting]) -> list[Row]:
             name: side(work, setting, None, disturb=False, invariant=name == "invariant")
             for name in ("invariant", "default")
         }
-        found = runs.take_turns(work, sides, max(GROUP, setting.batch))
-        mine, other = found["invariant"], found["default"]
+        outcomes = runs.take_turns(work, sides, max(GROUP, setting.batch))
+        invariant, default = outcomes["invariant"], outcomes["default"]
         row = asdict(setting) | {
-            "prompts": len(mine.answers), "tokens_per_s": mine.tokens_per_s, "default_tokens_per_s": other.tokens_per_s,
-            "relative": mine.tokens_per_s / other.tokens_per_s,
-            "default_identical": identical(mine.answers, other.answers),
+            "prompts": len(invariant.answers), "tokens_per_s": invariant.tokens_per_s,
+            "default_tokens_per_s": default.tokens_per_s,
+            "relative": invariant.tokens_per_s / default.tokens_per_s,
+            "default_identical": identical(invariant.answers, default.answers),
         }  # fmt: skip
         for each in sides.values():
             each.close()

@@ -11,12 +11,14 @@ per head. All take turns, and each reads all weights, so none finds them in a ca
 - On a CPU ``products_ms``: the operator ``linear``. ``rest_ms``: the step without them.
 - ``floor_ms``: max(bytes of the weights / read bandwidth, flops / GEMM rate), both measured in the same turns.
   ``vs_floor``: the step over it.
+- ``llama_cpp_ms`` (``--llama-cpp``): a pass of llama.cpp over as many tokens of one sequence, with the same weights.
 
 The step's parts come from torch's profiler (``bench/step_profile.py``), in separate steps.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from engine_worker import LlamaCpp, Setup
 from shapes import SHAPES, random_heads, random_model
 from step_profile import breakdown
 from timing import Yardstick, print_rows, take_turns, write_result
@@ -40,12 +43,17 @@ BUNDLED = "bundled"
 PROFILED = 12
 
 
+def random_prompt(model: Any, tokens: int) -> list[int]:
+    generator = torch.Generator().manual_seed(0)
+    prompt: list[int] = torch.randint(model.config.vocab_size, (tokens,), generator=generator).tolist()
+    return prompt
+
+
 class Steps:
     """Decode steps of one sequence, one per call; the sequence starts again after ``span`` tokens."""
 
     def __init__(self, model: Any, context: int, span: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self._prompt = torch.randint(model.config.vocab_size, (context,), generator=generator).tolist()
+        self._prompt = random_prompt(model, context)
         self._model, self._span = model, span
         self._pieces: Iterator[sk.Piece] = iter(())
 
@@ -77,7 +85,7 @@ class Products:
             jobs += [(heads.linear(head, layer).weight, 1) for layer in range(heads.num_layers)]
             if heads.own_lm_head:
                 jobs.append((heads.lm_head_weight(head, lm_head), 1))
-        if not heads.own_lm_head:
+        if depth and not heads.own_lm_head:
             jobs.append((lm_head, depth))
         return cls(jobs)
 
@@ -125,9 +133,22 @@ def load(shape: str, dtype: torch.dtype, device: str, own: bool) -> tuple[Any, s
     return load_model(folder, dtype, torch.device(device)), heads
 
 
+def llama_cpp_pass(model: Any, context: int, rows: int) -> Callable[[], None]:
+    """A pass of llama.cpp over ``rows`` tokens behind ``context`` tokens, with this model's weights."""
+    import gguf_file  # needs a package that other measurements don't
+
+    dtype = str(model.dtype).removeprefix("torch.")
+    with tempfile.TemporaryDirectory() as folder:  # the file stays mapped
+        gguf_file.write(model, Path(folder) / "model.gguf")
+        engine = LlamaCpp(Setup(folder, dtype, 1, context + rows, torch.get_num_threads(), replay=False))
+    engine.start()
+    return engine.passes(random_prompt(model, context), rows)
+
+
 def measure(
-    shape: str, dtype: str, tree: int | None, context: int, own: bool, seconds: float, device: str, graph: bool | None
-) -> Row:
+    shape: str, dtype: str, tree: int | None, context: int, own: bool, seconds: float, device: str, graph: bool | None,
+    llama_cpp: bool,
+) -> Row:  # fmt: skip
     """One row: the step of this shape, its products, and its parts."""
     model, heads = load(shape, DTYPES[dtype], device, own)
     context = min(context, model.config.max_position_embeddings // 2)
@@ -143,6 +164,8 @@ def measure(
             operator = ops.kernels("cpu", torch.device("cpu")).linear
             jobs["products"] = products.by(lambda x, weight: operator(x, weight, None, None, False))
             jobs |= (yard := Yardstick(DTYPES[dtype])).functions
+        if llama_cpp:
+            jobs["llama.cpp"] = llama_cpp_pass(model, context, plan.tree.size)
         times = take_turns(jobs, seconds=seconds, rounds=(5, 400))
         floor = yard.floor(times, products.nbytes, products.flops) if device == "cpu" else None
         parts = breakdown(step, PROFILED, torch.device(device))
@@ -151,19 +174,20 @@ def measure(
             "heads": "own lm_head" if heads.own_lm_head else "shared lm_head", "graph": handle.stats.graph_steps > 0,
             "step_ms": times["step"] * 1e3, "torch_products_ms": times["torch"] * 1e3,
             "ratio": times["step"] / times["torch"],
-        } | _host_row(times, floor) | {"parts_ms": parts}  # fmt: skip
+        } | _cpu_columns(times, floor) | {"parts_ms": parts}  # fmt: skip
 
 
-def _host_row(times: dict[str, float], floor: float | None) -> Row:
-    """On a CPU: the products by our operator, the rest of the step, and the floor."""
+def _cpu_columns(times: dict[str, float], floor: float | None) -> Row:
+    """On a CPU: the products by our operator, the rest of the step, the floor, and llama.cpp if it ran."""
     if floor is None:
         return {}
+    llama_cpp = {"llama_cpp_ms": times["llama.cpp"] * 1e3} if "llama.cpp" in times else {}
     return {
         "products_ms": times["products"] * 1e3,
         "rest_ms": (times["step"] - times["products"]) * 1e3,
         "floor_ms": floor * 1e3,
         "vs_floor": times["step"] / floor,
-    }
+    } | llama_cpp
 
 
 def main(
@@ -175,11 +199,14 @@ def main(
     seconds: Annotated[float, typer.Option(help="for each row")] = 6.0,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     graph: Annotated[bool | None, typer.Option("--graph/--no-graph", help="default: as patch chooses")] = None,
+    llama_cpp: Annotated[bool, typer.Option("--llama-cpp", help="a pass of it beside each step; CPU only")] = False,
     json_: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
 ) -> None:
     """Measure, print a table and write JSON."""
+    if llama_cpp and device != "cpu":
+        raise typer.BadParameter(f"llama.cpp runs on the CPU here, got --device {device}")
     rows = [
-        measure(name, kind, None if size == "plan" else int(size), context, own, seconds, device, graph)
+        measure(name, kind, None if size == "plan" else int(size), context, own, seconds, device, graph, llama_cpp)
         for name in shape.split(",")
         for kind in dtype.split(",")
         for size in tree.split(",")

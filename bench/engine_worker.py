@@ -38,7 +38,7 @@ class Setup:
 
 
 class Engine:
-    """Loads a model when constructed.
+    """An engine to measure; its constructor loads the model.
 
     ``generate`` calls ``first`` once, when every prompt has its first token. ``tokens_per_step``: of the last call, if
     the engine counts its steps.
@@ -71,7 +71,7 @@ class Transformers(Engine):
         self.model.generation_config.eos_token_id = None
 
     def generate(self, prompts: Tokens, new_tokens: int, first: Callable[[], None]) -> Tokens:
-        class Streamer:  # is given the prompt, then new tokens
+        class Streamer:  # the first put is the prompt, so the second marks the first token
             puts = 0
 
             def put(self, _: Any) -> None:
@@ -162,22 +162,37 @@ class LlamaCpp(Engine):
         self.batch = lib.llama_batch_init(self.rows, 0, 1)
 
     def decode(self, rows: list[tuple[int, int, int, bool]]) -> list[int]:
-        """The best next tokens of the rows (token, position, sequence, wanted) that are wanted."""
+        """Decode rows ``(token, position, sequence, needs_logits)``; returns the argmax of rows that need logits."""
         batch, lib = self.batch, self.lib
         best: list[int] = []
         for start in range(0, len(rows), self.rows):
             part = rows[start : start + self.rows]
             batch.n_tokens = len(part)
-            for i, (token, position, sequence, wanted) in enumerate(part):
-                batch.token[i], batch.pos[i], batch.logits[i] = token, position, wanted
+            for i, (token, position, sequence, needs_logits) in enumerate(part):
+                batch.token[i], batch.pos[i], batch.logits[i] = token, position, needs_logits
                 batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
             if code := lib.llama_decode(self.context, batch):
-                raise RuntimeError(f"llama_decode returned {code}")
+                raise RuntimeError(
+                    f"llama_decode returned {code} for {len(part)} rows, expected 0; check batch and slots"
+                )
             for i, row in enumerate(part):
                 if row[3]:
                     logits = lib.llama_get_logits_ith(self.context, i)
                     best.append(int(self.numpy.ctypeslib.as_array(logits, shape=(self.vocab,)).argmax()))
         return best
+
+    def passes(self, prompt: list[int], rows: int) -> Callable[[], None]:
+        """A call that verifies ``rows`` tokens behind ``prompt`` in one pass and removes them from the cache."""
+        memory = self.lib.llama_get_memory(self.context)
+        self.lib.llama_memory_clear(memory, True)
+        self.decode([(token, i, 0, False) for i, token in enumerate(prompt)])
+        batch = [(token, len(prompt) + i, 0, True) for i, token in enumerate(prompt[:rows])]
+
+        def run() -> None:
+            self.decode(batch)
+            self.lib.llama_memory_seq_rm(memory, 0, len(prompt), -1)
+
+        return run
 
     def generate(self, prompts: Tokens, new_tokens: int, first: Callable[[], None]) -> Tokens:
         self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)

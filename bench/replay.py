@@ -1,7 +1,7 @@
 """Acceptance for models with random weights, drawn from published statistics.
 
-For each position of the text, the rank at which each head holds the right token is drawn. A system accepts the path of
-these ranks as far as its tree has it. All systems get the same draws, so a smaller tree accepts less. Everything else
+For each position of the text, the rank of the right token in each head is drawn. A system accepts the longest path of
+its tree that follows these ranks. All systems get the same draws, so a smaller tree accepts less. Everything else
 (forward passes, heads, verification, moves of keys and values) runs for real.
 
 The ranks follow the heads' published accuracies, raised to a power (below 1: easier text). The power is chosen per turn
@@ -60,7 +60,7 @@ class Published:
         }
         return cls(DraftTree.from_paths(paths), rates)
 
-    def ranks(self, question: int, turn: int, places: int) -> list[Ranks]:
+    def ranks(self, question: int, turn: int, count: int) -> list[Ranks]:
         """For each position of the turn's text the rank at which each head holds the right token.
 
         Turns without a published run follow the accuracies.
@@ -70,7 +70,7 @@ class Published:
             table = eased(table, self.tree, tokens_per_step)
         chances = rank_probabilities(table)
         source = random.Random(1000 * question + turn)
-        return [tuple(_draw(chance, source) for chance in chances) for _ in range(places)]
+        return [tuple(_draw(chance, source) for chance in chances) for _ in range(count)]
 
 
 def _default_paths() -> list[tuple[int, ...]]:
@@ -85,7 +85,9 @@ def eased(table: Accuracy, tree: DraftTree, tokens_per_step: float) -> list[list
         ValueError: ``tokens_per_step`` isn't between 1 and the tree's depth + 1.
     """
     if not 1 < tokens_per_step < tree.max_depth + 1:
-        raise ValueError(f"{tokens_per_step:.2f} tokens per step: a tree of depth {tree.max_depth} can't")
+        raise ValueError(
+            f"tokens per step must be above 1 and below {tree.max_depth + 1} (its depth + 1), got {tokens_per_step:.2f}"
+        )
     low, high = 1e-4, 1e3
     for _ in range(80):
         power = (low * high) ** 0.5
@@ -112,7 +114,7 @@ def walk_ranks(tree: DraftTree, ranks: Ranks) -> list[int]:
     return path
 
 
-class Places:
+class DrawCursor:
     """A position in the draws of a turn; the first token follows from the prompt, so its draw is skipped."""
 
     def __init__(self, ranks: list[Ranks]) -> None:
@@ -145,7 +147,7 @@ class ReplayedTarget:
 
     def begin(self, ranks: Sequence[list[Ranks]]) -> None:
         """Start texts with these draws, one list per sequence."""
-        self._places = [Places(draws) for draws in ranks]
+        self._cursors = [DrawCursor(draws) for draws in ranks]
 
     def forward(self, batch: TreeBatch, attention: StepAttention, keep: Tensor | None, logits: bool) -> TargetOutput:
         self._batch = batch
@@ -157,16 +159,19 @@ class ReplayedTarget:
         if batch.parents is None:
             return tokens
         bounds, parents = batch.qo_indptr.tolist(), batch.parents.tolist()
-        for places, first, end in zip(self._places, bounds[: batch.num_trees], bounds[1:], strict=False):
-            self._overwrite(places, tokens[first:end], batch.tokens[first:end], tree_depth(parents[first:end]))
+        for cursor, first, end in zip(self._cursors, bounds[: batch.num_trees], bounds[1:], strict=False):
+            self._overwrite(cursor, tokens[first:end], batch.tokens[first:end], tree_depth(parents[first:end]))
         return tokens
 
-    def _overwrite(self, places: Places, tokens: Tensor, drafts: Tensor, depth: int) -> None:
+    def _overwrite(self, cursor: DrawCursor, tokens: Tensor, drafts: Tensor, depth: int) -> None:
         tree = self.tree.truncated(depth)
         if tree.size < len(drafts):
-            raise ValueError(f"a tree of {len(drafts)} nodes, replayed is one of {tree.size}")
+            raise ValueError(
+                f"a step has {len(drafts)} nodes, the replayed tree at most {tree.size}; "
+                "replay with the tree of the handle's plan"
+            )
         tree = tree.pruned(len(drafts))  # a step verifies the first nodes of the tree
-        path = places.walk(tree)
+        path = cursor.walk(tree)
         if len(path) > 1:
             tokens[_index(tuple(path[:-1]), self.device)] = drafts[_index(tuple(path[1:]), self.device)]
         end = path[-1]
@@ -205,8 +210,8 @@ class ReplayedAccept:
 
     def begin(self, ranks: list[Ranks]) -> None:
         """Start a text with these draws."""
-        self._places = Places(ranks)
+        self._cursor = DrawCursor(ranks)
 
     def __call__(self, candidates: Tensor, logits: Tensor) -> tuple[int, int]:
         self.accept(candidates, logits)
-        return self._leaf[self._places.walk(self.tree)[-1]]
+        return self._leaf[self._cursor.walk(self.tree)[-1]]

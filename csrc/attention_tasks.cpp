@@ -6,7 +6,7 @@ namespace {
 int64_t divide_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit; }
 
 int64_t splits_of(const AttentionArgs& args, int64_t sequence, int64_t last_node) {
-  return divide_up(args.seq_lens[sequence] + last_node, kSplitTokens);  // a node sees no node behind it
+  return divide_up(args.seq_lens[sequence] + last_node, kSplitTokens);  // a node doesn't attend to later nodes
 }
 
 // Computes tasks, splits and heads per task from a plan's nodes per task.
@@ -18,8 +18,8 @@ void count(const AttentionArgs& args, int threads, AttentionPlan& plan) {
   int64_t groups = divide_up(kTasksPerThread * threads, pieces);
   if (groups > args.num_kv_heads) groups = args.num_kv_heads;
   plan.heads_per_task = divide_up(args.num_kv_heads, groups);
-  const int64_t most = max_heads_per_task(args, step);
-  if (plan.heads_per_task > most) plan.heads_per_task = most;
+  const int64_t max_heads = max_heads_per_task(args, step);
+  if (plan.heads_per_task > max_heads) plan.heads_per_task = max_heads;
   groups = divide_up(args.num_kv_heads, plan.heads_per_task);
   plan.tasks = pieces * groups;
   for (int64_t s = 0; s < args.batch; ++s) {
@@ -33,9 +33,9 @@ void count(const AttentionArgs& args, int threads, AttentionPlan& plan) {
 
 AttentionPlan plan_tasks(const AttentionArgs& args, int threads) {
   AttentionPlan plan{max_nodes_per_task(args), args.num_kv_heads, 0, 0};
-  const int64_t most = most_nodes(args);
-  if (most == 0) return plan;
-  if (most < plan.nodes_per_task) plan.nodes_per_task = most;
+  const int64_t max_nodes = most_nodes(args);
+  if (max_nodes == 0) return plan;
+  if (max_nodes < plan.nodes_per_task) plan.nodes_per_task = max_nodes;
   count(args, threads, plan);
   if (plan.tasks < threads && plan.splits == plan.tasks) {  // neither heads nor splits keep all threads busy
     const int64_t nodes = args.qo_indptr[args.batch] - args.qo_indptr[0];

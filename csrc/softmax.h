@@ -101,27 +101,28 @@ class Weights {
   void maxima(const Scores& group, bool before, float unit, float* state_max, float* now, float* factors) const {
     int64_t node = group.first / group.rows_per_node, in_node = group.first % group.rows_per_node;
     for (int first = 0; first < group.count; first += kLanes) {
-      uint32_t sees = 0;  // bit i: row first + i sees a key of this block
+      uint32_t has_visible = 0;  // bit i: row first + i has a visible key in this block
       VecF top[kLanes];
       for (int i = 0; i < kLanes; ++i) {
         top[i] = splat(kMinusInf);
         if (first + i >= group.count) continue;
         const uint64_t visible = group.visible[node];
-        sees |= static_cast<uint32_t>(visible != 0) << i;
+        has_visible |= static_cast<uint32_t>(visible != 0) << i;
         if (++in_node == group.rows_per_node) ++node, in_node = 0;
         top[i] = highest(group.scores + (first + i) * kBlockKeys, visible, before, group.all_visible);
       }
       transpose(top);
       for (int i = 1; i < kLanes; ++i) top[0] = vmax(top[0], top[i]);
-      const VecF was = load<VecF>(state_max + first), found = top[0] * splat(unit);  // lanes past the rows are unused
-      VecF is = found > was ? found : was;
+      // Lanes past the rows are unused.
+      const VecF previous = load<VecF>(state_max + first), block_max = top[0] * splat(unit);
+      VecF maximum = block_max > previous ? block_max : previous;
       // Only scores of NaN or minus infinity: they must reach the sum.
-      is = is == splat(kMinusInf) ? hide(VecF{}, sees) : is;
-      store(now + first, is);
+      maximum = maximum == splat(kMinusInf) ? hide(VecF{}, has_visible) : maximum;
+      store(now + first, maximum);
       for (int i = 0; i < kLanes && first + i < group.count; ++i) state_max[first + i] = now[first + i];
-      is = is == splat(kMinusInf) ? VecF{} : is;  // no visible key yet: any reference gives weights of zero
-      store(now + first, is);
-      store(factors + first, exp2_nonpositive(was - is));
+      maximum = maximum == splat(kMinusInf) ? VecF{} : maximum;  // no visible key yet: any reference gives zero weights
+      store(now + first, maximum);
+      store(factors + first, exp2_nonpositive(previous - maximum));
     }
   }
 

@@ -90,7 +90,7 @@ __attribute__((noinline)) void tile(const typename Dot::Word* a, int64_t lda, B 
 // Number of passes of `tile` over its steps for this many columns.
 inline int64_t strips(int64_t columns) { return columns / kLanes / kTileVecs + columns / kLanes % kTileVecs; }
 
-// The same for all `vecs` vectors of columns.
+// Runs `tile` over all `vecs` vectors of columns.
 template <class Dot, int ROWS, bool FETCH, class B>
 inline void strip(const typename Dot::Word* a, int64_t lda, const B& b, int64_t steps, float* c, int64_t ldc,
                   const float* scale, int64_t vecs, Fetch& fetch) {

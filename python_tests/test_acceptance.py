@@ -124,7 +124,7 @@ def test_bad_accuracies_are_refused(bad: list[float]) -> None:
 
 
 def test_path_deeper_than_the_heads_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"path \[0, 0, 0\] needs 3 heads, accuracies are there for 2"):
+    with pytest.raises(ValueError, match=r"path \[0, 0, 0\] needs 3 heads, the accuracy table has 2"):
         expected_tokens_per_step([(0, 0, 0)], [[0.5], [0.5]])
 
 

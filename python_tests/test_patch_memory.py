@@ -241,7 +241,7 @@ def test_heads_for_another_model() -> None:
         ({"tree": 0}, "tree is 0"),
         ({"page_size": 0}, "page_size is 0"),
         ({"backend": "cuda"}, "unknown backend 'cuda'"),
-        ({"tree": [[0], [1, 0]]}, r"\[1, 0\] comes before its parent"),
+        ({"tree": [[0], [1, 0]]}, r"\[1, 0\] must come after its parent"),
         ({"max_batch_size": -1}, "max_batch_size is -1"),
     ],
 )

@@ -207,7 +207,7 @@ def test_ranks_of_tensor_parallel() -> None:
     assert shape.head_bytes == 3 * (8192 * 8193 + 32000 * 8192 // 8) * 2
     # What isn't divided: 4 H of the residual stream; a rank's queries and feed-forward layer are an eighth.
     assert shape.forward.per_row == max(3 * 8192 * 2 + 8 * 8192, (4 * 8192 + 3 * 28672 // 8) * 2) + 2 * 128 * 2
-    with pytest.raises(ValueError, match=r"64 query and 8 key/value heads; tp is 12, it must divide the former"):
+    with pytest.raises(ValueError, match=r"64 query heads and 8 KV heads; tp is 12, it must divide 64, and divide 8"):
         predicted_shape(spec, HeadsSpec(), 3, tp=12)
 
 

@@ -113,12 +113,12 @@ def test_refusals() -> None:
             DraftTree((-1, parent, 0), (0, 0, 0))
     with pytest.raises(ValueError, match="node 2 has rank -1"):
         DraftTree((-1, 0, 0), (0, 0, -1))
-    with pytest.raises(ValueError, match=r"path \[0, 1\] comes before its parent \[0\]"):
+    with pytest.raises(ValueError, match=r"path \[0, 1\] must come after its parent \[0\]"):
         DraftTree.from_paths([[0, 1], [0]])
-    with pytest.raises(ValueError, match=r"path \[1\] is there twice"):
+    with pytest.raises(ValueError, match=r"path \[1\] is given twice"):
         DraftTree.from_paths([[0], [1], [1]])
     for size in (0, 4):
-        with pytest.raises(ValueError, match=f"can't prune a tree of 3 nodes to {size}"):
+        with pytest.raises(ValueError, match=f"can't prune a tree of 3 nodes to {size}; size must be from 1 to 3"):
             DraftTree.chain(2).pruned(size)
 
 

@@ -99,7 +99,7 @@ class PagedKVPool(KVStorage):
 
     @property
     def cached_pages(self) -> int:
-        """Free pages with known content, for sequences with the same prefix."""
+        """Free pages with the content of finished sequences, for prefix reuse."""
         return len(self._cached)
 
     def held_pages(self, slot: int) -> int:
@@ -166,7 +166,7 @@ class PagedKVPool(KVStorage):
         return sum(page in self._users for page in self._index.match(tokens)[0])
 
     def reuse(self, slot: int, tokens: Sequence[int]) -> int:
-        """Give a sequence without pages the cached pages of the longest known prefix of its ``tokens``.
+        """Assign the cached pages of the longest matching prefix of ``tokens`` to a sequence without pages.
 
         Full pages are shared and never written to. A partly filled page moves to this sequence.
 

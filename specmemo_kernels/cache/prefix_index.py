@@ -28,10 +28,10 @@ class PrefixIndex:
         return self._prefix_of.keys()
 
     def match(self, tokens: Sequence[int]) -> tuple[list[int], int]:
-        """Pages of the longest known prefix of ``tokens``, and its length.
+        """Pages of the longest cached prefix of ``tokens``, and its length.
 
-        At least the last token is left to compute, so the full page that has it doesn't match: it would be written
-        to. A partly filled page, always the last, matches if ``tokens`` has all its tokens.
+        The last token must be computed, which writes to its page, so a full page with the last token doesn't match. A
+        partly filled page, always the last, matches if ``tokens`` has all its tokens.
         """
         size, last = self.page_size, len(tokens) - 1
         matches: list[int] = []
@@ -52,12 +52,12 @@ class PrefixIndex:
             prefix = _digest(prefix, rest)
 
     def label(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
-        """Label ``pages`` with ``tokens``, except pages whose content another page has."""
+        """Label ``pages`` with ``tokens``, except pages that duplicate a labelled page."""
         prefix, size = b"", self.page_size
         for start, page in zip(range(0, len(tokens), size), pages, strict=False):
             label = tuple(tokens[start : start + size])
             labels = self._by_prefix.get(prefix, {})
-            if page not in self._prefix_of and not any(known[: len(label)] == label for known in labels.values()):
+            if page not in self._prefix_of and not any(other[: len(label)] == label for other in labels.values()):
                 self._by_prefix.setdefault(prefix, {})[page] = label
                 self._prefix_of[page] = prefix
             prefix = _digest(prefix, label)

@@ -51,7 +51,7 @@ class Drafter(Protocol):
         """Bytes of memory, counted against the budget."""
 
     def propose(self, inputs: DraftInput) -> torch.Tensor:
-        """``[B, T]`` int64: a token for each node of ``inputs.tree``; column 0 (the root) is ignored.
+        """Propose a token for each node of ``inputs.tree``: ``[B, T]`` int64; column 0 (the root) is ignored.
 
         -1, or any token outside the vocabulary, means "no guess" and is never accepted. If the result is on the CPU,
         which needs no synchronisation, depths without a guess are dropped from the step.

@@ -48,7 +48,8 @@ class StoredHeads:
             shares = []
         if len(shares) < self.num_heads or not all(row and min(row) >= 0 and max(row) <= 1 for row in shares):
             raise HeadsError(
-                f"{self.stored.where}: its cumulative_topk_accuracy is not {self.num_heads} rows of shares"
+                f"{self.stored.where}: cumulative_topk_accuracy must have a row of shares from 0 to 1 for each of "
+                f"{self.num_heads} heads, got {rows!r}"
             )
         return shares
 
@@ -108,7 +109,7 @@ class StoredHeads:
         dtypes = {entries[key].dtype: entries[key].name for key in reversed(keys)}
         if dtype is None and len(dtypes) > 1:
             mixed = ", ".join(f"{name} is {kind}" for kind, name in reversed(dtypes.items()))
-            raise HeadsError(f"{where}: {mixed}; give dtype")
+            raise HeadsError(f"{where}: heads need one dtype, {mixed}; pass dtype to convert them")
         config_vocab = self.stored.config.get("vocab_size")
         if "own_lm_head" in self.stored.config and not self.own_lm_head and config_vocab != vocab_size:
             raise HeadsError(f"{where}: heads for vocab_size {config_vocab}, but the model has {vocab_size} ({sizes})")

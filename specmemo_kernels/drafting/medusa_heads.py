@@ -86,7 +86,7 @@ class MedusaHeads(nn.ModuleList):
         check_bits(head_bits)
         if head_bits is not None and not own_lm_head:
             raise ValueError(
-                f"MedusaHeads: head_bits is {head_bits}, but without own_lm_head there is no matrix for it"
+                f"MedusaHeads: head_bits is {head_bits}, it needs own_lm_head=True; without own matrices leave it out"
             )
         super().__init__()
         self.hidden_size = integer("MedusaHeads: hidden_size", hidden_size)

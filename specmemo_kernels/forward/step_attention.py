@@ -35,7 +35,11 @@ class StepAttention:
         self._kernels = ops.kernels(backend, pool.device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, params: AttentionParams) -> Tensor:
-        """``[N, num_qo_heads, v_head_dim]``; ``q`` ``[N, num_qo_heads, head_dim]``, ``k`` and ``v`` likewise."""
+        """Compute a layer's attention, and write its new keys and values to scratch or pages.
+
+        ``q`` is ``[N, num_qo_heads, head_dim]``, ``k`` and ``v`` have KV heads; the result is
+        ``[N, num_qo_heads, v_head_dim]``.
+        """
         pool, batch = self.pool, self.batch.to(q.device)
         k_pages, v_pages = pool.k_pages[layer], pool.v_pages[layer]
         k_scales, v_scales = pool.k_scales[layer], pool.v_scales[layer]

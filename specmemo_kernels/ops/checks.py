@@ -100,8 +100,8 @@ def page_order(k_pages: Tensor, v_pages: Tensor, scales: Scales) -> None:
     for name, tensor in tensors:
         if not swap_order(tensor, scales=name.endswith("scales")).is_contiguous():
             raise ValueError(
-                f"{name} must be contiguous, or, like all pages and scales of the call, once tokens and heads are "
-                f"exchanged; its shape is {tuple(tensor.shape)}, its strides are {tensor.stride()}"
+                f"{name} must be contiguous, or, like all pages and scales of the call, contiguous after transposing "
+                f"tokens and heads (HND); its shape is {tuple(tensor.shape)}, its strides are {tensor.stride()}"
             )
 
 

@@ -163,7 +163,7 @@ def kernels(backend: str | None, device: torch.device) -> Kernels:
 
 
 def dispatcher_active() -> bool:
-    """Whether a dispatch or function mode, a tracer or a profiler sees the calls of this thread."""
+    """Whether a dispatch or function mode, a tracer or a profiler is active in this thread."""
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()

@@ -60,7 +60,9 @@ def pack(weight: Tensor, device: torch.device | str | None = None) -> tuple[Tens
         part = slice(first, first + step)
         codes[part], scales[part] = _pack_rows(weight[part].to(device), groups)
     if not bool(scales.isfinite().all()):
-        raise ValueError("an element is not finite or beyond 524000: 4-bit codes can't represent it")
+        raise ValueError(
+            "an element is not finite or beyond 524000, the limit of 4-bit codes; load these heads without head_bits"
+        )
     return codes, scales
 
 

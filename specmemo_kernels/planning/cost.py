@@ -51,8 +51,9 @@ class Message:
     gathered: bool
 
     def seconds(self, device: DeviceProfile, tp: int) -> float:
-        """Ring algorithms (Patarasuk and Yuan 2009): ``tp - 1`` steps of ``nbytes`` for an all-gather, ``2 (tp - 1)``
-        of ``nbytes / tp`` for an all-reduce.
+        """Seconds of the collectives, by ring algorithms (Patarasuk and Yuan 2009).
+
+        An all-gather takes ``tp - 1`` steps of ``nbytes``, an all-reduce ``2 (tp - 1)`` steps of ``nbytes / tp``.
         """
         steps, part = (tp - 1, self.nbytes) if self.gathered else (2 * (tp - 1), self.nbytes / tp)
         return self.count * device.collective_seconds(steps, steps * part)

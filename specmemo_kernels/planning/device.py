@@ -86,7 +86,9 @@ class DeviceProfile:
         return next(name for name in (dtype, "float16", "float32", *self.matmul_rate) if name in self.matmul_rate)
 
     def linear_seconds(self, weights: float, weight_bytes: float, rows: int, dtype: str, matrices: float = 0) -> float:
-        """Seconds to multiply ``rows`` rows with ``matrices`` of ``weights`` elements, ``weight_bytes`` bytes, in all.
+        """Seconds to multiply ``rows`` rows with ``matrices`` matrices, of ``weights`` elements in total.
+
+        ``weight_bytes``: bytes of all these elements.
 
         By the measured curve, interpolated, or else by the roofline (:meth:`kernel_seconds`).
         """

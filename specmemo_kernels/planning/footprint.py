@@ -287,8 +287,8 @@ def check_ranks(spec: ModelSpec, tp: int) -> None:
     """Raise ``ValueError`` unless ``tp`` ranks can share the model's heads."""
     if not ranks_share(spec.num_qo_heads, spec.num_kv_heads, tp):
         raise ValueError(
-            f"{spec.name} has {spec.num_qo_heads} query and {spec.num_kv_heads} key/value heads; tp is {tp}, it must "
-            "divide the former, and divide the latter or be a multiple of them"
+            f"{spec.name} has {spec.num_qo_heads} query heads and {spec.num_kv_heads} KV heads; tp is {tp}, it must "
+            f"divide {spec.num_qo_heads}, and divide {spec.num_kv_heads} or be a multiple of it"
         )
 
 

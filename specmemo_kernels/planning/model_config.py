@@ -74,7 +74,7 @@ def _size_or_0(text: Mapping[str, Any], name: str, *keys: str) -> int:
     key = next((key for key in keys if text.get(key) is not None), keys[0])
     value = text.get(key) or 0
     if not isinstance(value, int | float) or not 0 <= value < 1 << 63:
-        raise ValueError(f"the configuration of {name} has {key}={value!r}, a size is needed")
+        raise ValueError(f"the configuration of {name} has {key}={value!r}, expected a number of at least 0")
     return int(value)
 
 

@@ -103,7 +103,7 @@ def plan_memory(
 
     Args:
         model, device, options: as for :func:`plan_request`.
-        budget: bytes, or ``"16GiB"``; ``None``, and at most: the device's memory.
+        budget: bytes, or ``"16GiB"``, clamped to the device's memory; ``None``: the device's memory.
 
     Raises:
         BudgetError: nothing fits; the message has the largest part and what would fit.

@@ -101,7 +101,10 @@ def expected_tokens_per_step(tree: DraftTree | Sequence[Sequence[int]], cumulati
     total = 1.0
     for path in paths:
         if len(path) > len(p):
-            raise ValueError(f"path {list(path)} needs {len(path)} heads, accuracies are there for {len(p)}")
+            raise ValueError(
+                f"path {list(path)} needs {len(path)} heads, the accuracy table has {len(p)}; "
+                "add rows or shorten the path"
+            )
         total += math.prod(p[depth][rank] for depth, rank in enumerate(path))
     return total
 

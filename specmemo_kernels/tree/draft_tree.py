@@ -60,7 +60,8 @@ class DraftTree:
             if min(path) < 0:
                 raise ValueError(f"tree: path {list(path)} has a rank below 0")
             if path in index or path[:-1] not in index:
-                problem = "is there twice" if path in index else f"comes before its parent {list(path[:-1])}"
+                parent = list(path[:-1])
+                problem = "is given twice; remove one" if path in index else f"must come after its parent {parent}"
                 raise ValueError(f"tree: path {list(path)} {problem}")
             parents.append(index[path[:-1]])
             ranks.append(path[-1])
@@ -99,7 +100,7 @@ class DraftTree:
     def pruned(self, size: int) -> DraftTree:
         """The tree of the first ``size`` nodes."""
         if not 1 <= size <= self.size:
-            raise ValueError(f"can't prune a tree of {self.size} nodes to {size}")
+            raise ValueError(f"can't prune a tree of {self.size} nodes to {size}; size must be from 1 to {self.size}")
         return self if size == self.size else DraftTree(self.parents[:size], self.ranks[:size])
 
     def truncated(self, depth: int) -> DraftTree:

@@ -132,7 +132,7 @@ def _check_arguments(module: nn.Module, others: dict[str, Any], **numbers: float
         if value is None or name in _NO_EFFECT:
             continue
         if name not in _ONLY:
-            raise unsupported(module, f"passes {name!r} to its attention function, which can't be expressed")
+            raise unsupported(module, f"passes {name!r} to its attention function, which isn't supported")
         if isinstance(value, torch.Tensor) or value != _ONLY[name]:
             raise unsupported(module, f"passes {name}={value!r} to its attention function, not {_ONLY[name]!r}")
     for name, value in numbers.items():

@@ -42,10 +42,12 @@ def check_config(config: Any) -> None:
         raise UnsupportedModel(f"{name} is an encoder-decoder model; only decoders can be patched")
     kinds = set(getattr(text, "layer_types", None) or ())
     if kinds - _LAYER_TYPES:
-        raise UnsupportedModel(f"{name} has layers of type {sorted(kinds - _LAYER_TYPES)}, which can't be expressed")
+        raise UnsupportedModel(
+            f"{name} has layers of type {sorted(kinds - _LAYER_TYPES)}; supported are {', '.join(sorted(_LAYER_TYPES))}"
+        )
     for setting in ("attention_chunk_size", "alibi"):
         if getattr(text, setting, None):
-            raise UnsupportedModel(f"{name} sets {setting}={getattr(text, setting)!r}, which can't be expressed")
+            raise UnsupportedModel(f"{name} sets {setting}={getattr(text, setting)!r}, which isn't supported")
 
 
 def rope_limit(config: Any) -> int | None:
@@ -115,7 +117,7 @@ def check_equivalence(
         ``windows`` and ``cached_tokens`` of :class:`specmemo_kernels.integrations.hf.target.ModelFacts`.
 
     Raises:
-        UnsupportedModel: the model's attention masks can't be expressed, or the hidden states differ.
+        UnsupportedModel: its attention masks are not supported, or the hidden states differ.
     """
     tokens = _prompt(model.config, vocab_size).to(device)
     positions = torch.arange(len(tokens), device=device)
