@@ -11,13 +11,15 @@ per head. All take turns, and each reads all weights, so none finds them in a ca
 - On a CPU ``products_ms``: the operator ``linear``. ``rest_ms``: the step without them.
 - ``floor_ms``: max(bytes of the weights / read bandwidth, flops / GEMM rate), both measured in the same turns.
   ``vs_floor``: the step over it.
-- ``llama_cpp_ms`` (``--llama-cpp``): a pass of llama.cpp over as many tokens of one sequence, with the same weights.
+- ``llama_cpp_ms`` (``--llama-cpp``; needs ``pip install llama-cpp-python gguf``): a pass of llama.cpp over as many
+  tokens of one sequence, with the same weights.
 
 The step's parts come from torch's profiler (``bench/step_profile.py``), in separate steps.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -205,6 +207,9 @@ def main(
     """Measure, print a table and write JSON."""
     if llama_cpp and device != "cpu":
         raise typer.BadParameter(f"llama.cpp runs on the CPU here, got --device {device}")
+    if llama_cpp and not all(importlib.util.find_spec(name) for name in ("llama_cpp", "gguf")):
+        print("llama.cpp: llama_cpp or gguf isn't installed")
+        llama_cpp = False
     rows = [
         measure(name, kind, None if size == "plan" else int(size), context, own, seconds, device, graph, llama_cpp)
         for name in shape.split(",")
