@@ -24,11 +24,11 @@ def test_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     lines = [json.dumps({"turns": [text * repeats]}) for repeats in (1, 5) for text in TEXTS]
     questions, result = tmp_path / "question.jsonl", tmp_path / "result.json"
     questions.write_text("\n".join(lines))
-    options: dict[str, Any] = {"limit": 10, "prompt_tokens": 64, "new_tokens": 12, "pages": 0.3, "json_": result}
+    options: dict[str, Any] = {"limit": 6, "prompt_tokens": 64, "new_tokens": 12, "pages": 0.3, "json_": result}
     bench.main(questions, "none,medusa,lookup,draft", "1,4", "16", cost=False, **options)
     rows = json.loads(result.read_text())["tokens"]
     assert len(rows) == 8
-    assert all(row["identical"] == row["prompts"] == 10 for row in rows)
+    assert all(row["identical"] == row["prompts"] == 6 for row in rows)
     assert len({row["digest"] for row in rows}) == 1
     assert sum(row["preemptions"] for row in rows) > 0
     assert all((row["tokens_per_step"] > 1) == (row["drafter"] != "none") for row in rows)

@@ -107,7 +107,7 @@ HOOKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before patching", "after patching"])
+@pytest.mark.parametrize("before", sample([True, False], [False]), ids=["before patching", "after patching"])
 @pytest.mark.parametrize("attach", HOOKS, ids=lambda attach: attach.__name__.strip("_"))
 def test_foreign_code_acts(attach: Change, before: bool) -> None:
     twin, model = tiny_model("llama", seed=31), tiny_model("llama", seed=31)
@@ -465,7 +465,7 @@ def test_last_token_masked(model: PreTrainedModel) -> None:
             assert torch.equal(greedy(model, case, 20, pad_token_id=0, eos_token_id=1), expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("family", sample(["llama", "mistral", "gemma3_text", "gpt_oss"], ["llama", "gemma3_text"]))
 def test_holes_in_the_mask(family: str) -> None:
     """transformers counts a sliding window in positions of the padded row, holes included."""
     generator = torch.Generator().manual_seed(0)
@@ -482,7 +482,7 @@ def test_holes_in_the_mask(family: str) -> None:
         assert (handle.stats.steps == 0) == windowed
 
 
-@pytest.mark.parametrize("token", [-1, -100, VOCAB, 2**40])
+@pytest.mark.parametrize("token", sample([-1, -100, VOCAB, 2**40], [-100, VOCAB]))
 def test_tokens_that_are_none(model: PreTrainedModel, token: int) -> None:
     """Token ids outside the vocabulary: the embedding's error, as unpatched; the next call works."""
     inputs = batch((9, 6))

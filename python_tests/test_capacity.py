@@ -53,7 +53,7 @@ def ends_after(tokens: int):  # type: ignore[no-untyped-def]
     return lambda ids: len(ids) >= tokens
 
 
-@pytest.mark.parametrize("drafter", sample(["heads", "graph", "model", "lookup"], ["heads", "graph"]))
+@pytest.mark.parametrize("drafter", sample(["heads", "graph", "model", "lookup"], ["graph"]))
 def test_pages_come_as_they_are_needed(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a budget the pool grows with the text, sequences keep their pages, and no token is lost."""
     monkeypatch.setattr(page_demand, "FIRST_TOKENS", 24)

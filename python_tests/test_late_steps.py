@@ -218,7 +218,7 @@ def test_scarce_memory(model: PreTrainedModel) -> None:
     places=st.integers(1, 4),
     share=st.sampled_from([0.0, 0.6, 1.0]),
 )
-@settings(max_examples=examples(12), deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 def test_few_pages(seed: int, room: int, page_size: int, places: int, share: float) -> None:
     """Requests of all lengths in pools slightly larger than the longest: queued, preempted, right."""
     model = tiny_model("llama", seed=11)

@@ -67,7 +67,7 @@ def test_a_draft_model_of_two_targets(first: int, threads: bool) -> None:
 
 
 @pytest.mark.parametrize("order", sample(["draft first", "target first"], ["draft first"]))
-@pytest.mark.parametrize("patched_first", ["draft", "target"])
+@pytest.mark.parametrize("patched_first", sample(["draft", "target"], ["draft"]))
 def test_a_draft_model_that_is_patched_itself(patched_first: str, order: str) -> None:
     small, target = models(2)
     before = [snapshot(model) for model in (small, target)]
@@ -107,7 +107,7 @@ def tied(part: str) -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 @pytest.mark.parametrize("part", ["lm_head", "model"])
-@pytest.mark.parametrize("last", [0, 1])
+@pytest.mark.parametrize("last", sample([0, 1], [0]))
 def test_models_with_a_module_in_common(part: str, last: int) -> None:
     """Both patched, one unpatched: the other one still works."""
     pair = tied(part)

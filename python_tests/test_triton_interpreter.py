@@ -173,7 +173,7 @@ class TestInterpreter:
                 assert torch.equal(got[bounds[index] : bounds[index + 1]], wanted)
 
     @pytest.mark.parametrize("dtype", sample((torch.float32, torch.float16), [torch.float16]), ids=str)
-    @pytest.mark.parametrize("length", sample((27, 60, 128), [27]))
+    @pytest.mark.parametrize("length", sample((27, 128), [27]))
     @pytest.mark.usefixtures("ordered_dots")
     def test_invariant_chain_is_decoding(self, length: int, dtype: torch.dtype) -> None:
         nodes = 9
