@@ -164,6 +164,33 @@ def engines() -> str:
     return table(header, rows, "engines_cpu")
 
 
+# --- invariant mode --------------------------------------------------------------------------------------------------
+
+
+def invariant() -> dict[str, str]:
+    """Equal outputs over all settings, and the speed of both modes."""
+    rows = [row for chunk in (16, 256) for row in load(f"invariant_chunk{chunk}_cpu")["tokens"]]
+    equal, prompts = len({row["digest"] for row in rows}) == 1, rows[0]["prompts"]
+    costs = [
+        [
+            row["drafter"],
+            row["batch"],
+            f"{row['tokens_per_s']:.0f}",
+            f"{row['default_tokens_per_s']:.0f}",
+            f"{row['relative']:.2f}",
+            f"{row['default_identical']} of {row['prompts']}",
+        ]
+        for row in load("invariant_cost_cpu")["cost"]
+    ]
+    header = ["drafter", "batch", "tokens/s", "default mode", "ratio", "same outputs in both modes"]
+    return {
+        "invariant.equal": f"all {prompts} prompts' outputs are" if equal else "not all outputs are",
+        "invariant.settings": str(len(rows)),
+        "invariant.preemptions": f"{sum(row['preemptions'] for row in rows):,}",
+        "invariant.cost": table(header, costs, "invariant_cost_cpu"),
+    }
+
+
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 DRAFTERS = {"medusa": "Medusa heads", "lookup": "prompt lookup", "draft": "draft model"}
@@ -367,6 +394,7 @@ def figures() -> dict[str, str]:
         "heads.source": f"\n\n{caption('head_quality')}\n\n",
         **headline(),
         **batch_values(),
+        **invariant(),
         **chat_values(),
         **quality_values(),
         **ops_values(),

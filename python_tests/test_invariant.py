@@ -115,5 +115,5 @@ def test_an_operation_that_compares_rows_is_refused() -> None:
 
     model = bf16_model()
     model.model.norm.__class__ = Centred
-    with pytest.raises(UnsupportedModel, match=r"computes other bits for|something beside attention mixes tokens"):
+    with pytest.raises(UnsupportedModel, match=r"computes other bits for|an operation besides attention mixes tokens"):
         sk.patch(model, "prompt-lookup", invariant=True)

@@ -25,7 +25,7 @@ from specmemo_kernels.integrations.hf.pool import GraphUse
 
 TREE = sk.DraftTree.from_paths(_bushy_paths(14))
 pytestmark = pytest.mark.usefixtures("gpu_overlap")
-PAUSES = {"a prompt is being computed beside", "too few pages are free"}
+PAUSES = {"a prompt is in prefill", "too few pages are free"}
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def test_what_the_host_decides_is_decided_there(model: PreTrainedModel, options:
                 sk.unpatch(model)
             torch.manual_seed(3)
             outputs.append(model.generate(**inputs, max_new_tokens=15, **{"do_sample": False, **options}))
-        assert handle.stats.eager_reasons == {"tokens are drawn or processed on the host": handle.stats.steps}
+        assert handle.stats.eager_reasons == {"sampling or logits processors run on the host": handle.stats.steps}
         assert handle.stats.graph_steps == 0
     assert torch.equal(*outputs)
 
@@ -182,7 +182,7 @@ def test_a_batch_of_both(model: PreTrainedModel) -> None:
         wanted = [completion.tokens for completion in sk.generate_batch(model, requests)]
     with sk.patch(model, random_heads(model), tree=6, graph=True) as handle:
         assert [completion.tokens for completion in sk.generate_batch(model, requests)] == wanted
-        assert handle.stats.eager_reasons["tokens are drawn or processed on the host"] > 3
+        assert handle.stats.eager_reasons["sampling or logits processors run on the host"] > 3
         assert handle.stats.graph_steps > 10
 
 

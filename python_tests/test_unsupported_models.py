@@ -151,7 +151,7 @@ def test_tokens_that_mix_outside_of_attention() -> None:
     """Layers that read neighbouring rows would read other branches of a tree."""
     model = tiny_model("llama")
     model.model.layers[1].register_forward_pre_hook(lambda _, args: (args[0] + args[0].roll(1, dims=1), *args[1:]))
-    refused(model, "something beside attention mixes tokens")
+    refused(model, "an operation besides attention mixes tokens")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

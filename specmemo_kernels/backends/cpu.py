@@ -24,8 +24,8 @@ _KV_TYPES = {torch.int8: 1, torch.float8_e4m3fn: 2}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}  # csrc/kernels.h
 
-#: Rows up to which :func:`linear` is faster than torch's product in the same dtype, where torch has a fast one. On an
-#: EPYC with AVX2 in float32 1.0 to 1.4 times as fast at 64 rows (Llama shapes of 125M and 1.1B).
+#: Rows up to which :func:`linear` is faster than torch's product, in dtypes where torch has a fast product. At 64 rows
+#: in float32 it is 1.0 to 1.4 times as fast (EPYC, AVX2, Llama shapes of 125M and 1.1B).
 _FEW_ROWS = 64
 
 
@@ -43,10 +43,10 @@ def check_device(tensor: Tensor) -> None:
         )
 
 
-#: Online softmax over 64-key blocks, splits of 512 tokens merged in order: the same bits in any batch. ``max_qo_len``,
-#: ``max_seq_len`` and ``min_qo_len`` are ignored: the exact lengths are on the host. Blocks and splits have fixed
-#: positions; ``invariant`` excludes the kernel for up to 8 rows (nodes times query heads per KV head), which sums in
-#: another order.
+#: Online softmax over 64-key blocks; splits of 512 tokens are merged in order. Blocks and splits have fixed positions,
+#: so a row's bits don't depend on the batch. Up to 8 rows (nodes times query heads per KV head) use a kernel that sums
+#: in another order, unless ``invariant``. ``max_qo_len``, ``max_seq_len`` and ``min_qo_len`` are ignored: the exact
+#: lengths are on the host.
 tree_attention = _cpu.tree_attention
 
 #: Copy (or quantise) every new row to its sequence's pages.
@@ -90,7 +90,7 @@ def split_workspace(*, num_qo_heads: int, num_kv_heads: int, v_head_dim: int, **
 
 
 def lm_head_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The best token of each row."""
+    """The argmax token of each row; ties go to the lower token."""
     return lm_head_topk(hidden, weight, bias, 1)[1][:, 0]
 
 
@@ -106,8 +106,7 @@ def lm_head_topk(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, invariant: bool) -> Tensor:
-    """``x @ weight.T + bias``, each weight read once for 32 rows; torch's product for more than
-    :func:`few_rows`."""
+    """``x @ weight.T + bias``; reads the weights once per 32 rows, and uses torch above :func:`few_rows`."""
     if scales is None and not invariant and _many_rows(x):
         return functional.linear(x, weight, bias)
     return _cpu.linear(_rows(x), weight, bias, scales)

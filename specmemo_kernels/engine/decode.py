@@ -1,4 +1,4 @@
-"""The speculative loop: draft trees, verify them in one forward pass beside prompt chunks, commit the accepted nodes.
+"""The speculative loop: draft trees, verify them in one forward pass with prompt chunks, commit the accepted nodes.
 
 A step is a transaction: all tensors are allocated first, then the sequences change, on the host only. A failure before
 that, such as an allocation, leaves every sequence as it was, and the step can be retried.
@@ -29,7 +29,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class _StepTiming:
-    """``started``: ``time.perf_counter()``; ``drafting``: seconds of the drafter; ``behind``: its missing tokens."""
+    """``started``: ``time.perf_counter()``; ``drafting``: drafter seconds; ``behind``: tokens it computed first."""
 
     started: float
     drafting: float
@@ -42,10 +42,11 @@ class SpecDecoder:
     Args:
         tree: the largest tree of a step.
         pool: pages; every open sequence holds a row of its block table.
-        prefill_chunk: most prompt tokens per forward pass.
-        backend: of the operators.
+        prefill_chunk: maximum prompt tokens of a pass without trees. A pass with trees has at most
+            ``max(prefill_chunk, pool.max_nodes)`` rows in total.
+        backend: name of the operators' backend.
         chooser: prunes the tree before each step; ``None``: every step verifies the whole tree.
-        overlapped: overlap scheduling; ``None``: each step is read before the next is launched.
+        overlapped: runs steps from device state, on a GPU overlapped with the host; ``None``: all steps run eagerly.
         agree: as in :func:`propose`.
 
     Attributes:
@@ -234,7 +235,7 @@ class SpecDecoder:
         nodes, depth = (0, 0) if trees is None else (trees.num_tree_nodes, trees.max_depth)
         chunk: Chunk | None = None
         if self.prefilling:
-            # The plan counts the larger of a chunk and all trees.
+            # The plan budgets max(prefill_chunk, max_nodes) rows: the chunk gets the rows that the trees leave.
             room = self.prefill_chunk if trees is None else max(self.prefill_chunk, self.pool.max_nodes) - nodes
             chunk = next_chunk(self.prefilling, room, self.pool, self.target.device)
         emitting = [*running, *(chunk.fresh if chunk is not None else ())]
@@ -248,9 +249,9 @@ class SpecDecoder:
         emitted = [] if verdict is None else verdict.emitted
         finished = self.advance(running, emitted, nodes, depth, hidden.unbind(0), chunk)
         if self.chooser is not None and timing is not None and verdict is not None and trees is not None and trees.tree:
-            rest = time.perf_counter() - timing.started - timing.drafting
+            seconds = time.perf_counter() - timing.started - timing.drafting
             last = verdict.last[: len(running)]
-            self.chooser.stepped(trees.tree, last, rest if chunk is None else None, timing.drafting, timing.behind)
+            self.chooser.stepped(trees.tree, last, seconds if chunk is None else None, timing.drafting, timing.behind)
         return finished
 
     def advance(

@@ -25,7 +25,7 @@ _DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
 class HostCapture:
-    """Records the operators of a function. Writes to tensors from outside are recorded, not executed.
+    """Records a function's operators. Writes to tensors that it didn't allocate are not executed.
 
     Implements :class:`specmemo_kernels.engine.step_graph.Capture`.
 
@@ -33,8 +33,8 @@ class HostCapture:
         ValueError: ``device`` isn't a CPU.
     """
 
-    #: Recording takes as long as 3 to 9 eager steps, and a replay saves a sixth to a half of one (models of 125 and 7
-    #: million parameters), so a step that comes a few times only isn't recorded.
+    #: Recording takes as long as 3 to 9 eager steps. A replay saves a sixth to a half of an eager step (models of 125
+    #: and 7 million parameters). So steps that run only a few times aren't recorded.
     after = 8
     nbytes = 0  # temporaries are freed in every replay
 
@@ -103,7 +103,7 @@ class _Recorder(TorchDispatchMode):
         written = list(_written(func, args, kwargs))
         outside = [x for x in written if _storage(x) not in self._variables]
         if outside and (len(outside) < len(written) or len(func._schema.returns) > 1):
-            raise RuntimeError(f"{func} writes to a tensor from outside and returns others")
+            raise RuntimeError(f"{func} writes to a tensor that the step didn't allocate, and has other results")
         known = {_storage(x) for x in _tensors((*args, *kwargs.values()))}
         result = (written[0] if func._schema.returns else None) if outside else func(*args, **kwargs)
         results = [result] if isinstance(result, Tensor) else list(result or ())

@@ -76,11 +76,11 @@ class OverlappedSteps:
     def why_not(self, decoder: SpecDecoder) -> str | None:
         """Why the decoder's next step can't be launched now; ``None`` if it can, with its pages reserved."""
         if decoder.prefilling:
-            return "a prompt is being computed beside"
+            return "a prompt is in prefill"
         if self.suspended or decoder.max_tree < decoder.tree.size:
             return "memory is low"
         if not decoder.verifier.is_greedy(decoder.sequences):
-            return "tokens are drawn or processed on the host"
+            return "sampling or logits processors run on the host"
         if not self.steps.target.static:
             return "the target's forward pass needs the host"
         if self.steps.failed:
@@ -156,7 +156,7 @@ class OverlappedSteps:
             self._flights.popleft()
             return []
         hidden = None
-        if len(self._flights) == 1:  # the next step may run from the host
+        if len(self._flights) == 1:  # the last step in flight: an eager step, which reads them, may follow
             states = self.steps.hidden(len(flight.sequences))
             hidden = [states[row] for row in rows]
         alive, accepted = [flight.sequences[row] for row in rows], [emitted[row] for row in rows]

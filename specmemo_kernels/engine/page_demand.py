@@ -16,7 +16,7 @@ FIRST_TOKENS = 4096
 def slots_to_end(sequence: SequenceState, slots_ahead: int, growing: bool) -> int:
     """Most KV slots of a sequence, with ``slots_ahead`` for candidates behind its last token.
 
-    ``growing``: only for the new tokens for which pages are allocated ahead (:data:`FIRST_TOKENS`).
+    ``growing``: pages grow with the sequence; count only the part allocated ahead (:data:`FIRST_TOKENS`).
     """
     tokens = sequence.max_new_tokens
     if growing:
@@ -42,7 +42,7 @@ class PageDemand:
     growing: bool
 
     def to_end(self, sequence: SequenceState) -> int:
-        """Most pages of a sequence, as far as they are allocated ahead."""
+        """Pages for a sequence's whole length, or with ``growing`` for the part allocated ahead."""
         return pages_for(slots_to_end(sequence, self.slots_ahead, self.growing), self.page_size)
 
     def next_step(self, sequence: SequenceState) -> int:
@@ -52,8 +52,8 @@ class PageDemand:
     def of_pool(self, sequences: Sequence[SequenceState], num_pages: int, spare: bool) -> int:
         """Pages that a pool of ``num_pages`` should have for ``sequences``, oldest first.
 
-        With ``spare``: to the ends of all sequences, at least ``num_pages``. Else to the end of the oldest sequence,
-        and for one step of the others.
+        With ``spare``: never fewer than ``num_pages``; ``max_pages``, or with ``growing`` only :meth:`to_end` of all
+        sequences. Else to the end of the oldest sequence, and one step of the others.
         """
         if spare or not sequences:
             pages = min(self.max_pages, sum(map(self.to_end, sequences))) if self.growing else self.max_pages

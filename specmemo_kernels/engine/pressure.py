@@ -78,8 +78,9 @@ class DegradationLevel:
 
 
 def levels(max_tree: int, prefill_chunk: int, max_sequences: int, heads: bool) -> tuple[DegradationLevel, ...]:
-    """The levels from full use down: fewer rows per pass, no spare pages, no drafter (if ``heads``: it can be
-    offloaded), fewer sequences.
+    """The levels from full use down: fewer rows per pass, no spare pages, no drafter, fewer sequences.
+
+    ``heads``: the drafter can be offloaded; otherwise that level is left out.
     """
     steps_down = [DegradationLevel(max_tree, prefill_chunk, True, True, max_sequences)]
     while steps_down[-1].max_tree > 1 or steps_down[-1].prefill_chunk > _MIN_CHUNK:
@@ -94,10 +95,10 @@ def levels(max_tree: int, prefill_chunk: int, max_sequences: int, heads: bool) -
 
 
 class MemoryMonitor(Protocol):
-    """Reads and increases the free memory between steps."""
+    """Interface: reads the devices' free memory and returns cached memory to them."""
 
     def free(self) -> int:
-        """Free bytes on the device with the least."""
+        """Free bytes on the device with the least free memory."""
 
     def release_cached(self) -> None:
         """Return memory cached by allocators to the device."""
@@ -116,7 +117,9 @@ class DeviceMonitor:
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self.devices = sorted(set(devices), key=str)
         if any(device.type == "cpu" for device in self.devices) and not Path("/proc/self/status").exists():
-            raise ValueError("keep_free: free memory of a CPU is read from /proc, which this system doesn't have")
+            raise ValueError(
+                "keep_free: free memory of a CPU is read from /proc, which this system lacks; leave keep_free out"
+            )
 
     def free(self) -> int:
         return min(free_bytes(device) for device in self.devices)
@@ -148,7 +151,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 class MemoryPressureController:
-    """The degradation level in force, from generation to generation.
+    """Holds the degradation level across generations; lowers it under memory pressure, raises it afterwards.
 
     Args:
         levels: of :func:`levels`.

@@ -56,7 +56,7 @@ class Sampling:
     typical: TypicalAcceptance | None = None
 
     def __post_init__(self) -> None:
-        positive_number("temperature", self.temperature, hint=" (leave sampling out to be greedy)")
+        positive_number("temperature", self.temperature, hint=" (leave sampling out for greedy decoding)")
         positive_number("top_p", self.top_p, 1)
         object.__setattr__(self, "top_k", integer("top_k", self.top_k, 0, or_else=" (0: all tokens)"))
         object.__setattr__(self, "seed", integer("seed", self.seed, *SEEDS))
@@ -74,7 +74,7 @@ class Sampling:
     def probabilities(self, logits: Tensor) -> Tensor:
         """``[V]`` float32 from ``logits`` ``[V]``: temperature, then top-k, then top-p, as transformers orders them.
 
-        Ties at the k-th logit all stay.
+        All tokens tied with the k-th logit are kept.
         """
         scores = logits.float() / self.temperature
         if 0 < self.top_k < len(scores):

@@ -33,10 +33,11 @@ class Scheduler:
 
     An allocation that fails inside a step changes no sequence: the degradation level is lowered and the step retried.
     Lower levels free memory step by step. A smaller tree frees scratch and activations. A smaller pool frees spare
-    pages; all sequences are preempted for the reallocation. Then the drafter moves to the host.
+    pages; all sequences are preempted for the reallocation. Then the drafter moves to the host. At the
+    lowest levels fewer sequences run at once.
 
     Args:
-        decoder: without sequences; only the scheduler admits to it.
+        decoder: a decoder without sequences; only the scheduler may call its ``admit``.
         max_sequences: most sequences at once, within the rows of the decoder's block table.
         memory_pressure: the degradation level in force; ``None``: a controller that only reacts to failed allocations.
         max_pages: most pages of the pool when memory isn't low; ``None``: its current number.
@@ -203,14 +204,14 @@ class Scheduler:
         if level is self._applied:
             return
         self._applied = None
-        decoder, places = self.decoder, min(level.max_sequences, self.max_sequences)
+        decoder, max_active = self.decoder, min(level.max_sequences, self.max_sequences)
         decoder.limit(level.max_tree, level.prefill_chunk, memory_low=self.memory_pressure.shrunk > 0)
-        nodes = min(level.max_tree, decoder.tree.size) * places
+        nodes = min(level.max_tree, decoder.tree.size) * max_active
         if decoder.pool.max_nodes < nodes or (self.memory_pressure.shrunk and decoder.pool.max_nodes > nodes):
             decoder.pool.resize_scratch(nodes)
-        while len(self.active) > places:
+        while len(self.active) > max_active:
             self._preempt(self.active[-1])
-        pages = self._pages_wanted(level, places)
+        pages = self._pages_needed(level, max_active)
         if decoder.pool.num_pages != pages:
             self._resize(pages)
         self._residency.ensure(level.heads, level.prefill_chunk)
@@ -218,8 +219,8 @@ class Scheduler:
             release_cached({kv.device for kv in decoder.pool.layers})
         self._applied = level
 
-    def _pages_wanted(self, level: DegradationLevel, places: int) -> int:
-        running = sorted((*self.active, *self._waiting), key=_arrival)[:places]
+    def _pages_needed(self, level: DegradationLevel, max_active: int) -> int:
+        running = sorted((*self.active, *self._waiting), key=_arrival)[:max_active]
         return self.demand.of_pool(running, self.decoder.pool.num_pages, level.spare_pages)
 
     def _resize(self, pages: int) -> None:
@@ -234,7 +235,7 @@ class Scheduler:
         if not self.demand.growing or not level.spare_pages:
             return False
         self.decoder.drain()
-        pages = self._pages_wanted(level, min(level.max_sequences, self.max_sequences))
+        pages = self._pages_needed(level, min(level.max_sequences, self.max_sequences))
         if pages <= pool.num_pages:
             return False
         pool.grow(pages)
@@ -253,8 +254,8 @@ class Scheduler:
     def _admit(self) -> None:
         """Admit waiting sequences in order while there are pages for their next step."""
         pool, level = self.decoder.pool, self.memory_pressure.level
-        places = min(self.max_sequences, level.max_sequences)
-        while self._waiting and (active := len(self.active)) < places:
+        max_active = min(self.max_sequences, level.max_sequences)
+        while self._waiting and (active := len(self.active)) < max_active:
             sequence = self._waiting[0]
             if not active and self.demand.to_end(sequence) > pool.num_pages:  # after the pool has shrunk
                 self._resize(self.demand.to_end(sequence))
@@ -265,7 +266,7 @@ class Scheduler:
             del self._waiting[0]
 
     def _fits(self, sequence: SequenceState) -> bool:
-        """Whether pages are free for its next step, and another page for each running sequence that may still grow."""
+        """Whether pages are free for the sequence's next step, and one more for each sequence that may still grow."""
         pool = self.decoder.pool
         growing = sum(self.demand.to_end(s) > pool.held_pages(s.slot) for s in self.active)
         missing = self.demand.next_step(sequence) + growing - pool.free_pages

@@ -18,7 +18,7 @@ from specmemo_kernels.tree.draft_tree import DraftTree
 
 Tensor = torch.Tensor
 
-#: Steps cached, the last used ones. The memory plan counts them.
+#: Maximum number of cached steps (LRU). The memory plan budgets for all of them.
 MAX_STEPS = 8
 
 
@@ -75,8 +75,9 @@ class _CachedStep:
 
 
 class StepCache:
-    """Steps by shape over one state, each captured after some eager runs. Steps are dropped when the pool reallocates
-    its tensors.
+    """LRU cache of device steps by shape, which share one state; captures each step after some eager runs.
+
+    The steps are dropped when the pool reallocates its tensors.
 
     Args:
         sequences: most sequences per step.
@@ -149,7 +150,7 @@ class StepCache:
                 del self._steps[next(iter(self._steps))]
             step = DeviceStep(shape, tree, self._state, self.target, self.drafter, self.pool, self.backend)
             cached = _CachedStep(step)
-        self._steps[shape] = cached  # the newest comes last
+        self._steps[shape] = cached  # reinserted at the end: the first key is the least recently used
         cached.step.use(tree)
         timed = cached.runs > 0
         if self._make_capture is not None and cached.runs >= self.after and cached.replay is None:

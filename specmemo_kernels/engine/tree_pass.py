@@ -61,7 +61,7 @@ def propose(
     expected = (len(sequences), tree.size)
     if not isinstance(draft, Tensor):
         raise wrong_type(
-            f"the answer of {type(drafter).__name__}.propose", draft, f"a torch.int64 tensor of shape {expected}"
+            f"the result of {type(drafter).__name__}.propose", draft, f"a torch.int64 tensor of shape {expected}"
         )
     if tuple(draft.shape) != expected or draft.dtype != torch.int64:
         raise ValueError(

@@ -48,7 +48,7 @@ class DeviceVerdict:
 
 
 class Verifier(Protocol):
-    """Selects the accepted nodes. ``needs_logits``: it reads rows of logits, not only the best tokens."""
+    """Selects the accepted nodes. ``needs_logits``: reads rows of logits, not only argmax tokens."""
 
     needs_logits: bool
 

@@ -102,7 +102,10 @@ def specmemo_attention(
     """
     current = _current.get()
     if current is None:
-        raise RuntimeError("the specmemo attention function was called outside of a specmemo step")
+        raise RuntimeError(
+            f"the attention function {ATTENTION_NAME!r} was called outside of a speculative step; don't set it as "
+            "attn_implementation, call specmemo_kernels.patch(model, heads)"
+        )
     call, windows, _ = current
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     _check_arguments(module, kwargs, scaling=scaling, sliding_window=sliding_window, softcap=softcap)

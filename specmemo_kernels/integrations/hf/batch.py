@@ -147,7 +147,7 @@ class BatchRun:
                 self._sent[index] = -1 if sequence.finished else sequence.emitted
 
     def abort(self, index: int) -> None:
-        """End a request, from any thread: frees its pages; its last piece is next.
+        """Abort a request, from any thread. Its pages are freed, and the next step yields its last piece.
 
         While another thread runs a step, the request ends after that step, perhaps with the step's tokens. For a tensor
         parallel model only rank 0's calls have an effect, from the next step on.

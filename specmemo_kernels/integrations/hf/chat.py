@@ -178,7 +178,7 @@ class ChatSession:
             line = f"\n{text}" if self._ids else text
             new = self._encode(line, special=not self._ids)
             if not self._ids and not new:
-                raise NoTokens(f"the message {text!r} has no tokens, and nothing was said before")
+                raise NoTokens(f"the message {text!r} has no tokens; the first message needs at least one")
             self._check_room(len(new), room)
             ids = [*self._ids, *new]
             extra = max(0, len(ids) - room)

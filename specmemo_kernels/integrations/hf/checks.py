@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 #: Packages of torch's quantised modules.
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
-#: Order of the packed nodes; not the order of positions, which detects operations besides attention that mix tokens.
+#: Positions of the packed nodes, shuffled: operations besides attention that mix tokens then change the result.
 _ORDER = (3, 0, 6, 1, 7, 4, 2, 5)
 #: Maximum relative distance of two hidden states by rounding, for float32 and for shorter dtypes.
 _TOLERANCE, _SHORT_TOLERANCE = 0.03, 0.3
@@ -137,7 +137,7 @@ def check_equivalence(
     if distance > limit:
         raise UnsupportedModel(
             f"{type(model).__name__} computes other hidden states for packed nodes than for a prompt (relative "
-            f"distance {distance:.2g}, at most {limit} by rounding); something beside attention mixes tokens"
+            f"distance {distance:.2g}, at most {limit} by rounding); an operation besides attention mixes tokens"
         )
     return tuple(windows[layer] for layer in sorted(windows)), cached_tokens
 

@@ -44,7 +44,7 @@ class Leaf:
     """A replaced module.
 
     Attributes:
-        name: in the model. operator: the operator's name. call: its call.
+        name: the module's name in the model. operator: the operator's name. call: computes the result.
         inputs, dtype: size and dtype of the input's rows.
         attached: the parameters and modules inside of the module.
     """
@@ -63,10 +63,10 @@ class Leaf:
         return all(values.get(key) is reference() for values, key, reference in self.attached)
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """The operator in our passes; the module's own ``forward`` in other threads' passes."""
+        """Call the operator, or the module's own ``forward`` outside of our passes and for other inputs."""
         kernels = fused_kernels()
-        known = type(x) is Tensor and x.dtype == self.dtype and x.shape[-1:] == (self.inputs,)
-        if kernels is None or not known or args or kwargs:
+        supported = type(x) is Tensor and x.dtype == self.dtype and x.shape[-1:] == (self.inputs,)
+        if kernels is None or not supported or args or kwargs:
             return type(self.module).forward(self.module, x, *args, **kwargs)
         return self.call(kernels, x)
 
@@ -87,7 +87,8 @@ class FusedLeaves:
     """The replaced modules of a model.
 
     Attributes:
-        leaves: the modules. names: their operators by name. modules: they and the modules inside of them.
+        leaves: the replaced modules. names: each leaf's operator by module name. modules: the leaves and their
+            submodules.
         backend: computes the operators.
         invariant: a row's result doesn't depend on the other rows.
         max_rows: passes over more rows run the model's own modules; ``None``: no limit.
@@ -109,7 +110,7 @@ class FusedLeaves:
         self._passes, self._lock = 0, threading.Lock()
 
     def change(self) -> str:
-        """A leaf that has changed, so that its own ``forward`` runs, or an empty string."""
+        """A message with the first leaf whose parameters or modules were replaced, or an empty string."""
         name = next((leaf.name for leaf in self.leaves if not leaf.unchanged), None)
         return "" if name is None else f"parameters or modules of {name} have been replaced"
 
@@ -136,7 +137,7 @@ class FusedLeaves:
 def find_leaves(model: Any, dtype: torch.dtype, backend: str, invariant: bool) -> FusedLeaves:
     """The modules of ``model`` that ``backend``'s operators compute.
 
-    Of modules with the same type, numbers, strings and parameter sizes, the first is compared.
+    Results are compared once for all modules with the same type, scalar attributes and parameter sizes.
 
     Args:
         dtype: of the hidden states. Modules with other weights are left alone.
@@ -167,13 +168,13 @@ def find_leaves(model: Any, dtype: torch.dtype, backend: str, invariant: bool) -
 
 
 def _middle(module: nn.Module) -> int:
-    """Activations per row of a gated MLP; 0 for a linear layer."""
+    """Intermediate size of a gated MLP; 0 for a linear layer."""
     parts = _gated_parts(module)
     return 0 if parts is None else parts[-1].in_features
 
 
 def _is_replaceable(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether a module's result follows from its type and parameters alone, and its parameters are plain tensors."""
+    """Whether a module has no foreign hooks, and only contiguous CPU parameters in ``dtype``."""
     parameters = list(module.parameters())
     return bool(parameters) and all(map(_is_plain, module.modules())) and all(
         type(p) is nn.Parameter and type(p.data) is Tensor and p.dtype == dtype and dtype in _DTYPES
@@ -183,7 +184,7 @@ def _is_replaceable(module: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether nothing but our hook is attached to a module: hooks, another ``forward``."""
+    """Whether a module has no replaced ``forward`` and no hooks except this package's."""
     attached = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     foreign = (hook for hooks in attached for hook in hooks.values() if hook.__module__.split(".")[0] != _PACKAGE)
     return not any(True for _ in foreign) and not {"forward", "_hf_hook"} & set(vars(module))
@@ -196,7 +197,7 @@ def _linear(module: nn.Module, invariant: bool) -> list[Operator]:
 
 
 def _gated_mlp(module: nn.Module, invariant: bool) -> list[Operator]:
-    """Linear layers named as one of :data:`_GATED`, and an activation that gives the same bits as a known one."""
+    """Operators for linear layers with the names of a :data:`_GATED` entry and a supported activation."""
     parts = _gated_parts(module)
     function = next((f for name in _ACTIVATIONS if (f := getattr(module, name, None)) is not None), nn.functional.silu)
     activation = next((name for name, known in ACTIVATION_FUNCTIONS.items() if _same_function(function, known)), None)
@@ -214,8 +215,8 @@ def _gated_parts(module: nn.Module) -> list[nn.Linear] | None:
     """The linear layers of a gated MLP in the order of :data:`_GATED`; the last one is the projection down."""
     parts = {name: part for name, part in module.named_children() if any(True for _ in part.parameters())}
     names = next((names for names in _GATED if set(names) == set(parts)), None)
-    found = [part for name in names or () if type(part := parts[name]) is nn.Linear]
-    return found if names is not None and len(found) == len(names) else None
+    layers = [part for name in names or () if type(part := parts[name]) is nn.Linear]
+    return layers if names is not None and len(layers) == len(names) else None
 
 
 def _gated_matrices(parts: list[nn.Linear]) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
@@ -229,7 +230,7 @@ def _gated_matrices(parts: list[nn.Linear]) -> tuple[tuple[Tensor, ...], tuple[T
 
 
 def _rms_norm(module: nn.Module, _: bool) -> list[Operator]:
-    """A module that is named so, with a weight and an epsilon."""
+    """Operators for a class named ``...RMSNorm`` with a weight and an epsilon: the known variants."""
     eps = next((e for name in _EPSILONS if isinstance(e := getattr(module, name, None), float)), None)
     if not type(module).__name__.endswith("RMSNorm") or eps is None or set(module._parameters) != {"weight"}:
         return []
@@ -285,7 +286,7 @@ def _best_match(module: nn.Module, calls: list[Operator], kernels: Kernels, dtyp
 
 
 def _distance(expected: Tensor, result: Tensor) -> float:
-    """The largest distance of a finite row relative to its norm; infinite for another shape or dtype."""
+    """Maximum relative distance of the finite rows; infinite for another shape or dtype, or without finite rows."""
     if result.shape != expected.shape or result.dtype != expected.dtype:
         return float("inf")
     finite = expected.isfinite().all(dim=-1)

@@ -46,7 +46,8 @@ class SpecMemo:
         reuse_prefix: finished sequences' pages stay cached for prompts with the same beginning.
         memory_pressure: the degradation level (``memory_pressure.level``) and its controller.
         chooser: selects the part of the plan's tree that a step verifies; ``None`` if ``patch`` was given a tree.
-        graphs: whether steps overlap with the host, on a GPU from graphs, and the reason if not (``graphs.reason``).
+        graphs: whether steps are captured (on a GPU they also overlap with the host), and the reason if not
+            (``graphs.reason``).
             ``stats.eager_reasons`` counts the reasons of single eager steps.
         fused: the modules that operators compute in speculative steps, by name: ``"linear"``, ``"gated_mlp"`` or
             ``"rms_norm"``.

@@ -14,7 +14,8 @@ from specmemo_kernels.integrations.hf.target import ModelFacts, run_packed, tapp
 
 Tensor = torch.Tensor
 
-#: Rows of the compared passes: one, one tile and a part, several tiles, more than one pass over the weights.
+#: Rows of the compared passes. Tiles have 4 or 8 rows: less than a tile, whole tiles, tiles and a remainder. 70 rows
+#: take several passes over the weights, of 32 rows each.
 _ROWS = (1, 3, 8, 21, 70)
 
 
@@ -40,7 +41,7 @@ def check_invariance(model: Any, facts: ModelFacts) -> None:
 
     Raises:
         UnsupportedModel: another module has a matrix (experts, a quantised layer); or hidden states or logits differ,
-            so that something beside the replaced modules depends on the other rows.
+            so that an operation outside of the replaced modules depends on the other rows.
     """
     for name, module in model.named_modules():
         if module in facts.leaves.modules or isinstance(module, nn.Embedding):
@@ -62,8 +63,8 @@ def check_invariance(model: Any, facts: ModelFacts) -> None:
         expected = results if expected is None else expected
         if not all(torch.equal(result, all_rows[:rows]) for result, all_rows in zip(results, expected, strict=True)):
             raise UnsupportedModel(
-                f"{type(model).__name__} computes other bits for {rows} rows than for {count}: an operation beside its "
-                "linear layers depends on the number of rows; use invariant=False"
+                f"{type(model).__name__} computes other bits for {rows} rows than for {count}: an operation besides "
+                "its linear layers depends on the number of rows; use invariant=False"
             )
 
 

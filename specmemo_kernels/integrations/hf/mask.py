@@ -12,7 +12,7 @@ Tensor = torch.Tensor
 #: Whether query ``q`` sees key ``k``: ``rule(batch, head, q, k)`` of int64 tensors, as transformers' mask functions.
 MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-#: Every pair of positions below this is checked, and from ``_FAR`` back all distances around powers of two.
+#: All pairs of positions below ``_NEAR`` are checked; for queries near ``_FAR`` the distances around powers of two.
 _NEAR, _FAR = 16, 2**20
 
 

@@ -33,7 +33,7 @@ GRAPH_SHARE = 0.1
 GRAPH_SIZES = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64))
 #: Context length of the predicted step. Attention is a small part of the step up to there.
 _CONTEXT = 1024
-#: Nodes without a device profile: devices that are neither CPUs nor CUDA or HIP, models of unknown sizes.
+#: Maximum nodes where no speed can be predicted: an unsupported device or dtype, or unknown model sizes.
 _UNKNOWN_TREE = 12
 
 #: A tree to plan for, and the plan's fields that describe it (predicted speed, reasons).
@@ -43,7 +43,7 @@ _Candidate = tuple[DraftTree, dict[str, Any]]
 def make_plan(
     setup: Setup, tree: DraftTree | int | None, graphs: GraphUse, limits: dict[str, Any]
 ) -> tuple[Setup, MemoryPlan, GraphUse]:
-    """Plan for ``patch``'s ``tree``.
+    """Divide the memory budget for ``patch``'s ``tree``, without graphs where they would take too much of it.
 
     Args:
         limits: the other arguments of :func:`divide_budget`.
@@ -185,9 +185,15 @@ def _given_tree(tree: DraftTree | int | None, setup: Setup) -> DraftTree:
     if isinstance(tree, int):
         return DraftTree.from_paths(best_first_paths(setup.accuracy[: drafter.max_depth], tree - 1))
     if tree.max_depth > drafter.max_depth:
-        raise ValueError(f"the tree is {tree.max_depth} deep, the drafter guesses {drafter.max_depth} tokens ahead")
+        raise ValueError(
+            f"the tree is {tree.max_depth} deep, the drafter guesses {drafter.max_depth} tokens ahead; "
+            "give a tree that is no deeper, or its number of nodes"
+        )
     if tree.width > vocab_size:
-        raise ValueError(f"the tree uses rank {tree.width - 1}, the vocabulary has {vocab_size} tokens")
+        raise ValueError(
+            f"the tree uses rank {tree.width - 1}, the vocabulary has {vocab_size} tokens; ranks must be "
+            f"from 0 to {vocab_size - 1}"
+        )
     return tree
 
 

@@ -31,7 +31,8 @@ class GraphUse:
     """The outcome of ``patch(graph=...)``.
 
     Attributes:
-        wanted: steps overlap with the host where possible. reason: why steps don't overlap, else empty.
+        wanted: steps start from device state and are captured where possible; on a GPU they also overlap with the
+            host. reason: why not, else empty.
         must: ``graph=True`` was given: a step that can't be captured is an error.
         in_flight: most steps in flight.
     """
@@ -71,13 +72,13 @@ def graph_use(graph: bool | None, setup: Setup) -> GraphUse:
     """Resolve ``patch(graph=graph)``.
 
     Raises:
-        ValueError: ``graph`` is true, and no step can overlap with the host.
+        ValueError: ``graph`` is true, but the model, the drafter or the backend rules out captured steps.
     """
     if graph is False:
         return GraphUse(reason="graph=False was given")
     reason = _impossible(setup)
     if graph and reason:
-        raise ValueError(f"graph=True, but {reason}; leave graph out to do without")
+        raise ValueError(f"graph=True, but {reason}; leave graph out to run steps eagerly")
     in_flight = 1 if reason else IN_FLIGHT.get(setup.facts.device.type, 1)
     return GraphUse(wanted=not reason, reason=reason, must=bool(graph), in_flight=in_flight)
 
@@ -95,7 +96,7 @@ def _impossible(setup: Setup) -> str:
     if any("_hf_hook" in vars(module) for module in model.modules()):
         return "accelerate moves its weights or inputs in every pass"
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-        return "the model is one of several processes' parts"
+        return "the model is sharded over several processes"
     if rope_limit(model.config) is not None:
         return "its rotary embedding reads the positions on the host (dynamic, longrope)"
     return ""

@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 
 #: Rows of the passes whose memory is measured: few, for speed; more than one, as models may treat one row differently.
 _MEASURED_ROWS = (8, 16)
-#: Smallest library buffers that count: Python's own objects vary by as much from call to call.
+#: Minimum bytes of library buffers to count: allocations of Python objects vary by as much between calls.
 _LEAST_COUNTED = 2 << 20
 #: Dtypes of matrices that MKL packs.
 _PACKED = (torch.float32, torch.float64)
@@ -62,7 +62,7 @@ def probe(model: Any) -> ModelFacts:
             f"{name}: attention layers {different} of {len(expected)} don't use the attention interface"
         )
     if not len(ramp):
-        raise UnsupportedModel(f"{name} makes its logits without its lm_head ({type(head).__name__})")
+        raise UnsupportedModel(f"{name} computes logits without calling its lm_head ({type(head).__name__})")
     plain = type(head) is nn.Linear and _rows_are_plain(head.weight) and not foreign_code(model)
     exact = torch.equal(logits, ramp)
     # In shorter dtypes a soft cap makes ties of different logits: no operation may follow the lm_head.
@@ -85,7 +85,11 @@ def probe(model: Any) -> ModelFacts:
 def _one_token_pass(
     model: Any, head: nn.Module, device: torch.device
 ) -> tuple[dict[int, tuple[LayerKV, int]], Tensor, Tensor, Tensor]:
-    """Each layer's keys and values with its query heads; the lm_head's replaced output; logits; the lm_head's input."""
+    """Run one token through the model, with the lm_head's output replaced by a ramp.
+
+    Returns:
+        Each layer's keys and values with its query heads, the ramp, the logits, and the lm_head's input.
+    """
     layers: dict[int, tuple[LayerKV, int]] = {}
     ramp = torch.empty(0)
 
@@ -127,7 +131,7 @@ def measure_passes(model: Any, facts: ModelFacts) -> tuple[PassBytes, PassBytes]
         few = tuple(_measure_passes(model, facts, facts.leaves))
         few_rows = sys.maxsize if facts.leaves.max_rows is None else facts.leaves.max_rows
         forward, logits = (
-            replace(own, few=fused, few_rows=few_rows) for own, fused in zip((forward, logits), few, strict=True)
+            replace(plain, few=fused, few_rows=few_rows) for plain, fused in zip((forward, logits), few, strict=True)
         )
     return forward, PassBytes() if facts.exact_lm_head else logits
 
@@ -142,8 +146,9 @@ def _measure_passes(model: Any, facts: ModelFacts, leaves: FusedLeaves | None) -
 def measure_libraries(model: Any, facts: ModelFacts, max_rows: int) -> int:
     """Bytes of library buffers (mostly packed matrices) on a CPU after forward passes over at most ``max_rows`` rows.
 
-    A whole pass shows all buffers, but over few rows only, for speed. MKL's grow with the rows, so each kind of matrix
-    is multiplied by ``max_rows`` rows too: 3.9 MiB instead of 3.2 with 256 rows and matrices of 512 x 1536.
+    The maximum of two measurements. A pass over few rows, for speed, shows the buffers of all libraries. MKL's buffers
+    grow with the rows, so each kind of matrix is also multiplied with ``max_rows`` rows: 3.9 MiB instead of 3.2 MiB
+    with 256 rows and matrices of 512 x 1536.
     """
     if facts.device.type != "cpu":
         return 0
@@ -219,7 +224,7 @@ def time_passes(model: Any, facts: ModelFacts, max_rows: int, agreed: Callable[[
 
 
 def _same_tokens(facts: ModelFacts, rows: int) -> Tensor:
-    """Copies of one token, the maximum for an expert: a mixture of experts routes them all to the same experts."""
+    """Copies of one token: a mixture of experts routes all rows to the same experts, its worst case."""
     return torch.zeros(rows, dtype=torch.int64, device=facts.device)
 
 
@@ -230,7 +235,7 @@ def _run(model: Any, facts: ModelFacts, tokens: Tensor, leaves: FusedLeaves | No
 
 
 def _like_attention(_: int, q: Tensor, k: Tensor, v: Tensor, **__: Any) -> Tensor:
-    """Allocate the tensors of the attention operator: its result, and its logarithms while it runs."""
+    """Allocate the attention operator's tensors: the result, and the log-sum-exp while it runs."""
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     result = _values(q, k, v)
     del lse
