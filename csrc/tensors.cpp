@@ -47,7 +47,9 @@ const Torch& torch() {
     const py::capsule capsule = tensor.attr("__dlpack_c_exchange_api__");
     const auto* api = capsule.get_pointer<const ExchangeApi>();
     while (api != nullptr && api->major != kMajor) api = api->previous;
-    if (api == nullptr) throw py::import_error("torch has no DLPack exchange API of version 1, which backend 'cpu' needs; use torch 2.11 to 2.13");
+    if (api == nullptr)
+      throw py::import_error(
+          "torch has no DLPack exchange API of version 1, which backend 'cpu' needs; use torch 2.11 to 2.13");
     return Torch{api, py::object(module.attr("get_num_threads")).release().ptr()};
   }();
   return found;
@@ -102,7 +104,8 @@ NewTensor empty(uint8_t code, uint8_t bits, const int64_t* sizes, int ndim) {
     int64_t shape[kMaxDims], strides[kMaxDims];
   };
   constexpr size_t kAlign = 64, kHead = (sizeof(Owned) + kAlign - 1) / kAlign * kAlign;
-  if (ndim > kMaxDims) throw py::value_error("the result has " + std::to_string(ndim) + " dimensions, at most 4 are allowed; flatten x");
+  if (ndim > kMaxDims)
+    throw py::value_error("the result has " + std::to_string(ndim) + " dimensions, at most 4 are allowed; flatten x");
   int64_t count = 1;
   for (int i = 0; i < ndim; ++i) count *= sizes[i];
   const size_t bytes = (static_cast<size_t>(count) * bits / 8 + kAlign - 1) / kAlign * kAlign;
