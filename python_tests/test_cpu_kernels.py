@@ -275,6 +275,7 @@ def test_an_instruction_set_can_be_forced() -> None:
     assert run_python(code, SPECMEMO_CPU_ISA="baseline").stdout.strip() == "baseline"
 
 
+@pytest.mark.slow
 def test_an_unknown_instruction_set_is_an_error_that_lists_the_known() -> None:
     code = "import torch; from specmemo_kernels.backends import _cpu; print(_cpu.isa())"
     result = run_python(code, SPECMEMO_CPU_ISA="mmx")

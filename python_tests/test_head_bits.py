@@ -126,7 +126,7 @@ class TestLoading:
         save_file(state, tmp_path / "medusa_lm_head.safetensors")
         with pytest.raises(HeadsError, match=r"medusa_lm_head\.safetensors: head_bits is 4, but"):
             load_heads(tmp_path, HIDDEN, VOCAB, head_bits=4)
-        with pytest.raises(ValueError, match="head_bits is 4, but without own_lm_head"):
+        with pytest.raises(ValueError, match="head_bits is 4, it needs own_lm_head=True"):
             MedusaHeads(HIDDEN, VOCAB, 2, own_lm_head=False, head_bits=4)
         with pytest.raises(ValueError, match="head_bits is 8, expected 4 or None"):
             load_heads(medusa_state(), HIDDEN, VOCAB, head_bits=8)

@@ -113,6 +113,7 @@ def test_backends_stand_alone() -> None:
             assert inside or compiled, f"{path} imports {module}"
 
 
+@pytest.mark.slow
 def test_ops_load_backends_lazily() -> None:
     """Importing ops loads no backend; of the compiled module only the cache of calls is used."""
     code = f"import {NAME}.ops, sys; print(sorted(m for m in sys.modules if m.startswith('{NAME}.backends.')))"

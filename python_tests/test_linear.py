@@ -230,6 +230,7 @@ def test_errors(call: Any, message: str) -> None:
         call()
 
 
+@pytest.mark.slow
 def test_memory_that_is_kept_is_what_linear_workspace_says() -> None:
     """In a process whose threads have no buffers yet, for fewer and more rows than one pass has."""
     import subprocess
