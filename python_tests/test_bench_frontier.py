@@ -205,7 +205,6 @@ def test_a_conversation_held_again_computes_its_prompts_again(bench: dict[str, M
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_systems_memory_is_named_by_part(bench: dict[str, ModuleType]) -> None:
     systems, talk = bench["frontier_systems"], bench["conversations"].Conversation(0, ((3,) * 40, (4,) * 10))
     model = tiny_model("llama", max_position_embeddings=256)
