@@ -186,7 +186,7 @@ class LlamaCpp(Engine):
         memory = self.lib.llama_get_memory(self.context)
         self.lib.llama_memory_clear(memory, True)
         self.decode([(token, i, 0, False) for i, token in enumerate(prompt)])
-        batch = [(token, len(prompt) + i, 0, True) for i, token in enumerate(prompt[:rows])]
+        batch = [(prompt[i % len(prompt)], len(prompt) + i, 0, True) for i in range(rows)]
 
         def run() -> None:
             self.decode(batch)
