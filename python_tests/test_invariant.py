@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -48,16 +49,26 @@ def test_tokens_depend_on_no_setting(family: str) -> None:
         assert written(model, drafter, **options) == expected, options
 
 
-def test_preemptions_and_aborts_change_no_token() -> None:
-    """Few pages: sequences are preempted, and computed again beside other rows."""
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_preemptions_and_aborts_change_no_token(one_thread: None) -> None:
+    """Few pages: sequences are preempted, and computed again beside other rows. The plan gives pages a quarter of the
+    budget, more than these sequences need if there are many threads with workspaces."""
     model = bf16_model()
     expected = written(model, OracleDrafter([], 1.0), tree=1, batch_size=1)
     answers = [prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)]
     options: dict[str, Any] = {"invariant": True, "tree": sk.DraftTree.chain(4), "page_size": 4, "prefill_chunk": 16}
     drafter = OracleDrafter(answers, 0.7)
-    with sk.patch(model, drafter, memory_budget="1GiB", **options) as handle:
-        workspace = handle.plan.parts["workspace"]
-    with sk.patch(model, drafter, memory_budget=workspace + 130_000, **options) as handle:
+    with sk.patch(model, drafter, **options) as handle:
+        fixed = handle.plan.generation_bytes
+    with sk.patch(model, drafter, memory_budget=fixed * 4 // 3 + 4096, **options) as handle:
+        assert handle.plan.max_sequences == 8
         run = sk.stream_batch(model, [*PROMPTS, PROMPTS[3]], max_new_tokens=NEW, eos_token_ids=[])
         tokens: dict[int, list[int]] = {row: [] for row in range(len(PROMPTS) + 1)}
         for piece in run:
