@@ -83,16 +83,29 @@ struct GatedMlpArgs {
   void* out;  // [rows, outputs of down], contiguous
 };
 
-// x / sqrt(mean(x^2) + eps) * weight for each row.
+// x / sqrt(mean(x^2) + eps) * weight for each row; with a residual of x + residual, which is an output too.
 struct RmsNormArgs {
   DType dtype;
   const void* x;  // [rows, size]
   int64_t x_stride;
-  const void* weight;  // [size]
-  void* out;           // [rows, size], contiguous
+  const void* residual;  // [rows, size], contiguous, or null
+  void* sum;             // likewise
+  const void* weight;    // [size]
+  void* out;             // [rows, size], contiguous
   int64_t rows, size;
   float eps, offset;  // added to the mean, and to the weight
   bool round_first;   // the normalised row is rounded to dtype before it is multiplied with the weight
+};
+
+// x * cos + [-second half of x, first half of x] * sin
+struct RotaryArgs {
+  DType dtype;
+  const void* x;  // [tokens, heads, size]
+  int64_t x_strides[2];
+  const void *cos, *sin;  // [tokens, size]
+  int64_t angle_stride;
+  void* out;  // [tokens, heads, size], contiguous
+  int64_t tokens, heads, size;
 };
 
 struct PagedRows;  // paged_rows.h
@@ -107,6 +120,7 @@ struct Kernels {
   void (*linear)(const LinearArgs&, int threads);
   void (*gated_mlp)(const GatedMlpArgs&, int threads);
   void (*rms_norm)(const RmsNormArgs&, int threads);
+  void (*rotary)(const RotaryArgs&, int threads);
   int64_t (*linear_workspace)(DType, int64_t inputs, int64_t middle, int threads);  // bytes kept, for any rows
   // Writes row i of each sequence to position seq_lens + i.
   void (*append_rows)(const PagedRows& rows, const CopySide& side);

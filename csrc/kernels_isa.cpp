@@ -5,6 +5,7 @@
 #include "lm_head.h"
 #include "norm.h"
 #include "paged_copy.h"
+#include "rotary.h"
 
 #define SPECMEMO_TEXT(x) #x
 #define SPECMEMO_NAME(x) SPECMEMO_TEXT(x)
@@ -103,6 +104,17 @@ void rms_norm(const RmsNormArgs& args, int threads) {
   }
 }
 
+void rotary(const RotaryArgs& args, int threads) {
+  switch (args.dtype) {
+    case DType::kFloat32:
+      return run_rotary<Float32>(args, threads);
+    case DType::kBFloat16:
+      return run_rotary<BFloat16>(args, threads);
+    case DType::kFloat16:
+      return run_rotary<Float16>(args, threads);
+  }
+}
+
 }  // namespace
 
 extern const Kernels SPECMEMO_TABLE(SPECMEMO_ISA);
@@ -113,6 +125,7 @@ const Kernels SPECMEMO_TABLE(SPECMEMO_ISA) = {SPECMEMO_NAME(SPECMEMO_ISA),
                                               linear,
                                               gated_mlp,
                                               rms_norm,
+                                              rotary,
                                               linear_workspace,
                                               append_rows,
                                               commit_rows};

@@ -8,10 +8,30 @@
 namespace specmemo {
 namespace {
 
+// Threads for work on that many elements; with fewer, starting a thread takes longer than its work.
+inline int useful_threads(int64_t elements, int threads) {
+  constexpr int64_t kElementsPerThread = 1 << 16;
+  const int64_t useful = elements / kElementsPerThread + 1;
+  return static_cast<int>(useful < threads ? useful : threads);
+}
+
+// Stores the sum of the row and its residual, rounded, and returns it.
+template <class T>
+const typename T::Raw* add_residual(const RmsNormArgs& args, int64_t row, const typename T::Raw* x) {
+  typedef typename T::Raw Raw;
+  const Raw* residual = static_cast<const Raw*>(args.residual) + row * args.size;
+  Raw* sum = static_cast<Raw*>(args.sum) + row * args.size;
+  int64_t i = 0;
+  for (; i + kLanes <= args.size; i += kLanes) T::store_vec(sum + i, T::load_vec(x + i) + T::load_vec(residual + i));
+  for (; i < args.size; ++i) sum[i] = T::from_float(T::to_float(x[i]) + T::to_float(residual[i]));
+  return sum;
+}
+
 template <class T>
 void normalise_row(const RmsNormArgs& args, int64_t row) {
   typedef typename T::Raw Raw;
   const Raw* x = static_cast<const Raw*>(args.x) + row * args.x_stride;
+  if (args.residual != nullptr) x = add_residual<T>(args, row, x);
   const auto* weight = static_cast<const Raw*>(args.weight);
   Raw* out = static_cast<Raw*>(args.out) + row * args.size;
   const int64_t whole = args.size / kLanes * kLanes;
@@ -35,10 +55,8 @@ void normalise_row(const RmsNormArgs& args, int64_t row) {
 
 template <class T>
 void run_rms_norm(const RmsNormArgs& args, int threads) {
-  constexpr int64_t kElementsPerThread = 1 << 16;  // below, starting a thread takes longer than the work
-  const int64_t useful = args.rows * args.size / kElementsPerThread + 1;
   auto row = [](void* data, int64_t i) { normalise_row<T>(*static_cast<const RmsNormArgs*>(data), i); };
-  parallel_for(args.rows, static_cast<int>(useful < threads ? useful : threads), row, const_cast<RmsNormArgs*>(&args));
+  parallel_for(args.rows, useful_threads(args.rows * args.size, threads), row, const_cast<RmsNormArgs*>(&args));
 }
 
 }  // namespace

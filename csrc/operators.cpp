@@ -197,19 +197,55 @@ py::object gated_mlp(Arguments a) {  // x, weights of gate, up and down, their b
   return out.tensor;
 }
 
-py::object rms_norm(Arguments a) {  // x, weight, eps, offset, round_first
-  const TensorView x = view(a[0]);
+// x, and from `parameters` on weight, eps, offset, round_first
+RmsNormArgs norm_args(const TensorView& x, Arguments a, Arguments parameters) {
   RmsNormArgs args{};
   args.dtype = computed_dtype("x", a[0]), args.x = x.at<void>(), args.rows = rows_of(x);
-  args.weight = view(a[1]).at<void>(), args.size = x.shape[x.ndim - 1], args.x_stride = args.size;
-  args.eps = static_cast<float>(number(a[2])), args.offset = static_cast<float>(number(a[3]));
-  args.round_first = integer(a[4]) != 0;
+  args.weight = view(parameters[0]).at<void>(), args.size = x.shape[x.ndim - 1], args.x_stride = args.size;
+  args.eps = static_cast<float>(number(parameters[1])), args.offset = static_cast<float>(number(parameters[2]));
+  args.round_first = integer(parameters[3]) != 0;
+  return args;
+}
+
+py::object rms_norm(Arguments a) {  // x, weight, eps, offset, round_first
+  const TensorView x = view(a[0]);
+  RmsNormArgs args = norm_args(x, a, a + 1);
   const NewTensor out = like_rows(x, args.size);
   args.out = out.data;
   const int threads = num_threads();
   {
     const Unlocked unlocked;
     kernels().rms_norm(args, threads);
+  }
+  return out.tensor;
+}
+
+py::object add_rms_norm(Arguments a) {  // x, residual, weight, eps, offset, round_first
+  const TensorView x = view(a[0]);
+  RmsNormArgs args = norm_args(x, a, a + 2);
+  const NewTensor sum = like_rows(x, args.size), out = like_rows(x, args.size);
+  args.residual = view(a[1]).at<void>(), args.sum = sum.data, args.out = out.data;
+  const int threads = num_threads();
+  {
+    const Unlocked unlocked;
+    kernels().rms_norm(args, threads);
+  }
+  return py::reinterpret_steal<py::object>(PyTuple_Pack(2, sum.tensor.ptr(), out.tensor.ptr()));
+}
+
+py::object rotary(Arguments a) {  // x, cos, sin
+  const TensorView x = view(a[0]), cos = view(a[1]);
+  RotaryArgs args{};
+  args.dtype = computed_dtype("x", a[0]), args.x = x.at<void>();
+  args.tokens = x.shape[0], args.heads = x.shape[1], args.size = x.shape[2];
+  args.x_strides[0] = x.strides[0], args.x_strides[1] = x.strides[1];
+  args.cos = cos.at<void>(), args.sin = view(a[2]).at<void>(), args.angle_stride = cos.strides[0];
+  const NewTensor out = empty(x.code, x.bits, {args.tokens, args.heads, args.size});
+  args.out = out.data;
+  const int threads = num_threads();
+  {
+    const Unlocked unlocked;
+    kernels().rotary(args, threads);
   }
   return out.tensor;
 }
@@ -252,6 +288,8 @@ void add_operators(py::module_& module) {
       {"linear", fast(fixed<linear, 4>), METH_FASTCALL, nullptr},
       {"gated_mlp", fast(fixed<gated_mlp, 8>), METH_FASTCALL, nullptr},
       {"rms_norm", fast(fixed<rms_norm, 5>), METH_FASTCALL, nullptr},
+      {"add_rms_norm", fast(fixed<add_rms_norm, 6>), METH_FASTCALL, nullptr},
+      {"rotary", fast(fixed<rotary, 3>), METH_FASTCALL, nullptr},
       {nullptr, nullptr, 0, nullptr},
   };
   if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();

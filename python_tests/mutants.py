@@ -77,7 +77,10 @@ MUTANTS = (
     Mutant(f"{PACKAGE}/integrations/hf/fuse.py", "if leaf.unchanged:", "if True:", "fuse adapter"),
     Mutant(f"{PACKAGE}/engine/host_capture.py", "if _depends_on_values(func, args):", "if False:",
            "host_capture values_that"),
-    Mutant(f"{PACKAGE}/engine/host_capture.py", "if view == base:", "if True:", "host_capture random_functions"),
+    Mutant(f"{PACKAGE}/engine/program.py", "if view == self._whole[view.name]:", "if True:",
+           "host_capture random_functions"),
+    Mutant(f"{PACKAGE}/engine/fusion.py", "call.written & names", "False", "fusion not_fused"),
+    Mutant(f"{PACKAGE}/engine/fusion.py", "self._uses[value.name] > 1", "False", "fusion not_fused"),
 )  # fmt: skip
 
 

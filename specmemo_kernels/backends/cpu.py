@@ -135,6 +135,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, round_first: 
     return _cpu.rms_norm(x.contiguous(), weight, eps, offset, round_first)
 
 
+#: ``(x + residual, rms_norm(x + residual, ...))`` of contiguous tensors ``[..., size]``, rounded as in two operators.
+#: Arguments: x, residual, weight, eps, offset, round_first.
+add_rms_norm = _cpu.add_rms_norm
+
+#: ``x * cos + [-second half of x, first half of x] * sin``, rounded as in separate operators. x: ``[tokens, heads,
+#: size]`` with contiguous heads, cos and sin: ``[tokens, size]`` with contiguous rows, alike.
+rotary = _cpu.rotary
+
+
 def linear_workspace(dtype: torch.dtype, inputs: int, middle: int = 0) -> int:
     """Bytes that :func:`linear` (with ``middle``: :func:`gated_mlp`) keeps between calls, for any number of rows."""
     return _cpu.linear_workspace(_DTYPES[dtype], inputs, middle, torch.get_num_threads())

@@ -7,7 +7,6 @@ the same tensors without that code. Temporary tensors are allocated and freed as
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specmemo_kernels.engine.fusion import fused
+from specmemo_kernels.engine.program import Call, View, compiled
 from specmemo_kernels.ops.dispatch import dispatcher_active, implementation
 
 Tensor = torch.Tensor
@@ -62,39 +63,14 @@ class _NoReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@dataclass(frozen=True)
-class _Geometry:
-    """Where a tensor lies in the memory of variable ``name``."""
-
-    name: str
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: Tensor, name: str) -> _Geometry:
-        return cls(name, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A line of source code, the variables that it reads, and those that it assigns."""
-
-    source: str
-    uses: frozenset[str]
-    assigns: tuple[str, ...]
-
-
 class _Recorder(TorchDispatchMode):
     """Executes operators and records those that compute or write something; views are created where they are used."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._calls: list[_Call] = []
-        self._constants: dict[str, Any] = {"as_strided": torch.as_strided}
-        self._names: dict[int, str] = {}  # of constants, by id
-        self._variables: dict[StorageWeakRef, tuple[_Geometry, torch.dtype]] = {}
-        self._views: dict[_Geometry, str] = {}
+        self._calls: list[Call] = []
+        self._variables: dict[StorageWeakRef, View] = {}
+        self._kernels: Any = None  # the backend of our operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -109,74 +85,41 @@ class _Recorder(TorchDispatchMode):
         results = [result] if isinstance(result, Tensor) else list(result or ())
         new = [isinstance(x, Tensor) and _storage(x) not in known for x in results]
         if written or any(new):
-            uses: set[str] = set()
-            call = self._call(func, args, kwargs, uses)
-            names = [self._variable(x) if is_new else "_" for x, is_new in zip(results, new, strict=True)]
-            if any(new):
-                call = f"{', '.join(names)}{'' if isinstance(result, Tensor) else ','} = {call}"
-            self._calls.append(_Call(call, frozenset(uses), tuple(name for name in names if name != "_")))
+            function, args = self._implementation(func, args)
+            recorded = [self._recorded(value) for value in args]
+            keywords = {name: self._recorded(value) for name, value in kwargs.items()}
+            changed = frozenset(self._variables[_storage(x)].name for x in written if not any(x is y for y in outside))
+            names = [self._variable(x) if is_new else None for x, is_new in zip(results, new, strict=True)]
+            assigned = tuple(names) if any(new) else ()
+            call = Call(function, tuple(recorded), keywords, assigned, isinstance(result, Tensor), changed)
+            self._calls.append(call)
         return result
 
     def program(self) -> Callable[[], None]:
-        """A function of the recorded calls, which frees variables after their last use."""
-        last = {name: i for i, call in enumerate(self._calls) for name in (*call.uses, *call.assigns)}
-        freed: dict[int, list[str]] = {}
-        for name, i in last.items():
-            freed.setdefault(i, []).append(name)
-        lines = ["def replay():"]
-        for i, call in enumerate(self._calls):
-            lines.append(f"    {call.source}")
-            if i in freed:
-                lines.append(f"    {' = '.join(freed[i])} = None")
-        exec(compile("\n".join(lines), "<recorded step>", "exec"), self._constants)
-        replay: Callable[[], None] = self._constants.pop("replay")
-        return torch.inference_mode()(replay)
+        """A function of the recorded calls."""
+        return compiled(self._calls if self._kernels is None else fused(self._calls, self._kernels))
 
-    def _call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], uses: set[str]) -> str:
-        """Source code of an operator's call; ours bypass torch's dispatcher."""
-        if func.namespace == "specmemo":
-            name = func._schema.name.split("::")[1]
-            func, args = getattr(implementation(args[-1], args[0].device), name), args[:-1]
-        arguments = [self._source(value, uses) for value in args]
-        arguments += [f"{name}={self._source(value, uses)}" for name, value in kwargs.items()]
-        return f"{self._constant(func)}({', '.join(arguments)})"
+    def _implementation(self, func: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        """Our operators bypass torch's dispatcher."""
+        if func.namespace != "specmemo":
+            return func, args
+        self._kernels = implementation(args[-1], args[0].device)
+        return getattr(self._kernels, func._schema.name.split("::")[1]), args[:-1]
 
-    def _source(self, value: Any, uses: set[str]) -> str:
-        if isinstance(value, Tensor):
-            if (name := self._tensor(value)) not in self._constants:
-                uses.add(name)
-            return name
+    def _recorded(self, value: Any) -> Any:
+        """Tensors of the step as views of variables; others are constants."""
         if isinstance(value, (list, tuple)):
-            return f"[{', '.join(self._source(x, uses) for x in value)}]"
-        if value is None or type(value) in (bool, int, str):
-            return repr(value)
-        return self._constant(value)
+            return [self._recorded(x) for x in value]
+        if not isinstance(value, Tensor) or (base := self._variables.get(_storage(value))) is None:
+            return value
+        if value.dtype != base.dtype:
+            raise RuntimeError(f"a {value.dtype} view of {base.dtype} memory can't be recorded")
+        return View.of(value, base.name)
 
-    def _constant(self, value: Any) -> str:
-        name = self._names.setdefault(id(value), f"c{len(self._names)}")
-        self._constants[name] = value
-        return name
-
-    def _tensor(self, tensor: Tensor) -> str:
-        """The name of a tensor: a constant, a variable, or a view, which is created now unless it exists."""
-        if (known := self._variables.get(_storage(tensor))) is None:
-            return self._constant(tensor)
-        base, dtype = known
-        if tensor.dtype != dtype:
-            raise RuntimeError(f"a {tensor.dtype} view of {dtype} memory can't be recorded")
-        view = _Geometry.of(tensor, base.name)
-        if view == base:
-            return base.name
-        if view not in self._views:
-            self._views[view] = name = f"v{len(self._views)}"
-            source = f"{name} = as_strided({base.name}, {view.size}, {view.stride}, {view.offset})"
-            self._calls.append(_Call(source, frozenset([base.name]), (name,)))
-        return self._views[view]
-
-    def _variable(self, tensor: Tensor) -> str:
-        name = f"t{len(self._variables)}"
-        self._variables[_storage(tensor)] = _Geometry.of(tensor, name), tensor.dtype
-        return name
+    def _variable(self, tensor: Tensor) -> View:
+        view = View.of(tensor, f"t{len(self._variables)}")
+        self._variables[_storage(tensor)] = view
+        return view
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef:

@@ -1,0 +1,74 @@
+// Rotary position embedding of heads, rounded after every operator as separate operators do.
+#pragma once
+
+#include <cstring>
+
+#include "norm.h"
+
+namespace specmemo {
+namespace {
+
+// A product that the compiler doesn't contract with a sum.
+inline VecF rounded_product(VecF a, VecF b) {
+  VecF product = a * b;
+#if defined(__aarch64__)
+  asm("" : "+w"(product));
+#elif defined(__AVX512F__)
+  asm("" : "+v"(product));
+#elif defined(SPECMEMO_X86) || defined(__x86_64__)
+  asm("" : "+x"(product));
+#endif
+  return product;
+}
+
+template <class T>
+struct RotaryRow {
+  typedef typename T::Raw Raw;
+  const Raw *x, *cos, *sin;
+  Raw* out;
+  int64_t half;
+
+  // Elements i, ..., i + count - 1 of both halves.
+  void rotate(int64_t i, int64_t count) const {
+    const VecF low = read(x + i, count), high = read(x + half + i, count);
+    const VecF low_cos = read(cos + i, count), high_cos = read(cos + half + i, count);
+    const VecF low_sin = read(sin + i, count), high_sin = read(sin + half + i, count);
+    write(out + i, T::round(rounded_product(low, low_cos)) - T::round(rounded_product(high, low_sin)), count);
+    write(out + half + i, T::round(rounded_product(high, high_cos)) + T::round(rounded_product(low, high_sin)), count);
+  }
+
+  static VecF read(const Raw* from, int64_t count) {
+    if (count == kLanes) return T::load_vec(from);
+    Raw values[kLanes] = {};
+    std::memcpy(values, from, static_cast<size_t>(count) * sizeof(Raw));
+    return T::load_vec(values);
+  }
+
+  static void write(Raw* to, VecF v, int64_t count) {
+    if (count == kLanes) return T::store_vec(to, v);
+    Raw values[kLanes];
+    T::store_vec(values, v);
+    std::memcpy(to, values, static_cast<size_t>(count) * sizeof(Raw));
+  }
+};
+
+template <class T>
+void rotate_token(const RotaryArgs& args, int64_t token) {
+  typedef typename T::Raw Raw;
+  const Raw* x = static_cast<const Raw*>(args.x) + token * args.x_strides[0];
+  Raw* out = static_cast<Raw*>(args.out) + token * args.heads * args.size;
+  RotaryRow<T> row{x, static_cast<const Raw*>(args.cos) + token * args.angle_stride,
+                   static_cast<const Raw*>(args.sin) + token * args.angle_stride, out, args.size / 2};
+  for (int64_t head = 0; head < args.heads; ++head, row.x += args.x_strides[1], row.out += args.size)
+    for (int64_t i = 0; i < row.half; i += kLanes) row.rotate(i, row.half - i < kLanes ? row.half - i : kLanes);
+}
+
+template <class T>
+void run_rotary(const RotaryArgs& args, int threads) {
+  auto token = [](void* data, int64_t i) { rotate_token<T>(*static_cast<const RotaryArgs*>(data), i); };
+  parallel_for(args.tokens, useful_threads(args.tokens * args.heads * args.size, threads), token,
+               const_cast<RotaryArgs*>(&args));
+}
+
+}  // namespace
+}  // namespace specmemo

@@ -1,0 +1,161 @@
+"""Fused operators in a recorded step: rotary embedding in one call, addition and RMSNorm in one call.
+
+A model's own code computes them with several operators, each with a pass over its tensors. The fused operators round
+as the separate ones do, so every bit is the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from specmemo_kernels.engine.program import Call, View
+
+_ADD, _MUL = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
+_NEG, _CAT = torch.ops.aten.neg.default, torch.ops.aten.cat.default
+
+
+def fused(calls: Sequence[Call], kernels: Any) -> list[Call]:
+    """``calls`` with the fused operators of backend ``kernels`` where they apply."""
+    program = _Program(calls)
+    rules: list[Callable[[_Program, int, Any], _Replacement | None]] = []
+    if hasattr(kernels, "rotary"):
+        rules.append(_rotary)
+    if hasattr(kernels, "add_rms_norm"):
+        rules.append(_add_rms_norm)
+    for rule in rules:
+        for position in range(len(calls)):
+            if (found := rule(program, position, kernels)) is not None:
+                program.apply(found)
+    return [call for call in program.calls if call is not None]
+
+
+@dataclass(frozen=True)
+class _Replacement:
+    """``call`` in place of the calls at ``positions``, at position ``at``."""
+
+    at: int
+    call: Call
+    positions: tuple[int, ...]
+
+
+class _Program:
+    """Calls by position, ``None`` where one was removed."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.calls: list[Call | None] = list(calls)
+        self._producers = {view.name: i for i, call in enumerate(calls) for view in call.results if view is not None}
+        self._uses = Counter(view.name for call in calls for view in call.views)
+
+    def apply(self, replacement: _Replacement) -> None:
+        for position in replacement.positions:
+            self.calls[position] = None
+        self.calls[replacement.at] = replacement.call
+
+    def producer(self, value: Any, function: Any, arguments: int, only_use: bool = True) -> int | None:
+        """The position of the call of ``function`` whose only result is ``value``.
+
+        ``None`` if it has another number of arguments, or if the result has other uses although ``only_use``.
+        """
+        position = self._producers.get(value.name) if isinstance(value, View) else None
+        call = None if position is None else self.calls[position]
+        if call is None or call.function is not function or call.results != (value,):
+            return None
+        if len(call.args) != arguments or call.kwargs or (only_use and self._uses[value.name] > 1):
+            return None
+        return position
+
+    def arguments(self, position: int) -> tuple[Any, ...]:
+        call = self.calls[position]
+        assert call is not None
+        return call.args
+
+    def unwritten(self, views: Sequence[Any], first: int, last: int) -> bool:
+        """Whether no call between these positions writes to one of ``views``; constants may be written."""
+        names = {view.name for view in views if isinstance(view, View)}
+        calls = self.calls[first : last + 1]
+        return not any(call is not None and call.written & names for call in calls)
+
+
+def _add_rms_norm(program: _Program, position: int, kernels: Any) -> _Replacement | None:
+    """``rms_norm(a + b)``, where the sum may have other uses."""
+    norm = program.calls[position]
+    if norm is None or norm.function is not kernels.rms_norm:
+        return None
+    total, parameters = norm.args[0], norm.args[1:]
+    added = program.producer(total, _ADD, 2, only_use=False)
+    if added is None:
+        return None
+    terms = program.arguments(added)
+    rows = (total.size, total.dtype, True)
+    if any(not isinstance(x, View) or (x.size, x.dtype, x.contiguous) != rows for x in (total, *terms)):
+        return None
+    if any(isinstance(x, View) for x in parameters) or not program.unwritten([total], added, position):
+        return None
+    call = Call(kernels.add_rms_norm, (*terms, *parameters), results=(total, *norm.results), single=False)
+    return _Replacement(added, call, (added, position))
+
+
+def _rotary(program: _Program, position: int, kernels: Any) -> _Replacement | None:
+    """``x * cos + cat([-x[..., half:], x[..., :half]], -1) * sin``."""
+    call = program.calls[position]
+    if call is None or call.function is not _ADD or len(call.args) != 2 or call.kwargs:
+        return None
+    first, second = (program.producer(x, _MUL, 2) for x in call.args)
+    if first is None or second is None:
+        return None
+    (x, cos), (rotated, sin) = program.arguments(first), program.arguments(second)
+    turned = program.producer(rotated, _CAT, 2)
+    if turned is None or not all(isinstance(view, View) for view in (x, cos, sin)):
+        return None
+    halves, dim = program.arguments(turned)
+    if dim not in (-1, len(x.size) - 1) or len(halves) != 2:
+        return None
+    negative = program.producer(halves[0], _NEG, 1)
+    if negative is None or not _are_halves(x, halves[1], program.arguments(negative)[0]):
+        return None
+    positions = (first, second, turned, negative, position)
+    rows = _rows(x, cos, sin, call.results[0])
+    if rows is None or not program.unwritten([x, cos, sin], min(positions), position):
+        return None
+    return _Replacement(position, Call(kernels.rotary, rows[:3], results=rows[3:]), positions)
+
+
+def _are_halves(x: View, first: Any, second: Any) -> bool:
+    """Whether two arguments are the halves of ``x`` along its last dimension."""
+    low = replace(x, size=(*x.size[:-1], x.size[-1] // 2))
+    high = replace(low, offset=x.offset + low.size[-1] * x.stride[-1])
+    return isinstance(first, View) and isinstance(second, View) and (first, second) == (low, high)
+
+
+def _rows(x: View, cos: View, sin: View, result: View | None) -> tuple[View, View, View, View] | None:
+    """``x`` and ``result`` as ``[tokens, heads, size]``, ``cos`` and ``sin`` as ``[tokens, size]``.
+
+    ``None`` unless the last dimensions are contiguous, the dtypes equal and the result lies in this order in memory.
+    """
+    if result is None or result.size != x.size or len(cos.size) != len(x.size):
+        return None
+    if sin != replace(cos, name=sin.name, offset=sin.offset):
+        return None
+    size = x.size[-1]
+    if size % 2 or cos.size[-1] != size or any(v.stride[-1] != 1 or v.dtype != x.dtype for v in (x, cos, result)):
+        return None
+    axes = [i for i, length in enumerate(x.size[:-1]) if length > 1]
+    tokens = [i for i in axes if cos.size[i] == x.size[i]]
+    heads = [i for i in axes if cos.size[i] == 1]
+    if len(tokens) > 1 or len(heads) > 1 or len(tokens) + len(heads) < len(axes):
+        return None
+    count, number = (x.size[dims[0]] if dims else 1 for dims in (tokens, heads))
+    (x_token, x_head), (token, head) = (
+        tuple(v.stride[dims[0]] if dims else 0 for dims in (tokens, heads)) for v in (x, result)
+    )
+    if result.offset or (tokens and token != number * size) or (heads and head != size):
+        return None
+    out = View(result.name, (count, number, size), (number * size, size, 1), 0, result.dtype)
+    angle = cos.stride[tokens[0]] if tokens else 0
+    angles = [replace(view, size=(count, size), stride=(angle, 1)) for view in (cos, sin)]
+    return replace(x, size=out.size, stride=(x_token, x_head, 1)), angles[0], angles[1], out

@@ -1,0 +1,138 @@
+"""A recorded step: calls of operators on constants and variables, compiled to one Python function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor in the memory of variable ``name``; ``stride`` and ``offset`` in elements."""
+
+    name: str
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor, name: str) -> View:
+        return cls(name, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+
+    @property
+    def contiguous(self) -> bool:
+        expected = 1
+        for size, stride in zip(reversed(self.size), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+
+@dataclass(frozen=True)
+class Call:
+    """``results = function(*args, **kwargs)``.
+
+    Attributes:
+        args: nested lists of :class:`View` for variables, and of constants: also tensors that outlive the step.
+        results: the variables that it assigns, as whole tensors; ``None``: a result that isn't used.
+        single: the function returns one tensor, not a sequence.
+        written: names of the variables that it writes to.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    results: tuple[View | None, ...] = ()
+    single: bool = True
+    written: frozenset[str] = frozenset()
+
+    @property
+    def views(self) -> Iterator[View]:
+        """The variables among the arguments."""
+        return _views([*self.args, *self.kwargs.values()])
+
+
+def _views(values: Sequence[Any]) -> Iterator[View]:
+    for value in values:
+        if isinstance(value, View):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _views(value)
+
+
+def compiled(calls: Sequence[Call]) -> Callable[[], None]:
+    """A function that makes the calls and frees each variable after its last use."""
+    return _Compiler().compile(calls)
+
+
+class _Compiler:
+    """Writes source code: a line per call, and one per view before its first use."""
+
+    def __init__(self) -> None:
+        self._constants: dict[str, Any] = {"as_strided": torch.as_strided}
+        self._names: dict[int, str] = {}  # of constants, by id
+        self._whole: dict[str, View] = {}  # variables as they were assigned
+        self._made: dict[View, str] = {}
+        self._lines: list[tuple[str, set[str]]] = []  # each with its variables
+
+    def compile(self, calls: Sequence[Call]) -> Callable[[], None]:
+        for call in calls:
+            self._add(call)
+        last = {name: i for i, (_, names) in enumerate(self._lines) for name in names}
+        freed: dict[int, list[str]] = {}
+        for name, i in last.items():
+            freed.setdefault(i, []).append(name)
+        source = ["def replay():"]
+        for i, (line, _) in enumerate(self._lines):
+            source.append(f"    {line}")
+            if i in freed:
+                source.append(f"    {' = '.join(freed[i])} = None")
+        exec(compile("\n".join([*source, "    return"]), "<recorded step>", "exec"), self._constants)
+        replay: Callable[[], None] = self._constants.pop("replay")
+        return torch.inference_mode()(replay)
+
+    def _add(self, call: Call) -> None:
+        used: set[str] = set()
+        arguments = [self._source(value, used) for value in call.args]
+        arguments += [f"{name}={self._source(value, used)}" for name, value in call.kwargs.items()]
+        line = f"{self._constant(call.function)}({', '.join(arguments)})"
+        assigned = [view for view in call.results if view is not None]
+        if assigned:
+            names = ", ".join("_" if view is None else view.name for view in call.results)
+            line = f"{names}{'' if call.single else ','} = {line}"
+        for view in assigned:
+            self._whole[view.name] = view
+            used.add(view.name)
+        self._lines.append((line, used))
+
+    def _source(self, value: Any, used: set[str]) -> str:
+        if isinstance(value, View):
+            used.add(name := self._variable(value))
+            return name
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(self._source(x, used) for x in value)}]"
+        if value is None or type(value) in (bool, int, str):
+            return repr(value)
+        return self._constant(value)
+
+    def _variable(self, view: View) -> str:
+        """The name of a variable that holds ``view``, which is created now if it doesn't exist."""
+        if view == self._whole[view.name]:
+            return view.name
+        if view not in self._made:
+            self._made[view] = name = f"v{len(self._made)}"
+            line = f"{name} = as_strided({view.name}, {view.size}, {view.stride}, {view.offset})"
+            self._lines.append((line, {view.name, name}))
+        return self._made[view]
+
+    def _constant(self, value: Any) -> str:
+        name = self._names.setdefault(id(value), f"c{len(self._names)}")
+        self._constants[name] = value
+        return name
