@@ -115,23 +115,34 @@ inline void dot_step(const typename Row::Element* x, const Raw* const* weight, i
   }
 }
 
-// A position in the weights that follow, in address order: three rows read at once alone are too slow for the hardware
-// prefetcher (0.5 of the bandwidth of one stream on an EPYC with AVX512; with it 0.9).
+// Part of the products of a group: `elements` elements of ROWS input rows and `count` weight rows.
+template <class Row, class Raw>
+struct Part {
+  const typename Row::Element* x;  // [steps, ROWS, kStep]
+  const Raw* weight;               // first element of the first row
+  int64_t stride, count, elements;
+  VecF* sums;  // [ROWS][kGroup]
+};
+
+// The weights that follow, in address order: three rows read at once alone are too slow for the hardware prefetcher
+// (half the bandwidth of one stream on an EPYC with AVX512).
 struct Ahead {
   const char* at;
   int64_t line;  // bytes from one prefetch to the next
 };
 
-// sums[r * kGroup + v] += the products of `elements` elements. x: [steps, ROWS, kStep].
+// sums[r * kGroup + v] += the products with three weight rows. Returns the next position ahead.
 template <class Row, int ROWS, class Raw>
-__attribute__((noinline)) void dot_tile(const typename Row::Element* x, const Raw* const* weights, int64_t elements,
-                                        Ahead ahead, VecF* sums) {
+__attribute__((noinline)) const char* dot_tile(const Part<Row, Raw>& part, const Raw* const* weights, VecF* sums,
+                                               Ahead ahead) {
   VecF sum[ROWS][kWeightTile];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
     for (int v = 0; v < kWeightTile; ++v) sum[r][v] = sums[r * kGroup + v];
   const Raw* const weight[kWeightTile] = {weights[0], weights[1], weights[2]};
+  const typename Row::Element* x = part.x;
+  const int64_t elements = part.elements;
   for (int64_t i = 0; i < elements; i += Row::kStep, x += ROWS * Row::kStep) {
 #pragma GCC unroll 8
     for (int v = 0; v < kWeightTile; ++v, ahead.at += ahead.line) prefetch(ahead.at);
@@ -141,13 +152,24 @@ __attribute__((noinline)) void dot_tile(const typename Row::Element* x, const Ra
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
     for (int v = 0; v < kWeightTile; ++v) sums[r * kGroup + v] = sum[r][v];
+  return ahead.at;
 }
 
-template <class Row, int ROWS, class... Arguments>
-inline void dot_rows(int rows, Arguments... arguments) {
+template <class Row, int ROWS, class Raw>
+void dot_part(const Part<Row, Raw>& part, Ahead& ahead) {
+  for (int64_t v = 0; v < part.count; v += kWeightTile) {
+    const Raw* weight[kWeightTile];
+    for (int64_t i = 0; i < kWeightTile; ++i)  // outputs past the end repeat the last one; their sums aren't used
+      weight[i] = part.weight + (v + i < part.count ? v + i : part.count - 1) * part.stride;
+    ahead.at = dot_tile<Row, ROWS>(part, weight, part.sums + v, ahead);
+  }
+}
+
+template <class Row, int ROWS, class Raw>
+inline void dot_rows(int64_t rows, const Part<Row, Raw>& part, Ahead& ahead) {
   if constexpr (ROWS > 0) {
-    if (rows == ROWS) return dot_tile<Row, ROWS>(arguments...);
-    dot_rows<Row, ROWS - 1>(rows, arguments...);
+    if (rows == ROWS) return dot_part<Row, ROWS>(part, ahead);
+    dot_rows<Row, ROWS - 1>(rows, part, ahead);
   }
 }
 
@@ -182,23 +204,17 @@ class RowProducts {
   // sums[row][v] += the products of all rows with the weights of outputs first, ..., first + count - 1. A chunk of a
   // tile's rows stays in L1 while the group's weights pass by; these stay in L2 for the next tile.
   void add(int64_t first, int64_t count, VecF (*sums)[kGroup]) const {
-    const int64_t tile_rows = (args_.rows + tiles() - 1) / tiles();
+    const int64_t tiles = this->tiles(), tile_rows = (args_.rows + tiles - 1) / tiles;
     const int64_t chunk = kChunkBytes / (tile_rows * static_cast<int64_t>(sizeof(Element))) / Row::kStep * Row::kStep;
-    const char* next = reinterpret_cast<const char*>(weight(first + count));
+    // All tiles together prefetch the next group's weights: a burst would stall, then leave the memory idle.
+    Ahead ahead{reinterpret_cast<const char*>(weight(first + count)), kLine / tiles};
     for (int64_t begin = 0; begin < whole_; begin += chunk) {
       const int64_t elements = begin + chunk < whole_ ? chunk : whole_ - begin;
-      for (int64_t t = 0; t < tiles(); ++t) {
-        const int64_t height = top(t + 1) - top(t);
-        const Element* x = x_ + top(t) * whole_ + begin * height;
-        for (int64_t v = 0; v < count; v += kWeightTile) {
-          const Raw* weights[kWeightTile];
-          for (int64_t i = 0; i < kWeightTile; ++i)  // outputs past the end repeat the last one; their sums aren't used
-            weights[i] = weight(first + (v + i < count ? v + i : count - 1)) + begin;
-          // All tiles together prefetch the next group's weights: a burst would stall, then leave the memory idle.
-          dot_rows<Row, kRowTile>(static_cast<int>(height), x, weights, elements, Ahead{next, kLine / tiles()},
-                                  &sums[top(t)][v]);
-          next += elements / Row::kStep * kWeightTile * (kLine / tiles());
-        }
+      for (int64_t t = 0; t < tiles; ++t) {
+        const int64_t top = this->top(t), height = this->top(t + 1) - top;
+        const Part<Row, Raw> part{
+            x_ + top * whole_ + begin * height, weight(first) + begin, args_.inputs, count, elements, sums[top]};
+        dot_rows<Row, kRowTile>(height, part, ahead);
       }
     }
     for (int64_t i = whole_; i < args_.inputs; ++i)
