@@ -43,7 +43,8 @@ def breakdown(step: Callable[[], object], steps: int, device: torch.device) -> d
 
     Profiled steps, in groups of ``steps``, time the operators (on a GPU their kernels). They alternate with unprofiled
     steps, which give the whole time. The profiler's overhead inside an operator counts for the operator, so the host's
-    share is a lower bound.
+    share is a lower bound. Recorded steps of a CPU are eager under the profiler and have more operators there, so the
+    host's share may be negative.
     """
     on_gpu = device.type == "cuda"
     whole: list[float] = []

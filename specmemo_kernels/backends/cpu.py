@@ -24,9 +24,10 @@ _KV_TYPES = {torch.int8: 1, torch.float8_e4m3fn: 2}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}  # csrc/kernels.h
 
-#: Rows up to which :func:`linear` is faster than torch's product, in dtypes where torch has a fast product. At 64 rows
-#: in float32 it is 1.0 to 1.4 times as fast (EPYC, AVX2, Llama shapes of 125M and 1.1B).
-_FEW_ROWS = 64
+#: Rows up to which :func:`linear` is faster than torch's product of any matrix, if torch has a fast product. At 64 rows
+#: in float32 it is 1.0 to 1.8 times as fast, in bfloat16 0.7 to 1.1 times (EPYC with AVX2, with AVX512-BF16; Llama
+#: shapes of 125M to 8B).
+_FEW_ROWS = {torch.float32: 64, torch.bfloat16: 32, torch.float16: 32}
 
 
 def isa() -> str:
@@ -154,11 +155,11 @@ def few_rows(dtype: torch.dtype) -> int | None:
     """Rows up to which :func:`linear` is at least as fast as torch's product; ``None``: any number.
 
     Without 16-bit instructions torch converts element by element: on an EPYC with AVX2 its product of 64 rows takes
-    three times as long as in float32, and 4 to 6 times as long as ours (``bench/results/linear_cpu.json``).
+    three times as long as in float32, and 4 to 6 times as long as ours (``bench/results/linear_avx2_cpu.json``).
     """
     supported = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
     check = getattr(torch.ops.mkldnn, supported[dtype], None) if dtype in supported else None
-    return None if check is not None and not check() else _FEW_ROWS
+    return None if check is not None and not check() else _FEW_ROWS[dtype]
 
 
 def _many_rows(x: Tensor) -> bool:
