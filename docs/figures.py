@@ -110,18 +110,19 @@ def headline() -> dict[str, str]:
 
 
 def steps() -> str:
-    parts = ["model matmuls", "attention", "other model operators", "head", "verify", "commit", "host"]
+    parts = ["step_ms", "products_ms", "rest_ms", "floor_ms", "vs_floor", "llama_cpp_ms"]
+    rows = [[row["shape"], row["nodes"], *(f"{row[part]:.3g}" for part in parts)] for row in load("step_cpu")["rows"]]
+    header = ["model", "nodes", "step", "products", "rest", "floor", "step / floor", "llama.cpp"]
+    return table(header, rows, "step_cpu")
+
+
+def step_parts() -> str:
+    parts = ["model matmuls", "attention", "other model operators", "head", "verify", "commit"]
     rows = [
-        [
-            f"{row['shape'].upper()}, {row['dtype']}",
-            row["nodes"],
-            *(f"{row['parts_ms'][part]:.2f}" for part in parts),
-            f"{row['step_ms']:.1f}",
-        ]
+        [row["shape"], row["nodes"], *(f"{row['parts_ms'][part]:.2f}" for part in parts)]
         for row in load("step_cpu")["rows"]
     ]
-    header = ["model", "nodes", *(part.replace("head", "heads, lm_head") for part in parts), "step"]
-    return table(header, rows, "step_cpu")
+    return table(["model", "nodes", *(part.replace("head", "heads, lm_head") for part in parts)], rows, "step_cpu")
 
 
 # --- linear layers ---------------------------------------------------------------------------------------------------
@@ -382,6 +383,7 @@ def figures() -> dict[str, str]:
         "frontier.bundled": frontier("frontier_bundled", heads=False),
         "frontier.125m": frontier("frontier_125m", heads=True),
         "steps": steps(),
+        "steps.parts": step_parts(),
         "linear": linear(),
         "engines": engines(),
         "batches": batches(),

@@ -159,7 +159,7 @@ def few_rows(dtype: torch.dtype) -> int | None:
     """
     supported = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
     check = getattr(torch.ops.mkldnn, supported[dtype], None) if dtype in supported else None
-    return None if check is not None and not check() else _FEW_ROWS[dtype]
+    return None if check is not None and not check() else _FEW_ROWS.get(dtype)
 
 
 def _many_rows(x: Tensor) -> bool:
