@@ -24,9 +24,9 @@ _KV_TYPES = {torch.int8: 1, torch.float8_e4m3fn: 2}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}  # csrc/kernels.h
 
-#: Rows up to which :func:`linear` replaces torch's product, in dtypes where torch has a fast product. A layer of 64 rows
-#: is 1.0 to 1.9 times as fast in float32 (EPYC with AVX2, with AVX512; Llama shapes of 125M to 8B), and 1.0 to 1.1 times
-#: in bfloat16 with AVX512-BF16, where oneDNN would keep 3 MB of buffers for it.
+#: Rows up to which :func:`linear` replaces torch's product, in dtypes where torch has a fast product. A layer of 64
+#: rows is 1.0 to 1.9 times as fast in float32 (EPYC with AVX2, with AVX512; Llama shapes of 125M to 8B), and 1.0 to 1.1
+#: times in bfloat16 with AVX512-BF16, where oneDNN would keep 3 MB of buffers for it.
 _FEW_ROWS = 64
 
 
