@@ -79,22 +79,12 @@ bench: $(STAMP)
 	$(BIN)/python bench/bench_frontier.py --model 125m $(REPLAY) --seconds 60 --limit 3 \
 	  --json $(RESULTS)/frontier_125m.json --pictures $(RESULTS)/frontier_125m
 
-# On a GPU machine, with its own $(PYTHON), torch and triton: builds in place, downloads nothing, at most nine minutes.
-# Figures and plots go to bench/results/.
-GPU_RESULTS := $(RESULTS)/ops_gpu
+# On a GPU machine, with its own $(PYTHON), torch and triton: builds in place, downloads nothing, at most eight minutes of
+# stages (bench/gpu_suite.py). Figures go to bench/results/gpu/. Call it again after an interruption: it goes on.
 gpu:
 	$(PYTHON) -c "import torch; assert torch.cuda.is_available(), 'make gpu needs a GPU that torch sees'"
 	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --no-index -e .
-	timeout 200 $(PYTHON) -m pytest -m gpu python_tests/test_gpu.py python_tests/test_gpu_memory.py $(ARGS)
-	$(PYTHON) bench/sanitize.py --limit-s 40
-	mkdir -p $(RESULTS)
-	timeout 140 $(PYTHON) bench/bench_ops.py --device cuda --model llama3-8b --dtype bf16 --context 8192,32768,2048 \
-	  --batch 8,1,32 --tree 1,25,64 --peers sdpa,sdpa_folded,flex,flashinfer --limit-s 100 --json $(GPU_RESULTS).json
-	$(PYTHON) bench/plot_ops.py $(GPU_RESULTS).json $(GPU_RESULTS).png --batch 8
-	timeout 40 $(PYTHON) bench/bench_step.py --device cuda --shape vicuna-7b --dtype bf16 --tree 25 --seconds 3 \
-	  --json $(RESULTS)/step_gpu.json
-	timeout 115 $(PYTHON) bench/bench_frontier.py --device cuda --model vicuna-7b $(REPLAY) --budgets 0.35,0.2,0.1 \
-	  --limit 2 --seconds 30 --json $(RESULTS)/frontier_gpu.json --pictures $(RESULTS)/frontier_gpu
+	$(PYTHON) bench/gpu_suite.py --results $(RESULTS)/gpu --limit-s 480 $(ARGS)
 
 install: $(STAMP)
 

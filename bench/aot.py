@@ -2,8 +2,11 @@
 
     python bench/aot.py --targets sm_75,sm_80,sm_86,sm_89,sm_90,gfx90a,gfx942,gfx1100 --json out.json
 
-Exits with 1 if a kernel spills, exceeds the target's shared memory, or multiplies without the target's matrix
-instructions. Takes about a minute per target on one core; compiled kernels are cached by Triton.
+Exits with 1 if a kernel spills, exceeds the target's shared memory, multiplies without the target's matrix
+instructions, computes a score's exponential twice, loads keys in pieces of less than 128 bits (codes: 64), or fits a
+multiprocessor less often than its configuration says. ``of copying`` is the predicted share of copy bandwidth for 8
+sequences of 8,192 tokens with 8 KV heads (``bench/gpu_model.py``), not a measurement. Takes about two minutes per
+target on one core; compiled kernels are cached by Triton.
 """
 
 # mypy: disable-error-code="import-untyped"
@@ -11,7 +14,6 @@ instructions. Takes about a minute per target on one core; compiled kernels are 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -25,9 +27,15 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import aot_kernels
+from timing import write_result
 
 from specmemo_kernels.backends.kernel_target import TARGETS
 
+#: Columns of attention kernels (:func:`aot_kernels.attention_columns`) and their titles.
+LOOP_COLUMNS = {
+    "loop_instructions": "loop", "exp_per_score": "exp", "load_bits": "bits", "programs_per_sm": "per SM",
+    "bytes_in_flight": "in flight", "predicted_fraction": "of copying",
+}  # fmt: skip
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -38,7 +46,7 @@ def numbers(text: str) -> list[int]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default="sm_75,sm_80,sm_86,sm_89,sm_90,gfx90a,gfx942,gfx1100")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp16")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="fp16 on targets without bfloat16")
     parser.add_argument("--head-dims", type=numbers, default=[64, 128])
     parser.add_argument("--nodes", type=numbers, default=[1, 8, 25, 64])
     parser.add_argument("--groups", type=numbers, default=[1, 4, 8], help="query heads per KV head")
@@ -51,15 +59,17 @@ def parse() -> argparse.Namespace:
 
 
 def table_of(rows: list[dict[str, Any]], title: str) -> Table:
-    columns = ("target", "kernel", "D", "T", "GQA", "M x N", "warps", "stages", "regs", "stack", "shared KiB", "matrix")
+    columns = ("kernel", "D", "T", "GQA", "M x N", "warps", "stages", "regs", "stack", "KiB", "matrix")
+    columns += tuple(LOOP_COLUMNS.values())
     table = Table(*columns, title=title)
     for row in rows:
         block = row["config"]
         matrix = " ".join(f"{count} {family}" for family, count in row["matrix"].items())
         cells = [
-            row["target"], row["kernel"], row["head_dim"], row["nodes"], row["gqa"],
+            row["kernel"], row["head_dim"], row["nodes"], row["gqa"],
             f"{block['block_m']} x {block['block_n']}", block["num_warps"], block["num_stages"],
             row["registers"], row["stack_bytes"], f"{row['shared_bytes'] / 1024:.0f}", matrix or "-",
+            *(row.get(key, "") for key in LOOP_COLUMNS),
         ]  # fmt: skip
         table.add_row(*map(str, cells), style="red" if row["problem"] else None)
     return table
@@ -67,14 +77,12 @@ def table_of(rows: list[dict[str, Any]], title: str) -> Table:
 
 def main() -> int:
     args = parse()
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = Console(width=None if sys.stdout.isatty() else 170)
     rows: list[dict[str, Any]] = []
     for target in args.targets:
-        if args.dtype == "bf16" and not TARGETS[target].bf16:
-            console.print(f"{target}: no bfloat16, left out")
-            continue
+        dtype = "fp16" if args.dtype == "bf16" and not TARGETS[target].bf16 else args.dtype
         start = time.perf_counter()
-        jobs = list(aot_kernels.all_jobs(target, DTYPES[args.dtype], args.head_dims, args.nodes, args.groups))
+        jobs = list(aot_kernels.all_jobs(target, DTYPES[dtype], args.head_dims, args.nodes, args.groups))
         target_rows = [job.row(target) for job in jobs]
         rows += target_rows
         bad = sum(bool(row["problem"]) for row in target_rows)
@@ -85,7 +93,7 @@ def main() -> int:
             console.print(f"{row['target']} {row['kernel']} D {row['head_dim']} T {row['nodes']}: {row['problem']}")
     if args.json:
         versions = {"triton": triton.__version__, "torch": torch.__version__}
-        args.json.write_text(json.dumps({"versions": versions, "dtype": args.dtype, "rows": rows}, indent=1) + "\n")
+        write_result(args.json, {"versions": versions, "dtype": args.dtype, "rows": rows})
     return int(any(row["problem"] for row in rows))
 
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import subprocess
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from machine_code import Loop, amd_loops, nvidia_loops
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -35,6 +35,7 @@ class Resources:
         spills: spilled registers, from the binary on AMD, else stack_bytes / 4.
         shared_bytes: shared memory or LDS of a program.
         matrix: number of matrix instructions by family.
+        loops: the innermost loops, in the order of the code.
     """
 
     registers: int
@@ -42,6 +43,7 @@ class Resources:
     spills: int
     shared_bytes: int
     matrix: dict[str, int]
+    loops: tuple[Loop, ...]
 
 
 def gpu_target(name: str) -> GPUTarget:
@@ -85,11 +87,10 @@ def _read_nvidia(asm: Mapping[str, Any], shared: int) -> Resources:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(asm["cubin"])
         file.flush()
-        usage = subprocess.run(
-            [_cuobjdump(), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        usage = _output("cuobjdump", "--dump-resource-usage", file.name)
+        loops = nvidia_loops(_output("nvdisasm", "-c", file.name))
     registers, stack = (max(map(int, re.findall(rf"{word}:(\d+)", usage))) for word in ("REG", "STACK"))
-    return Resources(registers, stack, stack // 4, shared, _count(asm["ptx"]))
+    return Resources(registers, stack, stack // 4, shared, _count(asm["ptx"]), tuple(loops))
 
 
 def _read_amd(asm: Mapping[str, Any], shared: int) -> Resources:
@@ -100,9 +101,11 @@ def _read_amd(asm: Mapping[str, Any], shared: int) -> Resources:
 
     # .vgpr_count holds the AGPRs as well on CDNA 2 and 3.
     spills = value("vgpr_spill_count")
-    return Resources(value("vgpr_count"), value("private_segment_fixed_size"), spills, shared, _count(text))
+    stack, loops = value("private_segment_fixed_size"), tuple(amd_loops(text))
+    return Resources(value("vgpr_count"), stack, spills, shared, _count(text), loops)
 
 
-@functools.cache
-def _cuobjdump() -> str:
-    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
+def _output(tool: str, *arguments: str) -> str:
+    """The output of one of NVIDIA's tools in Triton's wheel."""
+    binary = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    return subprocess.run([binary, *arguments], capture_output=True, text=True, check=True).stdout

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import aot_compile
 import torch
+from gpu_model import GPUS, Case, Kernel, bytes_in_flight, predicted_fraction
 
 from specmemo_kernels.backends import kernel_config as config
 from specmemo_kernels.backends.kernel_target import TARGETS
-from specmemo_kernels.backends.triton import attention, lm_head, paged, runtime, verify
+from specmemo_kernels.backends.triton import attention, layers, lm_head, paged, runtime, verify
 from specmemo_kernels.ops.weight_codes import GROUP
 
 KV_TYPES = {None: 0, "int8": 1, "fp8": 2}
@@ -37,33 +39,75 @@ class Shape:
 
 @dataclass(frozen=True)
 class Job:
-    """One kernel to compile. ``compile`` takes the name of a target."""
+    """One kernel to compile. ``compile`` takes the name of a target; ``softcap``: scores have two exponentials."""
 
     kernel: str
     shape: Shape
     config: config.KernelConfig
     compile: Callable[[str], aot_compile.Resources]
+    softcap: bool = False
 
     def row(self, target: str) -> dict[str, Any]:
         """The shape, block sizes and resources of the kernel on ``target``, and its :func:`problem`."""
         used = self.compile(target)
         shape = {"head_dim": self.shape.head_dim, "nodes": self.shape.nodes, "gqa": self.shape.group}
-        return {
+        row = {
             "target": target, "kernel": self.kernel, **shape, "dtype": TYPES[self.shape.dtype],
-            "kv_dtype": self.shape.kv_dtype,
-            "config": asdict(self.config), **asdict(used), "problem": problem(target, self.kernel, self.shape, used),
+            "kv_dtype": self.shape.kv_dtype, "page_size": self.shape.page_size,
+            "config": asdict(self.config), **asdict(used),
         }  # fmt: skip
+        del row["loops"]
+        if self.kernel.startswith("tree_attention"):
+            row |= attention_columns(target, self.shape, self.config, used)
+            row["exp_per_score"] /= 1 + self.softcap
+        return row | {"problem": problem(target, self.kernel, self.shape, used, row)}
 
 
-def problem(target: str, kernel: str, shape: Shape, used: aot_compile.Resources) -> str:
-    """The kernel's fault, or "": it spills, exceeds shared memory, or multiplies without matrix instructions."""
+def attention_columns(
+    target: str, shape: Shape, chosen: config.KernelConfig, used: aot_compile.Resources
+) -> dict[str, Any]:
+    """Figures of the loop over committed tokens, and the predicted share of copy bandwidth (8 sequences of 8,192)."""
+    gpu, threads = GPUS[target], chosen.num_warps * (64 if target.startswith("gfx9") else 32)
+    committed, *others = (loop for loop in used.loops if loop.exponentials)
+    own = others[0] if others else committed  # peeled
+    case = Case(8, 8192, shape.nodes, 8, shape.group, shape.head_dim, 1 if shape.kv_dtype else shape.dtype.itemsize)
+    kernel = Kernel(chosen, used.registers, used.shared_bytes, committed, own)
+    # A thread has a whole number of scores, and at least one decay of a row.
+    scores = max(1, chosen.block_m * chosen.block_n // threads)
+    return {
+        "loop_instructions": committed.instructions,
+        "exp_per_score": (committed.exponentials - 1) // scores * scores * threads / (chosen.block_m * chosen.block_n),
+        "load_bits": committed.load_bits,
+        "nodes_load_bits": own.load_bits,
+        "programs_per_sm": gpu.programs(used.registers, used.shared_bytes, chosen.num_warps),
+        "bytes_in_flight": bytes_in_flight(kernel, gpu, case),
+        "predicted_fraction": round(predicted_fraction(kernel, gpu, case), 3),
+    }
+
+
+def problem(target: str, kernel: str, shape: Shape, used: aot_compile.Resources, row: Mapping[str, Any]) -> str:
+    """The kernel's fault, or "": it spills, exceeds shared memory, multiplies without matrix instructions, computes
+    scores more than once, loads keys in narrow pieces, or fits a multiprocessor less often than its configuration says.
+    """
     device = TARGETS[target]
     if used.spills or used.stack_bytes:
         return f"{used.stack_bytes} bytes of stack, {used.spills} spills"
     if used.shared_bytes > device.shared_bytes:
         return f"{used.shared_bytes} bytes of shared memory, the limit is {device.shared_bytes}"
     needs_matrix = device.matrix and shape.dtype != torch.float32 and kernel.startswith(MATRIX_KERNELS)
-    return "no matrix instructions" if needs_matrix and not used.matrix else ""
+    if needs_matrix and not used.matrix:
+        return "no matrix instructions"
+    # gfx1100 has the registers for heads of 128 only if several waves compute the same rows.
+    if row.get("exp_per_score", 1) > 1.1 and (device.matrix != "wmma" or shape.head_dim <= 64):
+        return f"{row['exp_per_score']:.2f} exponentials per score, the limit is 1.1"
+    block, threads = row["config"], row["config"]["num_warps"] * (64 if target.startswith("gfx9") else 32)
+    for column, keys in (("load_bits", "block_n"), ("nodes_load_bits", "nodes_n")):
+        bits = min(64 if shape.kv_dtype else 128, block[keys] * shape.head_dim * shape.dtype.itemsize * 8 // threads)
+        if row.get(column, bits) < bits:
+            return f"{column} is {row[column]}, the limit is {bits}"
+    if row.get("programs_per_sm", 1) < block["resident"] and not kernel.endswith("direct"):
+        return f"{row['programs_per_sm']} programs fit a multiprocessor, the configuration says {block['resident']}"
+    return ""
 
 
 def attention_job(target: str, shape: Shape, kernel: str = "tree_attention", **flags: bool) -> Job:
@@ -72,7 +116,9 @@ def attention_job(target: str, shape: Shape, kernel: str = "tree_attention", **f
         target, shape.head_dim, shape.head_dim, shape.group, shape.dtype, quantised=shape.kv_dtype is not None
     )
     chosen = next(c for c in classes if shape.nodes <= c.max_nodes)
-    return Job(kernel, shape, chosen, lambda name: compile_attention(name, shape, chosen, **flags))
+    chosen = replace(chosen, block_n=chosen.direct_n if flags.get("DIRECT") else chosen.block_n)
+    softcap = flags.get("HAS_SOFTCAP", False)
+    return Job(kernel, shape, chosen, lambda name: compile_attention(name, shape, chosen, **flags), softcap)
 
 
 def compile_attention(target: str, shape: Shape, chosen: config.KernelConfig, **flags: bool) -> aot_compile.Resources:
@@ -101,12 +147,14 @@ def _compile_attention(
     constants: dict[str, Any] = {
         "GROUP": shape.group, "DK": shape.head_dim, "DV": shape.head_dim, "BLOCK_DK": dim, "BLOCK_DV": dim,
         "PAGE_SIZE": shape.page_size, "BY_HEAD": True, "BLOCK_M": chosen.block_m, "BLOCK_N": chosen.block_n,
-        "SPLIT_SIZE": chosen.split_size, "UPCAST": False, "KV": KV_TYPES[shape.kv_dtype], **switches,
+        "NODES_N": chosen.nodes_n,
+        "SPLIT_SIZE": chosen.split_size, "FIXED_SPLITS": not chosen.resident, "UPCAST": False,
+        "KV": KV_TYPES[shape.kv_dtype], **switches,
     }  # fmt: skip
     constants |= {} if switches["HAS_SINKS"] else {"sinks_ptr": None}
     constants |= NO_SCALES if shape.kv_dtype is None else {}
     constants |= {} if switches["HAS_TREE"] else {"tree_mask_ptr": None}
-    options = runtime.compile_options(chosen)
+    options = runtime.compile_options(chosen, target)
     return aot_compile.compile_kernel(
         attention.tree_attention_kernel, types, constants, target, options, frozenset(strides)
     )
@@ -118,16 +166,17 @@ def page_types(shape: Shape) -> dict[str, str]:
     return {f"{side}_pages_ptr": f"*{page}" for side in "kv"} | {f"{side}_scales_ptr": "*fp32" for side in "kv"}
 
 
-def merge_job(shape: Shape) -> Job:
-    """The kernel that merges splits."""
+def merge_job(shape: Shape, overlapped: bool = False) -> Job:
+    """The kernel that merges splits; ``overlapped``: with a programmatic launch."""
     types = {"out_ptr": f"*{TYPES[shape.dtype]}", "tree_mask_ptr": "*i64"}
     types |= dict.fromkeys(("lse_ptr", "part_ptr", "part_total_ptr", "part_peak_ptr"), "*fp32")
     types |= dict.fromkeys(("seq_lens_ptr", "qo_indptr_ptr"), "*i32")
     counts = ("num_qo_heads", "batch", "mask_words", "num_splits", "window")
-    types |= dict.fromkeys((*counts, "nodes_1", "nodes_2", "split_1", "split_2", "split_3"), "i32")
+    types |= dict.fromkeys(counts, "i32")
     constants = {
         "sinks_ptr": None, "DV": shape.head_dim, "BLOCK_DV": config.block_dim(shape.head_dim),
-        "BLOCK_S": attention.MERGE_SPLITS, "BLOCK_B": 64, "HAS_TREE": True, "HAS_WINDOW": False, "HAS_SINKS": False,
+        "BLOCK_S": attention.MERGE_SPLITS, "BLOCK_B": 64, "SPLIT_SIZE": config.SPLIT_UNIT, "FIXED_SPLITS": False,
+        "HAS_TREE": True, "HAS_WINDOW": False, "HAS_SINKS": False, "OVERLAPPED": overlapped,
     }  # fmt: skip
     return _simple("merge_splits", attention.merge_splits_kernel, shape, config.MERGE_CONFIG, types, constants)
 
@@ -187,10 +236,29 @@ def _simple(
     aligned: frozenset[str] = frozenset(),
 ) -> Job:  # fmt: skip
     def compile_for(target: str) -> aot_compile.Resources:
-        options = runtime.compile_options(chosen)
+        options = runtime.compile_options(chosen, target)
         return aot_compile.compile_kernel(kernel, types, constants, target, options, aligned)
 
     return Job(name, shape, chosen, compile_for)
+
+
+def layer_jobs(shape: Shape) -> Iterator[Job]:
+    """The kernels between a layer's products, for ``hidden_size`` and heads of ``head_dim``."""
+    element, size, half = f"*{TYPES[shape.dtype]}", shape.hidden_size, shape.head_dim // 2
+    rows = config.row_config(size)
+    types = dict.fromkeys(("out_ptr", "sum_ptr", "x_ptr", "residual_ptr", "weight_ptr"), element)
+    types |= {"stride_x": "i32", "eps": "fp32", "offset": "fp32"}
+    constants: dict[str, Any] = {"SIZE": size, "BLOCK": rows.block_n, "ROUND_FIRST": True, "HAS_RESIDUAL": True}
+    yield _simple("add_rms_norm", layers.rms_norm_kernel, shape, rows, types, constants, frozenset(["stride_x"]))
+    types = dict.fromkeys(("out_ptr", "x_ptr", "cos_ptr", "sin_ptr"), element)
+    strides = frozenset(["stride_x", "stride_head", "stride_angle"])
+    types |= dict.fromkeys((*strides, "heads"), "i32")
+    heads = config.row_config(half * 16)
+    constants = {"HALF": half, "BLOCK": config.row_config(half).block_n, "BLOCK_H": 16}
+    yield _simple("rotary", layers.rotary_kernel, shape, heads, types, constants, strides)
+    types = {"gate_ptr": element, "up_ptr": element, "count": "i32"}
+    constants = {"ACTIVATION": 0, "BLOCK": config.ELEMENTWISE_CONFIG.block_n}
+    yield _simple("gate", layers.gate_kernel, shape, config.ELEMENTWISE_CONFIG, types, constants)
 
 
 def all_jobs(
@@ -207,12 +275,19 @@ def all_jobs(
             yield attention_job(target, chunk, "tree_attention_chunk", HAS_TREE=False)
         shape = Shape(head_dim, nodes[-1], groups[-1], dtype)
         extras = {"HAS_WINDOW": True, "HAS_SOFTCAP": True, "HAS_SINKS": True, "DIRECT": True}
-        for count in (nodes[0], nodes[-1]):
-            yield attention_job(target, replace(shape, nodes=count), "tree_attention_extras", **extras)
-        chunk = replace(shape, nodes=256)
-        yield attention_job(target, chunk, "tree_attention_chunk_extras", **extras, HAS_TREE=False)
-        yield merge_job(shape)
+        for direct in (False, True):
+            extras["DIRECT"] = direct
+            for count in (nodes[0], nodes[-1]):
+                yield attention_job(target, replace(shape, nodes=count), "tree_attention_extras", **extras)
+            chunk = replace(shape, nodes=256)
+            yield attention_job(target, chunk, "tree_attention_chunk_extras", **extras, HAS_TREE=False)
+        for kv_dtype, count in itertools.product(("int8", "fp8"), nodes):
+            yield attention_job(target, Shape(head_dim, count, 4, dtype, kv_dtype=kv_dtype), "tree_attention_codes")
+        for count in nodes:
+            yield attention_job(target, Shape(head_dim, count, 4, dtype, page_size=64), "tree_attention_pages_of_64")
+        yield from (merge_job(shape), merge_job(shape, overlapped=target == "sm_90"))
         yield from paged_jobs(shape)
+        yield from layer_jobs(shape)
     yield verify_job(Shape(dtype=dtype))
     for rows in (*nodes, 256):
         for k in (1, 10):

@@ -20,13 +20,15 @@ Check = Callable[[dict[str, Any], dict[str, torch.Tensor], torch.dtype], None]
 PAGE_SIZE = 16
 
 
-def device_inputs(case: AttentionCase, dtype: torch.dtype, device: str = "cuda") -> dict[str, Any]:
+def device_inputs(
+    case: AttentionCase, dtype: torch.dtype, device: str = "cuda", page_size: int = PAGE_SIZE
+) -> dict[str, Any]:
     """Keyword arguments of ``tree_attention`` on the device: shuffled pages with room for the nodes, one tree.
 
     Pages have the memory order of this package's pool.
     """
     batch, nodes, context = len(case.nodes), case.nodes[0], case.seq_lens[0]
-    pages = -(-(context + nodes) // PAGE_SIZE)
+    pages = -(-(context + nodes) // page_size)
     words = mask_words(random_parents(nodes, torch.Generator().manual_seed(0)), -(-nodes // 64))
     torch.manual_seed(0)
 
@@ -38,8 +40,8 @@ def device_inputs(case: AttentionCase, dtype: torch.dtype, device: str = "cuda")
         "q": random(rows, case.num_qo_heads) * 2,
         "k_new": random(rows, kv),
         "v_new": random(rows, kv),
-        "k_pages": swap_order(random(batch * pages, kv, PAGE_SIZE)),
-        "v_pages": swap_order(random(batch * pages, kv, PAGE_SIZE)),
+        "k_pages": swap_order(random(batch * pages, kv, page_size)),
+        "v_pages": swap_order(random(batch * pages, kv, page_size)),
         "block_table": torch.randperm(batch * pages, device=device).int().view(batch, pages),
         "seq_lens": torch.full((batch,), context, dtype=torch.int32, device=device),
         "qo_indptr": torch.arange(batch + 1, dtype=torch.int32, device=device) * nodes,
@@ -53,6 +55,7 @@ def device_inputs(case: AttentionCase, dtype: torch.dtype, device: str = "cuda")
         "invariant": False,
         "k_scales": None,
         "v_scales": None,
+        "min_qo_len": nodes,
     }
 
 

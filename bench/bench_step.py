@@ -20,6 +20,8 @@ The step's parts come from torch's profiler (``bench/step_profile.py``), in sepa
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import json
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -43,6 +45,8 @@ Row = dict[str, Any]
 BUNDLED = "bundled"
 #: The ``steps`` of :func:`step_profile.breakdown`.
 PROFILED = 12
+#: Steps under one synchronisation, as generation runs them on a GPU.
+AHEAD = 8
 
 
 def random_prompt(model: Any, tokens: int) -> list[int]:
@@ -161,6 +165,8 @@ def measure(
             step()
         products = Products.of_step(model, heads, depth, plan.tree.size)
         jobs: dict[str, Callable[[], object]] = {"step": synchronised(step, device)}
+        if device == "cuda":  # steps that run ahead of the host
+            jobs["ahead"] = synchronised(lambda: [step() for _ in range(AHEAD)], device)
         jobs["torch"] = synchronised(products.by(nn.functional.linear), device)
         if device == "cpu":
             operator = ops.kernels("cpu", torch.device("cpu")).linear
@@ -176,13 +182,14 @@ def measure(
             "heads": "own lm_head" if heads.own_lm_head else "shared lm_head", "graph": handle.stats.graph_steps > 0,
             "step_ms": times["step"] * 1e3, "torch_products_ms": times["torch"] * 1e3,
             "ratio": times["step"] / times["torch"],
-        } | _cpu_columns(times, floor) | {"parts_ms": parts}  # fmt: skip
+        } | _device_columns(times, floor) | {"parts_ms": parts}  # fmt: skip
 
 
-def _cpu_columns(times: dict[str, float], floor: float | None) -> Row:
-    """On a CPU: the products by our operator, the rest of the step, the floor, and llama.cpp if it ran."""
+def _device_columns(times: dict[str, float], floor: float | None) -> Row:
+    """On a GPU: a step that runs ahead of the host. On a CPU: the products by our operator, the rest of the step, the
+    floor, and llama.cpp if it ran."""
     if floor is None:
-        return {}
+        return {"ahead_ms": times["ahead"] / AHEAD * 1e3}
     llama_cpp = {"llama_cpp_ms": times["llama.cpp"] * 1e3} if "llama.cpp" in times else {}
     return {
         "products_ms": times["products"] * 1e3,
@@ -210,12 +217,11 @@ def main(
     if llama_cpp and not all(importlib.util.find_spec(name) for name in ("llama_cpp", "gguf")):
         print("llama.cpp: llama_cpp or gguf isn't installed")
         llama_cpp = False
-    rows = [
-        measure(name, kind, None if size == "plan" else int(size), context, own, seconds, device, graph, llama_cpp)
-        for name in shape.split(",")
-        for kind in dtype.split(",")
-        for size in tree.split(",")
-    ]
+    rows = []
+    for name, kind, size in itertools.product(shape.split(","), dtype.split(","), tree.split(",")):
+        nodes = None if size == "plan" else int(size)
+        rows.append(measure(name, kind, nodes, context, own, seconds, device, graph, llama_cpp))
+        print(json.dumps(rows[-1]), flush=True)
     times = [{name: cell for name, cell in row.items() if name != "parts_ms"} for row in rows]
     print_rows(times, title="a step and its products")
     setup = ("shape", "dtype", "nodes")

@@ -135,10 +135,16 @@ def environment() -> dict[str, str]:
 
 
 def write_result(path: Path | None, result: Mapping[str, Any]) -> None:
-    """Write ``result`` and its environment as JSON; without a path, nothing."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"environment": environment(), **result}, indent=1) + "\n")
+    """Write ``result`` and its environment as JSON, ``rows`` with one per line; without a path, nothing."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rest = {name: value for name, value in result.items() if name != "rows"}
+    text = json.dumps({"environment": environment(), **rest}, indent=1)
+    if "rows" in result:
+        rows = ",\n".join(f"  {json.dumps(row)}" for row in result["rows"])
+        text = f'{text.removesuffix("}").rstrip()},\n "rows": [\n{rows}\n ]\n}}'
+    path.write_text(text + "\n")
 
 
 def print_rows(

@@ -374,7 +374,29 @@ def compiled() -> dict[str, str]:
         "aot.targets": ", ".join(f"`{name}`" for name in dict.fromkeys(row["target"] for row in rows)),
         "aot.spills": str(sum(row["spills"] > 0 for row in rows)),
         "aot.problems": str(sum(bool(row["problem"]) for row in rows)),
+        "aot.fractions": fractions(rows),
     }
+
+
+def fractions(rows: list[Row]) -> str:
+    """The predicted share of copy bandwidth by target and nodes: heads of 128, four query heads per KV head."""
+    found: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        if row["kernel"] == "tree_attention" and (row["head_dim"], row["gqa"]) == (128, 4):
+            found.setdefault(row["target"], {})[row["nodes"]] = row
+    nodes = sorted({count for by_nodes in found.values() for count in by_nodes})
+    counts = [f"{count} node{'s' * (count > 1)}" for count in nodes]
+    heads = ("target", *counts, f"{nodes[-2]} nodes: tile, registers, loop instructions")
+
+    def kernel(row: Row) -> str:
+        block = row["config"]
+        return f"{block['block_m']} x {block['block_n']}, {row['registers']}, {row['loop_instructions']}"
+
+    cells = [
+        (target, *(f"{by_nodes[count]['predicted_fraction']:.2f}" for count in nodes), kernel(by_nodes[nodes[-2]]))
+        for target, by_nodes in found.items()
+    ]
+    return table(heads, cells, "aot")
 
 
 def figures() -> dict[str, str]:

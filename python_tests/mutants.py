@@ -34,9 +34,15 @@ class Mutant(NamedTuple):
 
 MUTANTS = (
     Mutant(f"{TRITON}/tiles.py", "total * decay + tl.sum", "total + tl.sum", "triton_interpreter test_attention"),
-    Mutant(f"{TRITON}/attention.py", "packed % GROUP", "0", "triton_interpreter test_attention"),
-    Mutant(f"{TRITON}/attention.py", "(length + node) // split_size + 1", "(length + node) // split_size",
+    Mutant(f"{TRITON}/attention_kernels.py", "packed % GROUP", "0", "triton_interpreter test_attention"),
+    Mutant(f"{TRITON}/attention_kernels.py", "(length + node) // SPLIT_SIZE + 1", "(length + node) // SPLIT_SIZE",
+           "triton_interpreter test_attention_in_fixed"),
+    Mutant(f"{TRITON}/attention_kernels.py", "tl.where(split == count - 1, last_slot, begin + size)", "begin + size",
            "triton_interpreter test_attention"),
+    Mutant(f"{TRITON}/primitives.py", "tl.maximum(tl.cdiv(length - lowest, size), 1)", "tl.cdiv(length - lowest, size)",
+           "triton_interpreter test_attention"),
+    Mutant(f"{TRITON}/layers.py", "wide * (weight + offset)", "wide * weight", "triton_layers test_rms_norm"),
+    Mutant(f"{TRITON}/layers.py", "(b * low_sin)", "(b * high_sin)", "triton_layers test_rotary"),
     Mutant(f"{TRITON}/primitives.py", "count = node - first + 1", "count = node - first",
            "triton_interpreter test_attention"),
     Mutant(f"{TRITON}/codes.py", "((wide & 0x80) << 8)", "((wide & 0x80) << 7)",

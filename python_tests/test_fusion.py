@@ -200,6 +200,21 @@ def test_norms_of_sums(function: Callable[[torch.Tensor], torch.Tensor], fused: 
     assert ("add_rms_norm" in recorded) == fused
 
 
+def operators_per_layer(backend: str, monkeypatch: pytest.MonkeyPatch, recorded: list[str]) -> float:
+    """Calls of a recorded Llama step, as the difference of models with three layers and one."""
+    monkeypatch.setattr(HostCapture, "after", 1)
+    counts = []
+    for layers in (1, 3):
+        model = tiny_model("llama", num_hidden_layers=layers)
+        ids = torch.randint(1, 60, (1, 12), generator=torch.Generator().manual_seed(1))
+        expected = model.generate(ids, max_new_tokens=12, do_sample=False)
+        with sk.patch(model, random_heads(model), tree=5, graph=True, backend=backend) as handle:
+            assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False), expected)
+            assert handle.stats.graph_steps > 2
+        counts.append(len(recorded))
+    return (counts[1] - counts[0]) / 2
+
+
 @pytest.mark.parametrize("family", sample([f for f in FAMILIES if f != "gptj"], ["llama", "qwen3", "phi3"]))
 def test_bits_of_families(family: str, monkeypatch: pytest.MonkeyPatch, recorded: list[str]) -> None:
     """A replayed step of each family has the same hidden states as its unfused recording."""
@@ -218,3 +233,8 @@ def test_bits_of_families(family: str, monkeypatch: pytest.MonkeyPatch, recorded
             assert {"rotary", "add_rms_norm"} <= set(recorded)
     assert torch.equal(written[0][0], written[1][0])
     assert torch.equal(written[0][1], written[1][1])
+
+
+def test_operators_of_a_layer(monkeypatch: pytest.MonkeyPatch, recorded: list[str]) -> None:
+    """Four projections, two rotary embeddings, attention, two copies to scratch, gated MLP, two norms of sums."""
+    assert operators_per_layer("cpu", monkeypatch, recorded) == 12

@@ -12,7 +12,7 @@ from interpreter import INTERPRETING
 
 pytest.importorskip("triton")
 
-FILES = ("test_triton_interpreter.py", "test_triton_steps.py", "test_nan_logits.py")
+FILES = ("test_triton_interpreter.py", "test_triton_steps.py", "test_triton_layers.py", "test_nan_logits.py")
 
 
 @pytest.mark.skipif(INTERPRETING, reason="this is the interpreter")

@@ -159,7 +159,7 @@ def test_patched_generation(
     load = StepSize(tree, batch, min(chunk, batch * prompt), page)
     pages = batch * -(-(prompt + new + nodes.max_depth) // page)
     # The cpu backend's own workspace isn't torch's: the tracker doesn't see it, test_cpu_kernels weighs it.
-    shape = predicted_shape(spec, HeadsSpec(), 0, split_size=0, kv_dtype=kv_dtype)
+    shape = predicted_shape(spec, HeadsSpec(), 0, kv_dtype=kv_dtype)
     fixed, each = fixed_parts(shape, load), page_parts(shape, load)
     assert close(sum(fixed.values()) + pages * sum(each.values()), peaks[0])
     assert peaks[1] <= peaks[0]  # a configuration doesn't tell which modules are fused
@@ -214,9 +214,8 @@ def test_ranks_of_tensor_parallel() -> None:
 def test_more_ranks_than_key_heads() -> None:
     """Sixteen ranks of Llama-2-70B: each of 8 KV heads is held by two, its pages and its rows of K and V whole."""
     spec = ModelSpec.from_config(CONFIG_MAPPING["llama"](**CONFIGS["Llama-2-70B"], dtype="float16"))
-    eight, sixteen = (predicted_shape(spec, HeadsSpec(), 3, tp=tp, split_size=64) for tp in (8, 16))
+    eight, sixteen = (predicted_shape(spec, HeadsSpec(), 3, tp=tp) for tp in (8, 16))
     assert sixteen.kv_bytes_per_token == eight.kv_bytes_per_token
-    assert sixteen.split_row_bytes == eight.split_row_bytes // 2, "four query heads each"
     keys_and_values = 80 * 8192 * 2 * 128
     others = spec.layer_weights - 8 * keys_and_values + 2 * 32000 * 8192
     vectors = (80 * 2 + 1) * 8192

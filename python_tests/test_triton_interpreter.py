@@ -59,9 +59,9 @@ def small_configs(invariant: bool = False) -> Any:
     """Block sizes with small splits, so that short sequences have several splits."""
     from specmemo_kernels.backends.kernel_config import KernelConfig
 
-    decode = KernelConfig(block_m=16, block_n=16, split_size=32, num_warps=4, num_stages=1, max_nodes=4)
-    tree = KernelConfig(block_m=32, block_n=32, split_size=64, num_warps=4, num_stages=1, min_nodes=5)
-    return (replace(tree, min_nodes=1),) if invariant else (decode, tree)
+    decode = KernelConfig(16, 16, 32, 4, 1, max_nodes=4, resident=40, nodes_n=16, direct_n=16)
+    tree = replace(decode, block_m=32, block_n=32, nodes_n=16, direct_n=32, min_nodes=5, max_nodes=2**31 - 1)
+    return (replace(tree, min_nodes=1, split_size=64, resident=0, nodes_n=32),) if invariant else (decode, tree)
 
 
 def run_attention(inputs: Inputs, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,6 +134,10 @@ class TestInterpreter:
     def test_attention_in_splits(self, case: AttentionCase) -> None:
         check_attention(case, torch.float32, configs=small_configs())
 
+    @pytest.mark.parametrize("case", by_name(IN_SPLITS, ("short_chunk",)), ids=lambda case: case.name)
+    def test_attention_in_fixed_splits(self, case: AttentionCase) -> None:
+        check_attention(case, torch.float32, configs=small_configs(invariant=True))
+
     @pytest.mark.slow
     def test_attention_bfloat16(self) -> None:
         check_attention(next(case for case in ATTENTION_CASES if case.name == "ragged"), torch.bfloat16)
@@ -160,11 +164,11 @@ class TestInterpreter:
         exact = reference.tree_attention(*inputs.values())[0]
         torch.testing.assert_close(expected[0], exact, rtol=0, atol=1e-5)
 
-    @pytest.mark.parametrize("splits", sample((False, True), [False]), ids=["by_rule", "in_splits"])
-    def test_a_sequence_ignores_its_batch(self, splits: bool) -> None:
+    @pytest.mark.parametrize("splits", sample((False, True), [True]), ids=["by_rule", "in_splits"])
+    def test_an_invariant_sequence_ignores_its_batch(self, splits: bool) -> None:
         case = AttentionCase("batch", (33, 5, 0, 100), (3, 20, 9, 1), window=60, sinks=True)
-        inputs = problem(case, torch.float32)
-        options = {"configs": small_configs()} if splits else {}
+        inputs = problem(case, torch.float32) | {"invariant": True}
+        options = {"configs": small_configs(invariant=True)} if splits else {}
         together = run_attention(inputs, **options)
         bounds = inputs["qo_indptr"].tolist()
         for index in range(4):
@@ -188,42 +192,79 @@ class TestInterpreter:
     @pytest.mark.usefixtures("ordered_dots")
     def test_invariant_by_argument(self) -> None:
         """The operator's argument, in a case where one node and nine nodes are split differently."""
-        inputs = chain_inputs(700, 9, torch.float16)
+        inputs = chain_inputs(1016, 9, torch.float16)
         equal = []
         for invariant in (False, True):
             chain = run_attention(inputs | {"invariant": invariant})
             ones = [run_attention(chain_step(inputs, step) | {"invariant": invariant}) for step in (0, 4, 8)]
-            equal.append([torch.equal(chain[1][step], one[1][0]) for step, one in zip((0, 4, 8), ones, strict=True)])
-        assert not all(equal[0]), "the fast mode gives the same bits: nothing is tested"
-        assert all(equal[1])
+            for step, one in zip((0, 4, 8), ones, strict=True):
+                same = all(torch.equal(x[step], y[0]) for x, y in zip(chain, one, strict=True))
+                equal.append((invariant, same))
+        assert (False, False) in equal, "the fast mode gives the same bits: nothing is tested"
+        assert (True, False) not in equal
 
     def test_classes_that_are_launched(self) -> None:
-        """One launch if all sequences are known to be alike, unless a graph is captured for other batches."""
+        """One launch if all sequences are known to be alike."""
         from specmemo_kernels.backends.kernel_config import attention_configs, launched_classes
 
         classes = attention_configs("sm_90", 128, 128, 4, torch.float16)
-        assert [c.max_nodes for c in classes][:2] == [4, 64]
-        assert launched_classes(classes, 8, 8, 1, 4000) == (classes[:1], 8)
-        assert launched_classes(classes, 200, 8, 25, 4000) == (classes[1:2], 4)
-        assert launched_classes(classes, 199, 8, 25, 4000) == (classes[:2], 8)
-        assert launched_classes(classes, 200, 8, 25, 4000, replayed=True) == (classes[:2], 8)
-        assert launched_classes(classes, 200, 8, 25, 4000, replayed=True, min_nodes=5) == (classes[1:2], 4)
+        assert [c.max_nodes for c in classes][:2] == [4, 16], "16 and 64 rows"
+        assert launched_classes(classes, 8, 8, 1) == classes[:1]
+        assert launched_classes(classes, 200, 8, 25) == classes[2:]
+        assert launched_classes(classes, 199, 8, 25) == classes
+        assert launched_classes(classes, 200, 8, 25, 1) == classes, "a graph that is replayed with fewer nodes"
+        assert launched_classes(classes, 128, 8, 16, 5) == classes[1:2]
+        assert attention_configs("sm_90", 64, 64, 24, torch.float16)[0].max_nodes == 2, "no class of 16 rows"
+        assert len(attention_configs("sm_90", 64, 64, 71, torch.float16)) == 1
+
+    @pytest.mark.parametrize(
+        ("rows", "batch", "slots", "kv_heads", "splits"),
+        [
+            (200, 8, 8192, 8, 2),  # 64 blocks of 100 rows on 132 multiprocessors
+            (264, 8, 8192, 9, 3),  # 144 blocks: four waves of a third take less time than two waves
+            (25, 1, 8192, 8, 16),
+            (25, 1, 1024, 32, 4),
+            (25 * 32, 32, 8192, 8, 1),  # 256 programs: two waves
+            (25, 1, 100, 8, 1),
+        ],
+    )
+    def test_splits_fill_the_gpu(self, rows: int, batch: int, slots: int, kv_heads: int, splits: int) -> None:
+        from specmemo_kernels.backends.kernel_config import SPLIT_UNIT, KernelConfig, num_splits
+
+        one = (KernelConfig(128, 64, SPLIT_UNIT, 8, 4, resident=1),)
+        assert num_splits(one, 132, rows, batch, rows // batch, slots, 4, kv_heads) == splits
+        fixed = (replace(one[0], resident=0, split_size=1024),)
+        assert num_splits(fixed, 132, rows, batch, rows // batch, slots, 4, kv_heads) == -(-slots // 1024)
 
     def test_workspace_is_bounded(self) -> None:
         """The declared workspace covers the states of every step's splits."""
-        from specmemo_kernels import ops
-        from specmemo_kernels.backends.kernel_config import attention_configs, launched_classes, split_state_bytes
-        from specmemo_kernels.cache.kv_storage import LayerKV
+        from specmemo_kernels.backends.kernel_config import (
+            attention_configs,
+            launched_classes,
+            max_state_bytes,
+            num_splits,
+        )
 
-        for heads, kv_heads, head_dim, v_dim in ((8, 2, 64, 64), (32, 1, 128, 128), (16, 16, 48, 32)):
-            layer = LayerKV(kv_heads, head_dim, v_dim, torch.float16, torch.device("cpu"))
-            split_size, row_bytes = ops.split_workspace("triton", layer, heads)
-            classes = attention_configs("interpreter", head_dim, v_dim, heads // kv_heads, torch.float16)
-            for rows, batch, nodes in ((256, 1, 256), (256, 2, 200), (40, 8, 5), (1, 1, 1), (70, 1, 70)):
-                for slots in (nodes, 511, 512, 513, 5000, 32_768):
-                    _, splits = launched_classes(classes, rows, batch, nodes, slots)
-                    least = split_state_bytes(rows, heads, v_dim, splits)
-                    assert least <= rows * row_bytes * -(-slots // split_size)
+        for heads, kv_heads, v_dim in ((8, 2, 64), (32, 1, 128), (16, 16, 32)):
+            group = heads // kv_heads
+            for target in ("sm_75", "sm_90", "gfx942", "gfx1100"):
+                classes = attention_configs(target, 128, v_dim, group, torch.float16)
+                for units in (20, 132, 304):
+                    bound = max_state_bytes(classes, units, v_dim)
+                    for rows, batch, nodes in ((256, 1, 256), (256, 2, 200), (40, 8, 5), (1, 1, 1), (70, 1, 70)):
+                        for slots in (nodes, 127, 129, 513, 5000, 32_768):
+                            launched = launched_classes(classes, rows, batch, nodes)
+                            splits = num_splits(launched, units, rows, batch, nodes, slots, group, kv_heads)
+                            assert splits == 1 or 4 * rows * heads * splits * (v_dim + 2) <= bound
+
+    def test_a_capture_needs_the_smallest_node_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Otherwise it might compile a kernel, or miss a class that a replay needs."""
+        inputs = problem(AttentionCase("small", (3,), (2,)), torch.float32)
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(ValueError, match="min_qo_len is None in a capture"):
+            run_attention(inputs)
+        run_attention(inputs | {"min_qo_len": 2})
 
     def test_invariant_is_one_class(self) -> None:
         from specmemo_kernels.backends.kernel_config import attention_configs

@@ -201,7 +201,7 @@ class TestInterpreter:
         taken = set()
         launched_classes = attention.launched_classes
 
-        def recorded(classes: tuple[KernelConfig, ...], *sizes: int) -> object:
+        def recorded(classes: tuple[KernelConfig, ...], *sizes: int | None) -> object:
             taken.add(classes)
             return launched_classes(classes, *sizes)
 

@@ -18,10 +18,14 @@ class KernelConfig:
 
     Attributes:
         block_m: rows (nodes x query heads of a KV head) of a program.
-        block_n: keys of a tile, at most 64; for the lm_head, tokens of a vocabulary block.
-        split_size: slots of a split, a multiple of block_n. It doesn't depend on a sequence's length, so results don't
-            depend on the number of programs.
+        block_n: keys of a tile of committed tokens; for the lm_head, tokens of a vocabulary block.
+        split_size: slots of a split, a multiple of block_n: exactly, or the smallest unit if ``resident`` isn't 0.
+        resident: programs that a multiprocessor holds, which determines the number of splits, and the registers that
+            the compiler may use; 0: splits have a fixed size.
+        nodes_n: keys of a tile with the step's own nodes, at most 64; these tiles need most registers.
+        direct_n: block_n of a call with one split, which needs registers for writing the result.
         block_k: hidden elements per step of the lm_head.
+        instruction_rows: rows of AMD's matrix instructions (16 or 32); 0: the compiler's choice.
     """
 
     block_m: int
@@ -31,17 +35,26 @@ class KernelConfig:
     num_stages: int
     min_nodes: int = 1
     max_nodes: int = NO_LIMIT
+    resident: int = 0
+    nodes_n: int = 0
+    direct_n: int = 0
     block_k: int = 0
+    instruction_rows: int = 0
 
 
 # Kernels that only copy or compare have the same sizes on all targets.
 COPY_CONFIG = KernelConfig(block_m=1, block_n=0, split_size=0, num_warps=4, num_stages=1)
 MERGE_CONFIG = replace(COPY_CONFIG, num_warps=2)
 VERIFY_CONFIG = replace(COPY_CONFIG, num_warps=1)
+ELEMENTWISE_CONFIG = replace(COPY_CONFIG, block_n=1024)
 LM_HEAD_REDUCE_CONFIG = replace(COPY_CONFIG, block_n=1024)
 
-DECODE_ROWS = 16
-TREE_NODES = 64
+#: Rows of the tiles of the first two classes of sequences.
+DECODE_ROWS, TREE_ROWS = 16, 64
+#: Slots: the unit of splits whose number depends on the GPU, and a fixed split.
+SPLIT_UNIT, FIXED_SPLIT = 128, 1024
+#: Maximum number of programs of a split call, as a multiple of those that run at once.
+_MAX_WAVES = 4
 
 
 def block_dim(size: int) -> int:
@@ -59,15 +72,16 @@ def attention_configs(
     invariant: bool = False,
     quantised: bool = False,
 ) -> tuple[KernelConfig, ...]:
-    """The classes of sequences by node count, in order, each with its block sizes (1 to 3 classes).
+    """The classes of sequences by rows (nodes x group), in order, each with its block sizes (1 to 3 classes).
 
-    The class depends on the sequence's own nodes only, so its result doesn't depend on the batch: *decode* (nodes x
-    group fit 16 rows), *tree* (up to 64 nodes) and *chunk* (prefill, wide trees).
+    *decode* (up to 16 rows), *tree* (up to 64) and *chunk* (prefill, large trees): one block of rows reads a sequence's
+    keys once, up to 128 rows on most targets.
 
     Args:
         target: a name of ``TARGETS``.
         group: query heads per KV head.
-        invariant: one class for all sequences, so a node's result doesn't depend on the number of nodes either.
+        invariant: one class with fixed splits for all sequences, so that a node's result depends neither on the batch
+            nor on the number of nodes.
         quantised: pages hold codes.
 
     Raises:
@@ -81,109 +95,177 @@ def attention_configs(
             "spill registers; use backend='reference' on this GPU, or another model"
         )
 
-    def config(tile: tuple[int, int, int, int], split: int, min_nodes: int, max_nodes: int) -> KernelConfig:
-        block_m, block_n, warps, stages = tile
-        return KernelConfig(block_m, block_n, split, warps, stages, min_nodes=min_nodes, max_nodes=max_nodes)
-
     rule = _tile_of_codes if quantised else _tile
-    decode, tree, chunk = (rule(device, dim, dtype, kind) for kind in ("decode", "tree", "chunk"))
+    tiles = {kind: rule(device, dim, dtype, kind) for kind in ("decode", "tree", "chunk")}
     if invariant:
-        return (config(tree, 1024, 1, NO_LIMIT),)
-    decode_nodes = DECODE_ROWS // group
-    # Split states add a share of 2 * group * nodes / split_size to the bytes of 16-bit keys and values.
-    classes = [config(decode, 512, 1, decode_nodes)] if decode_nodes else []
-    if decode_nodes < TREE_NODES:
-        classes.append(config(tree, 1024, decode_nodes + 1, TREE_NODES))
-    return (*classes, config(chunk, 4096, TREE_NODES + 1, NO_LIMIT))
+        tile = tiles["tree"]  # a key is in the same tile as a draft and after its commit
+        return (KernelConfig(**tile | {"resident": 0, "nodes_n": tile["block_n"]}, split_size=FIXED_SPLIT),)
+    classes, fewest = [], 1
+    for kind, rows in (("decode", DECODE_ROWS), ("tree", TREE_ROWS), ("chunk", NO_LIMIT)):
+        most = rows if kind == "chunk" else rows // group
+        if most >= fewest:
+            classes.append(KernelConfig(**tiles[kind], split_size=SPLIT_UNIT, min_nodes=fewest, max_nodes=most))
+            fewest = most + 1
+    return tuple(classes)
 
 
-def _tile(target: Target, dim: int, dtype: torch.dtype, kind: str) -> tuple[int, int, int, int]:
-    """``(block_m, block_n, num_warps, num_stages)``: the largest tile that compiles without a spill.
+def _tile(target: Target, dim: int, dtype: torch.dtype, kind: str) -> dict[str, int]:
+    """The block sizes with the best predicted speed (``bench/aot.py``) that compile without a spill.
 
-    ``dim`` is the padded head dimension. Found by compiling with Triton 3.6 and 3.9 (``bench/aot.py``). Registers grow
-    with the accumulator, ``block_m x dim`` float32, and keys and values, ``2 x block_n x dim`` per stage.
+    ``dim`` is the padded head dimension. Compiled with Triton 3.6 and 3.9. Registers grow with the accumulator,
+    ``block_m x dim`` float32, and with keys and values, ``2 x block_n x dim`` per stage.
     """
-    decode = kind == "decode"
+    decode, chunk = kind == "decode", kind == "chunk"
     if target.name == INTERPRETER:
-        return (16 if decode else 32), 32, 4, 1  # few programs, tiles small enough to be exact in float32
+        return _sizes(16 if decode else 32, 32, 4, 1)  # few programs, tiles small enough to be exact in float32
     if dim > 256 or dtype == torch.float32:
         # Multiply-adds on most targets: registers are the limit.
         if target.matrix == "wmma" and dim == 128:
-            return 16, 16, 16, 1
+            return _sizes(16, 16, 16, 1)
         wide = dim > 256 or target.matrix == "wmma" or (dim == 256 and target.matrix != "wgmma")
         wide |= dim == 128 and target.matrix is None
-        return 16, 16, 8 if wide else 4, 1
+        return _sizes(16, 16, 8 if wide else 4, 1)
     if target.matrix is None:
         if dim >= 128:
-            return 16, 16, 8, 1
-        return (16, 32, 4, 1) if decode else (32, 32, 8, 1)
+            return _sizes(16, 16, 8, 1)
+        return _sizes(16, 32, 4, 1) if decode else _sizes(32, 32, 8, 1)
     if target.matrix == "wmma":
-        # 256 registers a thread, and both halves of a wave hold each fragment: 16 keys a tile, or spills.
-        if decode:
-            return 16, 16, 4, 1
-        return (64, 32, 8, 1) if dim <= 64 else (32, 16, 8, 1)
+        # 256 registers a thread, and both halves of a wave hold each fragment. With 128 dimensions only tiles fit whose
+        # rows are computed by several waves, each of which loads a part.
+        if dim <= 64:
+            return _sizes(16, 16, 1, 1, resident=4) if decode else _sizes(64, 32, 4, 1, resident=2)
+        return _sizes(16 if decode else 32, 16, 8, 1)
     if target.matrix == "mfma":
-        if dim == 256:
-            return (16, 32, 4, 1) if decode else (64, 32, 4, 1)
-        if decode:
-            return 16, 64, 4, 2
-        # Eight wavefronts leave each thread 256 of the 512 registers.
-        return (128, 64, 8, 1) if kind == "chunk" and dim <= 64 else (64, 64, 4, 1)
+        return _mfma_tile(target, dim, kind)
     if dim == 256:
-        return (16, 32, 8, 2) if decode else (32, 32, 8, 2)
-    if decode:
-        return (16, 64, 8, 3) if dim <= 64 and target.matrix == "mma" else (16, 64, 4, 3)
+        return _sizes(16, 32, 4, 2) if decode else _sizes(32, 32, 4, 2, nodes_n=16)
     if target.matrix == "wgmma":
-        return (64, 64, 8, 3) if kind == "tree" else (128, 64, 8, 3)
+        if dim <= 64:
+            sizes = {"decode": (16, 64, 4, 4), "tree": (64, 64, 4, 4), "chunk": (128, 64, 8, 4)}[kind]
+            return _sizes(*sizes, resident={"decode": 3, "tree": 3, "chunk": 1}[kind])
+        if chunk:  # half the barriers and reductions per key of 64 keys
+            return _sizes(128, 128, 8, 2, nodes_n=32, direct_n=64)
+        return _sizes(16 if decode else 64, 64, 4, 3, resident=2)
+    small = target.shared_bytes < 128 << 10
     if dim <= 64:
-        return (64, 64, 4, 3) if kind == "tree" else (128, 64, 8, 3)
-    return 64, 64, 8, 2
+        if chunk:
+            return _sizes(128, 64, 8, 3)
+        return _sizes(16 if decode else 64, 64, 8 if decode else 4, 3, resident=2)
+    if decode:
+        return _sizes(16, 64, 4, 2, resident=2, nodes_n=32) if small else _sizes(16, 64, 4, 3, resident=2)
+    return _sizes(128, 64, 8, 2, nodes_n=16, direct_n=32) if chunk else _sizes(64, 64, 8, 2)
 
 
-def _tile_of_codes(target: Target, dim: int, dtype: torch.dtype, kind: str) -> tuple[int, int, int, int]:
+def _mfma_tile(target: Target, dim: int, kind: str) -> dict[str, int]:
+    """:func:`_tile` for CDNA. With instructions of 32 rows all lanes would compute each exponential twice, and with
+    more than one wavefront for 16 rows so would the wavefronts."""
+    if dim == 256:
+        return _sizes(16, 32, 4, 1) if kind == "decode" else _sizes(64, 32, 4, 1, instruction_rows=16)
+    if kind == "decode":
+        return _sizes(16, 64 if dim <= 64 else 32, 1, 2, resident=3, instruction_rows=16)
+    if kind == "tree":
+        return _sizes(64, 64, 4, 1, resident=2, instruction_rows=16)
+    nodes_n = 64 if dim <= 64 else 32 if target.name == "gfx942" else 16
+    return _sizes(128, 64, 8, 2, nodes_n=nodes_n, instruction_rows=16)
+
+
+def _sizes(
+    block_m: int, block_n: int, num_warps: int, num_stages: int, *, resident: int = 1, nodes_n: int = 0,
+    direct_n: int = 0, instruction_rows: int = 0,
+) -> dict[str, int]:  # fmt: skip
+    return {
+        "block_m": block_m, "block_n": block_n, "num_warps": num_warps, "num_stages": num_stages, "resident": resident,
+        "nodes_n": nodes_n or block_n, "direct_n": direct_n or block_n, "instruction_rows": instruction_rows,
+    }  # fmt: skip
+
+
+def _tile_of_codes(target: Target, dim: int, dtype: torch.dtype, kind: str) -> dict[str, int]:
     """:func:`_tile` for quantised pages: codes and scales need registers besides the dequantised values."""
     plain = _tile(target, dim, dtype, kind)
     if dtype == torch.float32 or dim > 128:
         return plain
+    decode, chunk = kind == "decode", kind == "chunk"
     if target.matrix == "mma":
-        if kind == "decode":
-            return (16, 32, 4, 2) if dim <= 64 else (16, 64, 8, 2)
-        return (64, 32, 4, 2) if dim <= 64 else (32, 32, 4, 2)
-    if target.matrix == "wgmma" and kind == "decode":
-        return (16, 64, 8, 3) if dim > 64 else (16, 64, 4, 2)
-    if target.matrix == "mfma" and kind != "decode" and dim == 128:
-        return 64, 32, 4, 1
+        if dim <= 64:
+            return _sizes(16 if decode else 64, 32, 4, 2, resident=2)
+        if decode and target.shared_bytes < 128 << 10:
+            return _sizes(16, 64, 8, 2, resident=2, nodes_n=32)
+        if decode:
+            return _sizes(16, 64, 4, 2, resident=2)
+        return _sizes(128, 32, 8, 2, nodes_n=16) if chunk else _sizes(64, 64, 8, 2)
+    if target.matrix == "wgmma":
+        if decode:
+            return _sizes(16, 32, 4, 2, resident=2) if dim <= 64 else _sizes(16, 64, 4, 3, resident=2)
+        if dim <= 64:
+            return _sizes(128, 64, 8, 3) if chunk else _sizes(64, 64, 4, 3, resident=2)
+        return _sizes(128, 64, 8, 3, nodes_n=16) if chunk else _sizes(64, 64, 4, 3, resident=2, nodes_n=16)
+    if target.matrix == "mfma":
+        block_n = 64 if dim <= 64 else 32
+        if decode:
+            return _sizes(16, block_n, 1, 1, resident=4, instruction_rows=16)
+        return _sizes(128 if chunk else 64, block_n, 8 if chunk else 4, 1, instruction_rows=16)
     if target.matrix == "wmma":
-        return (16, 16, 4, 1) if dim <= 64 and kind == "decode" else (64 if dim <= 64 else 32, 16, 8, 1)
+        return plain if decode else _sizes(32, 16, 2 if dim <= 64 else 8, 1)
     return plain
 
 
 def launched_classes(
-    classes: tuple[KernelConfig, ...],
+    classes: tuple[KernelConfig, ...], rows: int, batch: int, max_nodes: int, min_nodes: int | None = None
+) -> tuple[KernelConfig, ...]:
+    """The classes that a step with ``rows`` nodes in ``batch`` sequences may contain.
+
+    Args:
+        min_nodes: nodes of the smallest sequence; ``None``: unknown, unless ``rows == batch * max_nodes``.
+    """
+    if min_nodes is None:
+        min_nodes = max_nodes if rows == batch * max_nodes else 1
+    return tuple(c for c in classes if c.min_nodes <= max_nodes and c.max_nodes >= min_nodes)
+
+
+@functools.lru_cache(maxsize=4096)
+def num_splits(
+    launched: tuple[KernelConfig, ...],
+    multiprocessors: int,
     rows: int,
     batch: int,
     max_nodes: int,
     max_slots: int,
-    replayed: bool = False,
-    min_nodes: int = 1,
-) -> tuple[tuple[KernelConfig, ...], int]:
-    """The classes that a step may contain, and the maximum number of splits of a sequence.
+    group: int,
+    kv_heads: int,
+) -> int:
+    """Splits of each sequence: as fixed splits demand, or the number with the shortest predicted time.
 
-    If ``rows == batch * max_nodes``, every sequence has ``max_nodes`` nodes and only one class is launched.
+    A multiprocessor's time is counted in slots: those of the splits that it computes one after the other, and for each
+    split ``2 * block_m`` for its state, which is written and read again: a row of it has about a slot's bytes.
 
     Args:
         max_slots: bound of a sequence's committed tokens and nodes.
-        replayed: the launch is captured in a graph and replayed with other node counts from ``min_nodes`` to
-            ``max_nodes``, so all classes of this range are launched.
     """
-    fewest = max_nodes if rows == batch * max_nodes and not replayed else min_nodes
-    launched = tuple(c for c in classes if c.min_nodes <= max_nodes and c.max_nodes >= fewest)
-    return launched, max(-(-max_slots // c.split_size) for c in launched)
+    config = launched[-1]
+    units = -(-max_slots // config.split_size)
+    if not config.resident:
+        return units
+    blocks = min(batch * -(-max_nodes * group // config.block_m), batch + rows * group // config.block_m)
+    programs, places = blocks * kv_heads, multiprocessors * config.resident
+
+    def slots(splits: int) -> int:
+        state = 2 * config.block_m if splits > 1 else 0
+        return -(-splits * programs // places) * (-(-units // splits) * config.split_size + state)
+
+    return min(range(1, max(1, min(units, _MAX_WAVES * places // programs)) + 1), key=slots)
 
 
-def split_state_bytes(rows: int, num_qo_heads: int, v_head_dim: int, splits: int) -> int:
-    """Temporary bytes of ``tree_attention``: the float32 states of the splits, 0 for one split."""
-    return 4 * rows * num_qo_heads * splits * (v_head_dim + 2) if splits > 1 else 0
+def max_state_bytes(classes: tuple[KernelConfig, ...], multiprocessors: int, v_head_dim: int) -> int:
+    """Maximum temporary bytes of ``tree_attention`` by :func:`num_splits`: the float32 states of all programs' rows."""
+    rows = max(c.block_m * _MAX_WAVES * multiprocessors * c.resident for c in classes)
+    return 4 * rows * (v_head_dim + 2)
+
+
+@functools.cache
+def row_config(size: int) -> KernelConfig:
+    """Warps for one program over ``size`` elements (``block_n``: padded), 8 to 16 of a thread where warps suffice."""
+    block = max(16, 1 << (size - 1).bit_length())
+    return replace(COPY_CONFIG, block_n=block, num_warps=max(1, min(16, block // 512)))
 
 
 @functools.cache
@@ -199,7 +281,7 @@ def lm_head_config(target: str, rows: int, dtype: torch.dtype) -> KernelConfig:
     elif device.matrix is None or dtype == torch.float32:
         block_m, block_v, block_k, warps, stages = 16, 32, 32, 4, 1
     elif rows <= 16:
-        block_m, block_v, block_k, warps, stages = 16, 64, 128, 4, 3
+        block_m, block_v, block_k, warps, stages = 16, 64, 64, 4, 4
     elif rows <= 64:
         block_m, block_v, block_k, warps, stages = 64, 64, 64, 4, 3
     else:

@@ -16,6 +16,7 @@ class Target:
     Attributes:
         shared_bytes: maximum shared memory (LDS).
         matrix: instruction family of Triton's dots; ``None``: multiply-adds.
+        multiprocessors: number of the family's largest GPU, for plans.
         bf16: whether bfloat16 is supported.
         max_head_dim: largest padded head dimension in 16 bits for which a 16 x 16 tile doesn't spill registers.
     """
@@ -23,6 +24,7 @@ class Target:
     name: str
     shared_bytes: int
     matrix: str | None
+    multiprocessors: int
     bf16: bool = True
     max_head_dim: int = 512
 
@@ -39,15 +41,15 @@ class Target:
 TARGETS = {
     target.name: target
     for target in (
-        Target("sm_75", 64 << 10, None, bf16=False, max_head_dim=256),
-        Target("sm_80", 163 << 10, "mma"),
-        Target("sm_86", 99 << 10, "mma"),
-        Target("sm_89", 99 << 10, "mma"),
-        Target("sm_90", 227 << 10, "wgmma"),
-        Target("gfx90a", 64 << 10, "mfma"),
-        Target("gfx942", 64 << 10, "mfma"),
-        Target("gfx1100", 64 << 10, "wmma", max_head_dim=128),
-        Target(INTERPRETER, 1 << 30, None, max_head_dim=1 << 20),
+        Target("sm_75", 64 << 10, None, 72, bf16=False, max_head_dim=256),
+        Target("sm_80", 163 << 10, "mma", 108),
+        Target("sm_86", 99 << 10, "mma", 84),
+        Target("sm_89", 99 << 10, "mma", 142),
+        Target("sm_90", 227 << 10, "wgmma", 132),
+        Target("gfx90a", 64 << 10, "mfma", 110),
+        Target("gfx942", 64 << 10, "mfma", 304),
+        Target("gfx1100", 64 << 10, "wmma", 96, max_head_dim=128),
+        Target(INTERPRETER, 1 << 30, None, 8, max_head_dim=1 << 20),
     )
 }
 

@@ -22,7 +22,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None
     Raises:
         ValueError: ``invariant`` is true.
     """
-    _not_invariant(invariant)
+    refuse_invariant(invariant)
     matrix = weight if scales is None else dequantise(weight, scales, x)
     return functional.linear(x, matrix, bias)
 
@@ -43,7 +43,7 @@ def gated_mlp(
     Raises:
         ValueError: ``invariant`` is true.
     """
-    _not_invariant(invariant)
+    refuse_invariant(invariant)
     gates = ACTIVATION_FUNCTIONS[activation](functional.linear(x, gate, gate_bias))
     return functional.linear(gates * functional.linear(x, up, up_bias), down, down_bias)
 
@@ -58,7 +58,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, round_first: 
     return (rows * (weight.to(compute) + offset)).to(x.dtype)
 
 
-def _not_invariant(invariant: bool) -> None:
+def refuse_invariant(invariant: bool) -> None:
     if invariant:
         raise ValueError(
             "invariant is True, but only backend='cpu' has products whose bits don't depend on the number of rows; use "

@@ -22,13 +22,8 @@ _NEG, _CAT = torch.ops.aten.neg.default, torch.ops.aten.cat.default
 def fused(calls: Sequence[Call], kernels: Any) -> list[Call]:
     """``calls`` with the fused operators of backend ``kernels`` where they apply."""
     program = _Program(calls)
-    rules: list[Callable[[_Program, int, Any], _Replacement | None]] = []
-    if hasattr(kernels, "rotary"):
-        rules.append(_rotary)
-    if hasattr(kernels, "add_rms_norm"):
-        rules.append(_add_rms_norm)
-    for rule in rules:
-        for position in range(len(calls)):
+    for name, rule in FUSED_OPERATORS.items():
+        for position in range(len(calls) if hasattr(kernels, name) else 0):
             if (found := rule(program, position, kernels)) is not None:
                 program.apply(found)
     return [call for call in program.calls if call is not None]
@@ -159,3 +154,8 @@ def _rows(x: View, cos: View, sin: View, result: View | None) -> tuple[View, Vie
     angle = cos.stride[tokens[0]] if tokens else 0
     angles = [replace(view, size=(count, size), stride=(angle, 1)) for view in (cos, sin)]
     return replace(x, size=out.size, stride=(x_token, x_head, 1)), angles[0], angles[1], out
+
+
+_Rule = Callable[[_Program, int, Any], _Replacement | None]
+#: Operators of backends that replace several calls, and the rule that finds these calls.
+FUSED_OPERATORS: dict[str, _Rule] = {"rotary": _rotary, "add_rms_norm": _add_rms_norm}

@@ -1,7 +1,8 @@
-"""Steps on a CPU as a list of operator calls: the counterpart of a CUDA graph.
+"""Steps as lists of operator calls: on a CPU the counterpart of a CUDA graph, on a GPU what a graph captures.
 
 The Python code of a small model's modules takes as long as its operators. A recorded step calls the same operators on
-the same tensors without that code. Temporary tensors are allocated and freed as in the step itself.
+the same tensors without that code, and fused ones where they apply. Temporary tensors are allocated and freed as in the
+step itself.
 """
 
 from __future__ import annotations
@@ -49,11 +50,20 @@ class HostCapture:
         Raises:
             RuntimeError: its operators depend on values, or one of them can't be repeated.
         """
-        recorder = _Recorder()
-        with _NoReads(), recorder:
-            run()
-        program = recorder.program()
+        program = compiled(record(run))
         return lambda: run() if dispatcher_active() else program()
+
+
+def record(run: Callable[[], None]) -> list[Call]:
+    """The calls of ``run``, fused. Writes to tensors that it didn't allocate are not executed.
+
+    Raises:
+        RuntimeError: its operators depend on values, or one of them can't be repeated.
+    """
+    recorder = _Recorder()
+    with _NoReads(), recorder:
+        run()
+    return recorder.calls()
 
 
 class _NoReads(TorchFunctionMode):
@@ -95,9 +105,9 @@ class _Recorder(TorchDispatchMode):
             self._calls.append(call)
         return result
 
-    def program(self) -> Callable[[], None]:
-        """A function of the recorded calls."""
-        return compiled(self._calls if self._kernels is None else fused(self._calls, self._kernels))
+    def calls(self) -> list[Call]:
+        """The recorded calls, fused."""
+        return self._calls if self._kernels is None else fused(self._calls, self._kernels)
 
     def _implementation(self, func: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
         """Our operators bypass torch's dispatcher."""

@@ -59,6 +59,17 @@ class Call:
         return _views([*self.args, *self.kwargs.values()])
 
 
+def rehearse(call: Call, device: torch.device) -> None:
+    """Make a call with uninitialised variables, so that its kernels are compiled."""
+
+    def value(argument: Any) -> Any:
+        if isinstance(argument, View):
+            return torch.empty_strided(argument.size, argument.stride, dtype=argument.dtype, device=device)
+        return [value(x) for x in argument] if isinstance(argument, (list, tuple)) else argument
+
+    call.function(*map(value, call.args), **{name: value(x) for name, x in call.kwargs.items()})
+
+
 def _views(values: Sequence[Any]) -> Iterator[View]:
     for value in values:
         if isinstance(value, View):

@@ -11,7 +11,10 @@ import torch
 from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting.base import StaticDrafter
 from specmemo_kernels.engine.device_step import DeviceStep, StepShape, StepState
+from specmemo_kernels.engine.fusion import FUSED_OPERATORS
+from specmemo_kernels.engine.host_capture import record
 from specmemo_kernels.engine.pressure import is_out_of_memory
+from specmemo_kernels.engine.program import compiled, rehearse
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.forward.target import TargetModel
 from specmemo_kernels.tree.draft_tree import DraftTree
@@ -39,7 +42,10 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """CUDA graphs in one memory pool. They never run at once, so the pool is as large as the largest graph."""
+    """CUDA graphs in one memory pool. They never run at once, so the pool is as large as the largest graph.
+
+    A graph has a step's recorded program, with fused operators. A step that can't be recorded is captured as it is.
+    """
 
     after = 1  # the first run compiles kernels and initialises libraries
 
@@ -49,6 +55,8 @@ class CudaCapture:
         self._pool, self.nbytes = torch.cuda.graph_pool_handle(), 0
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        with torch.cuda.device(self._device):
+            program = self._program(run)
         graph = torch.cuda.CUDAGraph()
         # thread_local: allocations of other threads aren't part of this capture.
         capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
@@ -57,12 +65,25 @@ class CudaCapture:
             try:
                 with capture:
                     before = torch.cuda.memory_reserved(self._device)
-                    run()
+                    program()
                     self.nbytes += torch.cuda.memory_reserved(self._device) - before
             except BaseException:
                 torch.cuda.set_stream(stream)  # torch stays on the capture's stream if the capture can't be ended
                 raise
         return graph.replay
+
+    def _program(self, run: Callable[[], None]) -> Callable[[], None]:
+        """The recorded program of a step; its kernels are compiled, because a capture can't load them."""
+        try:
+            calls = record(run)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            return run
+        for call in calls:
+            if getattr(call.function, "__name__", "") in FUSED_OPERATORS:
+                rehearse(call, self._device)
+        return compiled(calls)
 
 
 @dataclass

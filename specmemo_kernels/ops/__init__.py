@@ -119,14 +119,15 @@ def tree_attention(
             unquantised, decoding reads their codes.
         k_scales, v_scales: with quantised pages, one scale per token and head; else ``None``.
         min_qo_len: a lower bound of ``diff(qo_indptr)`` that holds for the call and for all replays of a graph that
-            captures it. It avoids launches of kernels for fewer nodes. Give it to captured calls: without it, a capture
-            compiles kernels that have never run.
+            captures it. It avoids launches of kernels for fewer nodes. Captured calls need it on triton, and the call
+            before them too: it compiles the same kernels.
 
     Returns:
         ``out`` ``[N, num_qo_heads, v_head_dim]`` in q's dtype, and ``lse`` ``[N, num_qo_heads]`` float32 (float64 for
         float64), the natural logarithm of the softmax's denominator, sinks included.
 
-    A sequence's result doesn't depend on the other sequences of the batch (bitwise, on the cpu and triton backends).
+    A sequence's result doesn't depend on the other sequences of the batch (bitwise on the cpu backend, and on triton if
+    ``invariant``; otherwise the number of splits on triton depends on the batch).
 
     Raises:
         ValueError: a shape, dtype or device that doesn't fit; the message names the argument and both values.

@@ -80,7 +80,7 @@ def split_workspace(
 
 
 def fixed_workspace(name: str, layer: LayerKV, num_qo_heads: int, page_dtype: torch.dtype | None = None) -> int:
-    """Bytes that backend ``name`` keeps for ``tree_attention`` outside of torch's allocator.
+    """Maximum workspace of ``tree_attention`` on backend ``name`` besides :func:`split_workspace`, in bytes.
 
     Arguments as in :func:`split_workspace`.
     """

@@ -298,15 +298,12 @@ def predicted_shape(
     num_heads: int,
     *,
     tp: int = 1,
-    split_size: int = 0,
     workspace_bytes: int = 0,
     kv_dtype: str | None = None,
 ) -> GenerationShape:
     """The shape from a configuration, instead of measurements: one rank of ``tp``, with ``num_heads`` heads.
 
     Args:
-        split_size: tokens per attention split with a workspace (float32, ``v_head_dim`` and two numbers per query
-            head); 0: no workspace.
         workspace_bytes: constant memory of the backend.
         kv_dtype: ``"int8"`` or ``"fp8"`` for pages of codes, ``None`` for the model's dtype.
 
@@ -320,7 +317,5 @@ def predicted_shape(
         head_bytes=heads.nbytes(spec, num_heads, tp),
         forward=PassBytes(0, pass_row_bytes(spec, tp)),
         state_bytes=3 * spec.hidden_size * spec.dtype_bytes,
-        split_size=split_size,
-        split_row_bytes=4 * (spec.num_qo_heads // tp) * (spec.v_head_dim + 2) if split_size else 0,
         workspace_bytes=workspace_bytes,
     )

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from specmemo_kernels.backends.kernel_config import KernelConfig, attention_configs
+from specmemo_kernels.backends.kernel_config import KernelConfig, attention_configs, max_state_bytes
+from specmemo_kernels.backends.kernel_target import TARGETS
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.device import DeviceProfile, known_device
 from specmemo_kernels.planning.footprint import HeadsSpec, check_ranks, page_token_bytes, weight_bytes
@@ -72,8 +73,11 @@ def plan_request(
         on_device(model, profile), profile, workload, heads or HeadsSpec(), accuracy, tp, max_nodes, workspace_bytes,
         kv_dtype,
     )  # fmt: skip
-    _kernels(request)
-    return request
+    kernels, target = _kernels(request), profile.kernel_target
+    if kernels is None or target is None:
+        return request
+    states = max_state_bytes(kernels, TARGETS[target].multiprocessors, request.spec.v_head_dim)
+    return replace(request, workspace_bytes=workspace_bytes + states)
 
 
 def _kernels(request: PlanRequest) -> tuple[KernelConfig, ...] | None:

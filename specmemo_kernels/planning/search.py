@@ -36,8 +36,6 @@ RANKS = 10
 HEADROOM = 0.1
 #: On a GPU torch's allocator rounds large blocks up to 2 MiB: four pools, the heads, the live tensors of a pass.
 _SLACK_BLOCKS, _SLACK_BLOCK = 16, 2 << 20
-#: Tokens per split of the GPU kernels, the smallest they choose.
-_SPLIT_SIZE = 512
 
 
 @dataclass(frozen=True)
@@ -119,11 +117,10 @@ def _parts(
     request: PlanRequest, heads: int, tree_size: int, sequences: int, chunk: int, page_size: int
 ) -> tuple[dict[str, int], int]:
     """Bytes by part, and the number of pages; the last tree may extend past the context."""
-    spec, gpu = request.spec, request.device.kernel_target is not None
+    spec = request.spec
     shape = predicted_shape(
-        spec, request.heads, heads, tp=request.tp, split_size=_SPLIT_SIZE if gpu else 0,
-        workspace_bytes=request.workspace_bytes, kv_dtype=request.kv_dtype,
-    )  # fmt: skip
+        spec, request.heads, heads, tp=request.tp, workspace_bytes=request.workspace_bytes, kv_dtype=request.kv_dtype
+    )
     size = StepSize(tree_size, sequences, min(chunk, sequences * request.workload.prompt), page_size)
     pages_each = -(-(request.workload.context + heads) // page_size)
     page = page_parts(shape, size)
@@ -132,7 +129,7 @@ def _parts(
     # All sequences have the same length: a row attends to ``pages_each`` pages.
     parts["activations"] += pages_each * page["activations"]
     parts["metadata"] += equal_length_metadata(size, sequences * pages_each)
-    if gpu:
+    if request.device.kernel_target is not None:
         parts["slack"] = _SLACK_BLOCKS * _SLACK_BLOCK
     return parts, sequences * pages_each
 

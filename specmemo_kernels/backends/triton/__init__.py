@@ -1,27 +1,31 @@
-"""The operators as Triton kernels, one source for CUDA and HIP; linear layers and norms are torch's own.
+"""The operators as Triton kernels, one source for CUDA and HIP; products of linear layers are torch's own.
 
 Names, positional arguments, shapes and meaning are those of the package's operators. Importing this package needs
 triton. Tensors must be on a GPU, or on the CPU in Triton's interpreter (``TRITON_INTERPRET=1``).
 """
 
-from specmemo_kernels.backends.layers import gated_mlp, linear, rms_norm
-from specmemo_kernels.backends.triton.attention import kernel_configs, split_workspace, tree_attention
+from specmemo_kernels.backends.layers import linear
+from specmemo_kernels.backends.triton.attention import fixed_workspace, kernel_configs, tree_attention
+from specmemo_kernels.backends.triton.layers import add_rms_norm, few_rows, gated_mlp, rms_norm, rotary
 from specmemo_kernels.backends.triton.lm_head import lm_head_argmax, lm_head_topk
 from specmemo_kernels.backends.triton.paged import append_paged_kv, commit_paged_kv
 from specmemo_kernels.backends.triton.runtime import check_device
 from specmemo_kernels.backends.triton.verify import verify_tree_greedy
 
 __all__ = [
+    "add_rms_norm",
     "append_paged_kv",
     "check_device",
     "commit_paged_kv",
+    "few_rows",
+    "fixed_workspace",
     "gated_mlp",
     "kernel_configs",
     "linear",
     "lm_head_argmax",
     "lm_head_topk",
     "rms_norm",
-    "split_workspace",
+    "rotary",
     "tree_attention",
     "verify_tree_greedy",
 ]

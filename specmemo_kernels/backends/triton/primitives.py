@@ -70,14 +70,14 @@ def page_row(page, slot, head, num_heads, PAGE_SIZE: tl.constexpr, BY_HEAD: tl.c
 
 
 @triton.jit
-def load_rows(row_ptr, valid, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, MASKED: tl.constexpr):
-    """[R, BLOCK_DIM] elements from R row pointers; zeros in invalid rows (if ``MASKED``) and behind ``DIM``."""
+def load_rows(row_ptr, valid, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, MASKED: tl.constexpr, other=0.0):
+    """[R, BLOCK_DIM] elements from R row pointers; ``other`` in invalid rows (if ``MASKED``) and behind ``DIM``."""
     column = tl.arange(0, BLOCK_DIM)
     pointer = row_ptr[:, None] + column[None, :]
     if MASKED and DIM == BLOCK_DIM:
-        rows = tl.load(pointer, mask=valid[:, None], other=0.0)
+        rows = tl.load(pointer, mask=valid[:, None], other=other)
     elif MASKED:
-        rows = tl.load(pointer, mask=valid[:, None] & (column < DIM)[None, :], other=0.0)
+        rows = tl.load(pointer, mask=valid[:, None] & (column < DIM)[None, :], other=other)
     elif DIM == BLOCK_DIM:
         rows = tl.load(pointer)
     else:
@@ -148,6 +148,19 @@ def add_sink(total, peak, sink):
     new_peak = tl.maximum(peak, sink * LOG2_E)
     decay = tl.exp2(peak - new_peak)
     return total * decay + tl.exp2(sink * LOG2_E - new_peak), new_peak, decay
+
+
+@triton.jit
+def equal_splits(length, num_splits, window, SPLIT_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """At most ``num_splits`` equal splits of a sequence's visible tokens: their first slot, slots per split, number.
+
+    Splits start at multiples of ``SPLIT_SIZE`` behind the first slot. There is at least one, for the nodes.
+    """
+    lowest = 0
+    if HAS_WINDOW:  # of the root; other nodes are further on
+        lowest = tl.maximum(length - window + 1, 0) // SPLIT_SIZE * SPLIT_SIZE
+    size = tl.maximum(tl.cdiv(tl.cdiv(length - lowest, SPLIT_SIZE), num_splits), 1) * SPLIT_SIZE
+    return lowest, size, tl.maximum(tl.cdiv(length - lowest, size), 1)
 
 
 @triton.jit

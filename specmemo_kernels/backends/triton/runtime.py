@@ -12,7 +12,7 @@ import torch
 import triton
 
 from specmemo_kernels.backends.kernel_config import KernelConfig
-from specmemo_kernels.backends.kernel_target import INTERPRETER, target_of_gpu
+from specmemo_kernels.backends.kernel_target import INTERPRETER, TARGETS, target_of_gpu
 
 # Read once, as the kernels' decorators do. The interpreter (TRITON_INTERPRET=1, set before this package and triton are
 # imported) runs the kernels on CPU tensors, slowly, for tests.
@@ -67,11 +67,30 @@ def target_of(device: torch.device) -> str:
 
 
 @functools.cache
-def launch_options(device: torch.device, config: KernelConfig) -> dict[str, int | bool]:
+def multiprocessors(device: torch.device) -> int:
+    """Number of a device's multiprocessors (AMD: compute units)."""
+    if INTERPRETED:
+        return TARGETS[INTERPRETER].multiprocessors
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel can start before the one before it ends (programmatic dependent launch)."""
+    return not INTERPRETED and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def launch_options(device: torch.device, config: KernelConfig, fusion: bool = True) -> dict[str, int | bool]:
     """Keyword arguments of a launch; cached, so treat the dict as read-only."""
-    return {} if target_of(device) == INTERPRETER else compile_options(config)
+    return {} if target_of(device) == INTERPRETER else compile_options(config, target_of(device), fusion)
 
 
-def compile_options(config: KernelConfig) -> dict[str, int | bool]:
-    """Options of Triton's compiler. FP fusion is explicit because its default differs between Triton versions."""
-    return {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
+def compile_options(config: KernelConfig, target: str, fusion: bool = True) -> dict[str, int | bool]:
+    """Options of Triton's compiler. ``fusion``: of multiplications and additions."""
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": fusion}
+    kind = TARGETS[target]
+    # ptxas may spill a few registers to fit one more program, unless it is told how many it may use.
+    if not kind.hip and (config.resident > 1 or (config.resident and kind.matrix is None)):
+        options["maxnreg"] = min(255, 65536 // (32 * config.num_warps * config.resident) // 8 * 8)
+    return options | ({"matrix_instr_nonkdim": config.instruction_rows} if config.instruction_rows else {})

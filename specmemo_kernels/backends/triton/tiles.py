@@ -29,9 +29,9 @@ def attend(
 ):  # fmt: skip
     """One tile of online softmax.
 
-    q [M, Dk], k [N, Dk], v [N, Dv], visible [M, N]. Scores are multiplied by ``unit`` (to base 2) after the peak is
-    subtracted, which rounds less. Returns the new acc [M, Dv] (unnormalised), total [M] (sum of weights) and peak [M]
-    (largest score so far).
+    q [M, Dk], k [N, Dk], v [N, Dv], visible [M, N]. ``unit`` > 0 converts scores to base 2, in one fused multiply-add
+    with the subtraction of the peak. Returns the new acc [M, Dv] (unnormalised), total [M] (sum of weights) and peak
+    [M] (largest score so far, in base 2).
     """
     zeros = tl.zeros((q.shape[0], k.shape[0]), dtype=tl.float32)
     scores = matmul(q, tl.trans(k), zeros, UPCAST)
@@ -39,9 +39,9 @@ def attend(
         scores = tanh(scores * (scale / softcap)) * softcap
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
-    weights = tl.exp2((scores - new_peak[:, None]) * unit)
-    decay = tl.exp2((peak - new_peak) * unit)
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * unit)
+    weights = tl.exp2(scores * unit - new_peak[:, None])
+    decay = tl.exp2(peak - new_peak)
     total = total * decay + tl.sum(weights, 1)
     acc = matmul(weights.to(v.dtype), v, acc * decay[:, None], UPCAST)
     return acc, total, new_peak
@@ -92,14 +92,15 @@ def attend_nodes(
 ):  # fmt: skip
     """Attend to the slots ``begin .. end``: the step's own nodes, and committed tokens in the same tile.
 
-    node, depth, valid [M]: of each row's node. A row's mask of a tile is one 64-bit word.
+    node, depth, valid [M]: of each row's node. A row's mask of a tile is one 64-bit word. One or two tiles: pipelining
+    their loads would only take registers from the tiles of committed tokens.
     """
     row = (first_row + node).to(tl.int64)
     causal = valid
     if HAS_TREE:
         union, _ = mask_row(mask_ptr, row, valid, mask_words)
         causal = union == 0
-    for start in range(begin, end, BLOCK_N):
+    for start in tl.range(begin, end, BLOCK_N, num_stages=1):
         first = start - length
         key = first + tl.arange(0, BLOCK_N)
         committed = key < 0
@@ -115,19 +116,14 @@ def attend_nodes(
         ids = load_page_ids(table_ptr, start, length, PAGE_SIZE, BLOCK_N)
         slot = (start + tl.arange(0, BLOCK_N)) % PAGE_SIZE
         kv_row = page_row(ids, slot, head, num_kv_heads, PAGE_SIZE, BY_HEAD)
+        # Two loads, the second over the first: the compiler can't prove the alignment of selected pointers.
         if KV:
-            page_k = load_codes(k_pages_ptr + kv_row * DK, k_scales_ptr + kv_row, committed, q, DK, BLOCK_DK, True, KV)
-            k = tl.where(
-                committed[:, None], page_k, load_rows(k_new_ptr + key_row * stride_kn, new, DK, BLOCK_DK, True)
-            )
-            page_v = load_codes(v_pages_ptr + kv_row * DV, v_scales_ptr + kv_row, committed, q, DV, BLOCK_DV, True, KV)
-            v = tl.where(
-                committed[:, None], page_v, load_rows(v_new_ptr + key_row * stride_vn, new, DV, BLOCK_DV, True)
-            )
+            k = load_codes(k_pages_ptr + kv_row * DK, k_scales_ptr + kv_row, committed, q, DK, BLOCK_DK, True, KV)
+            v = load_codes(v_pages_ptr + kv_row * DV, v_scales_ptr + kv_row, committed, q, DV, BLOCK_DV, True, KV)
         else:
-            k_row_ptr = tl.where(committed, k_pages_ptr + kv_row * DK, k_new_ptr + key_row * stride_kn)
-            v_row_ptr = tl.where(committed, v_pages_ptr + kv_row * DV, v_new_ptr + key_row * stride_vn)
-            k = load_rows(k_row_ptr, committed | new, DK, BLOCK_DK, True)
-            v = load_rows(v_row_ptr, committed | new, DV, BLOCK_DV, True)
+            k = load_rows(k_pages_ptr + kv_row * DK, committed, DK, BLOCK_DK, True)
+            v = load_rows(v_pages_ptr + kv_row * DV, committed, DV, BLOCK_DV, True)
+        k = load_rows(k_new_ptr + key_row * stride_kn, new, DK, BLOCK_DK, True, k)
+        v = load_rows(v_new_ptr + key_row * stride_vn, new, DV, BLOCK_DV, True, v)
         acc, total, peak = attend(q, k, v, visible, acc, total, peak, unit, scale, softcap, True, HAS_SOFTCAP, UPCAST)
     return acc, total, peak

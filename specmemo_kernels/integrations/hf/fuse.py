@@ -28,8 +28,9 @@ Operator = Callable[[Kernels, Tensor], Tensor]
 #: A module's attribute: its dict, its key, and a weak reference to the value.
 Attached = tuple[dict[str, Any], str, Callable[[], Any]]
 
-#: Backends whose operators are faster than the modules.
-FUSED_BACKENDS = ("cpu",)
+#: Operators that are faster than the modules, by backend.
+_FASTER = {"cpu": ("linear", "gated_mlp", "rms_norm"), "triton": ("gated_mlp", "rms_norm")}
+FUSED_BACKENDS = tuple(_FASTER)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PACKAGE = __name__.split(".")[0]
 _SCALARS = (bool, int, float, str)
@@ -142,14 +143,16 @@ def find_leaves(model: Any, dtype: torch.dtype, backend: str, invariant: bool) -
     Args:
         dtype: of the hidden states. Modules with other weights are left alone.
     """
-    kernels = ops.kernels(backend, torch.device("cpu"))
+    device = next(model.parameters()).device
+    kernels = ops.kernels(backend, device)
     leaves: list[Leaf] = []
     inside: set[nn.Module] = set()
     matches: dict[Hashable, int | None] = {}
     for name, module in model.named_modules():
-        if module in inside or not _is_replaceable(module, dtype):
+        if module in inside or not _is_replaceable(module, dtype, device):
             continue
-        for operator, candidates in _OPERATORS.items():
+        for operator in _FASTER[backend]:
+            candidates = _OPERATORS[operator]
             if calls := candidates(module, invariant):
                 scalars = {key: value for key, value in vars(module).items() if isinstance(value, _SCALARS)}
                 sizes = tuple(parameter.shape for parameter in module.parameters())
@@ -173,12 +176,12 @@ def _middle(module: nn.Module) -> int:
     return 0 if parts is None else parts[-1].in_features
 
 
-def _is_replaceable(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether a module has no foreign hooks, and only contiguous CPU parameters in ``dtype``."""
+def _is_replaceable(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a module has no foreign hooks, and only contiguous parameters in ``dtype`` on ``device``."""
     parameters = list(module.parameters())
     return bool(parameters) and all(map(_is_plain, module.modules())) and all(
         type(p) is nn.Parameter and type(p.data) is Tensor and p.dtype == dtype and dtype in _DTYPES
-        and p.device.type == "cpu" and p.is_contiguous()
+        and p.device == device and p.is_contiguous()
         for p in parameters
     )  # fmt: skip
 
@@ -271,7 +274,7 @@ def _best_match(module: nn.Module, calls: list[Operator], kernels: Kernels, dtyp
     generator = torch.Generator().manual_seed(0)
     size = next(p.shape[-1] for p in module.parameters())
     rows = [magnitude * torch.randn(1, _ROWS, size, generator=generator) for magnitude in _MAGNITUDES]
-    x = torch.cat(rows, dim=1).to(dtype)
+    x = torch.cat(rows, dim=1).to(next(module.parameters()).device, dtype)
     try:
         expected = type(module).forward(module, x)
         results = [call(kernels, x) for call in calls]

@@ -136,10 +136,10 @@ def patch(
             ``model.specmemo.graphs.reason`` has the reason). ``True``: required. ``False``: never. Other steps
             (prefill, sampling, logits processors, too few pages, ...) run eagerly and are counted in
             ``stats.eager_reasons``.
-        fuse: on a CPU, compute linear layers, gated MLPs and RMS norms by our operators, which are faster for few rows
-            (``model.specmemo.fused`` lists the modules). Only inside speculative steps, and only modules of known types
-            whose results agree within rounding errors; modules with hooks, adapters or quantised weights are left
-            alone. ``False``: the model's own modules.
+        fuse: compute gated MLPs and RMS norms, on a CPU linear layers too, by our operators, which are faster for few
+            rows (``model.specmemo.fused`` lists the modules). Only inside speculative steps, and only modules of known
+            types whose results agree within rounding errors; modules with hooks, adapters or quantised weights are
+            left alone. ``False``: the model's own modules.
         invariant: compute each row with the same bits, whatever other rows are in the pass. In 16-bit dtypes too the
             tokens then don't depend on the drafter, the tree, the batch or the prefill chunk. They are those of steps
             with one node; ``generate`` of the unpatched model may decide near ties differently. On a CPU only.

@@ -137,7 +137,9 @@ def _generation_shape(setup: Setup, graphs: GraphUse, kv_dtype: str | None, max_
         forward, logits = forward.elementwise_max(draft_forward), logits.elementwise_max(draft_logits)
     codes = page_dtype(kv_dtype)
     splits = [ops.split_workspace(backend, layer, heads, codes) for layer, heads in shapes]
+    captured = graphs.wanted and facts.device.type == "cuda"
     workspace = max(ops.fixed_workspace(backend, layer, heads, codes) for layer, heads in shapes)
+    workspace *= 1 + captured  # graphs have their own
     leaves = (facts.leaves, drafter.facts.leaves) if isinstance(drafter, HFDraftModel) else (facts.leaves,)
     lm_head = ops.linear_workspace(backend, facts.dtype, facts.hidden_size)
     workspace += max(lm_head, *(each.workspace for each in leaves))
@@ -156,7 +158,7 @@ def _generation_shape(setup: Setup, graphs: GraphUse, kv_dtype: str | None, max_
         workspace_bytes=workspace + library_bytes,
         devices=len({layer.device for layer in facts.layers} | {facts.device}),
         kept_steps=MAX_STEPS if graphs.wanted else 0,
-        graphs=graphs.wanted and facts.device.type == "cuda",
+        graphs=captured,
     )
 
 

@@ -1,0 +1,107 @@
+"""The Triton kernels of norms, rotary embeddings and gated MLPs, and recorded steps with them, in the interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from interpreter import INTERPRETING
+from selection import sample
+from test_fusion import operators_per_layer, recorded, rotary
+
+from specmemo_kernels.backends import reference
+from specmemo_kernels.engine import host_capture
+
+pytest.importorskip("triton")
+__all__ = ["recorded"]
+
+DTYPES = sample((torch.float32, torch.float16), [torch.float16, torch.float32])
+#: A few roundings of the result's largest element; the interpreter's bfloat16 truncates.
+UNIT = {torch.float32: 2.0**-23, torch.float16: 2.0**-10}
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, roundings: int) -> None:
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    error = (found.double() - expected.double()).abs().max()
+    assert float(error) <= roundings * UNIT[found.dtype] * float(expected.double().abs().max())
+
+
+class TestInterpreter:
+    __test__ = INTERPRETING
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize(("size", "offset", "round_first"), [(70, 0.0, True), (33, 1.0, False), (1100, 0.0, False)])
+    def test_rms_norm(self, size: int, offset: float, round_first: bool, dtype: torch.dtype) -> None:
+        """Strided rows with NaN between them, and a row of zeros."""
+        from specmemo_kernels.backends import triton
+
+        wide = torch.full((2, 3, size + 5), float("nan"), dtype=dtype)
+        x = wide[..., :size]
+        x.copy_(random(2, 3, size, dtype=dtype))
+        x[1, 2] = 0
+        weight = random(size, dtype=dtype, seed=1)
+        found = triton.rms_norm(x, weight, 1e-6, offset, round_first)
+        close(found, reference.rms_norm(x, weight, 1e-6, offset, round_first), 2)
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_add_rms_norm(self, dtype: torch.dtype) -> None:
+        from specmemo_kernels.backends import triton
+
+        x, residual = (random(1, 4, 90, dtype=dtype, seed=seed) for seed in (0, 1))
+        weight = random(90, dtype=dtype, seed=2)
+        total, norm = triton.add_rms_norm(x, residual, weight, 1e-5, 0.0, True)
+        assert torch.equal(total, x + residual)
+        close(norm, reference.rms_norm(total, weight, 1e-5, 0.0, True), 2)
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize(("tokens", "heads", "size"), [(5, 3, 18), (1, 40, 64), (3, 1, 2)])
+    def test_rotary(self, tokens: int, heads: int, size: int, dtype: torch.dtype) -> None:
+        """The bits of separate operators; heads behind each other or side by side, angles of a wider table."""
+        from specmemo_kernels.backends import triton
+
+        table = torch.full((2, tokens, size + 3), float("nan"), dtype=dtype)
+        cos, sin = table[0, :, :size], table[1, :, :size]
+        cos.copy_(random(tokens, size, dtype=dtype, seed=1))
+        sin.copy_(random(tokens, size, dtype=dtype, seed=2))
+        for x in (random(tokens, heads, size, dtype=dtype), random(heads, tokens, size, dtype=dtype).transpose(0, 1)):
+            found = triton.rotary(x, cos, sin)
+            assert found.is_contiguous()
+            assert torch.equal(found, rotary(x, cos[:, None], sin[:, None]))
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
+    def test_gated_mlp(self, activation: str, dtype: torch.dtype) -> None:
+        from specmemo_kernels.backends import triton
+
+        x = random(2, 7, 30, dtype=dtype) * 4
+        shapes = ((170, 30), (170, 30), (30, 170))
+        gate, up, down = (random(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes))
+        biases = (random(170, dtype=dtype), None, random(30, dtype=dtype))
+        arguments: Any = (x, gate, up, down, *biases, activation, False)
+        close(triton.gated_mlp(*arguments), reference.gated_mlp(*arguments), 4)
+
+    def test_nothing_to_do(self) -> None:
+        from specmemo_kernels.backends import triton
+
+        assert triton.rms_norm(torch.empty(0, 5), torch.ones(5), 1e-6, 0.0, True).shape == (0, 5)
+        assert triton.rotary(torch.empty(0, 2, 4), torch.empty(0, 4), torch.empty(0, 4)).shape == (0, 2, 4)
+
+    def test_invariant_products_are_refused(self) -> None:
+        from specmemo_kernels.backends import triton
+
+        matrix = torch.ones(4, 4)
+        with pytest.raises(ValueError, match="invariant is True"):
+            triton.gated_mlp(matrix, matrix, matrix, matrix, None, None, None, "silu", True)
+
+    @pytest.mark.slow
+    def test_operators_of_a_layer(self, monkeypatch: pytest.MonkeyPatch, recorded: list[str]) -> None:
+        """Four projections of torch, two rotary embeddings, attention, two copies to scratch, gated MLP, two norms."""
+        monkeypatch.setattr(host_capture, "dispatcher_active", lambda: False)
+        assert operators_per_layer("triton", monkeypatch, recorded) == 12
+        assert {"rotary", "add_rms_norm", "gated_mlp", "tree_attention"} <= set(recorded)
