@@ -22,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -95,10 +95,12 @@ class Log:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def append(self, record: dict[str, Any]) -> None:
-        with self.path.open("ab") as file:
-            file.seek(0, os.SEEK_END)
-            cut = file.tell() > 0 and self.path.read_bytes()[-1:] != b"\n"
-            file.write((b"\n" if cut else b"") + json.dumps(record).encode() + b"\n")
+        with self.path.open("a+b") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
+            file.write(json.dumps(record).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -166,9 +168,10 @@ def _row(line: str) -> dict[str, Any] | None:
 def run_suite(stages: list[Stage], log: Log, limit_s: float) -> dict[str, str]:
     """Run the stages that haven't ended, while there is time; returns their status."""
     started, statuses = time.monotonic(), {}
-    spent = sum(log.ended().values())
+    ended = log.ended()
+    spent = sum(ended.values())
     for stage in stages:
-        if stage.name in log.ended():
+        if stage.name in ended:
             continue
         left = limit_s - spent - (time.monotonic() - started)
         if left < stage.least_s:
@@ -198,8 +201,7 @@ def main(
     if not any("environment" in record for record in log.records()):
         from timing import environment  # torch takes seconds to import
 
-        names = [asdict(stage)["name"] for stage in chosen]
-        log.append({"environment": environment(), "stages": names})
+        log.append({"environment": environment(), "stages": [stage.name for stage in chosen]})
     statuses = run_suite(chosen, log, limit_s)
     raise typer.Exit(int("failed" in statuses.values()))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 #: Widths in bits of loads from global memory, by a part of the instruction.
@@ -56,7 +56,7 @@ def amd_loops(assembly: str) -> list[Loop]:
     return _loops(assembly, r"(\.LBB\w+):", r"([a-z]+_[a-z0-9_]+(?:\s[^;]*)?)", branch, _amd_bits)
 
 
-def _loops(text: str, label: str, instruction: str, branch: str, load_bits: object) -> list[Loop]:
+def _loops(text: str, label: str, instruction: str, branch: str, load_bits: Callable[[str], int]) -> list[Loop]:
     code: list[str] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
@@ -76,8 +76,7 @@ def _loops(text: str, label: str, instruction: str, branch: str, load_bits: obje
     return [_loop(code[first : last + 1], load_bits) for first, last in inner]
 
 
-def _loop(code: Sequence[str], load_bits: object) -> Loop:
-    assert callable(load_bits)
+def _loop(code: Sequence[str], load_bits: Callable[[str], int]) -> Loop:
     loads = Counter(bits for line in code if (bits := load_bits(line)))
     exponentials = _count(code, r"\bMUFU\.EX2\b|\bv_exp_f32")
     return Loop(len(code), exponentials, _count(code, _MATRIX.pattern), tuple(sorted(loads.items())))

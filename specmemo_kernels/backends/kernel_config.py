@@ -264,7 +264,7 @@ def max_state_bytes(classes: tuple[KernelConfig, ...], multiprocessors: int, v_h
 @functools.cache
 def row_config(size: int) -> KernelConfig:
     """Warps for one program over ``size`` elements (``block_n``: padded), 8 to 16 of a thread where warps suffice."""
-    block = max(16, 1 << (size - 1).bit_length())
+    block = block_dim(size)
     return replace(COPY_CONFIG, block_n=block, num_warps=max(1, min(16, block // 512)))
 
 

@@ -90,7 +90,7 @@ def compile_options(config: KernelConfig, target: str, fusion: bool = True) -> d
     """Options of Triton's compiler. ``fusion``: of multiplications and additions."""
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": fusion}
     kind = TARGETS[target]
-    # ptxas may spill a few registers to fit one more program, unless it is told how many it may use.
+    # Without a limit on registers, ptxas may spill a few of them to fit one more program.
     if not kind.hip and (config.resident > 1 or (config.resident and kind.matrix is None)):
         options["maxnreg"] = min(255, 65536 // (32 * config.num_warps * config.resident) // 8 * 8)
     return options | ({"matrix_instr_nonkdim": config.instruction_rows} if config.instruction_rows else {})
