@@ -28,7 +28,7 @@ from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.cost import decode_pass, pass_seconds, plain_speed, prefill_seconds
 from specmemo_kernels.planning.device import DeviceProfile
 from specmemo_kernels.planning.device_probe import probe
-from specmemo_kernels.planning.footprint import HeadsSpec
+from specmemo_kernels.planning.drafter_spec import HeadsSpec
 from specmemo_kernels.planning.model_spec import ModelSpec
 
 PROMPT, NEW, CHUNK = 512, 96, 256

@@ -51,7 +51,7 @@ class Clock:
                 self.computed, self.asked = self.computed + behind + tree.max_depth, self.asked + 1
                 known = min(length + tree.max_depth - 1, length + accepted)
             self.seconds += target + drafting
-            self.chooser.stepped(tree, [accepted], target, drafting, behind)
+            self.chooser.stepped(tree, [[accepted]], target, drafting, behind)
             length += 1 + accepted
             self.tokens += 1 + accepted
 

@@ -13,7 +13,8 @@ from tiny_models import _BASE, FAMILIES
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from specmemo_kernels.integrations.hf.probe import probe
-from specmemo_kernels.planning.footprint import HeadsSpec, predicted_shape
+from specmemo_kernels.planning.drafter_spec import HeadsSpec
+from specmemo_kernels.planning.footprint import predicted_shape
 from specmemo_kernels.planning.model_config import quantised_bits
 from specmemo_kernels.planning.model_spec import ModelSpec
 

@@ -13,8 +13,8 @@ import specmemo_kernels as sk
 from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.planning.baselines import MedusaRun, Workload, medusa_parts, plain_parts
+from specmemo_kernels.planning.drafter_spec import HeadsSpec
 from specmemo_kernels.planning.footprint import (
-    HeadsSpec,
     StepSize,
     fixed_parts,
     page_parts,

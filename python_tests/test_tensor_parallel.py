@@ -21,7 +21,8 @@ from tiny_models import tiny_model
 from transformers import AutoConfig
 
 from specmemo_kernels.planning.cost import CHECKSUM_BYTES, Pass, step_messages
-from specmemo_kernels.planning.footprint import HeadsSpec, weight_bytes
+from specmemo_kernels.planning.drafter_spec import HeadsSpec
+from specmemo_kernels.planning.footprint import weight_bytes
 from specmemo_kernels.planning.model_spec import ModelSpec
 
 SCRIPT = Path(__file__).with_name("tensor_parallel_session.py")

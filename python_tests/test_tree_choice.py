@@ -70,7 +70,7 @@ def test_the_estimate_finds_the_chances() -> None:
     text, acceptance = Text([[0.3, 0.4, 0.1], [0.6, 0.2]]), RunningAcceptance(tree, [[0.7, 0.8, 0.9], [0.5, 0.6]])
     parts = [tree.part(nodes) for nodes in ([0, 1], [0, 2, 6], [0, 1, 2, 3, 5, 6])]
     for part in itertools.islice(itertools.cycle(parts), 3000):
-        acceptance.record(part, [text.last(part)])
+        acceptance.record(part, [[text.last(part)]])
     gains = acceptance.gains()
     expected = [1.0, 0.3, 0.4, 0.3 * 0.6, 0.1, 0.3 * 0.2, 0.4 * 0.6]
     seen = [0, 1, 2, 3, 5, 6]
@@ -82,13 +82,13 @@ def test_the_estimate_finds_the_chances() -> None:
 def test_the_estimate_counts_a_batch_and_forgets() -> None:
     tree = DraftTree.chain(1)
     acceptance = RunningAcceptance(tree, [[0.5]])
-    acceptance.record(tree, [1, 1, 0, 1])
+    acceptance.record(tree, [[0, 1], [0, 1], [0], [0, 1]])
     assert acceptance.gains()[1] == pytest.approx((4 + 3) / (8 + 4), rel=0.02)
     for _ in range(1000):
-        acceptance.record(tree, [1])
+        acceptance.record(tree, [[0, 1]])
     assert acceptance.gains()[1] > 0.99
     for _ in range(300):
-        acceptance.record(tree, [0])
+        acceptance.record(tree, [[0]])
     assert acceptance.gains()[1] < 0.15
 
 
@@ -113,7 +113,7 @@ def test_the_best_part_is_the_best(sequences: int, draft_seconds: PassSeconds | 
         if draft_seconds is not None:
             drafting = step.max_depth * (draft_seconds.at(sequences) + 0.1)
         seconds = SLOPE.at(sequences * step.size) + 0.7
-        chooser.stepped(step, [text.last(step)] * sequences, seconds, drafting)
+        chooser.stepped(step, [[text.last(step)]] * sequences, seconds, drafting)
     gains = chooser.acceptance.gains()
 
     def speed(part: list[int]) -> float:
@@ -145,7 +145,7 @@ def run(chooser: TreeChooser, text: Text, steps: int, real: PassSeconds | None =
         tree = chooser.tree_for(1)
         node = text.last(tree)
         took = (real or chooser.seconds).at(tree.size)
-        chooser.stepped(tree, [node], took)
+        chooser.stepped(tree, [[node]], took)
         tokens, seconds = tokens + 1 + tree.depths[node], seconds + took
         sizes.append(tree.size)
     return tokens / seconds, sizes

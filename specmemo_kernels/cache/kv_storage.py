@@ -37,18 +37,28 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerKV:
-    """Sizes of one attention layer's keys and values."""
+    """Sizes of one attention layer's keys and values.
+
+    ``of_drafter``: a drafter's layer. It has pages like the target's layers, but no scratch: only rows of accepted
+    tokens are computed into its pages.
+    """
 
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
     dtype: torch.dtype
     device: torch.device
+    of_drafter: bool = False
 
     @property
     def bytes_per_token(self) -> int:
         """Key and value bytes of one token, unquantised."""
         return self.num_kv_heads * (self.head_dim + self.v_head_dim) * self.dtype.itemsize
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Scratch bytes of one node."""
+        return 0 if self.of_drafter else self.bytes_per_token
 
     def page_bytes_per_token(self, kv_dtype: str | None) -> int:
         """Bytes of one token in pages; with ``kv_dtype``, codes and two scales per head."""
@@ -134,7 +144,7 @@ class KVStorage:
         return pages
 
     def _new_scratch(self, kind: LayerKV, max_nodes: int) -> dict[str, Any]:
-        shape = (len(self._kinds[kind]), max_nodes, kind.num_kv_heads)
+        shape = (len(self._kinds[kind]), 0 if kind.of_drafter else max_nodes, kind.num_kv_heads)
         dims = {"k_scratch": kind.head_dim, "v_scratch": kind.v_head_dim}
         return {name: torch.empty(*shape, dim, dtype=kind.dtype, device=kind.device) for name, dim in dims.items()}
 
@@ -204,4 +214,4 @@ class KVStorage:
     @property
     def scratch_bytes(self) -> int:
         """Bytes of all scratch slots."""
-        return sum(layer.bytes_per_token for layer in self.layers) * self.max_nodes
+        return sum(layer.scratch_bytes for layer in self.layers) * self.max_nodes

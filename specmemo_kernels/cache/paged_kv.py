@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -55,6 +56,7 @@ class PagedKVPool(KVStorage):
         self._users: Counter[int] = Counter()
         self._cached: dict[int, None] = {}  # labelled pages without users, the oldest first
         self._keep = keep
+        self._pairs = any(layer.of_drafter for layer in self.layers)
         self._index = PrefixIndex(page_size)  # empty unless ``keep``
 
     def resize(self, num_pages: int) -> None:
@@ -157,13 +159,20 @@ class PagedKVPool(KVStorage):
         held.extend(pages)
         self._users.update(pages)
 
+    def _labels(self, tokens: Sequence[int]) -> Sequence[int]:
+        """What the keys and values of each token's slot depend on, besides the slots before it.
+
+        That is the token. A drafter's layer also reads the next token, so then it is both, for all tokens but the last.
+        """
+        return [a << 32 | b for a, b in pairwise(tokens)] if self._pairs else tokens
+
     def cached_prefix_len(self, tokens: Sequence[int]) -> int:
         """Number of leading ``tokens`` whose keys and values are in cached or shared pages."""
-        return self._index.match(tokens)[1]
+        return self._index.match(self._labels(tokens))[1]
 
     def shared_pages(self, tokens: Sequence[int]) -> int:
         """Pages that :meth:`reuse` would share with open sequences; they take no free page."""
-        return sum(page in self._users for page in self._index.match(tokens)[0])
+        return sum(page in self._users for page in self._index.match(self._labels(tokens))[0])
 
     def reuse(self, slot: int, tokens: Sequence[int]) -> int:
         """Assign the cached pages of the longest matching prefix of ``tokens`` to a sequence without pages.
@@ -175,7 +184,7 @@ class PagedKVPool(KVStorage):
         """
         if self._pages[slot]:
             return 0
-        pages, cached_tokens = self._index.match(tokens)
+        pages, cached_tokens = self._index.match(self._labels(tokens))
         if pages:
             self._append_pages(slot, pages)
         for page in pages:
@@ -184,14 +193,15 @@ class PagedKVPool(KVStorage):
             self._index.drop(pages[-1])
         return cached_tokens
 
-    def close(self, slot: int, tokens: Sequence[int] = ()) -> None:
+    def close(self, slot: int, tokens: Sequence[int] = (), computed: int | None = None) -> None:
         """Free a sequence's pages and row.
 
-        ``tokens``: the tokens in its pages. A pool with ``keep`` caches the pages under these tokens.
+        ``tokens``: the sequence's tokens, of which the first ``computed`` (``None``: all) are in its pages. A pool with
+        ``keep`` caches the pages under these tokens.
         """
         pages = self._pages.pop(slot)
         if self._keep:
-            self._index.label(pages, tokens)
+            self._index.label(pages, self._labels(tokens)[:computed])
         for page in reversed(pages):  # eviction order: a prefix is useful without its end
             self._users[page] -= 1
             if not self._users[page]:

@@ -15,7 +15,7 @@ from specmemo_kernels.drafting.load_heads import describe_heads
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.device import KNOWN_DEVICES, DeviceProfile, known_device
 from specmemo_kernels.planning.device_probe import profile_of
-from specmemo_kernels.planning.footprint import HeadsSpec
+from specmemo_kernels.planning.drafter_spec import HeadsSpec
 from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.planning.planner import choose, plan_request
 from specmemo_kernels.planning.search import candidates

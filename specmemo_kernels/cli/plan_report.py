@@ -12,7 +12,8 @@ from rich.text import Text
 from specmemo_kernels.ops.weight_codes import CODE_BITS
 from specmemo_kernels.planning.baselines import medusa_parts, plain_parts
 from specmemo_kernels.planning.cost import Message, Speed, decode_pass, medusa_speed, plain_speed, step_messages
-from specmemo_kernels.planning.footprint import HeadsSpec, weight_bytes
+from specmemo_kernels.planning.drafter_spec import HeadsSpec
+from specmemo_kernels.planning.footprint import weight_bytes
 from specmemo_kernels.planning.memory_plan import MemoryPlan, format_bytes
 from specmemo_kernels.planning.planner import smallest_budget
 from specmemo_kernels.planning.search import (
@@ -60,7 +61,7 @@ def alternatives(request: PlanRequest, choices: list[PlanCandidate], plan: Memor
         int8_pages = replace(request, kv_dtype="int8")
         plans.append(("int8 pages, not lossless", fastest(candidates(int8_pages), budget)))
     heads = request.heads
-    if heads.own_lm_head and heads.num_heads > 0 and heads.head_bits is None:
+    if isinstance(heads, HeadsSpec) and heads.own_lm_head and heads.num_heads > 0 and heads.head_bits is None:
         int4_heads = replace(request, heads=replace(heads, head_bits=CODE_BITS))
         plans.append(("heads in 4 bits", fastest(candidates(int4_heads), budget)))
     rows = [

@@ -9,9 +9,12 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.cache.paged_kv import PagedKVPool
-from specmemo_kernels.forward.batch import CACHED_LAYOUTS
+from specmemo_kernels.forward.batch import CACHED_LAYOUTS, DraftedTrees, TreeBatch
+from specmemo_kernels.planning.drafter_spec import FeatureDrafterSpec
 from specmemo_kernels.tree.draft_tree import DraftTree
+from specmemo_kernels.tree.tree_budget import Trees
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,91 @@ class StaticDrafter(Drafter, Protocol):
         """``[B, depth * width]`` int64: ``width`` tokens for each of the next ``depth`` positions, best first."""
 
 
+@dataclass(frozen=True)
+class DraftRows:
+    """Inputs of :meth:`FeatureDrafter.draft`: B sequences with their tokens in pages and a root each.
+
+    Attributes:
+        pool: the target's pages, which the drafter's layers share.
+        roots: ``[B]`` int64, the newest tokens. states: ``[B, state_size]``, as :meth:`FeatureDrafter.advance` returns.
+        seq_lens: ``[B]`` int32, tokens in pages. block_table: ``[B, max_pages]`` int32.
+        max_seq_len: upper bound of ``seq_lens``.
+    """
+
+    pool: PagedKVPool
+    roots: torch.Tensor
+    states: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    max_seq_len: int
+
+
+#: In place of an index in :attr:`FeatureDrafter.feature_ids`: the states behind the final norm.
+POST_NORM = -1
+
+
+@runtime_checkable
+class FeatureDrafter(Protocol):
+    """A drafter that reads the target's hidden states ("features") of every token.
+
+    It keeps a state vector per sequence, and the keys and values of its own layers in the target's pages. After every
+    pass it gets the features of prompt tokens and accepted nodes; what it computes while drafting is dropped. All of it
+    runs on the device, with fixed sizes, so that a graph can capture it.
+    """
+
+    @property
+    def max_depth(self) -> int:
+        """Maximum depth of a tree."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights."""
+
+    @property
+    def layers(self) -> tuple[LayerKV, ...]:
+        """Keys and values of its layers, which follow the target's layers in the pool."""
+
+    @property
+    def feature_ids(self) -> tuple[int, ...]:
+        """The hidden states that are its features, concatenated: i is the input of the target's layer i, the number of
+        layers is the last layer's output, :data:`POST_NORM` is that behind the final norm.
+        """
+
+    @property
+    def num_qo_heads(self) -> int:
+        """Query heads of its layers."""
+
+    @property
+    def state_size(self) -> int:
+        """Elements of a sequence's state."""
+
+    @property
+    def beam(self) -> int:
+        """Nodes per depth that it expands in dynamic trees."""
+
+    @property
+    def spec(self) -> FeatureDrafterSpec:
+        """Its sizes for predictions."""
+
+    def advance(self, batch: TreeBatch, features: torch.Tensor, keep: torch.Tensor, pool: PagedKVPool) -> torch.Tensor:
+        """Compute the pairs of causal chunks, and write their keys and values to pages.
+
+        Args:
+            batch: chunks; ``tokens[r]`` is the token behind row r's position, ``positions[r]``.
+            features: ``[N, F]`` of the rows, from the target.
+            keep: ``[K]`` int64, rows whose states are needed.
+
+        Returns:
+            ``[K, state_size]``.
+        """
+
+    def draft(self, rows: DraftRows, tree: Trees) -> DraftedTrees:
+        """Fill a tree for each sequence."""
+
+
+AnyDrafter = Drafter | FeatureDrafter
+
+
 def fill_tree(root_tokens: torch.Tensor, candidates: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """``[B, T]`` int64: the tokens of a tree's nodes, by its :func:`candidate_columns`."""
     return torch.cat([root_tokens[:, None], candidates], dim=1).index_select(1, columns)
@@ -134,7 +222,7 @@ class OffloadingDrafter(Drafter, Protocol):
         """Move back to the device; if memory doesn't suffice, everything stays on the host."""
 
 
-def can_offload(drafter: Drafter) -> bool:
+def can_offload(drafter: AnyDrafter) -> bool:
     """Whether a drafter can free memory while it isn't in use."""
     return isinstance(drafter, PagedDrafter) or (isinstance(drafter, OffloadingDrafter) and drafter.offloadable)
 
@@ -142,7 +230,7 @@ def can_offload(drafter: Drafter) -> bool:
 class DrafterResidency:
     """Moves ``drafter`` on and off its device; on it, it has as many pages as the target's ``pool``."""
 
-    def __init__(self, drafter: Drafter, pool: PagedKVPool) -> None:
+    def __init__(self, drafter: AnyDrafter, pool: PagedKVPool) -> None:
         self.drafter, self.pool = drafter, pool
 
     def ensure(self, on_device: bool, prefill_chunk: int) -> None:

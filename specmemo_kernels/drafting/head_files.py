@@ -26,7 +26,7 @@ CANDIDATES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-_Fetch = Callable[[str], Path | None]
+Fetch = Callable[[str], Path | None]
 _PREFIX = re.compile(r"(?:.*\.)?medusa_heads?\.(.+)")
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -113,21 +113,56 @@ def open_source(source: HeadsSource) -> Stored:
 
 def open_path(source: str | Path) -> Stored:
     """:func:`open_source` for a folder, a file or a hub id."""
+    files = find_files(source)
+    file = files.weights()
+    config_file = files.fetch(CONFIG_NAME)
+    entries = _read_head_shards(file, files.fetch) if file.name.endswith(".index.json") else read_file(file)
+    config = {} if config_file is None else read_json(config_file)
+    return Stored(str(file), _select(entries, str(file)), config)
+
+
+@dataclass(frozen=True)
+class SourceFiles:
+    """A folder or hub repository; nothing is read or downloaded before it is fetched.
+
+    Attributes:
+        names: possible names of its weights.
+        fetch: the local path of a file by name, ``None`` if there is no such file.
+        remote: files are downloaded.
+    """
+
+    label: str
+    names: tuple[str, ...]
+    fetch: Fetch
+    remote: bool
+
+    def weights(self) -> Path:
+        """The first existing file of ``names``.
+
+        Raises:
+            HeadsError: there is none.
+        """
+        for name in self.names:
+            file = self.fetch(name)
+            if file is not None:
+                return file
+        raise HeadsError(f"{self.label}: no file of heads in it; one of {', '.join(self.names)} is needed")
+
+
+def find_files(source: str | Path) -> SourceFiles:
+    """The files of a folder or a hub id, or a single file and its neighbours.
+
+    Raises:
+        HeadsError: neither a folder, a file nor a hub id.
+    """
     path = Path(source).expanduser()
-    names: tuple[str, ...] = (path.name,) if path.is_file() else CANDIDATES
-    fetch: _Fetch = partial(_file_in, path.parent if path.is_file() else path)
-    if not path.exists():
-        if not isinstance(source, str) or not HUB_ID.fullmatch(source):
-            raise HeadsError(f"{source}: there is no such folder or file, and it isn't a hub id")
-        fetch = partial(_download, source)
-    for name in names:
-        file = fetch(name)
-        if file is not None:
-            config_file = fetch(CONFIG_NAME)
-            entries = _read_shards(file, fetch) if name.endswith(".index.json") else _read_file(file)
-            config = {} if config_file is None else _read_json(config_file)
-            return Stored(str(file), _select(entries, str(file)), config)
-    raise HeadsError(f"{source}: no file of heads in it; one of {', '.join(names)} is needed")
+    if path.is_file():
+        return SourceFiles(str(source), (path.name,), partial(_file_in, path.parent), False)
+    if path.exists():
+        return SourceFiles(str(source), CANDIDATES, partial(_file_in, path), False)
+    if not isinstance(source, str) or not HUB_ID.fullmatch(source):
+        raise HeadsError(f"{source}: there is no such folder or file, and it isn't a hub id")
+    return SourceFiles(source, CANDIDATES, partial(_download, source), True)
 
 
 def _file_in(folder: Path, name: str) -> Path | None:
@@ -151,33 +186,62 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        HeadsError: not a file with a JSON object.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise HeadsError(f"{path} is not readable JSON: {error}") from error
     if not isinstance(content, dict):
         raise HeadsError(f"{path} holds a {type(content).__name__}, not an object")
     return content
 
 
-def _read_shards(index: Path, fetch: _Fetch) -> dict[str, Entry]:
-    """The heads' tensors of a sharded model. Shards without heads are neither opened nor downloaded."""
-    shards = _read_json(index).get("weight_map")
+def read_index(index: Path) -> dict[str, str]:
+    """The key -> shard map of an index file.
+
+    Raises:
+        HeadsError: unreadable, or a shard elsewhere than in its folder.
+    """
+    shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(s, str) and Path(s).name == s for s in shards.values()):
         raise HeadsError(f"{index}: its weight_map must map keys to names of files in the same folder")
-    head_shards = {key: shards[key] for key in _short_names(shards, str(index)).values()}
-    layout_of(_short_names(head_shards, str(index)), str(index))
+    return shards
+
+
+def read_shards(shards: Mapping[str, str], index: Path, fetch: Fetch) -> dict[str, Entry]:
+    """The tensors of ``shards`` (key -> shard). Other shards of ``index`` are neither opened nor downloaded.
+
+    Raises:
+        HeadsError: a missing or unreadable shard.
+    """
     entries: dict[str, Entry] = {}
-    for shard in sorted(set(head_shards.values())):
+    for shard in sorted(set(shards.values())):
         path = fetch(shard)
         if path is None:
             raise HeadsError(f"{index}: its shard {shard} is missing")
-        entries.update((key, entry) for key, entry in _read_file(path).items() if head_shards.get(key) == shard)
+        entries.update((key, entry) for key, entry in read_file(path).items() if shards.get(key) == shard)
     return entries
 
 
-def _read_file(path: Path) -> dict[str, Entry]:
+def _read_head_shards(index: Path, fetch: Fetch) -> dict[str, Entry]:
+    """The heads' tensors of a sharded model."""
+    shards = read_index(index)
+    head_shards = {key: shards[key] for key in _short_names(shards, str(index)).values()}
+    layout_of(_short_names(head_shards, str(index)), str(index))
+    return read_shards(head_shards, index, fetch)
+
+
+def read_file(path: Path) -> dict[str, Entry]:
+    """The tensors of a safetensors file, or of a pickle by ``torch.load(weights_only=True)``.
+
+    Raises:
+        HeadsError: unreadable.
+    """
     if path.suffix != ".safetensors":
         # Only zip archives can be mapped; files of older torch versions are read whole.
         mapped = zipfile.is_zipfile(path)
@@ -230,6 +294,12 @@ def _short_names(keys: Iterable[str], where: str) -> dict[str, str]:
 
 def _select(entries: dict[str, Entry], where: str) -> dict[str, Entry]:
     return {short: entries[key] for short, key in _short_names(entries, where).items()}
+
+
+def has_heads(keys: Iterable[str]) -> bool:
+    """Whether any of a file's keys belongs to Medusa heads."""
+    layouts = [pattern for layout in (VLLM, MEDUSA) for pattern in (layout.block, layout.lm_head)]
+    return any(_PREFIX.fullmatch(key) or any(pattern.fullmatch(key) for pattern in layouts) for key in keys)
 
 
 def layout_of(keys: Iterable[str], where: str) -> Layout:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from specmemo_kernels.cache.paged_kv import PagedKVPool
-from specmemo_kernels.drafting.base import Drafter, PagedDrafter, StatefulDrafter
+from specmemo_kernels.drafting.base import AnyDrafter, PagedDrafter, StatefulDrafter
 from specmemo_kernels.engine.overlap import OverlappedSteps, slots_ahead
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.stats import DecodeStats
@@ -22,7 +22,7 @@ from specmemo_kernels.engine.verify import Verdict, Verifier
 from specmemo_kernels.forward.batch import TreeBatch
 from specmemo_kernels.forward.target import TargetModel, TargetOutput
 from specmemo_kernels.tree.choice import DraftBacklog, TreeChooser
-from specmemo_kernels.tree.draft_tree import DraftTree
+from specmemo_kernels.tree.tree_budget import Trees
 
 Tensor = torch.Tensor
 
@@ -40,7 +40,7 @@ class SpecDecoder:
     """Generates for a changing set of sequences; every step includes all of them.
 
     Args:
-        tree: the largest tree of a step.
+        tree: the largest tree of a step, or the largest size of dynamic trees.
         pool: pages; every open sequence holds a row of its block table.
         prefill_chunk: maximum prompt tokens of a pass without trees. A pass with trees has at most
             ``max(prefill_chunk, pool.max_nodes)`` rows in total.
@@ -57,8 +57,8 @@ class SpecDecoder:
     def __init__(
         self,
         target: TargetModel,
-        drafter: Drafter,
-        tree: DraftTree,
+        drafter: AnyDrafter,
+        tree: Trees,
         pool: PagedKVPool,
         verifier: Verifier,
         *,
@@ -116,7 +116,7 @@ class SpecDecoder:
                 hidden_states.append(None if hidden is None else hidden.to(self.target.device))
         except BaseException:
             for sequence in opened:
-                self.pool.close(sequence.slot, sequence.tokens[: sequence.computed])
+                self.pool.close(sequence.slot, sequence.tokens, sequence.computed)
                 sequence.close()
             raise
         for sequence, hidden in zip(sequences, hidden_states, strict=True):
@@ -194,7 +194,7 @@ class SpecDecoder:
         removed = {id(sequence) for sequence in sequences}
         for sequence in (*self.prefilling, *self.sequences):
             if id(sequence) in removed:
-                self.pool.close(sequence.slot, sequence.tokens[: sequence.computed])
+                self.pool.close(sequence.slot, sequence.tokens, sequence.computed)
                 if isinstance(self.drafter, StatefulDrafter):
                     self.drafter.close(sequence.slot)
                 sequence.close()
@@ -209,14 +209,14 @@ class SpecDecoder:
         if self.overlapped is not None:
             self.overlapped.drop()
 
-    def next_tree(self) -> DraftTree:
+    def next_tree(self) -> Trees:
         """The tree of the next step, before it is truncated to the sequences' remaining tokens."""
         tree = self.tree
         if self.chooser is not None:
             tree = self.chooser.tree_for(len(self.sequences), self._backlog)
         return tree.pruned(min(tree.size, self.max_tree))
 
-    def _step_tree(self) -> DraftTree:
+    def _step_tree(self) -> Trees:
         """:meth:`next_tree` without nodes deeper than any sequence's remaining tokens."""
         return self.next_tree().truncated(max(s.remaining for s in self.sequences) - 1)
 
@@ -244,14 +244,14 @@ class SpecDecoder:
             return self.verifier(batch, emitting, output)
 
         verdict, hidden = tree_pass(
-            self.target, self.pool, self.backend, trees, chunk, verify, logits=self.verifier.needs_logits
+            self.target, self.pool, self.backend, trees, chunk, verify, self.drafter, logits=self.verifier.needs_logits
         )
         emitted = [] if verdict is None else verdict.emitted
         finished = self.advance(running, emitted, nodes, depth, hidden.unbind(0), chunk)
         if self.chooser is not None and timing is not None and verdict is not None and trees is not None and trees.tree:
             seconds = time.perf_counter() - timing.started - timing.drafting
-            last = verdict.last[: len(running)]
-            self.chooser.stepped(trees.tree, last, seconds if chunk is None else None, timing.drafting, timing.behind)
+            paths = verdict.paths[: len(running)]
+            self.chooser.stepped(trees.tree, paths, seconds if chunk is None else None, timing.drafting, timing.behind)
         return finished
 
     def advance(

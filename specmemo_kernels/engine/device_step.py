@@ -13,15 +13,18 @@ import torch
 
 from specmemo_kernels.cache.kv_storage import on_device
 from specmemo_kernels.cache.paged_kv import PagedKVPool
-from specmemo_kernels.drafting.base import StaticDrafter, candidate_columns, fill_tree
+from specmemo_kernels.drafting.base import DraftRows, FeatureDrafter, StaticDrafter, candidate_columns, fill_tree
 from specmemo_kernels.engine.sequence import SequenceState
-from specmemo_kernels.engine.tree_pass import only_tokens, tree_pass
+from specmemo_kernels.engine.tree_pass import drafted_batch, only_tokens, tree_pass
 from specmemo_kernels.engine.verify import GreedyVerifier
-from specmemo_kernels.forward.batch import TreeLayout, tree_batch, tree_layout
+from specmemo_kernels.forward.batch import TreeBatch, TreeLayout, tree_batch, tree_layout
 from specmemo_kernels.forward.target import TargetModel
 from specmemo_kernels.tree.draft_tree import DraftTree
+from specmemo_kernels.tree.tree_budget import Trees
 
 Tensor = torch.Tensor
+#: Drafters whose steps need no host.
+DeviceDrafter = StaticDrafter | FeatureDrafter
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class StepShape:
     Attributes:
         sequences, nodes: number of trees and of nodes per tree. depth, width: of the trees.
         max_seq_len: upper bound of the tokens in pages of any sequence; sizes GPU launches.
+        tree: the tree of every step, for drafters whose passes depend on it; ``None``: any tree of these sizes.
     """
 
     sequences: int
@@ -38,6 +42,7 @@ class StepShape:
     depth: int
     width: int
     max_seq_len: int
+    tree: DraftTree | None = None
 
 
 class StepState:
@@ -81,16 +86,16 @@ class DeviceStep:
         target: with ``static`` true.
 
     Attributes:
-        emitted: ``[sequences, depth + 3]`` int64, the rows of the last :meth:`run` (:class:`DeviceVerdict`).
+        emitted: ``[sequences, 2 * depth + 3]`` int64, the rows of the last :meth:`run` (:class:`DeviceVerdict`).
     """
 
     def __init__(
         self,
         shape: StepShape,
-        tree: DraftTree,
+        tree: Trees,
         state: StepState,
         target: TargetModel,
-        drafter: StaticDrafter,
+        drafter: DeviceDrafter,
         pool: PagedKVPool,
         backend: str | None,
     ) -> None:
@@ -100,43 +105,35 @@ class DeviceStep:
         self._slots, self._roots = state.slots[:count], state.roots[:count]
         self._seq_lens, self._hidden = state.seq_lens[:count], state.hidden[:count]
         with torch.inference_mode(False):
-            self._layout = TreeLayout(*(part.clone() for part in self._parts(tree)[1:]))
-            self._columns = self._parts(tree)[0].clone()
-            self.emitted = torch.zeros(count, shape.depth + 3, dtype=torch.int64, device=device)
+            self._buffers = tuple(part.clone() for part in self._parts(tree))
+            self.emitted = torch.zeros(count, 2 * shape.depth + 3, dtype=torch.int64, device=device)
 
-    def _parts(self, tree: DraftTree) -> tuple[Tensor, ...]:
-        """The tree's candidate columns and its layout."""
+    def _parts(self, tree: Trees) -> tuple[Tensor, ...]:
+        """The tree's candidate columns and its layout; nothing for drafters that make both."""
+        if isinstance(self.drafter, FeatureDrafter):
+            return ()
+        assert isinstance(tree, DraftTree), "dynamic trees are for drafters that read features"
         device = self._roots.device
         layout = tree_layout(tree, self.shape.sequences, device)
         return candidate_columns(tree, self.shape.width, device), *(getattr(layout, f.name) for f in fields(layout))
 
-    def _buffers(self) -> tuple[Tensor, ...]:
-        return self._columns, *(getattr(self._layout, f.name) for f in fields(self._layout))
-
     @property
     def nbytes(self) -> int:
         """Bytes of the step's own tensors."""
-        return sum(tensor.nbytes for tensor in (*self._buffers(), self.emitted))
+        return sum(tensor.nbytes for tensor in (*self._buffers, self.emitted))
 
-    def use(self, tree: DraftTree) -> None:
+    def use(self, tree: Trees) -> None:
         """Verify ``tree``, which has this shape, in the next steps."""
         if tree == self.tree:
             return
-        for buffer, part in zip(self._buffers(), self._parts(tree), strict=True):
+        for buffer, part in zip(self._buffers, self._parts(tree), strict=True):
             buffer.copy_(part)
         self.tree = tree
 
     def run(self) -> None:
         """Run the step. After a failure ``state`` is unchanged; pages differ only behind the sequences' ends."""
-        shape = self.shape
-        drafts = self._roots[:, None]
-        if shape.depth:
-            candidates = self.drafter.candidates(self._hidden, shape.depth, shape.width)
-            drafts = only_tokens(fill_tree(self._roots, candidates, self._columns), self.target.vocab_size)
-        table = self.pool.block_table.index_select(0, self._slots)
-        batch = tree_batch(self.tree, drafts, self._seq_lens, table, shape.max_seq_len, self._layout)
-        verify = self.verifier.verify_on_device
-        verdict, hidden = tree_pass(self.target, self.pool, self.backend, batch, None, verify)
+        batch, verify = self._draft(), self.verifier.verify_on_device
+        verdict, hidden = tree_pass(self.target, self.pool, self.backend, batch, None, verify, self._reader)
         assert verdict is not None, "the step has trees"
         lengths = self._seq_lens + verdict.accept_length + 1
         # Nothing is allocated below, so no failure leaves the state half changed.
@@ -144,3 +141,22 @@ class DeviceStep:
         self._roots.copy_(verdict.bonus_token)
         self._seq_lens.copy_(lengths)
         self._hidden.copy_(hidden)
+
+    @property
+    def _reader(self) -> FeatureDrafter | None:
+        return self.drafter if isinstance(self.drafter, FeatureDrafter) else None
+
+    def _draft(self) -> TreeBatch:
+        """The trees to verify."""
+        shape, vocab_size = self.shape, self.target.vocab_size
+        table = self.pool.block_table.index_select(0, self._slots)
+        if isinstance(self.drafter, FeatureDrafter):
+            rows = DraftRows(self.pool, self._roots, self._hidden, self._seq_lens, table, shape.max_seq_len)
+            with torch.inference_mode():
+                return drafted_batch(self.drafter.draft(rows, self.tree), self.tree, rows, vocab_size)
+        columns, *layout = self._buffers
+        drafts = self._roots[:, None]
+        if shape.depth:
+            candidates = self.drafter.candidates(self._hidden, shape.depth, shape.width)
+            drafts = only_tokens(fill_tree(self._roots, candidates, columns), vocab_size)
+        return tree_batch(self.tree, drafts, self._seq_lens, table, shape.max_seq_len, TreeLayout(*layout))

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from specmemo_kernels.cache.paged_kv import OutOfPages
+from specmemo_kernels.drafting.base import FeatureDrafter
 from specmemo_kernels.engine.device_step import StepShape
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.step_graph import CaptureFailed, StepCache
 from specmemo_kernels.engine.verify import read_rows
 from specmemo_kernels.tree.draft_tree import DraftTree
+from specmemo_kernels.tree.tree_budget import Trees
 
 if TYPE_CHECKING:
     from specmemo_kernels.engine.decode import SpecDecoder
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 IN_FLIGHT = {"cuda": 2, "cpu": 1}
 
 
-def slots_ahead(tree: DraftTree, in_flight: int) -> int:
+def slots_ahead(tree: Trees, in_flight: int) -> int:
     """KV slots that a sequence may need behind its last token.
 
     Args:
@@ -41,13 +43,14 @@ def slots_ahead(tree: DraftTree, in_flight: int) -> int:
 
 @dataclass(frozen=True)
 class _Flight:
-    """A step in flight. ``rows``: its verdict in host memory, complete after ``arrived``; ``timed``: neither a first
-    run nor a capture."""
+    """A step in flight, launched at ``started``. ``rows``: its verdict in host memory, complete after ``arrived``;
+    ``timed``: neither a first run nor a capture."""
 
     sequences: list[SequenceState]
-    tree: DraftTree
+    tree: Trees
     rows: torch.Tensor
     arrived: torch.cuda.Event | None
+    started: float
     timed: bool
 
 
@@ -130,26 +133,31 @@ class OverlappedSteps:
         # Powers of two, so that a few graphs serve sequences of any length.
         bound = min(room, 1 << (longest - 1).bit_length())
         shape = StepShape(len(sequences), tree.size, tree.max_depth, decoder.tree.width, bound)
+        if isinstance(decoder.drafter, FeatureDrafter) and isinstance(tree, DraftTree):
+            shape = replace(shape, tree=tree)  # its passes depend on the nodes of each depth
         device = decoder.target.device
         on_gpu = device.type == "cuda"
         # Allocated before the launch: a failure afterwards would lose the step.
-        rows = torch.empty(len(sequences), tree.max_depth + 3, dtype=torch.int64, pin_memory=on_gpu)
+        rows = torch.empty(len(sequences), 2 * tree.max_depth + 3, dtype=torch.int64, pin_memory=on_gpu)
         arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        started = time.perf_counter()
         emitted, timed = self.steps.launch(shape, tree)
         decoder.stats.graph_steps += 1
+        if not timed:  # the launch delayed the steps in flight
+            self._flights = deque(replace(flight, timed=False) for flight in self._flights)
         if not timed or not self._flights:
             self._read_at = None
         rows.copy_(emitted, non_blocking=True)
         if arrived is not None:
             arrived.record(torch.cuda.current_stream(device))  # the copy's stream, whatever device is current
-        self._flights.append(_Flight(sequences, tree, rows, arrived, timed))
+        self._flights.append(_Flight(sequences, tree, rows, arrived, started, timed))
 
     def _read(self, decoder: SpecDecoder) -> list[SequenceState]:
         """Apply the oldest step's verdict to the sequences; a failure leaves it in flight, to be retried."""
         flight = self._flights[0]
         if flight.arrived is not None:
             flight.arrived.synchronize()
-        emitted, last = read_rows(flight.rows)
+        emitted, paths = read_rows(flight.rows)
         running = {id(sequence) for sequence in decoder.sequences}
         rows = [row for row, sequence in enumerate(flight.sequences) if id(sequence) in running]
         if not rows:
@@ -163,11 +171,14 @@ class OverlappedSteps:
         finished = decoder.advance(alive, accepted, len(rows) * flight.tree.size, flight.tree.max_depth, hidden)
         self._flights.popleft()
         if decoder.chooser is not None:
-            decoder.chooser.stepped(flight.tree, [last[row] for row in rows], self._seconds(flight))
+            decoder.chooser.stepped(flight.tree, [paths[row] for row in rows], self._seconds(flight))
         return finished
 
     def _seconds(self, flight: _Flight) -> float | None:
-        """The time from the previous step's end to this step's end; ``None`` unless both are ``timed``."""
+        """The time from the previous step's end, or without one in flight from the launch, to this step's end.
+
+        ``None`` if one of them isn't ``timed``.
+        """
         now, before = time.perf_counter(), self._read_at
         self._read_at = now if flight.timed else None
-        return now - before if before is not None and flight.timed else None
+        return now - (flight.started if before is None else before) if flight.timed else None

@@ -9,15 +9,14 @@ from typing import Protocol
 import torch
 
 from specmemo_kernels.cache.paged_kv import PagedKVPool
-from specmemo_kernels.drafting.base import StaticDrafter
-from specmemo_kernels.engine.device_step import DeviceStep, StepShape, StepState
+from specmemo_kernels.engine.device_step import DeviceDrafter, DeviceStep, StepShape, StepState
 from specmemo_kernels.engine.fusion import FUSED_OPERATORS
 from specmemo_kernels.engine.host_capture import record
 from specmemo_kernels.engine.pressure import is_out_of_memory
 from specmemo_kernels.engine.program import compiled, rehearse
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.forward.target import TargetModel
-from specmemo_kernels.tree.draft_tree import DraftTree
+from specmemo_kernels.tree.tree_budget import Trees
 
 Tensor = torch.Tensor
 
@@ -112,7 +111,7 @@ class StepCache:
     def __init__(
         self,
         target: TargetModel,
-        drafter: StaticDrafter,
+        drafter: DeviceDrafter,
         pool: PagedKVPool,
         sequences: int,
         backend: str | None,
@@ -151,7 +150,7 @@ class StepCache:
         assert self._state is not None, "no step has been made"
         return self._state.hidden[:sequences].clone().unbind(0)
 
-    def launch(self, shape: StepShape, tree: DraftTree) -> tuple[Tensor, bool]:
+    def launch(self, shape: StepShape, tree: Trees) -> tuple[Tensor, bool]:
         """Run the step of this shape over ``tree``.
 
         Returns:

@@ -7,28 +7,36 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 
 from specmemo_kernels.arguments import wrong_type
 from specmemo_kernels.cache.paged_kv import PagedKVPool
-from specmemo_kernels.drafting.base import Drafter, DraftInput
+from specmemo_kernels.drafting.base import AnyDrafter, DraftInput, DraftRows, FeatureDrafter
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.verify import DeviceVerdict, Verdict
-from specmemo_kernels.forward.batch import TreeBatch, chunk_batch, concat_batches, tree_batch
+from specmemo_kernels.forward.batch import (
+    DraftedTrees,
+    TreeBatch,
+    chunk_batch,
+    concat_batches,
+    continued_batch,
+    tree_batch,
+)
 from specmemo_kernels.forward.step_attention import StepAttention, commit_accepted
 from specmemo_kernels.forward.target import TargetModel, TargetOutput
 from specmemo_kernels.tree.draft_tree import DraftTree
+from specmemo_kernels.tree.tree_budget import Trees
 
 Tensor = torch.Tensor
 AnyVerdict = TypeVar("AnyVerdict", Verdict, DeviceVerdict)
 
 
 def propose(
-    drafter: Drafter,
-    tree: DraftTree,
+    drafter: AnyDrafter,
+    tree: Trees,
     sequences: Sequence[SequenceState],
     pool: PagedKVPool,
     target: TargetModel,
@@ -51,11 +59,19 @@ def propose(
     slots, tokens = [s.slot for s in sequences], [s.tokens for s in sequences]
     columns = [slots, [t[-1] for t in tokens], [len(t) - 1 for t in tokens]]
     rows, roots, lengths = torch.tensor(columns, device=target.device)
-    longest = max(map(len, tokens)) - 1
+    longest, table = max(map(len, tokens)) - 1, pool.block_table[rows]
     if tree.size == 1:
-        return tree_batch(tree, roots[:, None], lengths.int(), pool.block_table[rows], longest), 0.0
+        return tree_batch(ROOT, roots[:, None], lengths.int(), table, longest), 0.0
     hidden = torch.stack([s.hidden for s in sequences if s.hidden is not None])
     started = time.perf_counter()
+    if isinstance(drafter, FeatureDrafter):
+        inputs = DraftRows(pool, roots, hidden, lengths.int(), table, longest)
+        with torch.inference_mode():
+            drafted = drafter.draft(inputs, tree)
+        if agree is not None:
+            drafted = _agreed(drafted, agree)
+        return drafted_batch(drafted, tree, inputs, target.vocab_size), time.perf_counter() - started
+    assert isinstance(tree, DraftTree), "dynamic trees are for drafters that read features"
     draft = drafter.propose(DraftInput(tree, roots, hidden, tokens, slots))
     seconds = time.perf_counter() - started
     expected = (len(sequences), tree.size)
@@ -73,7 +89,24 @@ def propose(
         tree, draft = _without_empty_depths(tree, draft)
     draft = draft.to(target.device)
     draft[:, 0] = roots
-    return tree_batch(tree, draft, lengths.int(), pool.block_table[rows], longest), seconds
+    return tree_batch(tree, draft, lengths.int(), table, longest), seconds
+
+
+def drafted_batch(drafted: DraftedTrees, tree: Trees, rows: DraftRows, vocab_size: int) -> TreeBatch:
+    """The verification batch of a :class:`FeatureDrafter`'s trees."""
+    tokens = only_tokens(drafted.tokens, vocab_size)
+    layout = None if isinstance(tree, DraftTree) else drafted.layout(tree.max_depth)
+    return tree_batch(tree, tokens, rows.seq_lens, rows.block_table, rows.max_seq_len, layout)
+
+
+def _agreed(drafted: DraftedTrees, agree: Callable[[Tensor], Tensor]) -> DraftedTrees:
+    """Rank 0's trees, in one message."""
+    parts = agree(torch.stack([drafted.tokens, drafted.parents.long(), drafted.depths]))
+    return DraftedTrees(parts[0], parts[1].int(), parts[2])
+
+
+#: The tree of steps without drafts.
+ROOT = DraftTree.chain(0)
 
 
 def only_tokens(draft: Tensor, vocab_size: int) -> Tensor:
@@ -100,6 +133,7 @@ class Chunk:
         ended: ``fresh``, then preempted sequences whose context it completes.
         last_rows: ``[len(ended)]`` int64, the last row of each of ``ended`` in the chunk.
         first_trees: the last rows of ``fresh`` as single-node trees for the verifier; ``None`` without ``fresh``.
+        next_tokens: ``[N]`` int64, the token behind each row; any token behind the last rows of ``fresh``.
     """
 
     parts: list[tuple[SequenceState, int]]
@@ -108,6 +142,7 @@ class Chunk:
     ended: list[SequenceState]
     last_rows: Tensor
     first_trees: TreeBatch | None
+    next_tokens: Tensor
 
 
 def next_chunk(prefilling: Sequence[SequenceState], room: int, pool: PagedKVPool, device: torch.device) -> Chunk:
@@ -126,14 +161,21 @@ def next_chunk(prefilling: Sequence[SequenceState], room: int, pool: PagedKVPool
     rows = torch.tensor([row for _, row in done], dtype=torch.int64, device=device)
     fresh = [s for s, _ in done if not s.emitted]
     first = _first_trees(fresh, pool, device) if fresh else None
-    return Chunk(parts, batch, fresh, [s for s, _ in done], rows, first)
+    following = [token for s, size in parts for token in _behind(s.tokens, s.computed, size)]
+    return Chunk(parts, batch, fresh, [s for s, _ in done], rows, first, torch.tensor(following, device=device))
+
+
+def _behind(tokens: list[int], start: int, size: int) -> list[int]:
+    """The tokens behind ``size`` tokens from ``start`` on, with 0 for one that doesn't exist yet."""
+    following = tokens[start + 1 : start + size + 1]
+    return following if len(following) == size else [*following, 0]
 
 
 def _first_trees(fresh: Sequence[SequenceState], pool: PagedKVPool, device: torch.device) -> TreeBatch:
     roots = torch.tensor([s.prompt[-1] for s in fresh], device=device)[:, None]
     lengths = torch.tensor([len(s.prompt) - 1 for s in fresh], dtype=torch.int32, device=device)
     table = pool.block_table[torch.tensor([s.slot for s in fresh], device=device)]
-    return tree_batch(DraftTree.chain(0), roots, lengths, table, max(len(s.prompt) for s in fresh) - 1)
+    return tree_batch(ROOT, roots, lengths, table, max(len(s.prompt) for s in fresh) - 1)
 
 
 def tree_pass(
@@ -143,10 +185,13 @@ def tree_pass(
     trees: TreeBatch | None,
     chunk: Chunk | None,
     verify: Callable[[TreeBatch, TargetOutput], AnyVerdict],
+    drafter: AnyDrafter | None = None,
     *,
     logits: bool = False,
 ) -> tuple[AnyVerdict | None, Tensor]:
     """Compute trees and a prompt chunk in one forward pass, verify the trees, and commit their accepted nodes.
+
+    A :class:`FeatureDrafter` then computes the features of accepted nodes and prompt tokens.
 
     Only pages and scratch slots behind the sequences' ends change, so a pass that fails can be repeated.
 
@@ -157,8 +202,9 @@ def tree_pass(
         logits: ``verify`` reads rows of logits.
 
     Returns:
-        The verdict (``None`` where there was nothing to verify), and hidden states
-        ``[num_trees + len(chunk.ended), hidden_size]``: of the last accepted nodes, then of completed prompts' ends.
+        The verdict (``None`` where there was nothing to verify), and states ``[num_trees + len(chunk.ended), size]`` at
+        the last accepted nodes, then at completed prompts' ends: the target's hidden states, or what a
+        :class:`FeatureDrafter` made of them.
     """
     batch = _joined(trees, None if chunk is None else chunk.batch)
     verified = _joined(trees, None if chunk is None else chunk.first_trees)
@@ -169,6 +215,11 @@ def tree_pass(
     attention = StepAttention(pool, batch, backend, target.invariant)
     output = target.forward(batch, attention, keep, logits=logits)
     verdict = None if verified is None else verify(verified, output.rows(len(verified.tokens)))
+    if isinstance(drafter, FeatureDrafter):
+        if trees is not None and verdict is not None and trees.max_depth:
+            count = trees.num_trees
+            commit_accepted(pool, trees, verdict.accept_index[:count], verdict.accept_length[:count], backend)
+        return verdict, _advance(drafter, pool, trees, chunk, verdict, output)
     if trees is None or verdict is None or not trees.max_depth:  # the roots of single-node trees were appended
         return verdict, output.hidden
     index, length = verdict.accept_index[: trees.num_trees], verdict.accept_length[: trees.num_trees]
@@ -178,6 +229,37 @@ def tree_pass(
         ended = torch.arange(nodes, len(output.hidden), dtype=last.dtype, device=last.device)
         last = torch.cat([last, ended])
     return verdict, output.hidden.index_select(0, last)
+
+
+@torch.inference_mode()
+def _advance(
+    drafter: FeatureDrafter,
+    pool: PagedKVPool,
+    trees: TreeBatch | None,
+    chunk: Chunk | None,
+    verdict: Verdict | DeviceVerdict | None,
+    output: TargetOutput,
+) -> Tensor:
+    """The drafter's states after a pass, as of :func:`tree_pass`."""
+    features, states, nodes = output.features, [], 0
+    assert features is not None, "the target captures what its drafter reads"
+    if trees is not None:
+        assert verdict is not None, "trees were verified"
+        count, nodes = trees.num_trees, trees.num_tree_nodes
+        index, tokens = verdict.accept_index[:count], verdict.tokens[:count]
+        path = (trees.qo_indptr[:count, None] + index.clamp(min=0)).flatten()
+        batch = continued_batch(tokens, trees.seq_lens, trees.block_table, trees.max_seq_len)
+        last = batch.qo_indptr[:-1] + verdict.accept_length[:count]
+        states.append(drafter.advance(batch, features.index_select(0, path), last.long(), pool))
+    if chunk is not None:
+        following = chunk.next_tokens
+        if chunk.fresh:
+            assert verdict is not None, "first tokens were computed"
+            firsts = verdict.tokens[len(verdict.tokens) - len(chunk.fresh) :, 0]
+            following = following.index_copy(0, chunk.last_rows[: len(chunk.fresh)], firsts)
+        batch = replace(chunk.batch, tokens=following, _elsewhere={})
+        states.append(drafter.advance(batch, features[nodes:], chunk.last_rows, pool))
+    return torch.cat(states) if len(states) > 1 else states[0]
 
 
 def _joined(trees: TreeBatch | None, other: TreeBatch | None) -> TreeBatch | None:

@@ -25,26 +25,34 @@ class Verdict:
     """The accepted nodes of a step, read by the host.
 
     ``accept_index``, ``accept_length``: as of :func:`specmemo_kernels.ops.verify_tree_greedy`, on the device.
-    ``emitted``: the tokens of each sequence. ``last``: the last node of its accepted path.
+    ``tokens``: ``[B, max_depth + 1]`` int64 on the device, the target's token at each accepted node. ``emitted``: the
+    same on the host, without padding. ``paths``: the accepted nodes of each sequence, root first.
     """
 
     accept_index: Tensor
     accept_length: Tensor
+    tokens: Tensor
     emitted: list[list[int]]
-    last: list[int]
+    paths: list[list[int]]
 
 
 @dataclass(frozen=True)
 class DeviceVerdict:
     """The results of :func:`specmemo_kernels.ops.verify_tree_greedy`, and one tensor for the host.
 
-    ``rows`` ``[B, max_depth + 3]`` int64: the path's tokens (padded), ``accept_length`` and the last accepted node.
+    ``rows`` ``[B, 2 * max_depth + 3]`` int64: the target's tokens at the accepted nodes, these nodes (both padded), and
+    ``accept_length``.
     """
 
     accept_index: Tensor
     accept_length: Tensor
     bonus_token: Tensor
     rows: Tensor
+
+    @property
+    def tokens(self) -> Tensor:
+        """As in :class:`Verdict`."""
+        return self.rows[:, : self.accept_index.shape[1]]
 
 
 class Verifier(Protocol):
@@ -71,8 +79,8 @@ class GreedyVerifier:
 
     def __call__(self, batch: TreeBatch, sequences: Sequence[SequenceState], output: TargetOutput) -> Verdict:
         verdict = self.verify_on_device(batch, output)
-        emitted, last = read_rows(verdict.rows)  # the one transfer to the host
-        return Verdict(verdict.accept_index, verdict.accept_length, emitted, last)
+        emitted, paths = read_rows(verdict.rows)  # the one transfer to the host
+        return Verdict(verdict.accept_index, verdict.accept_length, verdict.tokens, emitted, paths)
 
     def verify_on_device(self, batch: TreeBatch, output: TargetOutput) -> DeviceVerdict:
         """The verdict without a transfer to the host."""
@@ -88,15 +96,14 @@ class GreedyVerifier:
         )
         # The emitted tokens are the target's tokens at the accepted nodes.
         node = (batch.qo_indptr[:-1, None] + index.clamp(min=0)).long()
-        last = index.gather(1, length[:, None].long()).long()
-        rows = torch.cat([target_tokens[node], length[:, None].long(), last], dim=1)
+        rows = torch.cat([target_tokens[node], index.long(), length[:, None].long()], dim=1)
         return DeviceVerdict(index, length, bonus, rows)
 
 
-def read_rows(rows: Tensor) -> tuple[list[list[int]], list[int]]:
-    """Each sequence's emitted tokens and its last accepted node, from :attr:`DeviceVerdict.rows`."""
-    host_rows = rows.tolist()
-    return [row[: row[-2] + 1] for row in host_rows], [row[-1] for row in host_rows]
+def read_rows(rows: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+    """Each sequence's emitted tokens and its accepted nodes, from :attr:`DeviceVerdict.rows`."""
+    host_rows, width = rows.tolist(), rows.shape[1] // 2
+    return [row[: row[-1] + 1] for row in host_rows], [row[width : width + row[-1] + 1] for row in host_rows]
 
 
 class SampledVerifier:
@@ -180,12 +187,14 @@ def walk(
 def verdict_of(batch: TreeBatch, paths: Sequence[Path]) -> Verdict:
     """The verdict of one path per sequence."""
     index = torch.full((len(paths), batch.max_depth + 1), -1, dtype=torch.int32)
-    for row, (path, _) in enumerate(paths):
+    emitted = torch.zeros(index.shape, dtype=torch.int64)
+    for row, (path, tokens) in enumerate(paths):
         index[row, : len(path)] = torch.tensor(path, dtype=torch.int32)
+        emitted[row, : len(tokens)] = torch.tensor(tokens)
     device = batch.tokens.device
     length = torch.tensor([len(path) - 1 for path, _ in paths], dtype=torch.int32, device=device)
-    last = [path[-1] for path, _ in paths]
-    return Verdict(index.to(device), length, [tokens for _, tokens in paths], last)
+    nodes, texts = [path for path, _ in paths], [tokens for _, tokens in paths]
+    return Verdict(index.to(device), length, emitted.to(device), texts, nodes)
 
 
 def _best_token(best: list[int], node: int, _: list[int]) -> int:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from specmemo_kernels.tree.draft_tree import DraftTree
+from specmemo_kernels.tree.draft_tree import WORD, DraftTree
+from specmemo_kernels.tree.tree_budget import Trees
 
 Tensor = torch.Tensor
 #: Entries in the caches of tree layouts and candidate columns; the memory plan counts them.
@@ -24,7 +25,7 @@ class TreeBatch:
     chunks. ``tokens`` and ``positions`` are ``[N]`` int64; ``parents`` ``[num_tree_nodes]`` int32 (``None`` without
     trees); ``tree_mask`` (``None`` without trees; zeros for chunks), ``qo_indptr``, ``seq_lens``, ``block_table`` as in
     :mod:`specmemo_kernels.ops`. ``max_*`` are host-side bounds, so that no launch needs a synchronisation. ``tree``:
-    the tree of all sequences, in a batch without chunks.
+    the tree, or the trees' size, of all sequences, in a batch without chunks.
     """
 
     tokens: Tensor
@@ -39,7 +40,7 @@ class TreeBatch:
     max_depth: int
     num_trees: int
     num_tree_nodes: int
-    tree: DraftTree | None = None
+    tree: Trees | None = None
     _elsewhere: dict[torch.device, TreeBatch] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -92,17 +93,60 @@ def tree_layout(tree: DraftTree, sequences: int, device: torch.device) -> TreeLa
     return TreeLayout(*(part.to(device) for part in parts))
 
 
+@dataclass(frozen=True)
+class DraftedTrees:
+    """A tree for each of B sequences, T nodes each; the root is node 0, parents come before children.
+
+    ``tokens``: ``[B, T]`` int64, -1 for no guess. ``parents``: ``[B, T]`` int32, -1 for roots. ``depths``: ``[B, T]``
+    int64.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+
+    def layout(self, max_depth: int) -> TreeLayout:
+        """The trees' part of a batch's metadata. ``max_depth``: an upper bound of the depths."""
+        sequences, size = self.tokens.shape
+        indptr, row, own = uniform_rows(sequences, size, self.tokens.device)
+        parents = self.parents.clamp(min=0).long()[..., None].expand(-1, -1, own.shape[1])
+        mask = own.repeat(sequences, 1, 1)
+        for _ in range(max_depth):  # the bits of one more ancestor
+            mask = mask.gather(1, parents) | own
+        return TreeLayout(self.parents.flatten(), self.depths.flatten(), mask.flatten(0, 1), indptr, row)
+
+
+@lru_cache(maxsize=CACHED_LAYOUTS)
+def uniform_rows(sequences: int, size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """For ``size`` rows per sequence: ``qo_indptr``, each row's sequence, and each row's own bit ``[size, words]``.
+
+    ``words = ceil(size / 64)``; the bits are those of ``tree_mask``.
+    """
+    with torch.inference_mode(False):
+        node = torch.arange(size)
+        own = torch.zeros(size, -(-size // WORD), dtype=torch.int64)
+        own[node, node // WORD] = torch.ones(size, dtype=torch.int64) << node % WORD
+        indptr = torch.arange(sequences + 1, dtype=torch.int32) * size
+        row = torch.arange(sequences).repeat_interleave(size)
+        return indptr.to(device), row.to(device), own.to(device)
+
+
 def tree_batch(
-    tree: DraftTree,
+    tree: Trees,
     draft_tokens: Tensor,
     seq_lens: Tensor,
     block_table: Tensor,
     max_seq_len: int,
     layout: TreeLayout | None = None,
 ) -> TreeBatch:
-    """A verification batch: ``draft_tokens`` ``[B, T]`` int64 over the same tree for every sequence."""
+    """A verification batch: ``draft_tokens`` ``[B, T]`` int64.
+
+    ``layout``: the trees' metadata; ``None``: ``tree``, the same for every sequence.
+    """
     sequences = seq_lens.shape[0]
-    layout = layout or tree_layout(tree, sequences, seq_lens.device)
+    if layout is None:
+        assert isinstance(tree, DraftTree), "dynamic trees have a layout"
+        layout = tree_layout(tree, sequences, seq_lens.device)
     return TreeBatch(
         tokens=draft_tokens.reshape(-1),
         positions=seq_lens.long()[layout.row] + layout.depths,
@@ -136,6 +180,30 @@ def chunk_batch(chunks: Sequence[Tensor], starts: Sequence[int], block_table: Te
         block_table=block_table,
         max_qo_len=max(sizes),
         max_seq_len=max(starts),
+        max_depth=0,
+        num_trees=0,
+        num_tree_nodes=0,
+    )
+
+
+def continued_batch(
+    tokens: Tensor, seq_lens: Tensor, block_table: Tensor, max_seq_len: int, positions: Tensor | None = None
+) -> TreeBatch:
+    """A causal chunk of equal size for each sequence: ``tokens`` ``[B, R]`` int64 behind its ``seq_lens`` tokens."""
+    sequences, size = tokens.shape
+    indptr = uniform_rows(sequences, size, tokens.device)[0]
+    if positions is None:
+        positions = seq_lens.long()[:, None] + torch.arange(size, device=tokens.device)
+    return TreeBatch(
+        tokens=tokens.flatten(),
+        positions=positions.flatten(),
+        parents=None,
+        tree_mask=None,
+        qo_indptr=indptr,
+        seq_lens=seq_lens,
+        block_table=block_table,
+        max_qo_len=size,
+        max_seq_len=max_seq_len,
         max_depth=0,
         num_trees=0,
         num_tree_nodes=0,

@@ -70,6 +70,8 @@ def commit_accepted(pool: PagedKVPool, trees: TreeBatch, index: Tensor, length: 
     """
     kernels = ops.kernels(backend, pool.device)
     for group in pool.groups if trees.num_scratch_nodes else ():
+        if not group.k_scratch.shape[1]:  # a drafter's layers
+            continue
         device = group.k_pages.device
         batch = trees.to(device)
         kernels.commit_paged_kv(

@@ -15,13 +15,18 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """The kept rows' lm_head inputs ``[K, hidden_size]``, and their logits ``[K, V]`` if the model computed them."""
+    """Results of a forward pass.
+
+    ``hidden``: ``[K, hidden_size]``, the kept rows' lm_head inputs. ``logits``: their logits ``[K, V]`` if the model
+    computed them. ``features``: ``[N, F]``, the hidden states of all rows that a drafter reads, if it does.
+    """
 
     hidden: Tensor
     logits: Tensor | None
+    features: Tensor | None = None
 
     def rows(self, count: int) -> TargetOutput:
-        """The first ``count`` rows."""
+        """``hidden`` and ``logits`` of the first ``count`` rows."""
         return TargetOutput(self.hidden[:count], None if self.logits is None else self.logits[:count])
 
 

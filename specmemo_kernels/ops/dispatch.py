@@ -61,6 +61,11 @@ def unsuited(name: str, device: torch.device, dtype: torch.dtype) -> str:
     return ""
 
 
+def _sizes(layer: LayerKV) -> dict[str, Any]:
+    """A layer's sizes as a backend's functions take them."""
+    return {name: value for name, value in vars(layer).items() if name != "of_drafter"}
+
+
 def split_workspace(
     name: str, layer: LayerKV, num_qo_heads: int, page_dtype: torch.dtype | None = None
 ) -> tuple[int, int]:
@@ -75,7 +80,7 @@ def split_workspace(
     hook = getattr(_load(name), "split_workspace", None)
     if hook is None:
         return 0, 0
-    split_size, row_bytes = hook(**vars(layer), num_qo_heads=num_qo_heads, page_dtype=page_dtype)
+    split_size, row_bytes = hook(**_sizes(layer), num_qo_heads=num_qo_heads, page_dtype=page_dtype)
     return int(split_size), int(row_bytes)
 
 
@@ -85,7 +90,7 @@ def fixed_workspace(name: str, layer: LayerKV, num_qo_heads: int, page_dtype: to
     Arguments as in :func:`split_workspace`.
     """
     hook = getattr(_load(name), "fixed_workspace", None)
-    return 0 if hook is None else int(hook(**vars(layer), num_qo_heads=num_qo_heads, page_dtype=page_dtype))
+    return 0 if hook is None else int(hook(**_sizes(layer), num_qo_heads=num_qo_heads, page_dtype=page_dtype))
 
 
 def few_rows(name: str, dtype: torch.dtype) -> int | None:
@@ -111,7 +116,7 @@ def kernel_configs(
         ValueError: an unsupported device, dtype or head size.
     """
     hook = getattr(_load(name), "kernel_configs", None)
-    return None if hook is None else tuple(hook(**vars(layer), num_qo_heads=num_qo_heads, page_dtype=page_dtype))
+    return None if hook is None else tuple(hook(**_sizes(layer), num_qo_heads=num_qo_heads, page_dtype=page_dtype))
 
 
 @functools.cache

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specmemo_kernels.planning.footprint import HeadsSpec, page_token_bytes, pass_row_bytes
+from specmemo_kernels.planning.drafter_spec import HeadsSpec
+from specmemo_kernels.planning.footprint import page_token_bytes, pass_row_bytes
 from specmemo_kernels.planning.model_spec import ModelSpec
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.device import DeviceProfile
-from specmemo_kernels.planning.footprint import HeadsSpec, page_token_bytes
+from specmemo_kernels.planning.drafter_spec import DrafterSpec, HeadsSpec
+from specmemo_kernels.planning.footprint import page_token_bytes
 from specmemo_kernels.planning.model_spec import ModelSpec
 
 #: Operators of a patched Llama of transformers 5, per layer and outside of layers, views included; counted by a
@@ -30,7 +31,7 @@ class Pass:
         sequences: number of sequences.
         slots: committed tokens per sequence that the rows attend to.
         lm_rows: rows of the lm_head.
-        heads, head_rows: Medusa heads, and their rows. width: candidates per head.
+        heads: depth of the drafts. head_rows: sequences that they are for. width: candidates per depth.
     """
 
     rows: int
@@ -59,7 +60,7 @@ class Message:
         return self.count * device.collective_seconds(steps, steps * part)
 
 
-def step_messages(spec: ModelSpec, run: Pass, heads: HeadsSpec) -> tuple[Message, ...]:
+def step_messages(spec: ModelSpec, run: Pass, heads: DrafterSpec) -> tuple[Message, ...]:
     """Collectives of a tensor parallel pass; none grows with the vocabulary.
 
     - all-reduce of the residual stream: after the embedding and twice per layer (transformers' plan);
@@ -78,7 +79,7 @@ def step_messages(spec: ModelSpec, run: Pass, heads: HeadsSpec) -> tuple[Message
 
 
 def pass_seconds(
-    spec: ModelSpec, device: DeviceProfile, run: Pass, heads: HeadsSpec, tp: int = 1, kv_dtype: str | None = None
+    spec: ModelSpec, device: DeviceProfile, run: Pass, heads: DrafterSpec, tp: int = 1, kv_dtype: str | None = None
 ) -> float:
     """Predicted seconds of a forward pass with its heads, on each of ``tp`` devices.
 
@@ -86,8 +87,8 @@ def pass_seconds(
     - attention: keys and values of all slots read once (codes and scales with ``kv_dtype``; dequantisation isn't
       counted), ``4 * heads * dim`` operations per row and slot;
     - the lm_head on ``lm_rows``;
-    - each head's blocks and vocabulary matrix on ``head_rows``: its own matrix (fewer bytes in 4 bits), or one product
-      with the model's lm_head for all heads. A measured curve has no rate for codes: they count as the model's dtype;
+    - the drafter's products for ``head_rows`` sequences (:meth:`DrafterSpec.products`). A measured curve has no rate
+      for 4-bit codes: they count as the model's dtype;
     - for ``tp > 1`` the collectives (:func:`step_messages`);
     - operator launches on the host.
     """
@@ -105,11 +106,8 @@ def pass_seconds(
     paged, new = page_token_bytes(spec, kv_dtype, tp), page_token_bytes(spec, None, tp)
     seconds += device.kernel_seconds(paged * run.sequences * run.slots + 2 * new * run.rows, flops, dtype)
     if run.heads:
-        blocks = run.heads * heads.num_layers * spec.hidden_size**2
-        seconds += device.linear_seconds(blocks, blocks * size, run.head_rows, dtype, run.heads * heads.num_layers)
-        matrices, rows = (run.heads, run.head_rows) if heads.own_lm_head else (1, run.heads * run.head_rows)
-        head_bytes = matrices * heads.vocab_bytes(spec, tp)
-        seconds += device.linear_seconds(matrices * vocabulary, head_bytes, rows, dtype, matrices)
+        for product in heads.products(spec, run.head_rows, run.heads, tp):
+            seconds += device.linear_seconds(product.weights, product.nbytes, product.rows, dtype, product.matrices)
     if tp > 1:
         seconds += sum(message.seconds(device, tp) for message in step_messages(spec, run, heads))
     launches = spec.num_layers * (OPERATORS_PER_LAYER + (2 if tp > 1 else 0)) + OPERATORS_BESIDE + OPERATORS_AROUND

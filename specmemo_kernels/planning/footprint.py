@@ -15,7 +15,7 @@ import torch
 
 from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.forward.batch import CACHED_LAYOUTS
-from specmemo_kernels.ops.weight_codes import check_bits, packed_bytes
+from specmemo_kernels.planning.drafter_spec import DrafterSpec
 from specmemo_kernels.planning.model_spec import ModelSpec, ranks_share
 
 #: Metadata of a row (prefill token or tree node): int64 tokens (drafted, packed, clamped), positions, and a spare.
@@ -97,6 +97,7 @@ class GenerationShape:
         head_bytes: the drafter's weights. coded_head_bytes: the same with ``head_bits=4``; ``None``: no difference.
         forward: a forward pass up to its lm_head, by its rows.
         logits: logits by their rows, where steps need them.
+        draft: drafting by the number of sequences, for drafters with passes of their own.
         state_bytes: state of a sequence between passes (its last hidden state).
         split_size, split_row_bytes: tokens per attention split, and workspace bytes per row and split; 0 for a backend
             without this workspace.
@@ -111,6 +112,7 @@ class GenerationShape:
     head_bytes: int
     forward: PassBytes
     logits: PassBytes = PassBytes()
+    draft: PassBytes = PassBytes()
     state_bytes: int = 0
     split_size: int = 0
     split_row_bytes: int = 0
@@ -150,7 +152,7 @@ class StepSize:
 def fixed_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
     """Bytes by part, without the shares that grow with the number of pages."""
     # Rows are tree nodes and prompt tokens. Logits: all nodes, and the last token of a prompt.
-    step = shape.forward.at(size.rows) + shape.logits.at(size.nodes)
+    step = max(shape.forward.at(size.rows) + shape.logits.at(size.nodes), shape.draft.at(size.sequences))
     splits = -(-size.rows // shape.split_size) + 1 if shape.split_size else 0
     words = -(-size.tree_size // 64)
     layout = 8 * words + 4 + 8 + 8 + 8  # mask, parent, depth, row, column of the candidate
@@ -169,7 +171,7 @@ def fixed_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
         parts["graphs"] += size.sequences * (shape.state_bytes + _SEQUENCE_BYTES)
     if shape.graphs:
         splits = -(-size.nodes // shape.split_size) + 1 if shape.split_size else 0
-        step = shape.forward.at(size.nodes) + shape.logits.at(size.nodes)
+        step = max(shape.forward.at(size.nodes) + shape.logits.at(size.nodes), shape.draft.at(size.sequences))
         parts["graphs"] += step + size.nodes * (splits * shape.split_row_bytes + _ROW_BYTES) + _GRAPH_BYTES
     return parts
 
@@ -195,40 +197,6 @@ def page_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
 def equal_length_metadata(size: StepSize, pages: int) -> int:
     """Bytes of ids and block tables for ``pages`` pages of sequences of equal length, without padding."""
     return pages * (size.page_size * _TOKEN_BYTES + size.sequences * _TABLE_BYTES)
-
-
-@dataclass(frozen=True)
-class HeadsSpec:
-    """Sizes of Medusa heads: ``num_layers`` residual blocks each, and a vocabulary matrix if ``own_lm_head``.
-
-    ``head_bits``: 4 for vocabulary matrices in 4-bit codes, ``None`` for the model's dtype.
-
-    Raises:
-        ValueError: other ``head_bits``, or ``head_bits`` without ``own_lm_head``.
-    """
-
-    num_heads: int = 5
-    num_layers: int = 1
-    own_lm_head: bool = True
-    head_bits: int | None = None
-
-    def __post_init__(self) -> None:
-        check_bits(self.head_bits)
-        if self.head_bits is not None and not self.own_lm_head:
-            raise ValueError(
-                f"head_bits is {self.head_bits}, but heads that share the model's lm_head have no matrix of their own"
-            )
-
-    def vocab_bytes(self, spec: ModelSpec, tp: int = 1) -> int:
-        """One vocabulary matrix's share on one rank. Codes take 34 bytes per 64 elements of a row."""
-        if self.head_bits is not None:
-            return packed_bytes(-(-spec.vocab_size // tp), spec.hidden_size)
-        return -(-spec.vocab_weights // tp) * spec.dtype_bytes
-
-    def nbytes(self, spec: ModelSpec, heads: int, tp: int = 1) -> int:
-        """Bytes of the first ``heads`` heads on one rank; the vocabulary is sharded, blocks are not."""
-        block = spec.hidden_size * (spec.hidden_size + 1) * spec.dtype_bytes
-        return heads * (self.num_layers * block + (self.vocab_bytes(spec, tp) if self.own_lm_head else 0))
 
 
 def weight_bytes(spec: ModelSpec, tp: int = 1) -> int:
@@ -294,14 +262,14 @@ def check_ranks(spec: ModelSpec, tp: int) -> None:
 
 def predicted_shape(
     spec: ModelSpec,
-    heads: HeadsSpec,
-    num_heads: int,
+    heads: DrafterSpec,
+    depth: int,
     *,
     tp: int = 1,
     workspace_bytes: int = 0,
     kv_dtype: str | None = None,
 ) -> GenerationShape:
-    """The shape from a configuration, instead of measurements: one rank of ``tp``, with ``num_heads`` heads.
+    """The shape from a configuration, instead of measurements: one rank of ``tp``, drafting ``depth`` tokens ahead.
 
     Args:
         workspace_bytes: constant memory of the backend.
@@ -312,10 +280,12 @@ def predicted_shape(
     """
     check_ranks(spec, tp)
     return GenerationShape(
-        kv_bytes_per_token=page_token_bytes(spec, kv_dtype, tp),
+        kv_bytes_per_token=page_token_bytes(spec, kv_dtype, tp)
+        + (heads.page_token_bytes(spec, kv_dtype) if depth else 0),
         scratch_bytes_per_node=page_token_bytes(spec, None, tp),
-        head_bytes=heads.nbytes(spec, num_heads, tp),
-        forward=PassBytes(0, pass_row_bytes(spec, tp)),
+        head_bytes=heads.nbytes(spec, depth, tp),
+        forward=PassBytes(0, max(pass_row_bytes(spec, tp), heads.row_bytes(spec) if depth else 0)),
+        draft=PassBytes(0, heads.draft_bytes(spec) if depth else 0),
         state_bytes=3 * spec.hidden_size * spec.dtype_bytes,
         workspace_bytes=workspace_bytes,
     )

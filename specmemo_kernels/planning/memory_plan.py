@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 
 from specmemo_kernels.backends.kernel_config import KernelConfig
 from specmemo_kernels.planning.footprint import GenerationShape, StepSize, fixed_parts, page_parts
-from specmemo_kernels.tree.draft_tree import DraftTree
+from specmemo_kernels.tree.tree_budget import TreeBudget, Trees
 
 _UNITS = {"": 1, "B": 1} | {
     prefix + suffix: base**power
@@ -78,7 +78,7 @@ class MemoryPlan:
             ``None`` for other backends.
     """
 
-    tree: DraftTree
+    tree: Trees
     max_sequences: int
     page_size: int
     max_pages: int | None
@@ -115,8 +115,9 @@ class MemoryPlan:
         return None if self.max_pages is None else self.max_pages * self.page_size
 
     def to_json(self) -> dict[str, object]:
-        """A dict for ``json.dump``; the tree as rank paths."""
-        return asdict(self) | {"tree": [list(path) for path in self.tree.paths]}
+        """A dict for ``json.dump``; a static tree as rank paths."""
+        tree = asdict(self.tree) if isinstance(self.tree, TreeBudget) else [list(path) for path in self.tree.paths]
+        return asdict(self) | {"tree": tree}
 
     def __str__(self) -> str:
         pages = "as needed"
@@ -145,7 +146,7 @@ def counted(number: int, noun: str) -> str:
 
 def divide_budget(
     shape: GenerationShape,
-    tree: DraftTree,
+    tree: Trees,
     *,
     budget: int | None,
     page_size: int,

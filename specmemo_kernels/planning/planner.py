@@ -13,7 +13,8 @@ from specmemo_kernels.backends.kernel_config import KernelConfig, attention_conf
 from specmemo_kernels.backends.kernel_target import TARGETS
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.device import DeviceProfile, known_device
-from specmemo_kernels.planning.footprint import HeadsSpec, check_ranks, page_token_bytes, weight_bytes
+from specmemo_kernels.planning.drafter_spec import DrafterSpec, HeadsSpec
+from specmemo_kernels.planning.footprint import check_ranks, page_token_bytes, weight_bytes
 from specmemo_kernels.planning.memory_plan import (
     BudgetError,
     MemoryPlan,
@@ -45,7 +46,7 @@ def plan_request(
     device: Device,
     workload: Workload,
     *,
-    heads: HeadsSpec | None = None,
+    heads: DrafterSpec | None = None,
     accuracy: Accuracy = DEFAULT_ACCURACY,
     tp: int = 1,
     max_nodes: int = 64,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.cost import Speed, decode_pass, generation_speed, pass_seconds, prefill_seconds
 from specmemo_kernels.planning.device import DeviceProfile
+from specmemo_kernels.planning.drafter_spec import DrafterSpec, HeadsSpec
 from specmemo_kernels.planning.footprint import (
-    HeadsSpec,
     StepSize,
     equal_length_metadata,
     fixed_parts,
@@ -54,7 +54,7 @@ class PlanRequest:
     spec: ModelSpec
     device: DeviceProfile
     workload: Workload
-    heads: HeadsSpec = field(default_factory=HeadsSpec)
+    heads: DrafterSpec = field(default_factory=HeadsSpec)
     accuracy: Accuracy = DEFAULT_ACCURACY
     tp: int = 1
     max_nodes: int = MAX_NODES
@@ -62,9 +62,10 @@ class PlanRequest:
     kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        if self.max_nodes < 1 or self.heads.num_heads < 0:
+        if self.max_nodes < 1 or self.heads.max_depth < 0:
             raise ValueError(
-                f"max_nodes is {self.max_nodes} and num_heads {self.heads.num_heads}, they must be at least 1 and 0"
+                f"max_nodes is {self.max_nodes}, it must be at least 1; the drafter's depth is {self.heads.max_depth}, "
+                "it must be at least 0"
             )
 
 
@@ -147,7 +148,7 @@ def batch_limits(batch: int) -> list[int]:
 def shapes_of_trees(request: PlanRequest) -> Iterator[tuple[int, int, float]]:
     """``(heads, tree_size, tokens per step)`` of all trees that use their last head; plain decoding first."""
     yield 0, 1, 1.0
-    for heads in range(1, min(request.heads.num_heads, len(request.accuracy)) + 1):
+    for heads in range(1, min(request.heads.max_depth, len(request.accuracy)) + 1):
         paths = tree_paths(request, heads, request.max_nodes)
         for count in range(1, len(paths) + 1):
             if any(len(path) == heads for path in paths[:count]):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Protocol
 
 from specmemo_kernels.tree.draft_tree import DraftTree
+from specmemo_kernels.tree.tree_budget import TreeBudget, Trees
 
 Accuracy = Sequence[Sequence[float]]
 
@@ -115,6 +118,26 @@ PRIOR_OFFERS = 8
 MEMORY = 128
 
 
+@dataclass(frozen=True)
+class TreePart:
+    """A part of the planned tree: its size and depth, its expected tokens per step, and a function that makes it."""
+
+    size: int
+    depth: int
+    tokens: float
+    make: Callable[[], Trees]
+
+
+class Acceptance(Protocol):
+    """A running estimate of the tokens per step of the planned tree and of its parts."""
+
+    def record(self, tree: Trees, paths: Sequence[Sequence[int]]) -> None:
+        """Count a step over ``tree``, a part of the planned one; ``paths[b]``: accepted nodes, root first."""
+
+    def parts(self, sizes: Container[int]) -> Iterator[TreePart]:
+        """The likeliest part of each of ``sizes``, and the whole tree as the last."""
+
+
 class RunningAcceptance:
     """Running estimate of each node's acceptance probability, from head accuracies (the prior) and accepted paths.
 
@@ -129,17 +152,15 @@ class RunningAcceptance:
     def __init__(self, tree: DraftTree, cumulative: Accuracy) -> None:
         max_rank = max((rank for path in tree.paths for rank in path), default=0)
         prior = rank_probabilities(extrapolated(cumulative, max_rank + 1))
-        self._paths = tree.paths
+        self._tree, self._paths = tree, tree.paths
         self._offered = {path: float(PRIOR_OFFERS) for path in self._paths}
         self._accepted = {path: PRIOR_OFFERS * prior[len(path) - 1][path[-1]] for path in self._paths}
 
-    def record(self, tree: DraftTree, last: Sequence[int]) -> None:
-        """Count a step over ``tree``, a part of the planned one; node ``last[b]`` ends the accepted path of sequence b.
-
-        Node 0 is the root, node i has the path ``tree.paths[i - 1]``.
-        """
+    def record(self, tree: Trees, paths: Sequence[Sequence[int]]) -> None:
+        """See :class:`Acceptance`. Node 0 is the root, node i has the path ``tree.paths[i - 1]``."""
+        assert isinstance(tree, DraftTree), "the planned tree is static"
         children = _children(tree)
-        for node in last:
+        for *_, node in paths:
             accepted = tree.paths[node - 1] if node else ()
             for depth in range(len(accepted) + 1):
                 for path in children.get(accepted[:depth], ()):
@@ -153,6 +174,71 @@ class RunningAcceptance:
         for path in self._paths:
             gains[path] = gains[path[:-1]] * min(1.0, self._accepted[path] / self._offered[path])
         return list(gains.values())
+
+    def parts(self, sizes: Container[int]) -> Iterator[TreePart]:
+        """See :class:`Acceptance`."""
+        tree, gains, tokens, depth = self._tree, self.gains(), 0.0, 0
+        order = sorted(range(tree.size), key=lambda node: (-gains[node], node))  # parents before children
+        for size, node in enumerate(order, start=1):
+            tokens += gains[node]
+            depth = max(depth, tree.depths[node])
+            if size in sizes or size == tree.size:
+                yield TreePart(size, depth, tokens, partial(tree.part, order[:size]))
+
+
+class RankAcceptance:
+    """Running estimate for dynamic trees, whose nodes are sorted by the drafter's score.
+
+    It estimates the acceptance of the i-th best node, and the share of steps that accept at least d drafts. A tree of
+    fewer nodes has the same best nodes. The tokens of a tree of less depth are a lower bound: what deeper nodes
+    contributed is subtracted, though other nodes take their places.
+
+    Args:
+        budget: the planned size.
+        cumulative: the prior, as for :func:`expected_tokens_per_step`, of the best static tree of that size. The last
+            row stands for all deeper ones.
+    """
+
+    def __init__(self, budget: TreeBudget, cumulative: Accuracy) -> None:
+        self._budget = budget
+        rows = [*cumulative, *[cumulative[-1]] * (budget.max_depth - len(cumulative))][: budget.max_depth]
+        table = extrapolated(rows, budget.width) if rows else []
+        prior, paths = rank_probabilities(table), best_first_paths(table, budget.size - 1)
+        gains = [math.prod(prior[depth][rank] for depth, rank in enumerate(path)) for path in paths]
+        self._nodes = [1.0, *gains, *[0.0] * (budget.size - 1 - len(gains))]
+        self._depths = [1.0] + [0.0] * budget.max_depth
+        for path, gain in zip(paths, gains, strict=True):
+            self._depths[len(path)] += gain
+        self._offers = [PRIOR_OFFERS] * budget.size, [PRIOR_OFFERS] * (budget.max_depth + 1)
+
+    def record(self, tree: Trees, paths: Sequence[Sequence[int]]) -> None:
+        """See :class:`Acceptance`."""
+        for path in paths:
+            accepted = set(path)
+            for node in range(1, tree.size):
+                _average(self._nodes, self._offers[0], node, node in accepted)
+            for depth in range(1, tree.max_depth + 1):
+                _average(self._depths, self._offers[1], depth, depth < len(path))
+
+    def parts(self, sizes: Container[int]) -> Iterator[TreePart]:
+        """See :class:`Acceptance`."""
+        budget, drafts, total = self._budget, 0.0, sum(self._nodes[1:])
+        for size in range(1, budget.size + 1):
+            drafts += self._nodes[size - 1] if size > 1 else 0.0
+            if size not in sizes and size != budget.size:
+                continue
+            deepest = min(budget.max_depth, size - 1)
+            for depth in range(deepest + 1):
+                if depth in sizes or depth == deepest:
+                    lost = sum(self._depths[depth + 1 : deepest + 1]) * (drafts / total if total else 0.0)
+                    part = partial(budget.limited, size, depth)
+                    yield TreePart(size, depth, 1.0 + max(0.0, drafts - lost), part)
+
+
+def _average(means: list[float], offers: list[int], index: int, hit: bool) -> None:
+    """Add a sample to a running mean, whose oldest samples fade as in :class:`RunningAcceptance`."""
+    offers[index] = min(offers[index] + 1, MEMORY)
+    means[index] += (hit - means[index]) / offers[index]
 
 
 @lru_cache(maxsize=64)

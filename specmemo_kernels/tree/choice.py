@@ -7,8 +7,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from specmemo_kernels.tree.acceptance import RunningAcceptance
-from specmemo_kernels.tree.draft_tree import DraftTree
+from specmemo_kernels.tree.acceptance import Acceptance
+from specmemo_kernels.tree.tree_budget import Trees
 
 #: Steps between two choices.
 _REVIEW = 16
@@ -69,7 +69,7 @@ class _Choice:
     without drafts.
     """
 
-    part: DraftTree
+    part: Trees
     explore: float
     gain: float
 
@@ -98,8 +98,8 @@ class TreeChooser:
 
     def __init__(
         self,
-        tree: DraftTree,
-        acceptance: RunningAcceptance,
+        tree: Trees,
+        acceptance: Acceptance,
         seconds: PassSeconds,
         draft_seconds: PassSeconds | None = None,
         sizes: Collection[int] | None = None,
@@ -113,11 +113,11 @@ class TreeChooser:
         self._step_overhead: dict[int, _Overhead] = {}
         self._draft_overhead = _Overhead()  # of one pass
         self._choices: dict[int, _Choice] = {}
-        self._next: dict[int, DraftTree] = {}
+        self._next: dict[int, Trees] = {}
         self._steps = self._explored = 0
         self._since = 0.0  # seconds since the last exploration
 
-    def tree_for(self, sequences: int, backlog: Callable[[], DraftBacklog] = DraftBacklog) -> DraftTree:
+    def tree_for(self, sequences: int, backlog: Callable[[], DraftBacklog] = DraftBacklog) -> Trees:
         """The tree of the next step of this many sequences; the same until :meth:`stepped`.
 
         ``backlog`` is called at most once, and only if the result depends on it.
@@ -128,9 +128,9 @@ class TreeChooser:
             self._next[sequences] = self._explore_or_use(self._choices[sequences], sequences, backlog)
         return self._next[sequences]
 
-    def _explore_or_use(self, choice: _Choice, sequences: int, backlog: Callable[[], DraftBacklog]) -> DraftTree:
+    def _explore_or_use(self, choice: _Choice, sequences: int, backlog: Callable[[], DraftBacklog]) -> Trees:
         spare = _EXPLORATION * self._since
-        due = self._steps - self._explored >= _REVIEW and choice.explore <= spare and choice.part.size < self.tree.size
+        due = self._steps - self._explored >= _REVIEW and choice.explore <= spare and choice.part != self.tree
         if not due and choice.part.size == 1:
             return choice.part
         pending = backlog()
@@ -141,29 +141,30 @@ class TreeChooser:
 
     def stepped(
         self,
-        tree: DraftTree,
-        last: Sequence[int],
+        tree: Trees,
+        paths: Sequence[Sequence[int]],
         seconds: float | None = None,
         drafting: float | None = None,
         behind: int = 0,
     ) -> None:
-        """Record a step over ``tree``; node ``last[b]`` ends the accepted path of sequence b.
+        """Record a step over ``tree``; ``paths[b]``: the accepted nodes of sequence b, root first.
 
         Args:
             seconds: of the step without drafting; ``None`` if the step also did other work.
-            drafting: seconds of the drafter.
+            drafting: seconds of the drafter; ``None``: they are part of ``seconds``.
             behind: :attr:`DraftBacklog.behind` before the step.
         """
         seconds, drafting = (None if t is None else self._agreed(t) for t in (seconds, drafting))
-        sequences = len(last)
+        sequences = len(paths)
         explored = self.tree_for(sequences) is self.tree
-        self.acceptance.record(tree, last)
+        self.acceptance.record(tree, paths)
         self._steps += 1
         rows = sequences * tree.size
         target = self.seconds.at(rows)
-        if seconds is not None:
-            self._step_overhead.setdefault(rows, _Overhead()).add(seconds - target, target)
         passes, expected = self._drafting(sequences, tree.max_depth)
+        if seconds is not None:
+            beyond = seconds - target - (expected if drafting is None else 0.0)
+            self._step_overhead.setdefault(rows, _Overhead()).add(beyond, target)
         if drafting is not None and passes:
             beyond = drafting - expected - self._catch_up(sequences, behind)
             self._draft_overhead.add(beyond / passes, (expected or target) / passes)
@@ -194,16 +195,13 @@ class TreeChooser:
         return self.draft_seconds.at(sequences + behind) - self.draft_seconds.at(sequences)
 
     def _choose(self, sequences: int) -> _Choice:
-        gains = self.acceptance.gains()
-        order = sorted(range(self.tree.size), key=lambda node: (-gains[node], node))  # parents before children
-        best, speed, tokens, depth = 1, 0.0, 0.0, 0
-        for size, node in enumerate(order, start=1):
-            tokens += gains[node]
-            depth = max(depth, self.tree.depths[node])
-            if size in self.sizes or size == self.tree.size:
-                candidate = tokens / self._step_seconds(sequences, size, depth)
-                if candidate > speed * (1 + 1e-9):
-                    best, speed = size, candidate
+        best, speed, tokens = None, 0.0, 0.0
+        for part in self.acceptance.parts(self.sizes):
+            candidate = part.tokens / self._step_seconds(sequences, part.size, part.depth)
+            if candidate > speed * (1 + 1e-9):
+                best, speed = part, candidate
+            tokens = part.tokens  # the last part is the whole tree
+        assert best is not None, "a tree has a root"
         # Extra seconds over the time in which the part writes as many tokens.
         explore = self._step_seconds(sequences, self.tree.size, self.tree.max_depth) - tokens / speed
-        return _Choice(self.tree.part(order[:best]), explore, self._step_seconds(sequences, 1, 0) - 1 / speed)
+        return _Choice(best.make(), explore, self._step_seconds(sequences, 1, 0) - 1 / speed)

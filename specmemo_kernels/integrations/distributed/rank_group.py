@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from specmemo_kernels.cache.paged_kv import PagedKVPool
-from specmemo_kernels.drafting.base import Drafter
+from specmemo_kernels.drafting.base import AnyDrafter
 from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
 from specmemo_kernels.engine.pressure import is_out_of_memory
@@ -182,7 +182,7 @@ class RankGroup(SingleRank):
         aborted = indices.tolist()
         return aborted
 
-    def agree_on_guesses(self, drafter: Drafter) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    def agree_on_guesses(self, drafter: AnyDrafter) -> Callable[[torch.Tensor], torch.Tensor] | None:
         # Heads select from gathered candidates, prompt lookup from the text; other drafters' guesses may differ.
         return None if isinstance(drafter, MedusaDrafter | PromptLookupDrafter) else self._first_guesses
 

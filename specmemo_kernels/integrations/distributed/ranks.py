@@ -12,8 +12,9 @@ from torch import nn
 
 from specmemo_kernels import __version__, ops
 from specmemo_kernels.cache.paged_kv import PagedKVPool
-from specmemo_kernels.drafting.base import Drafter
+from specmemo_kernels.drafting.base import AnyDrafter
 from specmemo_kernels.drafting.medusa_heads import MedusaHeads
+from specmemo_kernels.drafting.vocabulary import top_log_probs
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.integrations.distributed.checkpoint_digest import checkpoint_digest
 from specmemo_kernels.integrations.hf.target import HFTarget, ModelFacts, lm_head
@@ -66,6 +67,12 @@ class SingleRank:
         """:func:`ops.lm_head_topk` over the whole vocabulary, ``weight`` and ``bias`` being this rank's rows of it."""
         return ops.kernels(backend, hidden.device).lm_head_topk(hidden, weight, bias, k, scales)
 
+    def top_log_probs(
+        self, hidden: Tensor, k: int, weight: Tensor, bias: Tensor | None, backend: str | None, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """:func:`top_log_probs` over the whole vocabulary, as :meth:`topk`."""
+        return top_log_probs(hidden, k, weight, bias, backend, scale)
+
     def replicate_kv_heads(self, model: Any) -> Callable[[], None]:
         """Give this rank all rows of key/value heads that are split between ranks; returns the undo function."""
         return lambda: None
@@ -102,7 +109,7 @@ class SingleRank:
         """A stop function with rank 0's result; ``stop`` runs on all ranks."""
         return stop
 
-    def agree_on_guesses(self, drafter: Drafter) -> Callable[[Tensor], Tensor] | None:
+    def agree_on_guesses(self, drafter: AnyDrafter) -> Callable[[Tensor], Tensor] | None:
         """A function that broadcasts rank 0's guesses ``[B, T]``; ``None`` if they are the same by construction."""
         return None
 
@@ -135,8 +142,12 @@ def digest(model: Any) -> dict[str, object]:
 
 def heads_digest(heads: nn.Module) -> dict[str, object]:
     """:func:`digest` of heads, before they are sharded."""
-    tensors = [*heads.named_parameters(), *heads.named_buffers()]
-    return {f"heads' {name}": (tuple(t.shape), _magnitude(t)) for name, t in tensors}
+    return tensors_digest(dict([*heads.named_parameters(), *heads.named_buffers()]))
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> dict[str, object]:
+    """:func:`digest` of a drafter's weights."""
+    return {f"heads' {name}": (tuple(t.shape), _magnitude(t)) for name, t in tensors.items()}
 
 
 def _magnitude(tensor: Tensor) -> str:

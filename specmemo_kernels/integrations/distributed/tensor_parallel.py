@@ -99,6 +99,16 @@ class TensorParallel(RankGroup):
         values, tokens = best_of_ranks(self._gather(local), self._counts, k)
         return values.to(hidden.dtype), tokens
 
+    def top_log_probs(
+        self, hidden: Tensor, k: int, weight: Tensor, bias: Tensor | None, backend: str | None, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        values, tokens = self.topk(hidden, weight, bias, k=k, backend=backend)
+        total = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)  # of a rank without rows
+        if len(weight):
+            logits = ops.kernels(backend, hidden.device).linear(hidden, weight, bias, None, False)
+            total = (logits.float() * scale).logsumexp(dim=1)
+        return values.float() * scale - self._gather(total).logsumexp(dim=0)[:, None], tokens
+
     def gather_row(self, part: Tensor) -> Tensor:
         """A row ``[V]`` from all ranks' parts."""
         padded = part.new_zeros(max(self._counts))

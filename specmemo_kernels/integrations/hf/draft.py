@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from specmemo_kernels.drafting.base import Drafter, OffloadingDrafter, StatefulDrafter
+from specmemo_kernels.drafting.base import AnyDrafter, Drafter, OffloadingDrafter, StatefulDrafter
 from specmemo_kernels.drafting.draft_model import DraftModelDrafter
 from specmemo_kernels.drafting.load_heads import load_heads
 from specmemo_kernels.drafting.medusa import MedusaDrafter
@@ -20,6 +20,7 @@ from specmemo_kernels.drafting.medusa_heads import MedusaHeads
 from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
 from specmemo_kernels.integrations.distributed.ranks import SingleRank, heads_digest
 from specmemo_kernels.integrations.hf.checks import check_config, check_numbers
+from specmemo_kernels.integrations.hf.feature_drafter import load_feature_drafter
 from specmemo_kernels.integrations.hf.fuse import FUSED_BACKENDS, find_leaves
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
 from specmemo_kernels.integrations.hf.probe import probe
@@ -57,7 +58,7 @@ class Setup:
 
     model: Any
     facts: ModelFacts
-    drafter: Drafter
+    drafter: AnyDrafter
     accuracy: Accuracy
     backend: str
     ranks: SingleRank
@@ -83,7 +84,7 @@ class HFDraftModel(DraftModelDrafter):
 
 def make_drafter(
     heads: Any, model: Any, facts: ModelFacts, backend: str, head_bits: int | None, ranks: SingleRank, fuse: bool = True
-) -> tuple[Drafter, Accuracy]:
+) -> tuple[AnyDrafter, Accuracy]:
     """The drafter for ``patch``'s ``heads``, and its accuracies, from which a tree is built.
 
     Raises:
@@ -102,6 +103,12 @@ def make_drafter(
         return _load_draft_model(heads, model, facts, backend, fuse), DEFAULT_ACCURACY
     if custom:
         return heads, DEFAULT_ACCURACY
+    if isinstance(heads, str | Path):
+        drafter = load_feature_drafter(heads, model, facts, backend, ranks)
+        if drafter is not None and head_bits is None:
+            return drafter
+        if drafter is not None:
+            raise ValueError(f"head_bits is {head_bits}, which is for Medusa heads; {heads} has another drafter")
     # With several ranks, heads load into host memory, so that no device holds all rows of sharded heads.
     device = facts.device if ranks.size == 1 else torch.device("cpu")
     sizes = facts.hidden_size, facts.vocab_size

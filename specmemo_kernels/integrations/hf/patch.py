@@ -16,7 +16,7 @@ from torch import nn
 from specmemo_kernels import ops
 from specmemo_kernels.arguments import flag, integer, wrong_type
 from specmemo_kernels.cache.kv_storage import page_dtype
-from specmemo_kernels.drafting.base import Drafter, OffloadingDrafter
+from specmemo_kernels.drafting.base import Drafter, FeatureDrafter, OffloadingDrafter
 from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.integrations.distributed.ranks import digest
 from specmemo_kernels.integrations.distributed.tensor_parallel import ranks_of
@@ -29,6 +29,7 @@ from specmemo_kernels.integrations.hf.draft import (
     register,
     without_others,
 )
+from specmemo_kernels.integrations.hf.features import find_taps
 from specmemo_kernels.integrations.hf.fuse import FUSED_BACKENDS, find_leaves
 from specmemo_kernels.integrations.hf.handle import SpecMemo, Unpatched
 from specmemo_kernels.integrations.hf.invariance import check_invariance, check_invariant_arguments
@@ -196,6 +197,9 @@ def patch(
             if budget is not None and facts.device.type == "cpu":
                 return_large_blocks()
             drafter, accuracy = make_drafter(without_others(heads), model, facts, name, head_bits, ranks, fuse)
+            if isinstance(drafter, FeatureDrafter):
+                facts = replace(facts, taps=find_taps(model, drafter.feature_ids))
+                undo.append(facts.taps.attach())
             for field in ("max_depth", "nbytes"):
                 integer(f"{type(drafter).__name__}.{field}", getattr(drafter, field), 0)
             if isinstance(drafter, HFDraftModel):

@@ -9,23 +9,26 @@ from typing import Any
 from specmemo_kernels import ops
 from specmemo_kernels.backends.kernel_config import KernelConfig
 from specmemo_kernels.cache.kv_storage import LayerKV, page_dtype
-from specmemo_kernels.drafting.base import Drafter, PagedDrafter
+from specmemo_kernels.drafting.base import AnyDrafter, FeatureDrafter, PagedDrafter
 from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.engine.step_graph import MAX_STEPS
 from specmemo_kernels.integrations.hf.draft import HFDraftModel, Setup
+from specmemo_kernels.integrations.hf.feature_drafter import measure_advance, measure_draft, time_draft
 from specmemo_kernels.integrations.hf.pool import GraphUse
 from specmemo_kernels.integrations.hf.probe import measure_libraries, measure_passes, time_passes
 from specmemo_kernels.integrations.hf.target import ModelFacts
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.device_probe import profile_of
-from specmemo_kernels.planning.footprint import GenerationShape, HeadsSpec
+from specmemo_kernels.planning.drafter_spec import DrafterSpec, HeadsSpec
+from specmemo_kernels.planning.footprint import GenerationShape
 from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan, divide_budget, format_bytes
 from specmemo_kernels.planning.model_config import DTYPE_BYTES
 from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.planning.search import PlanRequest, best_tree, tree_paths
-from specmemo_kernels.tree.acceptance import Accuracy, RunningAcceptance, best_first_paths
+from specmemo_kernels.tree.acceptance import Acceptance, Accuracy, RankAcceptance, RunningAcceptance, best_first_paths
 from specmemo_kernels.tree.choice import TreeChooser
 from specmemo_kernels.tree.draft_tree import DraftTree
+from specmemo_kernels.tree.tree_budget import TreeBudget, Trees, most_nodes
 
 #: Maximum share of the budget for graphs, unless graph=True.
 GRAPH_SHARE = 0.1
@@ -37,7 +40,7 @@ _CONTEXT = 1024
 _UNKNOWN_TREE = 12
 
 #: A tree to plan for, and the plan's fields that describe it (predicted speed, reasons).
-_Candidate = tuple[DraftTree, dict[str, Any]]
+_Candidate = tuple[Trees, dict[str, Any]]
 
 
 def make_plan(
@@ -76,8 +79,11 @@ def _first_that_fits(
             setup = dataclasses.replace(setup, drafter=_without_unused_heads(setup.drafter, candidate))
         if shape is None:
             shape = _generation_shape(setup, graphs, kv_dtype, limits["prefill_chunk"])
-        head_bytes, coded_bytes = setup.drafter.nbytes, _coded_bytes(setup.drafter)
-        shape = dataclasses.replace(shape, head_bytes=head_bytes, coded_head_bytes=coded_bytes)
+        shape = dataclasses.replace(
+            shape, head_bytes=setup.drafter.nbytes, coded_head_bytes=_coded_bytes(setup.drafter)
+        )
+        if isinstance(setup.drafter, FeatureDrafter):
+            shape = dataclasses.replace(shape, draft=measure_draft(setup.drafter, setup.facts, candidate))
         shape = setup.ranks.max_over_ranks(shape)
         try:
             return setup, dataclasses.replace(divide_budget(shape, candidate, **limits), **fields)
@@ -86,7 +92,7 @@ def _first_that_fits(
     raise failure
 
 
-def _without_unused_heads(drafter: Drafter, tree: DraftTree) -> Drafter:
+def _without_unused_heads(drafter: AnyDrafter, tree: Trees) -> AnyDrafter:
     """A drafter with at most as many heads as the tree is deep, at least one."""
     depth = max(1, tree.max_depth)
     if not isinstance(drafter, MedusaDrafter) or depth >= drafter.max_depth:
@@ -94,7 +100,7 @@ def _without_unused_heads(drafter: Drafter, tree: DraftTree) -> Drafter:
     return drafter.truncated(depth)
 
 
-def _coded_bytes(drafter: Drafter) -> int | None:
+def _coded_bytes(drafter: AnyDrafter) -> int | None:
     return drafter.coded_nbytes if isinstance(drafter, MedusaDrafter) else None
 
 
@@ -108,10 +114,17 @@ def make_chooser(setup: Setup, plan: MemoryPlan, graphs: GraphUse) -> TreeChoose
     draft_seconds = None
     if isinstance(drafter, HFDraftModel):
         draft_seconds = time_passes(drafter.hf_model, drafter.facts, rows, agreed)
+    if isinstance(drafter, FeatureDrafter):
+        draft_seconds = time_draft(drafter, setup.facts, plan.tree, plan.max_sequences, agreed)
     prior = [[0.5]] * plan.tree.max_depth if getattr(drafter, "prefers_chain", False) else setup.accuracy
     sizes = GRAPH_SIZES if graphs.wanted else None
     seconds = time_passes(setup.model, setup.facts, rows, agreed)
-    return TreeChooser(plan.tree, RunningAcceptance(plan.tree, prior), seconds, draft_seconds, sizes, agreed)
+    acceptance: Acceptance
+    if isinstance(plan.tree, TreeBudget):
+        acceptance = RankAcceptance(plan.tree, prior)
+    else:
+        acceptance = RunningAcceptance(plan.tree, prior)
+    return TreeChooser(plan.tree, acceptance, seconds, draft_seconds, sizes, agreed)
 
 
 def kernel_blocks(facts: ModelFacts, backend: str, kv_dtype: str | None) -> tuple[KernelConfig, ...] | None:
@@ -135,6 +148,11 @@ def _generation_shape(setup: Setup, graphs: GraphUse, kv_dtype: str | None, max_
         draft_forward, draft_logits = measure_passes(drafter.hf_model, drafter.facts)
         library_bytes = max(library_bytes, measure_libraries(drafter.hf_model, drafter.facts, max_rows))
         forward, logits = forward.elementwise_max(draft_forward), logits.elementwise_max(draft_logits)
+    layers, state_size = facts.layers, facts.hidden_size
+    if isinstance(drafter, FeatureDrafter):
+        layers, state_size = (*layers, *drafter.layers), drafter.state_size
+        shapes += [(layer, drafter.num_qo_heads) for layer in dict.fromkeys(drafter.layers)]
+        forward = forward.elementwise_max(measure_advance(drafter, facts))
     codes = page_dtype(kv_dtype)
     splits = [ops.split_workspace(backend, layer, heads, codes) for layer, heads in shapes]
     captured = graphs.wanted and facts.device.type == "cuda"
@@ -144,14 +162,14 @@ def _generation_shape(setup: Setup, graphs: GraphUse, kv_dtype: str | None, max_
     lm_head = ops.linear_workspace(backend, facts.dtype, facts.hidden_size)
     workspace += max(lm_head, *(each.workspace for each in leaves))
     return GenerationShape(
-        kv_bytes_per_token=sum(layer.page_bytes_per_token(kv_dtype) for layer in facts.layers),
-        scratch_bytes_per_node=sum(layer.bytes_per_token for layer in facts.layers),
+        kv_bytes_per_token=sum(layer.page_bytes_per_token(kv_dtype) for layer in layers),
+        scratch_bytes_per_node=sum(layer.scratch_bytes for layer in layers),
         head_bytes=drafter.nbytes,
         coded_head_bytes=_coded_bytes(drafter),
         forward=forward,
         logits=logits,
         # Hidden states: of the last steps, of the prompts in prefill, and of the previous chunk.
-        state_bytes=3 * facts.hidden_size * facts.dtype.itemsize,
+        state_bytes=3 * max(state_size, facts.hidden_size) * facts.dtype.itemsize,
         split_size=min(size for size, _ in splits),
         split_row_bytes=max(row for _, row in splits),
         drafter_kv_bytes_per_token=drafter.kv_bytes_per_token if isinstance(drafter, PagedDrafter) else 0,
@@ -179,9 +197,11 @@ def _tree_candidates(setup: Setup, tree: DraftTree | int | None, kv_dtype: str |
     return [(_given_tree(tree, setup), {})]
 
 
-def _given_tree(tree: DraftTree | int | None, setup: Setup) -> DraftTree:
+def _given_tree(tree: DraftTree | int | None, setup: Setup) -> Trees:
     """The given tree, the best tree of that many nodes, or (``None``) a chain of the drafter's depth."""
     drafter, vocab_size = setup.drafter, setup.facts.vocab_size
+    if isinstance(tree, int) and isinstance(drafter, FeatureDrafter):
+        return _budget(setup, tree, drafter.max_depth)
     if tree is None or (isinstance(tree, int) and getattr(drafter, "prefers_chain", False)):
         return DraftTree.chain(drafter.max_depth if tree is None else min(drafter.max_depth, tree - 1))
     if isinstance(tree, int):
@@ -199,6 +219,14 @@ def _given_tree(tree: DraftTree | int | None, setup: Setup) -> DraftTree:
     return tree
 
 
+def _budget(setup: Setup, size: int, depth: int) -> TreeBudget:
+    """Dynamic trees of at most ``size`` nodes and ``depth``."""
+    assert isinstance(setup.drafter, FeatureDrafter), "other drafters fill static trees"
+    width = max(1, min(setup.drafter.beam, size - 1))
+    depth = min(depth, size - 1)
+    return TreeBudget(min(size, most_nodes(depth, width)), depth, width)
+
+
 def _device_trees(setup: Setup, kv_dtype: str | None) -> list[_Candidate]:
     tree, fastest, fields = _largest_tree(setup, kv_dtype)
     candidates = [(tree, fields)]
@@ -211,20 +239,24 @@ def _device_trees(setup: Setup, kv_dtype: str | None) -> list[_Candidate]:
     return candidates
 
 
-def _largest_tree(setup: Setup, kv_dtype: str | None) -> tuple[DraftTree, int, dict[str, Any]]:
+def _largest_tree(setup: Setup, kv_dtype: str | None) -> tuple[Trees, int, dict[str, Any]]:
     """The largest tree, the predicted fastest size, and the plan's fields for that size."""
     facts, drafter = setup.facts, setup.drafter
     dtype = str(facts.dtype).removeprefix("torch.")
     accuracy = setup.accuracy[: drafter.max_depth]
-    heads, with_heads = HeadsSpec(len(accuracy)), isinstance(drafter, MedusaDrafter)
+    heads: DrafterSpec = HeadsSpec(len(accuracy))
+    with_heads = isinstance(drafter, MedusaDrafter | FeatureDrafter)
+    if isinstance(drafter, FeatureDrafter):
+        heads = drafter.spec
+        accuracy = [*accuracy, *[accuracy[-1]] * (drafter.max_depth - len(accuracy))]
     if isinstance(drafter, MedusaDrafter):
         heads = HeadsSpec(len(accuracy), drafter.heads.num_layers, drafter.heads.own_lm_head, drafter.heads.head_bits)
     try:
         spec = ModelSpec.from_config(setup.model.config)
     except ValueError as error:
-        return _small_tree(accuracy, str(error))
+        return _small_tree(setup, accuracy, str(error))
     if facts.device.type not in ("cpu", "cuda") or dtype not in DTYPE_BYTES:
-        return _small_tree(accuracy, f"there is no profile for {dtype} on {facts.device}")
+        return _small_tree(setup, accuracy, f"there is no profile for {dtype} on {facts.device}")
     spec = dataclasses.replace(spec, dtype=dtype)
     profile = profile_of(str(facts.device))
     if profile.compute_dtype(dtype) != dtype:
@@ -243,14 +275,18 @@ def _largest_tree(setup: Setup, kv_dtype: str | None) -> tuple[DraftTree, int, d
         reasons.append(
             f"steps may verify up to {largest.tree_size} nodes where the text is easier to guess or the device faster"
         )
-    return DraftTree.from_paths(tree_paths(request, largest.heads, largest.tree_size)), best.tree_size, {
+    tree: Trees = DraftTree.from_paths(tree_paths(request, largest.heads, largest.tree_size))
+    if isinstance(drafter, FeatureDrafter):
+        tree = _budget(setup, tree.size, tree.max_depth)
+    return tree, best.tree_size, {
         "tokens_per_step": best.tokens_per_step, "tokens_per_second": best.speed.tokens_per_second,
         "step_seconds": best.speed.step_seconds, "reasons": tuple(reasons),
     }  # fmt: skip
 
 
-def _small_tree(accuracy: Accuracy, why: str) -> tuple[DraftTree, int, dict[str, Any]]:
+def _small_tree(setup: Setup, accuracy: Accuracy, why: str) -> tuple[Trees, int, dict[str, Any]]:
     """A tree of a few nodes, which is faster than no tree on nearly every device."""
-    paths = best_first_paths(accuracy, _UNKNOWN_TREE - 1)
-    reason = f"{why}, so the tree has at most {_UNKNOWN_TREE} nodes"
-    return DraftTree.from_paths(paths), len(paths) + 1, {"reasons": (reason,)}
+    tree: Trees = DraftTree.from_paths(best_first_paths(accuracy, _UNKNOWN_TREE - 1))
+    if isinstance(setup.drafter, FeatureDrafter):
+        tree = _budget(setup, tree.size, tree.max_depth)
+    return tree, tree.size, {"reasons": (f"{why}, so the tree has at most {_UNKNOWN_TREE} nodes",)}

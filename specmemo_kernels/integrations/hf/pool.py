@@ -9,7 +9,8 @@ from functools import partial
 import torch
 
 from specmemo_kernels.cache.paged_kv import PagedKVPool, pages_for
-from specmemo_kernels.drafting.base import Drafter, PagedDrafter, StaticDrafter
+from specmemo_kernels.drafting.base import AnyDrafter, FeatureDrafter, PagedDrafter
+from specmemo_kernels.engine.device_step import DeviceDrafter
 from specmemo_kernels.engine.host_capture import HostCapture
 from specmemo_kernels.engine.overlap import IN_FLIGHT, OverlappedSteps
 from specmemo_kernels.engine.pressure import MemoryPressureController, is_out_of_memory, raise_exhausted
@@ -44,10 +45,10 @@ class GraphUse:
     _steps: StepCache | None = field(default=None, init=False, repr=False)
 
     def overlapped_steps(
-        self, target: TargetModel, drafter: Drafter, pool: PagedKVPool, backend: str
+        self, target: TargetModel, drafter: AnyDrafter, pool: PagedKVPool, backend: str
     ) -> OverlappedSteps | None:
         """A decoder's steps. Graphs of an earlier decoder are reused for the same target, drafter and pool."""
-        if not self.wanted or not isinstance(drafter, StaticDrafter):
+        if not self.wanted or not isinstance(drafter, DeviceDrafter):
             return None
         steps = self._steps
         if steps is None or not (steps.pool is pool and steps.target is target and steps.drafter is drafter):
@@ -87,7 +88,7 @@ def _impossible(setup: Setup) -> str:
     """Why every step of this model needs the host, or an empty string."""
     model, facts, drafter = setup.model, setup.facts, setup.drafter
     devices = {layer.device for layer in facts.layers} | {facts.device}
-    if not isinstance(drafter, StaticDrafter):
+    if not isinstance(drafter, DeviceDrafter):
         return f"{type(drafter).__name__} reads the tokens on the host"
     if len(devices) > 1:
         return f"the model is on {len(devices)} devices"
@@ -203,7 +204,7 @@ class PoolCache:
         plan, old, drafter = self.plan, self.pool, self.setup.drafter
         with torch.inference_mode(False):  # inference tensors can't be written outside of inference mode
             pool = PagedKVPool(
-                self.setup.facts.layers,
+                (*self.setup.facts.layers, *(drafter.layers if isinstance(drafter, FeatureDrafter) else ())),
                 num_pages=pages,
                 page_size=plan.page_size,
                 max_sequences=sequences,

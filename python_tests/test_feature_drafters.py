@@ -1,0 +1,189 @@
+"""Published drafters that read hidden states: their trees equal independent implementations, node by node, in any
+chunk, page, batch and kind of step; tokens are the model's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafter_oracles import (
+    PlainClover2,
+    PlainDFlash,
+    PlainDrafter,
+    PlainEagle1,
+    PlainEagle3,
+    ddtree,
+    eagle2_tree,
+    write_clover2,
+    write_dflash,
+    write_eagle1,
+    write_eagle3,
+)
+from selection import sample
+from test_families import batch, greedy
+from tiny_models import VOCAB, tiny_model
+from transformers import PreTrainedModel
+
+import specmemo_kernels as sk
+from specmemo_kernels.drafting.base import POST_NORM, DraftRows, FeatureDrafter
+from specmemo_kernels.forward.batch import DraftedTrees
+from specmemo_kernels.tree.draft_tree import DraftTree
+from specmemo_kernels.tree.tree_budget import TreeBudget, Trees
+
+Tensor = torch.Tensor
+LAYERS = 6
+#: name: writer, plain implementation, options.
+KINDS: dict[str, tuple[Callable[..., Any], type[PlainDrafter], dict[str, Any]]] = {
+    "eagle3": (write_eagle3, PlainEagle3, {}),
+    "eagle3, reduced vocabulary": (write_eagle3, PlainEagle3, {"draft_vocab": 40}),
+    "eagle3, speculators": (write_eagle3, PlainEagle3, {"layout": "speculators", "layers": 2, "draft_vocab": 50}),
+    "eagle3, norm of all": (write_eagle3, PlainEagle3, {"norm_before_fc": True, "norm_output": True}),
+    "eagle3, norms": (write_eagle3, PlainEagle3, {"fc_norm": True}),
+    "eagle3, residual": (write_eagle3, PlainEagle3, {"norm_before_residual": True, "attention_bias": True}),
+    "eagle3, scaled": (write_eagle3, PlainEagle3, {"logit_scale": 0.5, "tie_word_embeddings": True}),
+    "eagle3, pickle": (write_eagle3, PlainEagle3, {"pickle": True, "own_embedding": True, "rope_theta": 500.0}),
+    "eagle": (write_eagle1, PlainEagle1, {}),
+    "eagle, no bias": (write_eagle1, PlainEagle1, {"bias": False, "layers": 2}),
+    "clover2": (write_clover2, PlainClover2, {}),
+    "dflash": (write_dflash, PlainDFlash, {"num_target_layers": LAYERS, "target_layer_ids": (1, 4), "block_size": 6}),
+}
+MAIN = ("eagle3", "eagle", "clover2", "dflash")
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("llama", num_hidden_layers=LAYERS, max_position_embeddings=2048)
+
+
+class Recorder:
+    """Records a drafter's trees."""
+
+    def __init__(self, drafter: FeatureDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[DraftRows, Trees, DraftedTrees]] = []
+        draft = drafter.draft
+
+        def recording(rows: DraftRows, tree: Trees) -> DraftedTrees:
+            trees = draft(rows, tree)
+            copy = DraftRows(rows.pool, rows.roots.clone(), rows.states, rows.seq_lens.clone(), rows.block_table, 0)
+            self.calls.append((copy, tree, trees))
+            return trees
+
+        monkeypatch.setattr(drafter, "draft", recording, raising=False)
+
+
+def features_of(model: PreTrainedModel, ids: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    """``[n, F]``: the hidden states that the unpatched model has at ``tokens``."""
+    captured: list[Tensor] = []
+    with model.model.norm.register_forward_pre_hook(lambda _, args: captured.append(args[0])):
+        states = model.model(torch.tensor([tokens]), use_cache=False, output_hidden_states=True).hidden_states
+    by_id = {i: captured[0] if i == LAYERS else state for i, state in enumerate(states)} | {POST_NORM: states[-1]}
+    return torch.cat([by_id[i][0] for i in ids], dim=1).detach()
+
+
+def token_paths(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
+    """The token path of each node but the root."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return paths[1:]
+
+
+def check_trees(
+    model: PreTrainedModel, drafter: FeatureDrafter, plain: PlainDrafter, calls: list[Any], texts: Sequence[list[int]]
+) -> int:
+    """Compare recorded trees with those of ``plain``; returns how many were compared."""
+    compared = 0
+    calls = calls[:: max(1, len(calls) // 6)]  # the plain implementations take long
+    features = [features_of(model, drafter.feature_ids, text) for text in texts]
+    for rows, tree, drafted in calls:
+        lengths, roots = rows.seq_lens.tolist(), rows.roots.tolist()
+        for row, (length, root) in enumerate(zip(lengths, roots, strict=True)):
+            found = token_paths(drafted.tokens[row].tolist(), drafted.parents[row].tolist())
+            assert drafted.depths[row].tolist()[1:] == [len(path) for path in found]
+            matching = [i for i, text in enumerate(texts) if length < len(text) and text[length] == root]
+            expected = [expected_tree(plain, features[i][:length], texts[i][1 : length + 1], tree) for i in matching]
+            assert set(found) in expected, (length, root, tree)
+            assert len(set(found)) == len(found)
+            compared += len(found)
+    return compared
+
+
+def expected_tree(plain: PlainDrafter, features: Tensor, tokens: list[int], tree: Trees) -> set[tuple[int, ...]]:
+    def log_p(path: tuple[int, ...]) -> Tensor:
+        return plain.next_log_probs(features, tokens, path)
+
+    if isinstance(tree, TreeBudget):
+        if not tree.max_depth:
+            return set()
+        if isinstance(plain, PlainDFlash):
+            return ddtree(plain.depth_log_probs(features, tokens)[: tree.max_depth], tree.size, tree.width)
+        return eagle2_tree(log_p, tree.size, tree.max_depth - 1, tree.width)
+    ranked: dict[tuple[int, ...], list[int]] = {}
+    token_path: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
+    for path in tree.paths:
+        above = token_path[path[:-1]]
+        best = ranked.setdefault(above, log_p(above).topk(tree.width).indices.tolist())
+        token_path[path] = (*above, best[path[-1]])
+    return set(token_path.values()) - {()}
+
+
+def texts_of(inputs: dict[str, Tensor], output: Tensor) -> list[list[int]]:
+    start = inputs["input_ids"].shape[1]
+    keep = torch.nn.functional.pad(inputs["attention_mask"], (0, output.shape[1] - start), value=1).bool()
+    return [row[mask].tolist() for row, mask in zip(output, keep, strict=True)]
+
+
+@pytest.mark.parametrize("graph", [False, None])
+@pytest.mark.parametrize("kind", sample(KINDS, KINDS))
+def test_dynamic_trees(
+    kind: str, graph: bool | None, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ragged batch in chunks of 16 rows; the trees are those of EAGLE-2's rule or DDTree's, node by node."""
+    writer, plain_class, options = KINDS[kind]
+    config, tensors = writer(tmp_path, vocab=VOCAB, **options)
+    plain = plain_class(config, tensors, model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach())
+    inputs = batch((40, 1, 17))
+    expected = greedy(model, inputs, 20)
+    with sk.patch(model, str(tmp_path), tree=8, page_size=4, prefill_chunk=16, graph=graph) as handle:
+        assert isinstance(handle.plan.tree, TreeBudget)
+        recorder = Recorder(handle.drafter, monkeypatch)
+        assert torch.equal(greedy(model, inputs, 20), expected)
+        assert handle.stats.graph_steps > 0 or graph is False, handle.stats.eager_reasons
+    assert check_trees(model, handle.drafter, plain, recorder.calls, texts_of(inputs, expected)) > 40
+
+
+@pytest.mark.parametrize("kind", MAIN)
+def test_static_trees(kind: str, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node of rank r has the r-th best token behind its parent; nodes are in any order."""
+    writer, plain_class, options = KINDS[kind]
+    config, tensors = writer(tmp_path, vocab=VOCAB, **options)
+    plain = plain_class(config, tensors, model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach())
+    inputs = batch((9, 30))
+    expected = greedy(model, inputs, 16)
+    paths = [[0], [0, 1], [2], [0, 0], [2, 0], [0, 1, 2], [1], [0, 0, 0]]
+    with sk.patch(model, str(tmp_path), tree=paths, page_size=4) as handle:
+        recorder = Recorder(handle.drafter, monkeypatch)
+        assert torch.equal(greedy(model, inputs, 16), expected)
+    assert {type(tree) for _, tree, _ in recorder.calls} == {DraftTree}
+    assert check_trees(model, handle.drafter, plain, recorder.calls, texts_of(inputs, expected)) > 40
+
+
+@pytest.mark.parametrize("kind", MAIN)
+def test_prefix_reuse(kind: str, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts share cached pages, whose last rows also depend on the token behind them."""
+    writer, plain_class, options = KINDS[kind]
+    config, tensors = writer(tmp_path, vocab=VOCAB, **options)
+    plain = plain_class(config, tensors, model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach())
+    with sk.patch(model, str(tmp_path), tree=8, page_size=4, graph=False) as handle:
+        recorder = Recorder(handle.drafter, monkeypatch)
+        for end in ([], [5], [9], [9, 9, 9], [7, 8, 9, 10, 11]):
+            recorder.calls.clear()
+            prompt = [*range(3, 31), *end]
+            output = sk.generate_batch(model, [prompt], max_new_tokens=10)[0].tokens
+            text = [prompt + output]
+            assert check_trees(model, handle.drafter, plain, recorder.calls, text) > 10
+        assert handle.stats.reused_tokens >= 4 * 24

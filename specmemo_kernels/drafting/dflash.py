@@ -1,0 +1,95 @@
+"""DFlash with DDTree: one pass over a block of masks predicts every depth, from which the best tree is chosen.
+
+The layers' keys and values of accepted tokens are projections of the target's states alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from specmemo_kernels.cache.paged_kv import PagedKVPool
+from specmemo_kernels.drafting.base import DraftRows
+from specmemo_kernels.drafting.decoder_layer import BeamAttention
+from specmemo_kernels.drafting.growth import Children, grow
+from specmemo_kernels.drafting.published_config import DFlashConfig
+from specmemo_kernels.drafting.tensor_drafter import TensorDrafter
+from specmemo_kernels.drafting.vocabulary import TargetVocabulary
+from specmemo_kernels.forward.batch import DraftedTrees, TreeBatch
+from specmemo_kernels.planning.drafter_spec import FeatureDrafterSpec
+from specmemo_kernels.tree.tree_budget import Trees
+
+Tensor = torch.Tensor
+#: Candidates per depth. Expanding a node costs nothing here, so the beam may be as wide as a tree.
+BEAM = 64
+
+
+class DFlashDrafter(TensorDrafter):
+    """DFlash. Implements :class:`specmemo_kernels.drafting.base.FeatureDrafter`.
+
+    Its distributions don't depend on drafted tokens, so a tree of n nodes from a beam of n - 1 is DDTree's: the n best
+    of all sums of log-probabilities. Arguments as of :class:`TensorDrafter`.
+    """
+
+    def __init__(
+        self,
+        config: DFlashConfig,
+        tensors: Mapping[str, Tensor],
+        vocabulary: TargetVocabulary,
+        target_layers: int,
+        backend: str | None,
+    ) -> None:
+        depth, rows = config.block_size - 1, vocabulary.vocab_size
+        super().__init__(
+            config, tensors, vocabulary, target_layers, backend, max_depth=depth, beam=BEAM, vocab_size=rows
+        )
+        self.config, self.feature_ids, self.state_size = config, config.target_layer_ids, 0
+
+    @property
+    def spec(self) -> FeatureDrafterSpec:
+        stack, fc = self.elements("layers."), self.elements("fc.")
+        keys = sum(self.elements(f"layers.{i}.self_attn.{n}_proj") for i in range(len(self.layers)) for n in "kv")
+        count, size = len(self.feature_ids), self.config.block_size
+        return self.spec_with("DFlash", pair=fc + keys, node=0, features=count, block=stack, rows=size)
+
+    def advance(self, batch: TreeBatch, features: Tensor, keep: Tensor, pool: PagedKVPool) -> Tensor:
+        kernels = self.kernels
+        context = self.norm("hidden_norm", self.linear("fc", features))
+        rotary = self.rotary(batch.positions, context.dtype)
+        for layer in self.decoder:
+            i = layer.index
+            kernels.append_paged_kv(
+                *layer.key_value(kernels, context, rotary), pool.k_pages[i], pool.v_pages[i], *batch.append_metadata,
+                pool.k_scales[i], pool.v_scales[i],
+            )  # fmt: skip
+        return context.new_empty(len(keep), 0)
+
+    def draft(self, rows: DraftRows, tree: Trees) -> DraftedTrees:
+        log_p, tokens = self._predictions(rows, tree)
+
+        def first(width: int) -> Children:
+            return log_p[:, :1], tokens[:, :1]
+
+        def expand(depth: int, parent: Tensor, _: Tensor) -> Children:
+            shape = -1, parent.shape[1], -1
+            return log_p[:, depth : depth + 1].expand(shape), tokens[:, depth : depth + 1].expand(shape)
+
+        return grow(rows.roots, tree, first, expand)
+
+    def _predictions(self, rows: DraftRows, tree: Trees) -> Children:
+        """The best ``tree.width`` tokens of each depth, ``[B, max_depth, width]``."""
+        sequences, size, depth = len(rows.roots), self.config.block_size, tree.max_depth
+        if not depth:
+            return rows.states.new_empty(sequences, 0, 1), rows.roots.new_empty(sequences, 0, 1)
+        masks = torch.full_like(rows.roots, self.config.mask_token_id)[:, None].expand(-1, size - 1)
+        block = torch.cat([rows.roots[:, None], masks], dim=1).flatten()
+        positions = (rows.seq_lens.long()[:, None] + torch.arange(size, device=self.device)).flatten()
+        hidden, kernels = self.vocabulary.embed(block), self.kernels
+        rotary, attention = self.rotary(positions, hidden.dtype), BeamAttention(rows, self.backend, both_ways=True)
+        for layer in self.decoder:
+            x = layer.norm(kernels, "input_layernorm", hidden)
+            hidden = layer(kernels, x, hidden, rotary, attention)
+        predicting = hidden.view(sequences, size, -1)[:, 1 : depth + 1].flatten(0, 1)
+        log_p, tokens = self.vocabulary.top_log_probs(self.norm("norm", predicting), tree.width)
+        return log_p.view(sequences, depth, -1), tokens.view(sequences, depth, -1)

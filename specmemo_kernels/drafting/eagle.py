@@ -1,0 +1,141 @@
+"""EAGLE drafters (arXiv 2401.15077, 2406.16858, 2503.01840): a decoder layer that continues the target's features.
+
+A pair is the feature of position t and the token t + 1. The layer maps it to the next feature, from which the lm_head
+predicts token t + 2; while drafting, its own output takes the place of the target's feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from specmemo_kernels.cache.paged_kv import PagedKVPool
+from specmemo_kernels.drafting.base import POST_NORM, DraftRows
+from specmemo_kernels.drafting.decoder_layer import Attention, BeamAttention
+from specmemo_kernels.drafting.growth import Children, grow
+from specmemo_kernels.drafting.published_config import Eagle3Config, EagleConfig
+from specmemo_kernels.drafting.tensor_drafter import TensorDrafter
+from specmemo_kernels.drafting.vocabulary import TargetVocabulary, top_log_probs
+from specmemo_kernels.forward.batch import DraftedTrees, TreeBatch
+from specmemo_kernels.forward.step_attention import StepAttention
+from specmemo_kernels.planning.drafter_spec import FeatureDrafterSpec
+from specmemo_kernels.tree.tree_budget import Trees
+
+Tensor = torch.Tensor
+#: EAGLE-2's tree (``topK_genrate``): a beam of 10, expanded 7 times behind the root's children.
+DEPTH, BEAM = 8, 10
+
+
+class EagleDrafter(TensorDrafter):
+    """EAGLE-3, or EAGLE-1 and 2, which differ in their inputs.
+
+    Implements :class:`specmemo_kernels.drafting.base.FeatureDrafter`. Arguments as of :class:`TensorDrafter`.
+    """
+
+    def __init__(
+        self,
+        config: Eagle3Config | EagleConfig,
+        tensors: Mapping[str, Tensor],
+        vocabulary: TargetVocabulary,
+        target_layers: int,
+        backend: str | None,
+    ) -> None:
+        rows = config.draft_vocab_size if isinstance(config, Eagle3Config) else config.vocab_size
+        super().__init__(
+            config, tensors, vocabulary, target_layers, backend, max_depth=DEPTH, beam=BEAM, vocab_size=rows
+        )
+        self.config = config
+        self.feature_ids: tuple[int, ...] = (POST_NORM,)
+        if isinstance(config, Eagle3Config):
+            self.feature_ids = config.aux_layer_ids or (2, target_layers // 2, target_layers - 3)
+
+    @property
+    def spec(self) -> FeatureDrafterSpec:
+        stack, fc = self.elements("layers."), self.elements("fc.")
+        if isinstance(self.config, EagleConfig):
+            return self.spec_with("EAGLE", pair=stack + fc, node=stack + fc)
+        vocabulary = 0 if self._lm_head is None else self._lm_head.numel()
+        count = len(self.feature_ids)
+        return self.spec_with("EAGLE-3", pair=stack + fc, node=stack, vocabulary=vocabulary, features=count)
+
+    def advance(self, batch: TreeBatch, features: Tensor, keep: Tensor, pool: PagedKVPool) -> Tensor:
+        if isinstance(self.config, Eagle3Config):
+            features = self.linear("fc", self._normed(self.config, features))
+        attention = StepAttention(pool, batch, self.backend)
+        return self._run(batch.tokens, features, batch.positions, attention, keep)
+
+    def draft(self, rows: DraftRows, tree: Trees) -> DraftedTrees:
+        attention = BeamAttention(rows, self.backend)
+        states = rows.states[:, None]  # of the last depth's nodes
+
+        def first(width: int) -> Children:
+            return self._children(rows.states, width, 1)
+
+        def expand(depth: int, parent: Tensor, tokens: Tensor) -> Children:
+            nonlocal states
+            nodes = parent.shape[1]
+            attention.descend(parent)
+            features = states.gather(1, parent[..., None].expand(-1, -1, self.state_size)).flatten(0, 1)
+            positions = (rows.seq_lens.long() + depth - 1).repeat_interleave(nodes)
+            hidden = self._run(tokens.flatten().clamp(min=0), features, positions, attention, None)
+            states = hidden.view(-1, nodes, self.state_size)
+            return self._children(hidden, tree.width, nodes)
+
+        return grow(rows.roots, tree, first, expand)
+
+    def _run(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, attention: Attention, keep: Tensor | None
+    ) -> Tensor:
+        """The next features ``[K, hidden_size]`` of pairs."""
+        own = self.tensors.get("embed_tokens.weight")
+        embedded = self.vocabulary.embed(tokens) if own is None else torch.nn.functional.embedding(tokens, own)
+        rotary, kernels = self.rotary(positions, features.dtype), self.kernels
+        x, hidden = self._inputs(embedded, features)
+        for i, layer in enumerate(self.decoder):
+            x = layer.norm(kernels, "input_layernorm", hidden) if i else x
+            hidden = layer(kernels, x, hidden, rotary, attention, keep if layer is self.decoder[-1] else None)
+        return self.norm("norm", hidden) if self._normed_states else hidden
+
+    def _inputs(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """The attention's input and the residual of the first layer."""
+        if isinstance(self.config, EagleConfig):
+            hidden = self.linear("fc", torch.cat([embedded, features], dim=1))
+            return hidden, hidden
+        layer, kernels = self.decoder[0], self.kernels
+        normed = layer.norm(kernels, "hidden_norm", features)
+        x = torch.cat([layer.norm(kernels, "input_layernorm", embedded), normed], dim=1)
+        return x, normed if self.config.norm_before_residual else features
+
+    def _normed(self, config: Eagle3Config, features: Tensor) -> Tensor:
+        """EAGLE-3's optional norms of the target's features."""
+        if config.norm_before_fc:
+            features = self.norm("input_norm", features)
+        if config.fc_norm:
+            parts = features.chunk(config.num_aux, dim=1)
+            features = torch.cat([self.norm(f"fc_norm.{i}", part) for i, part in enumerate(parts)], dim=1)
+        return features
+
+    @property
+    def _lm_head(self) -> Tensor | None:
+        """Its own vocabulary matrix, or the embedding that is tied to it; ``None``: the target's lm_head."""
+        if isinstance(self.config, EagleConfig):
+            return None
+        return self.tensors.get("lm_head.weight", self.tensors.get("embed_tokens.weight"))
+
+    @property
+    def _normed_states(self) -> bool:
+        return isinstance(self.config, Eagle3Config) and self.config.norm_output
+
+    def _children(self, states: Tensor, width: int, nodes: int) -> Children:
+        """The best tokens behind each state, ``[B, nodes, width]``."""
+        hidden, scale = states, 1.0
+        if isinstance(self.config, Eagle3Config):
+            hidden, scale = states if self._normed_states else self.norm("norm", states), self.config.logit_scale
+        if self._lm_head is None:
+            log_p, tokens = self.vocabulary.top_log_probs(hidden, width, scale)
+        else:
+            log_p, tokens = top_log_probs(hidden, width, self._lm_head, None, self.backend, scale)
+        if "d2t" in self.tensors:
+            tokens = tokens + self.tensors["d2t"][tokens]
+        return log_p.view(-1, nodes, width), tokens.view(-1, nodes, width)

@@ -1,0 +1,124 @@
+"""Fills trees from a drafter's log-probabilities: static trees by rank, dynamic trees best first, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+from specmemo_kernels.forward.batch import CACHED_LAYOUTS, DraftedTrees, tree_layout
+from specmemo_kernels.tree.draft_tree import DraftTree
+from specmemo_kernels.tree.tree_budget import TreeBudget, Trees
+
+Tensor = torch.Tensor
+#: Log-probabilities (float32) and tokens (int64), ``[B, M, W]``: the best W children of M nodes, best first.
+Children = tuple[Tensor, Tensor]
+#: Computes the children of the nodes of one depth. Arguments: their depth; ``[B, M]`` int64, the index of each node's
+#: parent among the nodes of the last call (0 for the root); ``[B, M]`` int64, their tokens.
+Expand = Callable[[int, Tensor, Tensor], Children]
+
+
+def grow(roots: Tensor, tree: Trees, first: Callable[[int], Children], expand: Expand) -> DraftedTrees:
+    """Fill a tree for each of ``roots`` ``[B]``.
+
+    Args:
+        tree: a static tree, or the size of dynamic trees.
+        first: the best children of the roots, ``[B, 1, W]`` for a width W.
+        expand: their descendants, called once per depth.
+    """
+    if isinstance(tree, DraftTree):
+        return _fill(roots, tree, first, expand)
+    return _best_first(roots, tree, first, expand)
+
+
+def _best_first(roots: Tensor, budget: TreeBudget, first: Callable[[int], Children], expand: Expand) -> DraftedTrees:
+    """EAGLE-2's dynamic tree (arXiv 2406.16858, section 4): a beam of ``width`` nodes is expanded at each depth.
+
+    A node's score is the sum of log-probabilities along its path. Of all children the best are the tree, sorted by
+    score. With a beam of ``size - 1`` nodes or more these are the best of all nodes, as in DDTree.
+    """
+    if not budget.max_depth:
+        return DraftedTrees(roots[:, None], torch.full_like(roots, -1).int()[:, None], torch.zeros_like(roots)[:, None])
+    sequences, width, device = len(roots), budget.width, roots.device
+    parent = torch.zeros(sequences, 1, dtype=torch.int64, device=device)  # of the beam, in the last beam
+    beam = torch.full_like(parent, -1)  # the beam's candidates; -1: the root
+    scores = torch.zeros(sequences, 1, dtype=torch.float32, device=device)
+    log_p, token = first(width)
+    candidates: list[tuple[Tensor, Tensor, Tensor]] = []
+    count = 0
+    for depth in range(1, budget.max_depth + 1):
+        # Never above the parent's score, and sorted stably below, so that no node comes before its parent.
+        log_p = log_p.float().nan_to_num(nan=-torch.inf, posinf=0.0).clamp(max=0.0)
+        score = (scores[..., None] + log_p).flatten(1)
+        tokens = torch.where(score > -torch.inf, token.flatten(1), -1)
+        children = log_p.shape[2]
+        candidates.append((score, tokens, beam.repeat_interleave(children, dim=1)))
+        if depth < budget.max_depth:
+            scores, best = score.topk(min(width, score.shape[1]), dim=1)
+            parent, beam = best // children, best + count
+            log_p, token = expand(depth, parent, tokens.gather(1, best))
+        count += score.shape[1]
+    score, tokens, parents = (torch.cat(parts, dim=1) for parts in zip(*candidates, strict=True))
+    order = score.sort(dim=1, descending=True, stable=True).indices[:, : budget.size - 1]
+    chosen_parent = parents.gather(1, order)
+    node = torch.zeros_like(parents).scatter_(1, order, _nodes(sequences, order.shape[1], device))
+    above = torch.where(chosen_parent < 0, 0, node.gather(1, chosen_parent.clamp(min=0)))
+    depths = _depths(tuple(part[0].shape[1] for part in candidates), device)[order]
+    return DraftedTrees(
+        torch.cat([roots[:, None], tokens.gather(1, order)], dim=1),
+        torch.nn.functional.pad(above, (1, 0), value=-1).int(),
+        torch.nn.functional.pad(depths, (1, 0)),
+    )
+
+
+@lru_cache(maxsize=CACHED_LAYOUTS)
+def _nodes(sequences: int, count: int, device: torch.device) -> Tensor:
+    """``[B, count]`` int64: 1, 2, ..."""
+    with torch.inference_mode(False):
+        return torch.arange(1, count + 1, device=device).expand(sequences, -1)
+
+
+@lru_cache(maxsize=CACHED_LAYOUTS)
+def _depths(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """``[sum(counts)]`` int64: ``counts[d]`` times d + 1."""
+    with torch.inference_mode(False):
+        return torch.arange(1, len(counts) + 1).repeat_interleave(torch.tensor(counts)).to(device)
+
+
+def _fill(roots: Tensor, tree: DraftTree, first: Callable[[int], Children], expand: Expand) -> DraftedTrees:
+    """A static tree: a node of rank r has the token of rank r among its parent's children."""
+    sequences = len(roots)
+    layout = tree_layout(tree, sequences, roots.device)
+    shape = sequences, tree.size
+    levels = [roots[:, None]]
+    _, token = first(tree.width) if tree.max_depth else (None, roots[:, None, None])
+    for depth in range(1, tree.max_depth + 1):
+        child, parent = _level(tree, depth, roots.device)
+        tokens = token.flatten(1).index_select(1, child)
+        levels.append(tokens)
+        if depth < tree.max_depth:
+            _, token = expand(depth, parent.expand(sequences, -1), tokens)
+    order = _by_depth(tree, roots.device)
+    return DraftedTrees(
+        torch.cat(levels, dim=1).index_select(1, order), layout.parents.view(shape), layout.depths.view(shape)
+    )
+
+
+@lru_cache(maxsize=64)
+def _level(tree: DraftTree, depth: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The nodes of a depth: their index among all children of the depth above, and their parent's index there."""
+    above = [node for node, d in enumerate(tree.depths) if d == depth - 1]
+    nodes = [node for node, d in enumerate(tree.depths) if d == depth]
+    parents = [above.index(tree.parents[node]) for node in nodes]
+    children = [parent * tree.width + tree.ranks[node] for parent, node in zip(parents, nodes, strict=True)]
+    with torch.inference_mode(False):
+        return torch.tensor(children, device=device), torch.tensor(parents, device=device)
+
+
+@lru_cache(maxsize=CACHED_LAYOUTS)
+def _by_depth(tree: DraftTree, device: torch.device) -> Tensor:
+    """``[T]`` int64: each node's place in the list of nodes sorted by depth."""
+    order = sorted(range(tree.size), key=lambda node: tree.depths[node])
+    with torch.inference_mode(False):
+        return torch.tensor(order, device=device).argsort()

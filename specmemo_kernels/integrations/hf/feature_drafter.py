@@ -1,0 +1,155 @@
+"""Published drafters that read the model's hidden states: how they load for a model, and the memory that they take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specmemo_kernels.cache.kv_storage import LayerKV
+from specmemo_kernels.cache.paged_kv import PagedKVPool, pages_for
+from specmemo_kernels.drafting.base import DraftRows, FeatureDrafter
+from specmemo_kernels.drafting.clover import CloverDrafter
+from specmemo_kernels.drafting.dflash import DFlashDrafter
+from specmemo_kernels.drafting.eagle import EagleDrafter
+from specmemo_kernels.drafting.published import check_target, open_drafter
+from specmemo_kernels.drafting.published_config import CloverConfig, Eagle3Config, EagleConfig
+from specmemo_kernels.drafting.vocabulary import TargetVocabulary
+from specmemo_kernels.forward.batch import continued_batch
+from specmemo_kernels.integrations.distributed.ranks import SingleRank, tensors_digest
+from specmemo_kernels.integrations.hf.target import ModelFacts
+from specmemo_kernels.planning.footprint import PassBytes
+from specmemo_kernels.planning.memory_tracker import MemoryTracker
+from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, Accuracy
+from specmemo_kernels.tree.choice import PassSeconds
+from specmemo_kernels.tree.tree_budget import Trees
+
+Tensor = torch.Tensor
+#: Rows of the measured passes, see ``probe``.
+_MEASURED_ROWS = (8, 16)
+_PAGE = 16
+#: A timed call is repeated, at most three times, until it has taken this long in total.
+_TIMED_SECONDS = 0.1
+
+
+def load_feature_drafter(
+    source: str | Path, model: Any, facts: ModelFacts, backend: str, ranks: SingleRank
+) -> tuple[FeatureDrafter, Accuracy] | None:
+    """The published drafter in ``source`` and its accuracies; ``None`` if it has Medusa heads.
+
+    Raises:
+        HeadsError: a drafter of another kind, or for another model.
+    """
+    published = ranks.run_on_all("opening the drafter", lambda: open_drafter(source))
+    if published is None:
+        return None
+    check_target(published, facts.hidden_size, facts.vocab_size)
+    tensors = ranks.run_on_all("loading the drafter", lambda: published.read(facts.dtype, facts.device))
+    if ranks.size > 1:
+        ranks.assert_same(tensors_digest(tensors))
+    vocabulary, count, config = vocabulary_of(model, facts, backend, ranks), len(facts.layers), published.config
+    drafter: FeatureDrafter
+    if isinstance(config, Eagle3Config | EagleConfig):
+        drafter = EagleDrafter(config, tensors, vocabulary, count, backend)
+    elif isinstance(config, CloverConfig):
+        drafter = CloverDrafter(config, tensors, vocabulary, count, backend)
+    else:
+        drafter = DFlashDrafter(config, tensors, vocabulary, count, backend)
+    return drafter, published.accuracy or DEFAULT_ACCURACY
+
+
+def vocabulary_of(model: Any, facts: ModelFacts, backend: str, ranks: SingleRank) -> TargetVocabulary:
+    """The embedding and the lm_head of ``model``."""
+    embedding, (weight, bias) = model.get_input_embeddings(), ranks.lm_head(model)
+
+    def top_log_probs(hidden: Tensor, k: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        values, tokens = ranks.top_log_probs(hidden.to(weight.device), k, weight, bias, backend, scale)
+        return values.to(hidden.device), tokens.to(hidden.device)
+
+    return TargetVocabulary(embedding, top_log_probs, facts.vocab_size, facts.hidden_size, facts.dtype)
+
+
+def measure_advance(drafter: FeatureDrafter, facts: ModelFacts) -> PassBytes:
+    """Transient bytes of :meth:`FeatureDrafter.advance` by its rows, its features included."""
+    traces = [(rows, _trace(drafter, facts, rows)) for rows in _MEASURED_ROWS]
+    return PassBytes.fitted(*traces)
+
+
+def _trace(drafter: FeatureDrafter, facts: ModelFacts, rows: int) -> list[int]:
+    pool = _pool(drafter, facts, 1, rows)
+    lengths = torch.zeros(1, dtype=torch.int32, device=facts.device)
+    tokens = torch.zeros(1, rows, dtype=torch.int64, device=facts.device)
+    tracker = MemoryTracker(trace=True)
+    with torch.inference_mode(), tracker:
+        features = torch.zeros(rows, _feature_size(drafter, facts), dtype=facts.dtype, device=facts.device)
+        batch = continued_batch(tokens, lengths, pool.block_table, 0)
+        drafter.advance(batch, features, torch.arange(rows, device=facts.device), pool)
+    return tracker.trace
+
+
+def measure_draft(drafter: FeatureDrafter, facts: ModelFacts, tree: Trees) -> PassBytes:
+    """Transient bytes of :meth:`FeatureDrafter.draft` by the number of sequences."""
+    peaks = []
+    for sequences in (1, 2):
+        rows = _draft_rows(drafter, facts, sequences)
+        with torch.inference_mode(), MemoryTracker() as tracker:
+            drafter.draft(rows, tree).layout(tree.max_depth)
+        peaks.append(tracker.peak)
+    return PassBytes(max(0, 2 * peaks[0] - peaks[1]), max(peaks[1] - peaks[0], -(-peaks[1] // 2)))
+
+
+@torch.inference_mode()
+def time_draft(
+    drafter: FeatureDrafter,
+    facts: ModelFacts,
+    tree: Trees,
+    max_sequences: int,
+    agreed: Callable[[float], float] = float,
+) -> PassSeconds:
+    """Seconds of drafting per depth, by the number of sequences, without tokens in pages.
+
+    ``agreed`` returns the seconds that all ranks use.
+    """
+    points = []
+    for sequences in sorted({1, max(1, max_sequences // 2), max_sequences}):
+        rows = _draft_rows(drafter, facts, sequences)
+        times: list[float] = []
+        while len(times) < 4 and sum(times) < _TIMED_SECONDS:
+            started = time.perf_counter()
+            drafter.draft(rows, tree).layout(tree.max_depth)
+            if facts.device.type == "cuda":
+                torch.cuda.synchronize(facts.device)
+            times.append(agreed(time.perf_counter() - started))
+        points.append((sequences, min(times) / max(1, tree.max_depth)))
+    return PassSeconds(tuple(points))
+
+
+def _draft_rows(drafter: FeatureDrafter, facts: ModelFacts, sequences: int) -> DraftRows:
+    pool = _pool(drafter, facts, sequences, 1)
+    zeros = torch.zeros(sequences, dtype=torch.int64, device=facts.device)
+    states = torch.zeros(sequences, drafter.state_size, dtype=facts.dtype, device=facts.device)
+    return DraftRows(pool, zeros, states, zeros.int(), pool.block_table, 0)
+
+
+def _feature_size(drafter: FeatureDrafter, facts: ModelFacts) -> int:
+    return len(drafter.feature_ids) * facts.hidden_size
+
+
+def _pool(drafter: FeatureDrafter, facts: ModelFacts, sequences: int, tokens: int) -> PagedKVPool:
+    """Pages for the drafter's layers alone: the target's are as small as possible."""
+    least = LayerKV(1, 1, 1, facts.dtype, facts.device)
+    layers = (*[least] * len(facts.layers), *drafter.layers)
+    with torch.inference_mode(False):
+        pool = PagedKVPool(
+            layers,
+            num_pages=sequences * pages_for(tokens, _PAGE),
+            page_size=_PAGE,
+            max_sequences=sequences,
+            max_nodes=0,
+        )
+        for _ in range(sequences):
+            pool.reserve(pool.open(), tokens)
+    return pool

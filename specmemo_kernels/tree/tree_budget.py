@@ -1,0 +1,57 @@
+"""Sizes of trees whose shape the drafter decides in each step, for each sequence (dynamic trees)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specmemo_kernels.arguments import integer
+from specmemo_kernels.tree.draft_tree import DraftTree
+
+
+@dataclass(frozen=True)
+class TreeBudget:
+    """The size of dynamic trees. Nodes are sorted by the drafter's score, so every prefix of a tree is a tree.
+
+    Attributes:
+        size: nodes per tree, the root included.
+        max_depth: maximum of drafts that one step can accept.
+        width: nodes per depth that the drafter expands (the beam), and children of each.
+    """
+
+    size: int
+    max_depth: int
+    width: int
+
+    def __post_init__(self) -> None:
+        integer("TreeBudget.size", self.size), integer("TreeBudget.width", self.width)
+        integer("TreeBudget.max_depth", self.max_depth, 0)
+        least, most = self.max_depth + 1, most_nodes(self.max_depth, self.width)
+        if not least <= self.size <= most:
+            raise ValueError(
+                f"a tree of depth {self.max_depth} from a beam of {self.width} has {least} to {most} nodes, "
+                f"not {self.size}"
+            )
+
+    def pruned(self, size: int) -> TreeBudget:
+        """The budget of the best ``size`` nodes."""
+        if not 1 <= size <= self.size:
+            raise ValueError(f"can't prune a tree of {self.size} nodes to {size}; size must be from 1 to {self.size}")
+        return self.limited(size, self.max_depth)
+
+    def truncated(self, depth: int) -> TreeBudget:
+        """The budget of trees that are at most ``depth`` deep."""
+        return self if depth >= self.max_depth else self.limited(self.size, depth)
+
+    def limited(self, size: int, depth: int) -> TreeBudget:
+        """At most ``size`` nodes and ``depth``."""
+        depth = min(self.max_depth, depth, size - 1)
+        return TreeBudget(min(size, most_nodes(depth, self.width)), depth, self.width)
+
+
+#: The trees of a step: of one shape, or of one size.
+Trees = DraftTree | TreeBudget
+
+
+def most_nodes(depth: int, width: int) -> int:
+    """Nodes that a beam of ``width`` creates down to ``depth``, the root included."""
+    return 1 + width + (depth - 1) * width**2 if depth else 1
