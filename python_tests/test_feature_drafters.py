@@ -186,4 +186,4 @@ def test_prefix_reuse(kind: str, model: PreTrainedModel, tmp_path: Path, monkeyp
             output = sk.generate_batch(model, [prompt], max_new_tokens=10)[0].tokens
             text = [prompt + output]
             assert check_trees(model, handle.drafter, plain, recorder.calls, text) > 10
-        assert handle.stats.reused_tokens >= 4 * 24
+        assert handle.stats.reused_tokens >= 60
