@@ -20,9 +20,10 @@ from specmemo_kernels.drafting.medusa_heads import MedusaHeads
 from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
 from specmemo_kernels.integrations.distributed.ranks import SingleRank, heads_digest
 from specmemo_kernels.integrations.hf.checks import check_config, check_numbers
-from specmemo_kernels.integrations.hf.feature_drafter import load_feature_drafter
+from specmemo_kernels.integrations.hf.feature_drafter import load_feature_drafter, vocabulary_of
 from specmemo_kernels.integrations.hf.fuse import FUSED_BACKENDS, find_leaves
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
+from specmemo_kernels.integrations.hf.mtp import MTP, MtpDrafter, is_mtp_model, load_mtp
 from specmemo_kernels.integrations.hf.probe import probe
 from specmemo_kernels.integrations.hf.target import HFTarget, ModelFacts, attach
 from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, Accuracy
@@ -103,6 +104,11 @@ def make_drafter(
         return _load_draft_model(heads, model, facts, backend, fuse), DEFAULT_ACCURACY
     if custom:
         return heads, DEFAULT_ACCURACY
+    if heads == MTP or is_mtp_model(heads):
+        if head_bits is not None:
+            raise ValueError(f"head_bits is {head_bits}, which is for Medusa heads; heads is {MTP!r}")
+        mtp = load_mtp(model) if isinstance(heads, str) else heads
+        return MtpDrafter(mtp, vocabulary_of(model, facts, backend, ranks), facts, backend), DEFAULT_ACCURACY
     if isinstance(heads, str | Path):
         drafter = load_feature_drafter(heads, model, facts, backend, ranks)
         if drafter is not None and head_bits is None:

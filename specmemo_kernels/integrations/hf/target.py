@@ -177,7 +177,7 @@ def run_packed(
         output = model(
             input_ids=tokens[None],
             position_ids=positions[None],
-            attention_mask=_mask(tokens.device),
+            attention_mask=step_mask(tokens.device),
             use_cache=False,
             logits_to_keep=0 if keep is None else keep,
             return_dict=True,
@@ -187,7 +187,7 @@ def run_packed(
 
 
 @cache
-def _mask(device: torch.device) -> Tensor:
+def step_mask(device: torch.device) -> Tensor:
     """The mask of passes over packed nodes; its content isn't read."""
     with torch.inference_mode(False):
         return pass_mask(device)

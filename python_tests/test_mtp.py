@@ -1,0 +1,116 @@
+"""A model's own MTP layer as a drafter: its trees are those of transformers' layer on the whole sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_families import batch, greedy
+from test_feature_drafters import Recorder, check_trees, texts_of
+from tiny_models import tiny_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import MtpModel
+
+import specmemo_kernels as sk
+
+Tensor = torch.Tensor
+LAYERS = 6
+_MTP = {"num_nextn_predict_layers": 1, "num_mtp_layers": 1, "num_hidden_layers": LAYERS}
+FAMILIES: dict[str, dict[str, object]] = {
+    "deepseek_v3": _MTP,
+    "glm4_moe": _MTP
+    | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16},
+}
+
+
+def random_mtp(model: PreTrainedModel) -> MtpModel:
+    torch.manual_seed(3)
+    mtp = MtpModel(model, 1).eval()
+    for parameter in mtp.layers.parameters():
+        parameter.data = (
+            1 + 0.1 * torch.randn_like(parameter) if parameter.dim() == 1 else 0.3 * torch.randn_like(parameter)
+        )
+    return mtp
+
+
+class PlainMtp:
+    """The layer over the whole sequence, with transformers' own attention; see ``drafter_oracles``."""
+
+    def __init__(self, mtp: MtpModel) -> None:
+        self.mtp = mtp
+
+    @torch.no_grad()
+    def next_log_probs(self, features: Tensor, tokens: Sequence[int], path: Sequence[int]) -> Tensor:
+        mtp = self.mtp
+        for done in range(len(path) + 1):
+            row = torch.tensor([[*tokens, *path[:done]]])
+            positions = torch.arange(1, row.shape[1] + 1)[None]
+            mask = torch.full((row.shape[1], row.shape[1]), -torch.inf).triu(1)[None, None]
+            embedded = mtp.embed_tokens(row)
+            hidden = mtp.layers[0](
+                embedded, features[None], position_embeddings=mtp.rotary_emb(embedded, position_ids=positions),
+                attention_mask=mask, position_ids=positions, past_key_values=None,
+            )[0]  # fmt: skip
+            features = torch.cat([features, hidden[-1:]])
+        return mtp.shared_head(hidden[-1]).log_softmax(-1)
+
+
+@pytest.mark.parametrize("graph", [False, None])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trees(family: str, graph: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(family, **FAMILIES[family])
+    inputs, mtp = batch((20, 1, 11)), random_mtp(model)
+    expected = greedy(model, inputs, 20)
+    with sk.patch(model, mtp, tree=6, page_size=4, prefill_chunk=8, graph=graph) as handle:
+        recorder = Recorder(handle.drafter, monkeypatch)
+        assert torch.equal(greedy(model, inputs, 20), expected)
+        assert handle.stats.graph_steps > 0 or graph is False, handle.stats.eager_reasons
+        assert handle.plan.parts["heads"] == sum(p.nbytes for p in mtp.layers.state_dict().values())
+    assert check_trees(model, handle.drafter, PlainMtp(mtp), recorder.calls, texts_of(inputs, expected)) > 20
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_of_a_checkpoint(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``heads="mtp"`` loads ``model.layers.{L}.*``, which transformers leaves out of the model."""
+    model = tiny_model(family, **FAMILIES[family])
+    mtp, inputs = random_mtp(model), batch((20, 7))
+    monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.{LAYERS}.*"])
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    experts = "mtp_block.mlp.experts."
+    for key, value in mtp.layers[0].state_dict().items():
+        name = key.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+        if "mtp_block" not in key and "post_norm" not in key:
+            name = key
+        if key.startswith(experts):
+            for expert, matrix in enumerate(value):
+                parts = (
+                    {"gate_proj": matrix.chunk(2)[0], "up_proj": matrix.chunk(2)[1]}
+                    if "gate_up" in key
+                    else {"down_proj": matrix}
+                )
+                for part, weight in parts.items():
+                    tensors[f"model.layers.{LAYERS}.mlp.experts.{expert}.{part}.weight"] = weight.contiguous()
+            continue
+        tensors[f"model.layers.{LAYERS}.{name}"] = value.contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    loaded.generation_config.eos_token_id = None
+    expected = greedy(loaded, inputs, 12)
+    with sk.patch(loaded, "mtp", tree=6) as handle:
+        assert torch.equal(greedy(loaded, inputs, 12), expected)
+        stored = handle.drafter.mtp.layers[0].state_dict()
+    for key, value in mtp.layers[0].state_dict().items():
+        assert torch.equal(stored[key], value), key
+
+
+def test_a_model_without_layers_is_refused() -> None:
+    with pytest.raises(sk.HeadsError, match=r"heads is 'mtp', but the config of LlamaForCausalLM has no MTP layers"):
+        sk.patch(tiny_model("llama"), "mtp")
+    model = tiny_model("deepseek_v3", **_MTP)
+    with pytest.raises(sk.HeadsError, match="can't be loaded"):
+        sk.patch(model, "mtp")
+    assert not hasattr(model, "specmemo")

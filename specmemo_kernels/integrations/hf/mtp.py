@@ -1,0 +1,174 @@
+"""A model's own multi-token prediction (MTP) layer as a drafter, as transformers loads it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from specmemo_kernels import ops
+from specmemo_kernels.cache.kv_storage import LayerKV
+from specmemo_kernels.cache.paged_kv import PagedKVPool
+from specmemo_kernels.drafting.base import POST_NORM, DraftRows
+from specmemo_kernels.drafting.decoder_layer import Attention, BeamAttention
+from specmemo_kernels.drafting.eagle import BEAM, DEPTH
+from specmemo_kernels.drafting.growth import Children, grow
+from specmemo_kernels.drafting.head_files import HeadsError
+from specmemo_kernels.drafting.vocabulary import TargetVocabulary
+from specmemo_kernels.forward.batch import DraftedTrees, TreeBatch
+from specmemo_kernels.forward.step_attention import AttentionParams, StepAttention
+from specmemo_kernels.integrations.hf.attention import AttentionCall, attention_call, attention_modules, install_view
+from specmemo_kernels.integrations.hf.fuse import FUSED_BACKENDS, FusedLeaves, find_leaves
+from specmemo_kernels.integrations.hf.target import ModelFacts, step_mask
+from specmemo_kernels.planning.drafter_spec import FeatureDrafterSpec
+from specmemo_kernels.tree.tree_budget import Trees
+
+Tensor = torch.Tensor
+#: ``heads`` for the model's own MTP layers.
+MTP = "mtp"
+
+
+def is_mtp_model(heads: Any) -> bool:
+    """Whether ``heads`` are MTP layers that transformers has loaded."""
+    from transformers.modeling_layers import MtpModel
+
+    return isinstance(heads, MtpModel)
+
+
+def load_mtp(model: Any) -> Any:
+    """The MTP layers in the checkpoint of ``model`` (``MtpModel``).
+
+    Raises:
+        HeadsError: the model has none, or its checkpoint doesn't hold them.
+    """
+    from transformers.modeling_layers import MtpModel
+
+    name, count = type(model).__name__, getattr(model.config.get_text_config(), "num_mtp_layers", None)
+    if not count:
+        raise HeadsError(f"heads is {MTP!r}, but the config of {name} has no MTP layers (num_nextn_predict_layers)")
+    device = model.get_output_embeddings().weight.device
+    try:
+        mtp: Any = MtpModel.from_pretrained(model, device_map={"": device})
+        return mtp.eval()
+    except (RuntimeError, ValueError, OSError, StopIteration) as error:
+        raise HeadsError(
+            f"the MTP layers of {name} can't be loaded from {model.config.name_or_path!r}: {error}"
+        ) from error
+
+
+class MtpDrafter:
+    """Uses the first MTP layer again and again, as EAGLE uses its layer.
+
+    The pair of position t is the target's last state (behind the final norm) at t and the token t + 1, whose position
+    the rotary embedding gets. Implements :class:`specmemo_kernels.drafting.base.FeatureDrafter`.
+
+    Args:
+        mtp: transformers' ``MtpModel``.
+        facts: of the target.
+    """
+
+    feature_ids, max_depth = (POST_NORM,), DEPTH
+
+    def __init__(self, mtp: Any, vocabulary: TargetVocabulary, facts: ModelFacts, backend: str) -> None:
+        self.mtp, self.backend, self._vocabulary = mtp, backend, vocabulary
+        self._layer, self._index = mtp.layers[0], len(facts.layers)
+        self.beam, self.state_size = min(BEAM, vocabulary.vocab_size), facts.hidden_size
+        for module in attention_modules(self._layer):
+            install_view(module)
+        self._leaves = FusedLeaves()
+        if backend in FUSED_BACKENDS:
+            self._leaves = find_leaves(self._layer, facts.dtype, backend, invariant=False)
+        self.layers, self.num_qo_heads = self._probe(facts)
+
+    @torch.inference_mode()
+    def _probe(self, facts: ModelFacts) -> tuple[tuple[LayerKV, ...], int]:
+        """Sizes of the layer's keys and values, and its query heads."""
+        layers: list[LayerKV] = []
+        heads = 0
+
+        def record(layer: int, q: Tensor, k: Tensor, v: Tensor, *, params: AttentionParams) -> Tensor:
+            nonlocal heads
+            layers.append(LayerKV(k.shape[1], k.shape[2], v.shape[2], k.dtype, k.device, of_drafter=True))
+            heads = q.shape[1]
+            return v.repeat_interleave(heads // k.shape[1], dim=1)
+
+        token = torch.zeros(1, dtype=torch.int64, device=facts.device)
+        features = torch.zeros(1, facts.hidden_size, dtype=facts.dtype, device=facts.device)
+        self._run(token, features, token, record)
+        return tuple(layers), heads
+
+    @property
+    def _weights(self) -> list[Tensor]:
+        norm = self.mtp.shared_post_norm if self.mtp.use_shared_post_norm else None
+        return [*self._layer.parameters(), *self._layer.buffers(), *(norm.parameters() if norm is not None else ())]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the layer's weights; embedding and lm_head are the target's."""
+        return sum(weight.nbytes for weight in self._weights)
+
+    @property
+    def spec(self) -> FeatureDrafterSpec:
+        elements, kv = sum(weight.numel() for weight in self._weights), self.layers[0]
+        width = max((w.shape[0] for w in self._weights if w.dim() == 2), default=0)
+        return FeatureDrafterSpec(
+            "MTP", self.max_depth, self.beam, elements, elements, elements, 0, 1, kv.num_kv_heads,
+            -(-(kv.head_dim + kv.v_head_dim) // 2), self.state_size, 8 * self.state_size + 3 * width,
+        )  # fmt: skip
+
+    def advance(self, batch: TreeBatch, features: Tensor, keep: Tensor, pool: PagedKVPool) -> Tensor:
+        attention = StepAttention(pool, batch, self.backend)
+        hidden = self._run(batch.tokens, features, batch.positions + 1, self._in_pool(attention))
+        return hidden.index_select(0, keep)
+
+    def draft(self, rows: DraftRows, tree: Trees) -> DraftedTrees:
+        attention = BeamAttention(rows, self.backend)
+        call = self._in_pool(attention)
+        states = rows.states[:, None]  # of the last depth's nodes
+
+        def first(width: int) -> Children:
+            return self._children(rows.states, width, 1)
+
+        def expand(depth: int, parent: Tensor, tokens: Tensor) -> Children:
+            nonlocal states
+            nodes = parent.shape[1]
+            attention.descend(parent)
+            features = states.gather(1, parent[..., None].expand(-1, -1, self.state_size)).flatten(0, 1)
+            positions = (rows.seq_lens.long() + depth).repeat_interleave(nodes)
+            hidden = self._run(tokens.flatten().clamp(min=0), features, positions, call)
+            states = hidden.view(-1, nodes, self.state_size)
+            return self._children(hidden, tree.width, nodes)
+
+        return grow(rows.roots, tree, first, expand)
+
+    def _children(self, hidden: Tensor, width: int, nodes: int) -> Children:
+        log_p, tokens = self._vocabulary.top_log_probs(hidden, width)
+        return log_p.view(-1, nodes, width), tokens.view(-1, nodes, width)
+
+    def _in_pool(self, attention: Attention) -> AttentionCall:
+        """``attention`` for the MTP layer, which counts its layers from 0."""
+
+        def call(layer: int, q: Tensor, k: Tensor, v: Tensor, *, params: AttentionParams) -> Tensor:
+            return attention(self._index + layer, q, k, v, params=params)
+
+        return call
+
+    def _run(self, tokens: Tensor, features: Tensor, positions: Tensor, call: AttentionCall) -> Tensor:
+        """The layer's states ``[N, hidden_size]`` behind its final norm, for tokens at ``positions``."""
+        leaves, mtp = self._leaves, self.mtp
+        few = leaves.names and (leaves.max_rows is None or len(tokens) <= leaves.max_rows)
+        fused: AbstractContextManager[None] = leaves.installed() if few else nullcontext()
+        kernels = ops.kernels(leaves.backend, tokens.device) if few else None
+        embedded, rotary = self._vocabulary.embed(tokens)[None], None
+        if mtp.rotary_emb is not None:
+            kind = {"layer_type": mtp.config.layer_types[0]} if mtp.has_per_layer_rope else {}
+            rotary = mtp.rotary_emb(embedded, position_ids=positions[None], **kind)
+        with attention_call(call, None, kernels), fused:
+            hidden = self._layer(
+                embedded, features[None], position_embeddings=rotary, attention_mask=step_mask(tokens.device),
+                position_ids=positions[None], past_key_values=None,
+            )  # fmt: skip
+        if mtp.use_shared_post_norm:
+            hidden = mtp.shared_post_norm(hidden)
+        return hidden[0]  # type: ignore[no-any-return]
