@@ -206,19 +206,22 @@ def verify_job(shape: Shape) -> Job:
     return _simple("verify_tree_greedy", kernel, shape, config.VERIFY_CONFIG, types, {"BLOCK_T": 64})
 
 
-def lm_head_job(target: str, shape: Shape, k: int, group: int = 0) -> Job:
-    """The K best tokens of each vocabulary block; ``group``: elements per scale of 4-bit weights, 0: not quantised."""
+def lm_head_job(target: str, shape: Shape, k: int, group: int = 0, log_probs: bool = False) -> Job:
+    """The K best tokens of each vocabulary block, and with ``log_probs`` its log-sum-exp.
+
+    ``group``: elements per scale of 4-bit weights, 0: not quantised.
+    """
     element = f"*{TYPES[shape.dtype]}"
     chosen = config.lm_head_config(target, shape.nodes, shape.dtype)
-    types = {"keys_ptr": "*i64", "hidden_ptr": element, "weight_ptr": "*u8" if group else element}
+    types = {"keys_ptr": "*i64", "lse_ptr": "*fp32", "hidden_ptr": element, "weight_ptr": "*u8" if group else element}
     types |= {"scales_ptr": "*fp16"}
     types |= dict.fromkeys(("stride_hidden", "rows", "vocabulary"), "i32")
     constants = {
-        "bias_ptr": None, "HIDDEN": shape.hidden_size, "K": k, "HAS_BIAS": False, "GROUP": group,
+        "bias_ptr": None, "HIDDEN": shape.hidden_size, "K": k, "HAS_BIAS": False, "HAS_LSE": log_probs, "GROUP": group,
         "BLOCK_M": chosen.block_m, "BLOCK_V": chosen.block_n, "BLOCK_H": chosen.block_k, "UPCAST": False,
     }  # fmt: skip
     constants |= {} if group else {"scales_ptr": None}
-    name = f"lm_head_block{'_codes' if group else ''}_top{k}"
+    name = f"lm_head_block{'_codes' if group else ''}{'_log_probs' if log_probs else ''}_top{k}"
     return _simple(name, lm_head.lm_head_block_kernel, shape, chosen, types, constants, frozenset(["stride_hidden"]))
 
 
@@ -293,3 +296,4 @@ def all_jobs(
         for k in (1, 10):
             shape = Shape(nodes=rows, dtype=dtype)
             yield from (lm_head_job(target, shape, k), lm_head_job(target, shape, k, GROUP), reduce_job(shape, k))
+        yield lm_head_job(target, shape, 10, log_probs=True)

@@ -24,10 +24,11 @@ int64_t attention_workspace(int dtype, int kv, int64_t num_qo_heads, int64_t num
 }
 
 void lm_head_topk(py::handle hidden, py::handle weight, py::handle scales, py::handle bias, int64_t k,
-                  py::handle tokens, py::handle values, int threads) {
+                  py::handle tokens, py::handle values, py::handle lse, int threads) {
   LmHeadArgs args{};
   args.product = product_args("hidden", hidden, weight, scales, bias), args.k = k;
   args.tokens = view(tokens).at<int64_t>(), args.values = view(values).at<float>();
+  args.lse = lse.is_none() ? nullptr : view(lse).at<float>();
   const Kernels& kernel = kernels();
   py::gil_scoped_release unlocked;
   kernel.lm_head_topk(args, threads);

@@ -67,6 +67,7 @@ struct LmHeadArgs {
   int64_t k;        // 1: argmax
   int64_t* tokens;  // [rows, k]
   float* values;    // [rows, k], already rounded to dtype
+  float* lse;       // [rows], natural logarithm of the sum of all exponentials; null: not needed
 };
 
 struct LinearArgs {

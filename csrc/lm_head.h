@@ -1,7 +1,10 @@
-// The k best logits of each row, hidden @ weight^T + bias, without a [rows, vocab] array.
+// The k best logits of each row, hidden @ weight^T + bias, and their log-sum-exp, without a [rows, vocab] array.
 #pragma once
 
+#include <cmath>
+
 #include "linear.h"
+#include "softmax.h"
 
 namespace specmemo {
 namespace {
@@ -27,6 +30,37 @@ struct Best {
   }
 };
 
+// The sum of the exponentials of all added values, relative to the largest.
+struct ExpSum {
+  float max, sum;
+
+  void add(const float* values, int64_t count) {
+    alignas(64) float padded[round_up(kGroup, kLanes)];
+    float top = kMinusInf;
+    for (int64_t i = 0; i < count; ++i) {
+      padded[i] = values[i];
+      top = values[i] > top ? values[i] : top;
+    }
+    for (int64_t i = count; i < round_up(kGroup, kLanes); ++i) padded[i] = kMinusInf;
+    if (top > max) {
+      sum *= max == kMinusInf ? 0.0f : exp2_scalar((max - top) * kLog2e);
+      max = top;
+    }
+    const VecF offset = splat(max == kMinusInf ? 0.0f : max);
+    VecF total{};
+    for (int64_t i = 0; i < round_up(kGroup, kLanes); i += kLanes)
+      total = total + exp2_nonpositive((load<VecF>(padded + i) - offset) * splat(kLog2e));
+    sum += specmemo::sum(total);
+  }
+
+  void add(const ExpSum& other) {
+    const float top = other.max > max ? other.max : max;
+    const float keep = max == kMinusInf ? 0.0f : std::exp(max - top);
+    sum = sum * keep + (other.max == kMinusInf ? other.sum : other.sum * std::exp(other.max - top));
+    max = top;
+  }
+};
+
 template <class T, class Products>
 class LmHead {
  public:
@@ -36,13 +70,15 @@ class LmHead {
   int64_t shared_bytes() const { return outputs_.shared_bytes(); }
   void prepare(char* shared) { outputs_.prepare(shared); }
 
-  int64_t piece_bytes() const { return args_.product.rows * args_.k * 12; }
+  int64_t piece_bytes() const { return args_.product.rows * (args_.k * 12 + static_cast<int64_t>(sizeof(ExpSum))); }
 
   // Computes the k best of one piece of the vocabulary, for all rows.
   void run(int64_t piece, char* results) const {
     const int64_t begin = first_token(piece), end = first_token(piece + 1), rows = args_.product.rows;
     auto* memory = static_cast<char*>(arena(0, outputs_.sums_bytes() + outputs_.value_count() * 4));
     auto* values = reinterpret_cast<float*>(memory + outputs_.sums_bytes());
+    ExpSum* sums = exp_sums(results, piece);
+    for (int64_t r = 0; r < rows; ++r) sums[r] = ExpSum{kMinusInf, 0.0f};
     int64_t counts_seen = 0;  // inserted so far, the same for every row
     for (int64_t token = begin; token < end; token += kGroup) {
       const int64_t count = end - token < kGroup ? end - token : kGroup;
@@ -51,6 +87,7 @@ class LmHead {
         Best top = best(results, piece, r);
         top.count = counts_seen < args_.k ? counts_seen : args_.k;
         for (int64_t v = 0; v < count; ++v) top.offer(values[r * kGroup + v], token + v);
+        if (args_.lse != nullptr) sums[r].add(values + r * kGroup, count);
       }
       counts_seen += count;
     }
@@ -59,6 +96,9 @@ class LmHead {
   // Merges all pieces of one row in token order.
   void merge(int64_t row, char* results) const {
     Best total{args_.k, 0, args_.tokens + row * args_.k, args_.values + row * args_.k};
+    ExpSum sum{kMinusInf, 0.0f};
+    for (int64_t piece = 0; piece < pieces_; ++piece) sum.add(exp_sums(results, piece)[row]);
+    if (args_.lse != nullptr) args_.lse[row] = sum.max + std::log(sum.sum);
     for (int64_t piece = 0; piece < pieces_; ++piece) {
       const Best part = best(results, piece, row);
       const int64_t size = first_token(piece + 1) - first_token(piece);
@@ -73,6 +113,12 @@ class LmHead {
     auto* tokens = reinterpret_cast<int64_t*>(results) + (piece * args_.product.rows + row) * args_.k;
     auto* values = reinterpret_cast<float*>(results + pieces_ * args_.product.rows * args_.k * 8);
     return Best{args_.k, 0, tokens, values + (piece * args_.product.rows + row) * args_.k};
+  }
+
+  // Of all rows, for one piece.
+  ExpSum* exp_sums(char* results, int64_t piece) const {
+    auto* first = reinterpret_cast<ExpSum*>(results + pieces_ * args_.product.rows * args_.k * 12);
+    return first + piece * args_.product.rows;
   }
 
   const LmHeadArgs& args_;

@@ -75,6 +75,10 @@ PROBLEMS: dict[str, tuple[str, list[Any]]] = {
     ),
     "argmax_plain": ("lm_head_argmax", list(lm_head_inputs(LmHeadCase("opcheck", 3, 50, 16), torch.float32).values())),
     "topk": ("lm_head_topk", [*lm_head_inputs(LmHeadCase("opcheck", 3, 50, 16), torch.float32).values(), 7, None]),
+    "log_probs": (
+        "lm_head_log_probs",
+        [*lm_head_inputs(LmHeadCase("opcheck", 3, 50, 16), torch.float32).values(), 7, None],
+    ),
     "linear": ("linear", [*LINEAR, None, False]),
     "linear_codes": ("linear", [CODES["hidden"], CODES["weight"], CODES["bias"], CODES["scales"], False]),
     "gated_mlp": ("gated_mlp", [LINEAR[0], LINEAR[1], LINEAR[1], LINEAR[1].T.contiguous(), *[None] * 3, "silu", False]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -191,6 +192,38 @@ def test_lm_head_is_exact_on_integers(backend: str, dtype: torch.dtype, case: Lm
     assert (values.dtype, indices.dtype, values.shape) == (dtype, torch.int64, (case.rows, case.k))
     assert indices.tolist() == best
     assert values.long().tolist() == [[row[t] for t in top] for row, top in zip(logits.tolist(), best, strict=True)]
+
+
+@each_backend
+@each_dtype
+@pytest.mark.parametrize("case", LM_HEAD_CASES, ids=lambda case: case.name)
+def test_lm_head_log_probs(backend: str, dtype: torch.dtype, case: LmHeadCase) -> None:
+    """The logits are exact; the log-sum-exp is within float32's error of the float64 result, at any magnitude."""
+    inputs = lm_head_inputs(case, dtype)
+    logits = inputs["hidden"].double() @ inputs["weight"].double().T + (inputs["bias"].double() if case.bias else 0)
+    log_p, tokens, lse = ops.lm_head_log_probs(**inputs, k=case.k, backend=backend)
+    assert log_p.dtype == lse.dtype == torch.promote_types(dtype, torch.float32)
+    values, best = ops.lm_head_topk(**inputs, k=case.k, backend=backend)
+    assert torch.equal(tokens, best)
+    assert torch.equal(log_p, values.to(lse.dtype) - lse[:, None])
+    exact = logits.logsumexp(dim=1)
+    error = 4 * torch.finfo(torch.float32).eps * (1 + logits.abs().amax() if logits.numel() else 0)
+    torch.testing.assert_close(lse.double(), exact, rtol=0, atol=float(error))
+
+
+@each_backend
+def test_log_probs_of_extreme_logits(backend: str) -> None:
+    """Large logits neither overflow nor vanish, logits of minus infinity don't count, a NaN makes its row NaN."""
+    weight = torch.zeros(100, 16)
+    weight[:3, 0] = torch.tensor([1.0, 1.0, 0.5])
+    hidden = torch.zeros(3, 16)
+    hidden[:, 0] = torch.tensor([3e4, -3e4, math.nan])
+    bias = torch.where(torch.arange(100) < 60, 0.0, -math.inf)
+    log_p, tokens, lse = ops.lm_head_log_probs(hidden, weight, bias, k=60, backend=backend)
+    assert lse[:2].tolist() == pytest.approx([3e4 + math.log(2), math.log(57)], rel=1e-6)
+    assert tokens[1].tolist() == [*range(3, 60), 2, 0, 1]
+    assert log_p[0, :2].tolist() == pytest.approx([-math.log(2)] * 2, abs=4e-3)  # 3e4 has three decimals
+    assert lse[2].isnan()
 
 
 @each_backend

@@ -71,7 +71,8 @@ def test_attention_bfloat16(kernels: ModuleType, target: str) -> None:
 @pytest.mark.parametrize("target", sample(TARGETS, ["sm_80"]))
 def test_lm_head(kernels: ModuleType, target: str) -> None:
     shape = kernels.Shape(nodes=25)
-    for job in (kernels.lm_head_job(target, shape, 10), kernels.reduce_job(shape, 10)):
+    log_probs = kernels.lm_head_job(target, shape, 10, log_probs=True)
+    for job in (kernels.lm_head_job(target, shape, 10), log_probs, kernels.reduce_job(shape, 10)):
         check(job, target)
 
 

@@ -156,6 +156,19 @@ class TestInterpreter:
             mine, wanted = (backend.lm_head_topk(x, weight, offset, k) for backend in (triton, reference))
             assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(mine, wanted, strict=True))
 
+    @pytest.mark.parametrize(("vocabulary", "k"), [(1, 1), (300, 7)])
+    def test_lm_head_log_probs(self, vocabulary: int, k: int) -> None:
+        """Several blocks of the vocabulary, the last one not full, and some logits of minus infinity."""
+        from specmemo_kernels.backends import triton
+
+        g = torch.Generator().manual_seed(vocabulary)
+        x, weight = torch.randn(5, 24, generator=g), torch.randn(vocabulary, 24, generator=g)
+        bias = torch.where(torch.arange(vocabulary) % 3 == 1, -torch.inf, torch.randn(vocabulary, generator=g))
+        mine, wanted = (backend.lm_head_log_probs(x, weight, bias, k) for backend in (triton, reference))
+        assert torch.equal(mine[1], wanted[1])
+        for i in (0, 2):
+            torch.testing.assert_close(mine[i], wanted[i], rtol=1e-6, atol=3e-6)
+
     @pytest.mark.parametrize("dtype", sample((torch.float32, torch.bfloat16, torch.float16), [torch.float16]), ids=str)
     @pytest.mark.parametrize("case", SMALL_CODE_CASES, ids=lambda case: case.name)
     def test_lm_head_of_codes(self, case: LmHeadCase, dtype: torch.dtype) -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from specmemo_kernels.integrations.hf.patch import patch, unpatch
     from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan
     from specmemo_kernels.tree.draft_tree import DraftTree
+    from specmemo_kernels.tree.tree_budget import TreeBudget
 
 __version__ = "0.1.0"
 
@@ -54,6 +55,7 @@ __all__ = [
     "Request",
     "Sampling",
     "SpecMemo",
+    "TreeBudget",
     "TypicalAcceptance",
     "UnsupportedModel",
     "__version__",
@@ -78,6 +80,7 @@ _MODULES = {
     "integrations.hf.patch": ("patch", "unpatch"),
     "planning.memory_plan": ("BudgetError", "MemoryPlan"),
     "tree.draft_tree": ("DraftTree",),
+    "tree.tree_budget": ("TreeBudget",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

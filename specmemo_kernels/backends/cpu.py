@@ -99,11 +99,28 @@ def lm_head_topk(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int, scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The ``k`` best logits of each row and their tokens, best first; ties go to the lower token."""
+    values, tokens, _ = _best_logits(hidden, weight, bias, k, scales, None)
+    return values.to(hidden.dtype), tokens
+
+
+def lm_head_log_probs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The ``k`` best log-probabilities of each row and their tokens, and the log-sum-exp of all logits."""
+    lse = torch.empty(hidden.shape[0], dtype=torch.float32, device=_CPU)
+    values, tokens, _ = _best_logits(hidden, weight, bias, k, scales, lse)
+    return values - lse[:, None], tokens, lse
+
+
+def _best_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int, scales: Tensor | None, lse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Logits ``[N, k]`` float32, tokens and ``lse``, which the call fills."""
     rows = hidden.shape[0]
     tokens = torch.empty(rows, k, dtype=torch.int64, device=_CPU)
     values = torch.empty(rows, k, dtype=torch.float32, device=_CPU)
-    _cpu.lm_head_topk(hidden, weight, scales, bias, k, tokens, values, torch.get_num_threads())
-    return values.to(hidden.dtype), tokens
+    _cpu.lm_head_topk(hidden, weight, scales, bias, k, tokens, values, lse, torch.get_num_threads())
+    return values, tokens, lse
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, invariant: bool) -> Tensor:

@@ -15,6 +15,7 @@ __all__ = [
     "gated_mlp",
     "linear",
     "lm_head_argmax",
+    "lm_head_log_probs",
     "lm_head_topk",
     "rms_norm",
     "tree_attention",
@@ -242,6 +243,17 @@ def lm_head_topk(
         order = torch.argsort(values, dim=1, descending=True, stable=True)[:, :k]
         values, indices = values.gather(1, order), indices.gather(1, order)
     return values, indices
+
+
+def lm_head_log_probs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The ``k`` best log-probabilities of each row and their tokens, and the log-sum-exp of all logits."""
+    values, tokens = lm_head_topk(hidden, weight, bias, k, scales)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    parts = [logits.to(wide).logsumexp(dim=1) for _, logits in _vocabulary_slices(hidden, weight, bias, scales)]
+    lse = torch.stack(parts).logsumexp(dim=0)
+    return values.to(wide) - lse[:, None], tokens, lse
 
 
 def _vocabulary_slices(  # type: ignore[no-untyped-def]

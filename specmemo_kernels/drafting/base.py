@@ -139,6 +139,10 @@ class FeatureDrafter(Protocol):
         """Elements of a sequence's state."""
 
     @property
+    def vocab_size(self) -> int:
+        """Number of tokens that it can draft."""
+
+    @property
     def beam(self) -> int:
         """Nodes per depth that it expands in dynamic trees."""
 

@@ -41,7 +41,7 @@ class TensorDrafter:
         vocab_size: int,
     ) -> None:
         self.vocabulary, self.backend = vocabulary, backend
-        self.max_depth, self.beam = max_depth, min(beam, vocab_size)
+        self.max_depth, self.vocab_size, self.beam = max_depth, vocab_size, min(beam, vocab_size)
         self.tensors = dict(tensors)
         spec, like = config.layer, next(iter(self.tensors.values()))
         self.dtype, self.device, self.eps = vocabulary.dtype, like.device, spec.rms_norm_eps

@@ -45,8 +45,6 @@ def top_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """:class:`TopLogProbs` of a matrix ``[V, H]``."""
     kernels = ops.kernels(backend, hidden.device)
-    logits = kernels.linear(hidden, weight, bias, None, False).float()
-    if scale != 1.0:
-        logits = logits * scale
-    values, tokens = logits.topk(k, dim=1)
-    return values - logits.logsumexp(dim=1, keepdim=True), tokens
+    scaled = hidden if scale == 1.0 else hidden * scale
+    log_p, tokens, _ = kernels.lm_head_log_probs(scaled, weight, bias, k, None)
+    return log_p, tokens

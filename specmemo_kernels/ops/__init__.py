@@ -69,6 +69,7 @@ __all__ = [
     "linear",
     "linear_workspace",
     "lm_head_argmax",
+    "lm_head_log_probs",
     "lm_head_topk",
     "rms_norm",
     "schema",
@@ -266,6 +267,27 @@ def lm_head_topk(
         values ``[N, k]`` in hidden's dtype and tokens ``[N, k]`` int64. ``1 <= k <= min(V, 64)``.
     """
     result: tuple[Tensor, Tensor] = schema.call("lm_head_topk", hidden, weight, bias, k, scales, backend)
+    return result
+
+
+def lm_head_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    k: int,
+    scales: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The ``k`` best log-probabilities per row, their tokens, and the log-sum-exp; no ``[N, V]`` tensor.
+
+    Arguments and ties as for :func:`lm_head_topk`. The logits are rounded to hidden's dtype, as a linear layer does.
+
+    Returns:
+        log-probabilities ``[N, k]`` (``logit - lse``) and ``lse`` ``[N]``, the natural logarithm of the sum of all
+        exponentials, in float32 (float64 for float64), and between them tokens ``[N, k]`` int64.
+    """
+    result: tuple[Tensor, Tensor, Tensor] = schema.call("lm_head_log_probs", hidden, weight, bias, k, scales, backend)
     return result
 
 

@@ -223,6 +223,10 @@ def lm_head_topk(hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int, sc
         raise ValueError(f"lm_head_topk: k is {k}, it must be between 1 and {limit}")
 
 
+def lm_head_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int, scales: Tensor | None) -> None:
+    lm_head_topk(hidden, weight, bias, k, scales)
+
+
 def _lm_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None) -> None:
     _rows("hidden", hidden, (None, None), "[N, hidden_size]", hidden.dtype, hidden.device)
     _weight(hidden, weight, bias, scales, "V", "hidden_size")

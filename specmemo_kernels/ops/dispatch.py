@@ -150,6 +150,7 @@ class Kernels(Protocol):
     verify_tree_greedy: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     lm_head_argmax: Callable[..., torch.Tensor]
     lm_head_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    lm_head_log_probs: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     linear: Callable[..., torch.Tensor]
     gated_mlp: Callable[..., torch.Tensor]
     rms_norm: Callable[..., torch.Tensor]

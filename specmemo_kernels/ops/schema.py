@@ -39,6 +39,9 @@ SCHEMAS = {
     "lm_head_topk": (
         "(Tensor hidden, Tensor weight, Tensor? bias, int k, Tensor? scales, str? backend) -> (Tensor, Tensor)"
     ),
+    "lm_head_log_probs": (
+        "(Tensor hidden, Tensor weight, Tensor? bias, int k, Tensor? scales, str? backend) -> (Tensor, Tensor, Tensor)"
+    ),
     "linear": ("(Tensor x, Tensor weight, Tensor? bias, Tensor? scales, bool invariant, str? backend) -> Tensor"),
     "gated_mlp": (
         "(Tensor x, Tensor gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, "
@@ -85,6 +88,11 @@ FAKES: dict[str, Callable[..., Any]] = {
     "lm_head_topk": lambda hidden, weight, bias, k, *_: (
         hidden.new_empty(hidden.shape[0], k),
         hidden.new_empty(hidden.shape[0], k, dtype=torch.int64),
+    ),
+    "lm_head_log_probs": lambda hidden, weight, bias, k, *_: (
+        hidden.new_empty(hidden.shape[0], k, dtype=torch.promote_types(hidden.dtype, torch.float32)),
+        hidden.new_empty(hidden.shape[0], k, dtype=torch.int64),
+        hidden.new_empty(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32)),
     ),
     "linear": lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]),
     "gated_mlp": lambda x, gate, up, down, *_: x.new_empty(*x.shape[:-1], down.shape[0]),

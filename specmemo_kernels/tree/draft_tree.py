@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from specmemo_kernels.arguments import as_integer, integer, integers, wrong_type
+from specmemo_kernels.arguments import integer, integers, wrong_type
 
 WORD = 64
 
@@ -129,19 +129,6 @@ class DraftTree:
             rows.append((rows[parent] if parent >= 0 else 0) | 1 << node)
         words = -(-self.size // WORD)
         return torch.tensor([[_signed(row >> WORD * word) for word in range(words)] for row in rows], dtype=torch.int64)
-
-
-def tree_argument(tree: Any) -> DraftTree | int | None:
-    """Check the argument ``tree`` of :func:`specmemo_kernels.patch`; rank paths become a tree.
-
-    Raises:
-        TypeError, ValueError: ``tree`` is not a tree, rank paths, a number of nodes or ``None``.
-    """
-    if tree is None or isinstance(tree, DraftTree):
-        return tree
-    if as_integer(tree) is not None or not isinstance(tree, Iterable) or isinstance(tree, str | bytes):
-        return integer("tree", tree, or_else=" (or a DraftTree, or a list of rank paths)")
-    return DraftTree.from_paths(tree)
 
 
 def _integers(name: str, values: Any) -> tuple[int, ...]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from specmemo_kernels.arguments import integer
+from specmemo_kernels.arguments import as_integer, integer
 from specmemo_kernels.tree.draft_tree import DraftTree
 
 
@@ -55,3 +57,16 @@ Trees = DraftTree | TreeBudget
 def most_nodes(depth: int, width: int) -> int:
     """Nodes that a beam of ``width`` creates down to ``depth``, the root included."""
     return 1 + width + (depth - 1) * width**2 if depth else 1
+
+
+def tree_argument(tree: Any) -> Trees | int | None:
+    """Check the argument ``tree`` of :func:`specmemo_kernels.patch`; rank paths become a tree.
+
+    Raises:
+        TypeError, ValueError: ``tree`` is not a tree, a budget, rank paths, a number of nodes or ``None``.
+    """
+    if tree is None or isinstance(tree, DraftTree | TreeBudget):
+        return tree
+    if as_integer(tree) is not None or not isinstance(tree, Iterable) or isinstance(tree, str | bytes):
+        return integer("tree", tree, or_else=" (or a DraftTree, a TreeBudget, or a list of rank paths)")
+    return DraftTree.from_paths(tree)

@@ -7,7 +7,7 @@ triton. Tensors must be on a GPU, or on the CPU in Triton's interpreter (``TRITO
 from specmemo_kernels.backends.layers import linear
 from specmemo_kernels.backends.triton.attention import fixed_workspace, kernel_configs, tree_attention
 from specmemo_kernels.backends.triton.layers import add_rms_norm, few_rows, gated_mlp, rms_norm, rotary
-from specmemo_kernels.backends.triton.lm_head import lm_head_argmax, lm_head_topk
+from specmemo_kernels.backends.triton.lm_head import lm_head_argmax, lm_head_log_probs, lm_head_topk
 from specmemo_kernels.backends.triton.paged import append_paged_kv, commit_paged_kv
 from specmemo_kernels.backends.triton.runtime import check_device
 from specmemo_kernels.backends.triton.verify import verify_tree_greedy
@@ -23,6 +23,7 @@ __all__ = [
     "kernel_configs",
     "linear",
     "lm_head_argmax",
+    "lm_head_log_probs",
     "lm_head_topk",
     "rms_norm",
     "rotary",

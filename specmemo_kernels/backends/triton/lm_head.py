@@ -118,11 +118,12 @@ def code_products(
 
 @triton.jit(do_not_specialize=["rows", "vocabulary"])
 def lm_head_block_kernel(
-    keys_ptr, hidden_ptr, weight_ptr, scales_ptr, bias_ptr, stride_hidden, rows, vocabulary,
-    HIDDEN: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr,
+    keys_ptr, lse_ptr, hidden_ptr, weight_ptr, scales_ptr, bias_ptr, stride_hidden, rows, vocabulary,
+    HIDDEN: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (row blocks, vocabulary blocks). Writes each row's K best keys of the block, best first.
+    """Grid: (row blocks, vocabulary blocks). Writes each row's K best keys of the block, best first, and with
+    ``HAS_LSE`` the block's log-sum-exp to ``[rows, blocks]``.
 
     ``GROUP``: 4-bit codes per scale; 0 for weights in the model's dtype.
     """
@@ -141,7 +142,13 @@ def lm_head_block_kernel(
     if HAS_BIAS:
         acc += tl.load(bias_ptr + token, mask=in_vocab, other=0.0).to(tl.float32)[None, :]
     # Rounded as the model's linear layer rounds its logits, because that decides ties.
-    order = order_of(acc.to(hidden_ptr.dtype.element_ty).to(tl.float32))
+    logits = acc.to(hidden_ptr.dtype.element_ty).to(tl.float32)
+    if HAS_LSE:
+        peak = tl.max(tl.where(in_vocab[None, :], logits, float("-inf")), 1)
+        base = tl.where(peak == float("-inf"), 0.0, peak)  # all logits are -inf
+        total = tl.sum(tl.where(in_vocab[None, :], tl.exp(logits - base[:, None]), 0.0), 1)
+        tl.store(lse_ptr + m.to(tl.int64) * tl.num_programs(1) + tl.program_id(1), base + tl.log(total), mask=valid)
+    order = order_of(logits)
     order = tl.where(in_vocab[None, :], order, NO_ORDER)
     tokens = tl.broadcast_to(token[None, :], (BLOCK_M, BLOCK_V))
     out_ptr = keys_ptr + (m.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * K
@@ -178,6 +185,22 @@ def lm_head_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 
 
 @entry_point
+def lm_head_log_probs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The ``k`` best log-probabilities of each row, their tokens, and the log-sum-exp of all logits.
+
+    Arguments and errors as in :func:`lm_head_topk`.
+
+    Returns:
+        log-probabilities ``[N, k]`` float32, tokens ``[N, k]`` int64 and log-sum-exp ``[N]`` float32.
+    """
+    values, tokens, parts = _best_logits(hidden, weight, bias, k, scales, torch.float32, with_lse=True)
+    lse = parts.logsumexp(dim=1)
+    return values - lse[:, None], tokens, lse
+
+
+@entry_point
 def lm_head_topk(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int, scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -191,23 +214,33 @@ def lm_head_topk(
     Raises:
         ValueError: an unsupported device or dtype.
     """
+    values, tokens, _ = _best_logits(hidden, weight, bias, k, scales, hidden.dtype, with_lse=False)
+    return values, tokens
+
+
+def _best_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int, scales: Tensor | None, dtype: torch.dtype,
+    *, with_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Logits ``[N, k]`` in ``dtype``, tokens, and the log-sum-exp of each block of the vocabulary if it is needed."""
     rows, hidden_size = hidden.shape
     vocabulary = weight.shape[0]
-    values = hidden.new_empty(rows, k)
+    values = hidden.new_empty(rows, k, dtype=dtype)
     tokens = torch.empty(rows, k, dtype=torch.int64, device=hidden.device)
     if rows == 0:
-        return values, tokens
+        return values, tokens, hidden.new_empty(0, 1, dtype=torch.float32)
     group = 0 if scales is None else 2 * weight.shape[1] // scales.shape[1]
     config = lm_head_config(target_of(hidden.device), rows, hidden.dtype)
     blocks = triton.cdiv(vocabulary, config.block_n)
     keys = torch.empty(rows, blocks * k, dtype=torch.int64, device=hidden.device)
+    lse = hidden.new_empty(rows, blocks if with_lse else 0, dtype=torch.float32)
     lm_head_block_kernel[(triton.cdiv(rows, config.block_m), blocks)](
-        keys, hidden, weight, scales, bias, hidden.stride(0), rows, vocabulary,
-        HIDDEN=hidden_size, K=k, HAS_BIAS=bias is not None, GROUP=group, BLOCK_M=config.block_m,
+        keys, lse, hidden, weight, scales, bias, hidden.stride(0), rows, vocabulary,
+        HIDDEN=hidden_size, K=k, HAS_BIAS=bias is not None, HAS_LSE=with_lse, GROUP=group, BLOCK_M=config.block_m,
         BLOCK_V=config.block_n, BLOCK_H=config.block_k, UPCAST=INTERPRETED, **launch_options(hidden.device, config),
     )  # fmt: skip
     _reduce(keys, values, tokens, k)
-    return values, tokens
+    return values, tokens, lse
 
 
 def _reduce(keys: Tensor, values: Tensor, tokens: Tensor, k: int) -> None:

@@ -102,12 +102,12 @@ class TensorParallel(RankGroup):
     def top_log_probs(
         self, hidden: Tensor, k: int, weight: Tensor, bias: Tensor | None, backend: str | None, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        values, tokens = self.topk(hidden, weight, bias, k=k, backend=backend)
+        scaled = hidden if scale == 1.0 else hidden * scale
+        values, tokens = self.topk(scaled, weight, bias, k=k, backend=backend)
         total = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)  # of a rank without rows
         if len(weight):
-            logits = ops.kernels(backend, hidden.device).linear(hidden, weight, bias, None, False)
-            total = (logits.float() * scale).logsumexp(dim=1)
-        return values.float() * scale - self._gather(total).logsumexp(dim=0)[:, None], tokens
+            total = ops.kernels(backend, hidden.device).lm_head_log_probs(scaled, weight, bias, 1, None)[2].float()
+        return values.float() - self._gather(total).logsumexp(dim=0)[:, None], tokens
 
     def gather_row(self, part: Tensor) -> Tensor:
         """A row ``[V]`` from all ranks' parts."""

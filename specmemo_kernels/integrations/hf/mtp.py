@@ -73,6 +73,7 @@ class MtpDrafter:
     def __init__(self, mtp: Any, vocabulary: TargetVocabulary, facts: ModelFacts, backend: str) -> None:
         self.mtp, self.backend, self._vocabulary = mtp, backend, vocabulary
         self._layer, self._index = mtp.layers[0], len(facts.layers)
+        self.vocab_size = vocabulary.vocab_size
         self.beam, self.state_size = min(BEAM, vocabulary.vocab_size), facts.hidden_size
         for module in attention_modules(self._layer):
             install_view(module)

@@ -40,7 +40,8 @@ from specmemo_kernels.integrations.hf.target import attach, lm_head_hook
 from specmemo_kernels.ops.weight_codes import check_bits
 from specmemo_kernels.planning.host_allocator import release_host_memory, return_large_blocks
 from specmemo_kernels.planning.memory_plan import parse_bytes
-from specmemo_kernels.tree.draft_tree import DraftTree, tree_argument
+from specmemo_kernels.tree.draft_tree import DraftTree
+from specmemo_kernels.tree.tree_budget import TreeBudget, tree_argument
 
 
 class PatchedGeneration:
@@ -85,7 +86,7 @@ def patch(
     heads: str | Path | nn.Module | dict[str, torch.Tensor] | Drafter | DraftModel,
     *,
     memory_budget: int | str | None = None,
-    tree: DraftTree | Sequence[Sequence[int]] | int | None = None,
+    tree: DraftTree | TreeBudget | Sequence[Sequence[int]] | int | None = None,
     backend: str | None = None,
     page_size: int = 16,
     prefill_chunk: int = 256,
@@ -108,10 +109,11 @@ def patch(
             :class:`Drafter`.
         memory_budget: bytes (or ``"2GiB"``) of generation memory: everything but the model's own weights.
             ``None``: no limit, each call allocates for its lengths.
-        tree: a :class:`DraftTree`, a list of rank paths (as Medusa publishes them), or a number of nodes. ``None``: the
-            best tree for the heads' accuracies and the device. The device is known by name, or measured once per
-            process in one to two seconds (``specmemo probe`` saves the result). Heads that this tree doesn't use are
-            dropped. Each step verifies the fastest part of the tree, by recent acceptance and measured times. Prompt
+        tree: a :class:`DraftTree`, a list of rank paths (as Medusa publishes them), or a number of nodes. Drafters
+            that read hidden states make a tree of their own for each sequence in each step (a :class:`TreeBudget`, or a
+            number of nodes), unless a tree is given. ``None``: the best tree for the heads' accuracies and the device.
+            The device is known by name, or measured once per process in one to two seconds (``specmemo probe`` saves
+            the result). Heads that this tree doesn't use are dropped. Each step verifies the fastest part of the tree, by recent acceptance and measured times. Prompt
             lookup and draft models get a chain, unless a tree is given.
         backend: ``"reference"``, ``"cpu"``, ``"triton"`` or ``None`` (by device).
         page_size: tokens per page of the KV cache.

@@ -44,7 +44,7 @@ _Candidate = tuple[Trees, dict[str, Any]]
 
 
 def make_plan(
-    setup: Setup, tree: DraftTree | int | None, graphs: GraphUse, limits: dict[str, Any]
+    setup: Setup, tree: Trees | int | None, graphs: GraphUse, limits: dict[str, Any]
 ) -> tuple[Setup, MemoryPlan, GraphUse]:
     """Divide the memory budget for ``patch``'s ``tree``, without graphs where they would take too much of it.
 
@@ -70,7 +70,7 @@ def make_plan(
 
 
 def _first_that_fits(
-    setup: Setup, tree: DraftTree | int | None, graphs: GraphUse, limits: dict[str, Any]
+    setup: Setup, tree: Trees | int | None, graphs: GraphUse, limits: dict[str, Any]
 ) -> tuple[Setup, MemoryPlan]:
     """The plan for the first candidate tree that the budget holds."""
     kv_dtype, shape = limits["kv_dtype"], None
@@ -180,7 +180,7 @@ def _generation_shape(setup: Setup, graphs: GraphUse, kv_dtype: str | None, max_
     )
 
 
-def _tree_candidates(setup: Setup, tree: DraftTree | int | None, kv_dtype: str | None) -> list[_Candidate]:
+def _tree_candidates(setup: Setup, tree: Trees | int | None, kv_dtype: str | None) -> list[_Candidate]:
     """The trees of which the memory plan takes the first that the budget holds.
 
     There is one candidate for a ``tree`` given to ``patch`` and for drafters that prefer chains. Else the candidates
@@ -197,9 +197,14 @@ def _tree_candidates(setup: Setup, tree: DraftTree | int | None, kv_dtype: str |
     return [(_given_tree(tree, setup), {})]
 
 
-def _given_tree(tree: DraftTree | int | None, setup: Setup) -> Trees:
+def _given_tree(tree: Trees | int | None, setup: Setup) -> Trees:
     """The given tree, the best tree of that many nodes, or (``None``) a chain of the drafter's depth."""
-    drafter, vocab_size = setup.drafter, setup.facts.vocab_size
+    drafter = setup.drafter
+    vocab_size = drafter.vocab_size if isinstance(drafter, FeatureDrafter) else setup.facts.vocab_size
+    if isinstance(tree, TreeBudget) and not isinstance(drafter, FeatureDrafter):
+        raise ValueError(
+            f"tree is a TreeBudget, but {type(drafter).__name__} fills static trees; give a DraftTree or a number"
+        )
     if isinstance(tree, int) and isinstance(drafter, FeatureDrafter):
         return _budget(setup, tree, drafter.max_depth)
     if tree is None or (isinstance(tree, int) and getattr(drafter, "prefers_chain", False)):

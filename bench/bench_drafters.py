@@ -1,0 +1,135 @@
+"""Steps with published drafters (random weights): dynamic trees beside static trees of the same size and depth.
+
+Run ``python bench/bench_drafters.py --help``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from bench_step import DTYPES, Steps, synchronised
+from safetensors.torch import save_file
+from shapes import SHAPES, random_model, twin
+from timing import print_rows, take_turns, write_result
+
+import specmemo_kernels as sk
+from specmemo_kernels.drafting.published_config import (
+    clover_config,
+    dflash_config,
+    eagle3_config,
+    eagle_config,
+)
+from specmemo_kernels.drafting.published_tensors import tensor_shapes
+from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, best_first_paths
+
+_PARSERS = {"eagle3": eagle3_config, "eagle": eagle_config, "clover2": clover_config, "dflash": dflash_config}
+
+
+def config_of(kind: str, model: Any) -> dict[str, Any]:
+    """The ``config.json`` of a drafter with one layer of the model's size; EAGLE-3 drafts 32,000 tokens at most."""
+    sizes = {
+        name: getattr(model.config, name)
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "vocab_size",
+            "rms_norm_eps",
+        )
+    }
+    config = sizes | {
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "max_position_embeddings": 8192,
+        "rope_theta": 10000.0,
+    }
+    if kind == "eagle3":
+        return config | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": min(32000, sizes["vocab_size"]),
+        }
+    if kind == "clover2":
+        return config | {"clover": {"num_heads": 5, "num_layers": 2}}
+    if kind == "dflash":
+        layers = model.config.num_hidden_layers
+        options = {"target_layer_ids": [1, layers // 2, layers - 2], "mask_token_id": 0}
+        return config | {"block_size": 8, "num_target_layers": layers, "dflash_config": options, "head_dim": 64}
+    return config
+
+
+def write_drafter(kind: str, model: Any, folder: Path) -> None:
+    """A drafter of random weights in the published layout."""
+    config = config_of(kind, model)
+    marks = {"lm_head.weight", "fc.bias"} if kind in ("eagle3", "eagle") else set()
+    shapes = dict(tensor_shapes(_PARSERS[kind]("config.json", config, marks)))
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for key, shape in shapes.items():
+        if key in ("d2t", "embed_tokens.weight"):
+            continue
+        scale = 1 / math.sqrt(shape[-1]) if len(shape) > 1 else 1.0
+        value = torch.randn(shape, generator=generator) * scale if len(shape) > 1 else torch.ones(shape)
+        name = key.replace("layers.0.", "midlayer.") if kind == "eagle3" else key
+        tensors[name] = value.to(model.dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+
+
+def measure(
+    kind: str, model: Any, folder: Path, nodes: int, depth: int, context: int, seconds: float
+) -> dict[str, Any]:
+    """Median milliseconds of steps with dynamic and static trees, and without drafts, in turns."""
+    write_drafter(kind, model, folder)
+    table = [*DEFAULT_ACCURACY[:depth], *[DEFAULT_ACCURACY[-1]] * (depth - len(DEFAULT_ACCURACY))]
+    paths = best_first_paths(table, 2000)
+    chain = [(0,) * d for d in range(1, depth + 1)]
+    static = sorted([*chain, *[p for p in paths if p not in chain][: nodes - 1 - depth]], key=len)
+    budget = sk.TreeBudget(nodes, depth, min(10, nodes - 1))
+    trees: dict[str, Any] = {"dynamic": budget, "static": sk.DraftTree.from_paths(static), "plain": 1}
+    handles, steps = [], {}
+    for name, tree in trees.items():
+        patched = twin(model)
+        handles.append(sk.patch(patched, str(folder), tree=tree, max_batch_size=1))
+        steps[name] = synchronised(Steps(patched, context, span=128), model.device.type)
+        for _ in range(12):  # captured after eight steps
+            steps[name]()
+    times = take_turns(steps, seconds=seconds, rounds=(5, 400))
+    setup = {"drafter": kind, "nodes": nodes, "depth": depth, "captured": all(h.stats.graph_steps for h in handles)}
+    for handle in handles:
+        handle.__exit__()
+    milliseconds = {f"{name}_ms": value * 1e3 for name, value in times.items()}
+    return setup | milliseconds | {"dynamic/static": times["dynamic"] / times["static"]}
+
+
+def main(
+    shape: Annotated[str, typer.Option(help="of " + ", ".join(SHAPES))] = "125m",
+    dtype: Annotated[str, typer.Option(help="of " + ", ".join(DTYPES))] = "bf16",
+    kinds: Annotated[str, typer.Option(help="of " + ", ".join(_PARSERS))] = ",".join(_PARSERS),
+    nodes: Annotated[str, typer.Option(help="sizes of trees")] = "8,16",
+    depth: Annotated[int, typer.Option(help="of the trees")] = 4,
+    context: Annotated[int, typer.Option(help="tokens of the prompt")] = 256,
+    seconds: Annotated[float, typer.Option(help="for each row")] = 12.0,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    folder: Annotated[Path, typer.Option(help="where drafters are written")] = Path("build/drafters"),
+    json_: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
+) -> None:
+    """Measure, print a table and write JSON."""
+    model, rows = random_model(SHAPES[shape], DTYPES[dtype], device), []
+    for kind in kinds.split(","):
+        for size in map(int, nodes.split(",")):
+            row = {"shape": shape, "dtype": dtype, "context": context}
+            rows.append(row | measure(kind, model, folder / kind, size, depth, context, seconds))
+            print(json.dumps(rows[-1]), flush=True)
+    print_rows(rows, title="steps with published drafters")
+    write_result(json_, {"rows": rows})
+
+
+if __name__ == "__main__":
+    typer.run(main)
