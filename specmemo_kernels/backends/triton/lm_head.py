@@ -144,9 +144,10 @@ def lm_head_block_kernel(
     # Rounded as the model's linear layer rounds its logits, because that decides ties.
     logits = acc.to(hidden_ptr.dtype.element_ty).to(tl.float32)
     if HAS_LSE:
-        peak = tl.max(tl.where(in_vocab[None, :], logits, float("-inf")), 1)
+        visible = tl.where(in_vocab[None, :], logits, float("-inf"))
+        peak = tl.max(visible, 1)
         base = tl.where(peak == float("-inf"), 0.0, peak)  # all logits are -inf
-        total = tl.sum(tl.where(in_vocab[None, :], tl.exp(logits - base[:, None]), 0.0), 1)
+        total = tl.sum(tl.exp2((visible - base[:, None]) * 1.4426950408889634), 1)
         tl.store(lse_ptr + m.to(tl.int64) * tl.num_programs(1) + tl.program_id(1), base + tl.log(total), mask=valid)
     order = order_of(logits)
     order = tl.where(in_vocab[None, :], order, NO_ORDER)

@@ -113,8 +113,8 @@ def patch(
             that read hidden states make a tree of their own for each sequence in each step (a :class:`TreeBudget`, or a
             number of nodes), unless a tree is given. ``None``: the best tree for the heads' accuracies and the device.
             The device is known by name, or measured once per process in one to two seconds (``specmemo probe`` saves
-            the result). Heads that this tree doesn't use are dropped. Each step verifies the fastest part of the tree, by recent acceptance and measured times. Prompt
-            lookup and draft models get a chain, unless a tree is given.
+            the result). Heads that this tree doesn't use are dropped. Each step verifies the fastest part of the tree,
+            by recent acceptance and measured times. Prompt lookup and draft models get a chain, unless a tree is given.
         backend: ``"reference"``, ``"cpu"``, ``"triton"`` or ``None`` (by device).
         page_size: tokens per page of the KV cache.
         prefill_chunk: most prompt tokens per forward pass; the plan may lower it to keep the budget.
