@@ -18,9 +18,9 @@ from specmemo_kernels.drafting.head_files import HeadsError
 from specmemo_kernels.drafting.vocabulary import TargetVocabulary
 from specmemo_kernels.forward.batch import DraftedTrees, TreeBatch
 from specmemo_kernels.forward.step_attention import AttentionParams, StepAttention
-from specmemo_kernels.integrations.hf.attention import AttentionCall, attention_call, attention_modules, install_view
+from specmemo_kernels.integrations.hf.attention import AttentionCall, attention_call
 from specmemo_kernels.integrations.hf.fuse import FUSED_BACKENDS, FusedLeaves, find_leaves
-from specmemo_kernels.integrations.hf.target import ModelFacts, step_mask
+from specmemo_kernels.integrations.hf.target import ModelFacts, attach_views, step_mask
 from specmemo_kernels.planning.drafter_spec import FeatureDrafterSpec
 from specmemo_kernels.tree.tree_budget import Trees
 
@@ -66,6 +66,9 @@ class MtpDrafter:
     Args:
         mtp: transformers' ``MtpModel``.
         facts: of the target.
+
+    Attributes:
+        detach: removes the views of the layer's configuration.
     """
 
     feature_ids, max_depth = (POST_NORM,), DEPTH
@@ -75,12 +78,15 @@ class MtpDrafter:
         self._layer, self._index = mtp.layers[0], len(facts.layers)
         self.vocab_size = vocabulary.vocab_size
         self.beam, self.state_size = min(BEAM, vocabulary.vocab_size), facts.hidden_size
-        for module in attention_modules(self._layer):
-            install_view(module)
+        self.detach = attach_views(self._layer)
         self._leaves = FusedLeaves()
-        if backend in FUSED_BACKENDS:
-            self._leaves = find_leaves(self._layer, facts.dtype, backend, invariant=False)
-        self.layers, self.num_qo_heads = self._probe(facts)
+        try:
+            if backend in FUSED_BACKENDS:
+                self._leaves = find_leaves(self._layer, facts.dtype, backend, invariant=False)
+            self.layers, self.num_qo_heads = self._probe(facts)
+        except BaseException:
+            self.detach()
+            raise
 
     @torch.inference_mode()
     def _probe(self, facts: ModelFacts) -> tuple[tuple[LayerKV, ...], int]:

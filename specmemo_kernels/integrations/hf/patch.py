@@ -33,6 +33,7 @@ from specmemo_kernels.integrations.hf.features import find_taps
 from specmemo_kernels.integrations.hf.fuse import FUSED_BACKENDS, find_leaves
 from specmemo_kernels.integrations.hf.handle import SpecMemo, Unpatched
 from specmemo_kernels.integrations.hf.invariance import check_invariance, check_invariant_arguments
+from specmemo_kernels.integrations.hf.mtp import MtpDrafter
 from specmemo_kernels.integrations.hf.plan import kernel_blocks, make_chooser, make_plan
 from specmemo_kernels.integrations.hf.pool import graph_use
 from specmemo_kernels.integrations.hf.probe import probe
@@ -199,13 +200,14 @@ def patch(
             if budget is not None and facts.device.type == "cpu":
                 return_large_blocks()
             drafter, accuracy = make_drafter(without_others(heads), model, facts, name, head_bits, ranks, fuse)
+            if isinstance(drafter, HFDraftModel | MtpDrafter):
+                undo.append(drafter.detach)
             if isinstance(drafter, FeatureDrafter):
                 facts = replace(facts, taps=find_taps(model, drafter.feature_ids))
                 undo.append(facts.taps.attach())
             for field in ("max_depth", "nbytes"):
                 integer(f"{type(drafter).__name__}.{field}", getattr(drafter, field), 0)
             if isinstance(drafter, HFDraftModel):
-                undo.append(drafter.detach)
                 drafter.keeps_pages = reuse_prefix
             setup = Setup(model, facts, drafter, accuracy, name, ranks)
             setup, plan, graphs = make_plan(setup, tree, graph_use(graph, setup), limits)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -242,31 +242,42 @@ def attach(model: Any) -> Callable[[], None]:
     Raises:
         UnsupportedModel: the model has no lm_head.
     """
-    head, layers = lm_head_of(model), attention_modules(model)
-    _count_users(head, layers, 1)
+    head = lm_head_of(model)
+    detach_views = attach_views(model)
+    _count_users(_hook_users, [head], 1, _install_hook, _remove_hook)
     attached = [True]
 
     def detach() -> None:
         if attached:
             attached.clear()
-            _count_users(head, layers, -1)
+            _count_users(_hook_users, [head], -1, _install_hook, _remove_hook)
+            detach_views()
 
     return detach
 
 
-def _count_users(head: nn.Module, layers: list[nn.Module], change: int) -> None:
+def attach_views(model: nn.Module) -> Callable[[], None]:
+    """Install the config views of a model's or a layer's attention; the returned function removes them."""
+    layers = attention_modules(model)
+    _count_users(_view_users, layers, 1, install_view, remove_view)
+    return partial(_count_users, _view_users, layers, -1, install_view, remove_view)
+
+
+def _count_users(
+    users: weakref.WeakKeyDictionary[nn.Module, int],
+    modules: list[nn.Module],
+    change: int,
+    install: Callable[[nn.Module], None],
+    remove: Callable[[nn.Module], None],
+) -> None:
     with _users_lock:
-        for users, modules, install, remove in (
-            (_hook_users, [head], _install_hook, _remove_hook),
-            (_view_users, layers, install_view, remove_view),
-        ):
-            for module in modules:
-                users[module] = users.get(module, 0) + change
-                if not users[module]:
-                    del users[module]
-                    remove(module)
-                elif change > 0:
-                    install(module)
+        for module in modules:
+            users[module] = users.get(module, 0) + change
+            if not users[module]:
+                del users[module]
+                remove(module)
+            elif change > 0:
+                install(module)
 
 
 def _install_hook(head: nn.Module) -> None:
