@@ -23,7 +23,7 @@ from drafter_oracles import (
     write_eagle1,
     write_eagle3,
 )
-from selection import sample
+from selection import examples, sample
 from test_families import batch, greedy
 from tiny_models import VOCAB, tiny_model
 from transformers import PreTrainedModel
@@ -97,7 +97,7 @@ def check_trees(
 ) -> int:
     """Compare recorded trees with those of ``plain``; returns how many were compared."""
     compared = 0
-    calls = calls[:: max(1, len(calls) // 6)]  # the plain implementations take long
+    calls = calls[:: -max(1, len(calls) // examples(8))]  # the plain implementations take long
     features = [features_of(model, drafter.feature_ids, text) for text in texts]
     for rows, tree, drafted in calls:
         lengths, roots = rows.seq_lens.tolist(), rows.roots.tolist()
@@ -138,7 +138,7 @@ def texts_of(inputs: dict[str, Tensor], output: Tensor) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("graph", [False, None])
-@pytest.mark.parametrize("kind", sample(KINDS, KINDS))
+@pytest.mark.parametrize("kind", sample(KINDS, ["eagle3, speculators", *MAIN[1:]]))
 def test_dynamic_trees(
     kind: str, graph: bool | None, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,7 +153,7 @@ def test_dynamic_trees(
         recorder = Recorder(handle.drafter, monkeypatch)
         assert torch.equal(greedy(model, inputs, 20), expected)
         assert handle.stats.graph_steps > 0 or graph is False, handle.stats.eager_reasons
-    assert check_trees(model, handle.drafter, plain, recorder.calls, texts_of(inputs, expected)) > 40
+    assert check_trees(model, handle.drafter, plain, recorder.calls, texts_of(inputs, expected)) > 12
 
 
 @pytest.mark.parametrize("kind", MAIN)
@@ -169,7 +169,7 @@ def test_static_trees(kind: str, model: PreTrainedModel, tmp_path: Path, monkeyp
         recorder = Recorder(handle.drafter, monkeypatch)
         assert torch.equal(greedy(model, inputs, 16), expected)
     assert {type(tree) for _, tree, _ in recorder.calls} == {DraftTree}
-    assert check_trees(model, handle.drafter, plain, recorder.calls, texts_of(inputs, expected)) > 40
+    assert check_trees(model, handle.drafter, plain, recorder.calls, texts_of(inputs, expected)) > 12
 
 
 @pytest.mark.parametrize("kind", MAIN)
@@ -185,5 +185,5 @@ def test_prefix_reuse(kind: str, model: PreTrainedModel, tmp_path: Path, monkeyp
             prompt = [*range(3, 31), *end]
             output = sk.generate_batch(model, [prompt], max_new_tokens=10)[0].tokens
             text = [prompt + output]
-            assert check_trees(model, handle.drafter, plain, recorder.calls, text) > 10
+            assert check_trees(model, handle.drafter, plain, recorder.calls, text) > 6
         assert handle.stats.reused_tokens >= 60
