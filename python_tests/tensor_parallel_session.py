@@ -129,7 +129,30 @@ def compare(folder: Path, kinds: tuple[bool, ...]) -> dict[str, Any]:
     if len(kinds) == 2:
         with patched(shared, heads) as handle:  # a tree that the device chooses, a chooser that looks at the clock
             found["chosen"] = {"actual": outputs(shared), "expected": expected, "tree": handle.plan.tree.size}
-    return found | {"coded": coded(alone, shared), "wild": wild(alone, shared), "weights": weights(alone, shared)}
+    found |= {"coded": coded(alone, shared), "wild": wild(alone, shared), "weights": weights(alone, shared)}
+    return found | {"features": features(folder.parent, alone, shared)}
+
+
+def features(folder: Path, alone: Any, shared: Any) -> dict[str, Any]:
+    """Of each drafter that reads hidden states, in dynamic and static trees: tokens, acceptance by depth, bytes."""
+    found: dict[str, Any] = {}
+    for files in sorted(folder.glob("drafter-*")):
+        for tree in (8, TREE):
+            part: dict[str, Any] = {}
+            for name, model in (("expected", alone), ("actual", shared)):
+                # Recorded steps would count guesses behind the last token.
+                with patched(model, str(files), tree=tree, page_size=4, graph=False) as handle, as_rank_0():
+                    part[name] = outputs(model)
+                    handle.stats.reset()  # how far an aborted request came depends on the ranks
+                    handle.release()
+                    specmemo_kernels.generate_batch(model, prompts(), max_new_tokens=3 * NEW, eos_token_ids=[])
+                    part[f"{name} accepted"] = list(handle.stats.accepted_at_depth)
+                    part[f"{name} bytes"] = handle.bytes_by_part["heads"]
+                    assert handle.pool is not None
+                    handle.pool.check_integrity()
+            part["hooks"] = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in alone.modules())
+            found[f"{files.name}, {'static' if tree is TREE else 'dynamic'}"] = part
+    return found
 
 
 def coded(alone: Any, shared: Any) -> dict[str, Any]:

@@ -262,7 +262,7 @@ def test_plans_are_json_and_text() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"tp": 5}, "tp is 5"), ({"max_nodes": 0}, "max_nodes is 0"), ({"heads": HeadsSpec(-1)}, "num_heads -1")],
+    [({"tp": 5}, "tp is 5"), ({"max_nodes": 0}, "max_nodes is 0"), ({"heads": HeadsSpec(-1)}, "depth is -1")],
 )
 def test_options_that_make_no_sense(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -8,16 +8,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
+from drafter_oracles import write_clover2, write_dflash, write_eagle1, write_eagle3
 from filelock import FileLock
 from packaging.version import Version
 from selection import ALL_EXAMPLES, sample
-from tiny_models import tiny_model
+from tiny_models import VOCAB, tiny_model
 from transformers import AutoConfig
 
 from specmemo_kernels.planning.cost import CHECKSUM_BYTES, Pass, step_messages
@@ -73,6 +74,11 @@ def write_models(folder: Path, names: list[str]) -> Path:
     return folder
 
 
+def write_drafters(folder: Path, names: list[str]) -> None:
+    for name in names:
+        DRAFTERS[name](folder / f"drafter-{name}", vocab=VOCAB)
+
+
 def write_other_models(folder: Path) -> None:
     """Models that differ from the first one in a sharded weight, or in a setting that affects no weight."""
     family, changes = MODELS["model-llama-gqa"]
@@ -84,6 +90,13 @@ def write_other_models(folder: Path) -> None:
     tiny_model(family, **three).save_pretrained(folder / "model-three-heads")
 
 
+#: Drafters that read hidden states of two layers.
+DRAFTERS: dict[str, Callable[..., Any]] = {
+    "eagle3": partial(write_eagle3, draft_vocab=40, eagle_aux_hidden_state_layer_ids=[0, 1, 1]),
+    "eagle": write_eagle1,
+    "clover2": write_clover2,
+    "dflash": write_dflash,
+}
 Results = tuple[dict[int, Any], Path]
 each_model = pytest.mark.parametrize("name", sample(MODELS, EVERYDAY))
 
@@ -106,6 +119,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Results]:
             if not folder.exists():
                 folder.mkdir()
                 write_models(folder, [*(EVERYDAY if everyday else MODELS)])
+                write_drafters(folder, ["eagle3"] if everyday else list(DRAFTERS))
                 assert session(what, folder, 2, 500)[1] == [0, 0]
         return {rank: json.loads((folder / f"{what}-{rank}.json").read_text()) for rank in (0, 1)}, folder
 
@@ -124,6 +138,7 @@ def test_two_ranks_write_what_one_process_writes(two: Callable[..., Results], na
         _check_messages(results, folder, name, heads)
         _check_share(results, name, heads)
     _check_guesses(results, name)
+    _check_features(results, name, ["eagle3"] if not long_session else [*DRAFTERS])
     if long_session:
         _check_chosen_tree(results, name)
     _check_coded(results, folder, name, 2)
@@ -194,6 +209,20 @@ def _check_guesses(results: dict[int, Any], name: str) -> None:
     accepted = {models[name]["wild"]["accepted"] for models in results.values()}
     assert len(accepted) == 1
     assert accepted.pop() > 0
+
+
+def _check_features(results: dict[int, Any], name: str, drafters: list[str]) -> None:
+    """Tokens are those of one process, greedy ones the unpatched model's; so are accepted guesses."""
+    for models in results.values():
+        found, plain = models[name]["features"], models[name]["own"]["expected"]
+        assert sorted(found) == sorted(f"drafter-{d}, {t}" for d in drafters for t in ("dynamic", "static"))
+        for drafter, part in found.items():
+            for kind in set(KINDS) - {"plain", "aborted"}:
+                assert part["actual"][kind] == part["expected"][kind], (drafter, kind)
+                assert part["actual"][kind] == plain[kind], (drafter, kind)
+            assert part["actual accepted"] == part["expected accepted"], drafter
+            assert sum(part["actual accepted"]) > 0
+            assert part["actual bytes"] == part["expected bytes"]
 
 
 def _check_messages(results: dict[int, Any], folder: Path, name: str, heads: str) -> None:

@@ -103,7 +103,11 @@ class PlanOptions:
     batch: Annotated[int, Option(help="Batch size.", min=1, max=4096)] = 1
     tp: Annotated[int, Option(help="Ranks of tensor parallelism; figures are per rank.", min=1)] = 1
     heads: Annotated[
-        str, Option(help="A folder or file of heads (no weights are read), or a number of heads like Vicuna's.")
+        str,
+        Option(
+            help="A drafter or Medusa heads (a folder, a file or a hub id; no weights are read), prompt-lookup, or a "
+            "number of heads like Vicuna's."
+        ),
     ] = "5"
     shared_lm_head: Annotated[
         bool, Option("--shared-lm-head", help="With a number of heads: all share the model's lm_head.")

@@ -12,14 +12,20 @@ from specmemo_kernels.cli.options import PlanOptions
 from specmemo_kernels.cli.plan_plot import check_plot, draw
 from specmemo_kernels.cli.plan_report import alternatives, show, to_json
 from specmemo_kernels.drafting.load_heads import describe_heads
+from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
+from specmemo_kernels.drafting.published import check_target, open_drafter
+from specmemo_kernels.drafting.published_spec import drafter_spec
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.device import KNOWN_DEVICES, DeviceProfile, known_device
 from specmemo_kernels.planning.device_probe import profile_of
-from specmemo_kernels.planning.drafter_spec import HeadsSpec
+from specmemo_kernels.planning.drafter_spec import DrafterSpec, HeadsSpec, PromptLookupSpec
 from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.planning.planner import choose, plan_request
 from specmemo_kernels.planning.search import candidates
 from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, Accuracy
+
+#: Names of drafters without files of their own.
+PROMPT_LOOKUP, MTP = "prompt-lookup", "mtp"
 
 
 def run_plan(options: PlanOptions) -> None:
@@ -79,22 +85,52 @@ def devices_of(options: PlanOptions) -> tuple[DeviceProfile, int]:
     return device_profile(name), int(count)
 
 
-def heads_of(options: PlanOptions, spec: ModelSpec) -> tuple[HeadsSpec, Accuracy]:
-    """Sizes and accuracies of the heads: those of a folder, or of a number of heads like Vicuna's.
+def heads_of(options: PlanOptions, spec: ModelSpec) -> tuple[DrafterSpec, Accuracy | None]:
+    """Sizes and accuracies of the drafter: of files, of prompt lookup, or of a number of heads like Vicuna's.
 
     Raises:
-        UserError: neither a number nor a folder or file, or a folder of heads with ``--shared-lm-head``.
-        HeadsError: no heads in the folder, or heads for another model.
+        UserError: neither a number nor a source, or an option that is for other drafters.
+        HeadsError: no drafter in the files, or one for another model.
         ValueError: ``--head-bits`` other than 4, or for heads without vocabulary matrices.
     """
-    bits = options.head_bits
     if options.heads.isdecimal():
         if int(options.heads) > len(DEFAULT_ACCURACY):
             raise UserError(f"--heads is {options.heads}; accuracies are known for up to {len(DEFAULT_ACCURACY)} heads")
-        return HeadsSpec(int(options.heads), 1, not options.shared_lm_head, bits), DEFAULT_ACCURACY
-    source = existing_or_hub(options.heads, "--heads is neither a number nor a folder or file", files=True, hub=False)
+        return HeadsSpec(int(options.heads), 1, not options.shared_lm_head, options.head_bits), None
+    if options.heads == PROMPT_LOOKUP:
+        check_medusa_options(options, "prompt lookup has no weights")
+        return PromptLookupSpec(PromptLookupDrafter().max_depth), None
+    if options.heads == MTP:
+        raise UserError(
+            f"--heads {MTP}: a config.json doesn't have the sizes of MTP layers; patch plans a loaded model"
+        )
+    source = existing_or_hub(
+        options.heads, f"--heads is neither a number nor {PROMPT_LOOKUP}, a folder, a file or a hub id", files=True
+    )
+    published = open_drafter(source)
+    if published is None:
+        return stored_heads_of(options, source, spec)
+    check_target(published, spec.hidden_size, spec.vocab_size)
+    sizes = drafter_spec(published.config, published.elements, spec.vocab_size)
+    check_medusa_options(options, f"{options.heads} is {sizes.kind}, which is loaded as stored")
+    return sizes, published.accuracy
+
+
+def stored_heads_of(options: PlanOptions, source: str, spec: ModelSpec) -> tuple[HeadsSpec, Accuracy | None]:
+    """:func:`heads_of` for files of Medusa heads."""
     if options.shared_lm_head:
         raise UserError(f"--shared-lm-head is for a number of heads; the files in {options.heads} decide this already")
     stored = describe_heads(source, spec.hidden_size, spec.vocab_size)
-    sizes = HeadsSpec(stored.num_heads, stored.num_layers, stored.own_lm_head, bits or stored.head_bits)
-    return sizes, stored.accuracy or DEFAULT_ACCURACY
+    bits = options.head_bits or stored.head_bits
+    return HeadsSpec(stored.num_heads, stored.num_layers, stored.own_lm_head, bits), stored.accuracy
+
+
+def check_medusa_options(options: PlanOptions, reason: str) -> None:
+    """Check that no option for Medusa heads is given.
+
+    Raises:
+        UserError: one is; the message ends with ``reason``.
+    """
+    for name, given in (("--shared-lm-head", options.shared_lm_head), ("--head-bits", options.head_bits is not None)):
+        if given:
+            raise UserError(f"{name} is for Medusa heads; {reason}")

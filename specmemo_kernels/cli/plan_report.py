@@ -26,7 +26,8 @@ from specmemo_kernels.planning.search import (
     parts_of,
     tree_paths,
 )
-from specmemo_kernels.tree.acceptance import expected_tokens_per_step
+from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, expected_tokens_per_step
+from specmemo_kernels.tree.tree_budget import TreeBudget
 
 #: Share of the highest speed that the smallest alternative keeps.
 RETAIN = 0.96
@@ -69,9 +70,7 @@ def alternatives(request: PlanRequest, choices: list[PlanCandidate], plan: Memor
             c.sequences)
         for name, c in plans if c is not None
     ]  # fmt: skip
-    published = HeadsSpec()
-    paths = tree_paths(request, min(4, len(request.accuracy)), MAX_NODES)
-    tokens = expected_tokens_per_step(paths, request.accuracy)
+    published, tokens = HeadsSpec(), _medusa_tokens(request)
     medusa = medusa_speed(spec, device, work, published, MAX_NODES, tokens, tp)
     plain_bytes, medusa_bytes = (
         sum(p.values()) for p in (plain_parts(spec, work, tp), medusa_parts(spec, work, tp=tp))
@@ -83,6 +82,14 @@ def alternatives(request: PlanRequest, choices: list[PlanCandidate], plan: Memor
             "Medusa as published", medusa_bytes, medusa_bytes + weights, tokens, medusa, published.num_heads, MAX_NODES
         ),
     ]
+
+
+def _medusa_tokens(request: PlanRequest) -> float:
+    """Tokens per step of Medusa's published tree, with the accuracies of the planned heads if these are Medusa's."""
+    if not isinstance(request.heads, HeadsSpec):
+        request = replace(request, heads=HeadsSpec(), accuracy=DEFAULT_ACCURACY)
+    paths = tree_paths(request, min(4, len(request.accuracy)), MAX_NODES)
+    return expected_tokens_per_step(paths, request.accuracy)
 
 
 def show(
@@ -112,7 +119,8 @@ def show(
     console.print(columns)
     for reason in plan.reasons:
         console.print(f"- {reason}", soft_wrap=True)
-    table = Table("alternative", "heads", "nodes", "chunk", "at once", "generation", "tokens/s", "fits")
+    depth = "heads" if isinstance(request.heads, HeadsSpec) else "heads/depth"
+    table = Table("alternative", depth, "nodes", "chunk", "at once", "generation", "tokens/s", "fits")
     for row in rows:
         table.add_row(
             row.name, str(row.heads), str(row.nodes), str(row.chunk or "all"), str(row.sequences or "all"),
@@ -173,9 +181,10 @@ def _communication(request: PlanRequest, row: Row) -> dict[str, str]:
 
 def _chosen(plan: MemoryPlan, dtype: str) -> dict[str, str]:
     bits = f", lm_heads in {plan.head_bits} bits" if plan.head_bits and plan.heads else ""
-    return {
-        "heads": f"{plan.heads}{bits}",
-        "tree": f"{plan.tree.size} nodes, depth {plan.tree.max_depth}",
+    drafter = {"drafter": f"{plan.drafter}"} if plan.heads is None else {"heads": f"{plan.heads}{bits}"}
+    dynamic = "dynamic, " if isinstance(plan.tree, TreeBudget) else ""
+    return drafter | {
+        "tree": f"{dynamic}{plan.tree.size} nodes, depth {plan.tree.max_depth}",
         "pages": f"{plan.max_pages} of {plan.page_size} tokens, {plan.kv_dtype or dtype}",
         "prefill chunk": f"{plan.prefill_chunk} tokens",
         "sequences at once": str(plan.max_sequences),

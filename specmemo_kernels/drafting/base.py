@@ -12,7 +12,7 @@ import torch
 from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.forward.batch import CACHED_LAYOUTS, DraftedTrees, TreeBatch
-from specmemo_kernels.planning.drafter_spec import FeatureDrafterSpec
+from specmemo_kernels.planning.feature_drafter_spec import FeatureDrafterSpec
 from specmemo_kernels.tree.draft_tree import DraftTree
 from specmemo_kernels.tree.tree_budget import Trees
 

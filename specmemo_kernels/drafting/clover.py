@@ -18,12 +18,9 @@ from specmemo_kernels.drafting.tensor_drafter import TensorDrafter
 from specmemo_kernels.drafting.vocabulary import TargetVocabulary
 from specmemo_kernels.forward.batch import DraftedTrees, TreeBatch
 from specmemo_kernels.forward.step_attention import StepAttention
-from specmemo_kernels.planning.drafter_spec import FeatureDrafterSpec
 from specmemo_kernels.tree.tree_budget import Trees
 
 Tensor = torch.Tensor
-#: Nodes expanded per depth, as EAGLE-2's.
-BEAM = 10
 
 
 class CloverDrafter(TensorDrafter):
@@ -40,17 +37,8 @@ class CloverDrafter(TensorDrafter):
         target_layers: int,
         backend: str | None,
     ) -> None:
-        depth, rows = config.num_heads, vocabulary.vocab_size
-        super().__init__(
-            config, tensors, vocabulary, target_layers, backend, max_depth=depth, beam=BEAM, vocab_size=rows
-        )
+        super().__init__(config, tensors, vocabulary, target_layers, backend)
         self.feature_ids = (target_layers,)  # before the final norm
-
-    @property
-    def spec(self) -> FeatureDrafterSpec:
-        pair = self.elements("layers.", "clover_head_mlp_rnn.")
-        node = self.elements("clover_head_mlp_rnn2.", "clover_head_mlp2.")
-        return self.spec_with("Clover-2", pair=pair, node=node)
 
     def advance(self, batch: TreeBatch, features: Tensor, keep: Tensor, pool: PagedKVPool) -> Tensor:
         kernels, attention = self.kernels, StepAttention(pool, batch, self.backend)

@@ -17,12 +17,9 @@ from specmemo_kernels.drafting.published_config import DFlashConfig
 from specmemo_kernels.drafting.tensor_drafter import TensorDrafter
 from specmemo_kernels.drafting.vocabulary import TargetVocabulary
 from specmemo_kernels.forward.batch import DraftedTrees, TreeBatch
-from specmemo_kernels.planning.drafter_spec import FeatureDrafterSpec
 from specmemo_kernels.tree.tree_budget import Trees
 
 Tensor = torch.Tensor
-#: Candidates per depth. Expanding a node costs nothing here, so the beam may be as wide as a tree.
-BEAM = 64
 
 
 class DFlashDrafter(TensorDrafter):
@@ -40,18 +37,8 @@ class DFlashDrafter(TensorDrafter):
         target_layers: int,
         backend: str | None,
     ) -> None:
-        depth, rows = config.block_size - 1, vocabulary.vocab_size
-        super().__init__(
-            config, tensors, vocabulary, target_layers, backend, max_depth=depth, beam=BEAM, vocab_size=rows
-        )
+        super().__init__(config, tensors, vocabulary, target_layers, backend)
         self.config, self.feature_ids, self.state_size = config, config.target_layer_ids, 0
-
-    @property
-    def spec(self) -> FeatureDrafterSpec:
-        stack, fc = self.elements("layers."), self.elements("fc.")
-        keys = sum(self.elements(f"layers.{i}.self_attn.{n}_proj") for i in range(len(self.layers)) for n in "kv")
-        count, size = len(self.feature_ids), self.config.block_size
-        return self.spec_with("DFlash", pair=fc + keys, node=0, features=count, block=stack, rows=size)
 
     def advance(self, batch: TreeBatch, features: Tensor, keep: Tensor, pool: PagedKVPool) -> Tensor:
         kernels = self.kernels

@@ -19,12 +19,9 @@ from specmemo_kernels.drafting.tensor_drafter import TensorDrafter
 from specmemo_kernels.drafting.vocabulary import TargetVocabulary, top_log_probs
 from specmemo_kernels.forward.batch import DraftedTrees, TreeBatch
 from specmemo_kernels.forward.step_attention import StepAttention
-from specmemo_kernels.planning.drafter_spec import FeatureDrafterSpec
 from specmemo_kernels.tree.tree_budget import Trees
 
 Tensor = torch.Tensor
-#: EAGLE-2's tree (``topK_genrate``): a beam of 10, expanded 7 times behind the root's children.
-DEPTH, BEAM = 8, 10
 
 
 class EagleDrafter(TensorDrafter):
@@ -41,23 +38,11 @@ class EagleDrafter(TensorDrafter):
         target_layers: int,
         backend: str | None,
     ) -> None:
-        rows = config.draft_vocab_size if isinstance(config, Eagle3Config) else config.vocab_size
-        super().__init__(
-            config, tensors, vocabulary, target_layers, backend, max_depth=DEPTH, beam=BEAM, vocab_size=rows
-        )
+        super().__init__(config, tensors, vocabulary, target_layers, backend)
         self.config = config
         self.feature_ids: tuple[int, ...] = (POST_NORM,)
         if isinstance(config, Eagle3Config):
             self.feature_ids = config.aux_layer_ids or (2, target_layers // 2, target_layers - 3)
-
-    @property
-    def spec(self) -> FeatureDrafterSpec:
-        stack, fc = self.elements("layers."), self.elements("fc.")
-        if isinstance(self.config, EagleConfig):
-            return self.spec_with("EAGLE", pair=stack + fc, node=stack + fc)
-        vocabulary = 0 if self._lm_head is None else self._lm_head.numel()
-        count = len(self.feature_ids)
-        return self.spec_with("EAGLE-3", pair=stack + fc, node=stack, vocabulary=vocabulary, features=count)
 
     def advance(self, batch: TreeBatch, features: Tensor, keep: Tensor, pool: PagedKVPool) -> Tensor:
         if isinstance(self.config, Eagle3Config):
@@ -77,7 +62,7 @@ class EagleDrafter(TensorDrafter):
             nodes = parent.shape[1]
             attention.descend(parent)
             features = states.gather(1, parent[..., None].expand(-1, -1, self.state_size)).flatten(0, 1)
-            positions = (rows.seq_lens.long() + depth - 1).repeat_interleave(nodes)
+            positions = (rows.seq_lens.long() + depth - 1)[:, None].expand(-1, nodes).flatten()
             hidden = self._run(tokens.flatten().clamp(min=0), features, positions, attention, None)
             states = hidden.view(-1, nodes, self.state_size)
             return self._children(hidden, tree.width, nodes)

@@ -53,7 +53,7 @@ def _best_first(roots: Tensor, budget: TreeBudget, first: Callable[[int], Childr
         score = (scores[..., None] + log_p).flatten(1)
         tokens = torch.where(score > -torch.inf, token.flatten(1), -1)
         children = log_p.shape[2]
-        candidates.append((score, tokens, beam.repeat_interleave(children, dim=1)))
+        candidates.append((score, tokens, beam[..., None].expand(-1, -1, children).flatten(1)))
         if depth < budget.max_depth:
             scores, best = score.topk(min(width, score.shape[1]), dim=1)
             parent, beam = best // children, best + count
@@ -64,7 +64,7 @@ def _best_first(roots: Tensor, budget: TreeBudget, first: Callable[[int], Childr
     chosen_parent = parents.gather(1, order)
     node = torch.zeros_like(parents).scatter_(1, order, _nodes(sequences, order.shape[1], device))
     above = torch.where(chosen_parent < 0, 0, node.gather(1, chosen_parent.clamp(min=0)))
-    depths = _depths(tuple(part[0].shape[1] for part in candidates), device)[order]
+    depths = (order + width * width - width) // (width * width) + 1  # after the first, a depth has width^2 candidates
     return DraftedTrees(
         torch.cat([roots[:, None], tokens.gather(1, order)], dim=1),
         torch.nn.functional.pad(above, (1, 0), value=-1).int(),
@@ -77,13 +77,6 @@ def _nodes(sequences: int, count: int, device: torch.device) -> Tensor:
     """``[B, count]`` int64: 1, 2, ..."""
     with torch.inference_mode(False):
         return torch.arange(1, count + 1, device=device).expand(sequences, -1)
-
-
-@lru_cache(maxsize=CACHED_LAYOUTS)
-def _depths(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """``[sum(counts)]`` int64: ``counts[d]`` times d + 1."""
-    with torch.inference_mode(False):
-        return torch.arange(1, len(counts) + 1).repeat_interleave(torch.tensor(counts)).to(device)
 
 
 def _fill(roots: Tensor, tree: DraftTree, first: Callable[[int], Children], expand: Expand) -> DraftedTrees:

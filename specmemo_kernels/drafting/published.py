@@ -101,9 +101,14 @@ class PublishedDrafter:
             tensors[key] = entry.read().to(device=device, dtype=kind, copy=True).contiguous()
         return tensors
 
+    @property
+    def elements(self) -> dict[str, int]:
+        """The tensors' numbers of elements, by internal key."""
+        return {key: prod(entry.shape) for key, entry in self.names.items()}
+
     def nbytes(self, dtype_bytes: int) -> int:
         """Bytes of what :meth:`read` returns in a dtype of ``dtype_bytes``."""
-        return sum(prod(entry.shape) * (8 if key == "d2t" else dtype_bytes) for key, entry in self.names.items())
+        return sum(count * (8 if key == "d2t" else dtype_bytes) for key, count in self.elements.items())
 
 
 def open_drafter(source: str | Path) -> PublishedDrafter | None:

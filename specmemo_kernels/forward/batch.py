@@ -25,7 +25,8 @@ class TreeBatch:
     chunks. ``tokens`` and ``positions`` are ``[N]`` int64; ``parents`` ``[num_tree_nodes]`` int32 (``None`` without
     trees); ``tree_mask`` (``None`` without trees; zeros for chunks), ``qo_indptr``, ``seq_lens``, ``block_table`` as in
     :mod:`specmemo_kernels.ops`. ``max_*`` are host-side bounds, so that no launch needs a synchronisation. ``tree``:
-    the tree, or the trees' size, of all sequences, in a batch without chunks.
+    the tree, or the trees' size, of all sequences, in a batch without chunks. ``min_qo_len``: rows of each sequence,
+    if they are as many in all batches of these sizes; ``None`` in passes with prompts.
     """
 
     tokens: Tensor
@@ -41,6 +42,7 @@ class TreeBatch:
     num_trees: int
     num_tree_nodes: int
     tree: Trees | None = None
+    min_qo_len: int | None = None
     _elsewhere: dict[torch.device, TreeBatch] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -127,7 +129,7 @@ def uniform_rows(sequences: int, size: int, device: torch.device) -> tuple[Tenso
         own = torch.zeros(size, -(-size // WORD), dtype=torch.int64)
         own[node, node // WORD] = torch.ones(size, dtype=torch.int64) << node % WORD
         indptr = torch.arange(sequences + 1, dtype=torch.int32) * size
-        row = torch.arange(sequences).repeat_interleave(size)
+        row = torch.arange(sequences)[:, None].expand(-1, size).flatten()
         return indptr.to(device), row.to(device), own.to(device)
 
 
@@ -161,6 +163,7 @@ def tree_batch(
         num_trees=sequences,
         num_tree_nodes=len(layout.parents),
         tree=tree,
+        min_qo_len=tree.size,
     )
 
 
@@ -207,6 +210,7 @@ def continued_batch(
         max_depth=0,
         num_trees=0,
         num_tree_nodes=0,
+        min_qo_len=size,
     )
 
 

@@ -46,9 +46,9 @@ class StepAttention:
         arguments = (
             q, k, v, k_pages, v_pages, batch.block_table, batch.seq_lens, batch.qo_indptr, batch.tree_mask,
             *params, batch.max_qo_len, batch.max_seq_len, self.invariant, k_scales, v_scales,
-            None if batch.tree is None else batch.tree.size,
+            batch.min_qo_len,
         )  # fmt: skip
-        if batch.tree is None:  # passes with prompts; later steps have tensors of the same layout
+        if batch.min_qo_len is None:  # passes with prompts; later steps have tensors of the same layout
             checks.tree_attention(*arguments)
         out, _ = self._kernels.tree_attention(*arguments)
         if scratch := batch.num_scratch_nodes:

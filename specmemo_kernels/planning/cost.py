@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.device import DeviceProfile
-from specmemo_kernels.planning.drafter_spec import DrafterSpec, HeadsSpec
+from specmemo_kernels.planning.drafter_spec import RANKS, DrafterSpec, Drafts, DraftWork, HeadsSpec
 from specmemo_kernels.planning.footprint import page_token_bytes
 from specmemo_kernels.planning.model_spec import ModelSpec
 
@@ -32,6 +32,7 @@ class Pass:
         slots: committed tokens per sequence that the rows attend to.
         lm_rows: rows of the lm_head.
         heads: depth of the drafts. head_rows: sequences that they are for. width: candidates per depth.
+        prompts: the rows are prompt tokens, which the drafter reads as well.
     """
 
     rows: int
@@ -40,7 +41,16 @@ class Pass:
     lm_rows: int
     heads: int = 0
     head_rows: int = 0
-    width: int = 10
+    width: int = RANKS
+    prompts: bool = False
+
+    def draft_work(self, spec: ModelSpec, heads: DrafterSpec, tp: int) -> DraftWork:
+        """The drafter's work in this pass."""
+        if self.prompts:
+            return heads.prompt_work(spec, self.rows, self.lm_rows)
+        if not self.heads:
+            return DraftWork()
+        return heads.step_work(spec, Drafts(self.head_rows, self.heads, self.rows // self.sequences, self.width), tp)
 
 
 @dataclass(frozen=True)
@@ -65,17 +75,32 @@ def step_messages(spec: ModelSpec, run: Pass, heads: DrafterSpec) -> tuple[Messa
 
     - all-reduce of the residual stream: after the embedding and twice per layer (transformers' plan);
     - all-gather of a checksum of the sequences (adaptive trees add two of the same size, which aren't counted);
-    - all-gather of a value and a token, 16 bytes, per row with a token and per candidate of the heads: one message per
-      head with its own lm_head, else one for all heads.
+    - all-gather of a value and a token, 16 bytes, per row with a token;
+    - the drafter's (:class:`DraftWork`).
     """
     messages = [Message(2 * spec.num_layers + 1, run.rows * spec.hidden_size * spec.dtype_bytes, False)]
     messages.append(Message(1, CHECKSUM_BYTES, True))
     if run.lm_rows:
         messages.append(Message(1, 16 * run.lm_rows, True))
-    if run.heads:
-        count, heads_each = (run.heads, 1) if heads.own_lm_head else (1, run.heads)
-        messages.append(Message(count, 16 * heads_each * run.head_rows * run.width, True))
-    return tuple(messages)
+    work = run.draft_work(spec, heads, 1)
+    messages += [Message(1, nbytes, True) for nbytes in work.gathered]
+    return *messages, *(Message(1, nbytes, False) for nbytes in work.reduced)
+
+
+def _attention_seconds(
+    device: DeviceProfile, dtype: str, run: Pass, rows: int, width: float, paged: float, new: float
+) -> float:
+    """Seconds of attention of ``rows`` rows over all sequences' slots.
+
+    Keys and values are read once (codes and scales with ``kv_dtype``; dequantisation isn't counted), and each row has
+    two operations per slot and element of its queries and results.
+
+    Args:
+        width: of all layers' queries and results.
+        paged, new: bytes of a token's keys and values in pages, and as computed.
+    """
+    flops = 2.0 * width * rows * (run.slots + rows / run.sequences / 2)
+    return device.kernel_seconds(paged * run.sequences * run.slots + 2 * new * rows, flops, dtype)
 
 
 def pass_seconds(
@@ -84,11 +109,10 @@ def pass_seconds(
     """Predicted seconds of a forward pass with its heads, on each of ``tp`` devices.
 
     - the layers' matrices: read once, multiplied with every row (experts: with their share of rows);
-    - attention: keys and values of all slots read once (codes and scales with ``kv_dtype``; dequantisation isn't
-      counted), ``4 * heads * dim`` operations per row and slot;
+    - attention (:func:`_attention_seconds`);
     - the lm_head on ``lm_rows``;
-    - the drafter's products for ``head_rows`` sequences (:meth:`DrafterSpec.products`). A measured curve has no rate
-      for 4-bit codes: they count as the model's dtype;
+    - the drafter's work (:meth:`Pass.draft_work`). A measured curve has no rate for 4-bit codes: they count as the
+      model's dtype;
     - for ``tp > 1`` the collectives (:func:`step_messages`);
     - operator launches on the host.
     """
@@ -101,17 +125,19 @@ def pass_seconds(
     vocabulary = spec.vocab_weights / tp
     if run.lm_rows:
         seconds += device.linear_seconds(vocabulary, vocabulary * size, run.lm_rows, dtype, 1)
-    width = spec.num_qo_heads * (spec.head_dim + spec.v_head_dim) / tp
-    flops = 2.0 * width * spec.num_layers * run.rows * (run.slots + run.rows / run.sequences / 2)
+    width = spec.num_qo_heads * (spec.head_dim + spec.v_head_dim) / tp * spec.num_layers
     paged, new = page_token_bytes(spec, kv_dtype, tp), page_token_bytes(spec, None, tp)
-    seconds += device.kernel_seconds(paged * run.sequences * run.slots + 2 * new * run.rows, flops, dtype)
-    if run.heads:
-        for product in heads.products(spec, run.head_rows, run.heads, tp):
-            seconds += device.linear_seconds(product.weights, product.nbytes, product.rows, dtype, product.matrices)
+    seconds += _attention_seconds(device, dtype, run, run.rows, width, paged, new)
+    work = run.draft_work(spec, heads, tp)
+    for product in work.products:
+        seconds += device.linear_seconds(product.weights, product.nbytes, product.rows, dtype, product.matrices)
+    paged, new = heads.page_token_bytes(spec, kv_dtype), heads.page_token_bytes(spec, None)
+    for rows in work.attention:
+        seconds += _attention_seconds(device, dtype, run, rows, heads.attention_width, paged, new)
     if tp > 1:
         seconds += sum(message.seconds(device, tp) for message in step_messages(spec, run, heads))
     launches = spec.num_layers * (OPERATORS_PER_LAYER + (2 if tp > 1 else 0)) + OPERATORS_BESIDE + OPERATORS_AROUND
-    return device.with_host(seconds, launches)
+    return device.with_host(seconds, launches + work.operators)
 
 
 @dataclass(frozen=True)
@@ -140,17 +166,19 @@ def decode_pass(workload: Workload, sequences: int, tree_size: int, heads: int) 
 
 def prefill_seconds(
     spec: ModelSpec, device: DeviceProfile, workload: Workload, sequences: int, chunk: int, tp: int = 1,
-    kv_dtype: str | None = None,
+    kv_dtype: str | None = None, heads: DrafterSpec | None = None,
 ) -> float:  # fmt: skip
-    """Seconds to prefill all prompts of a round in chunks, which attend to half of the prompt on average."""
+    """Seconds to prefill all prompts of a round in chunks, which attend to half of the prompt on average.
+
+    ``heads``: the drafter, which may read the prompts; ``None``: there is none.
+    """
     tokens = sequences * workload.prompt
     full, rest = divmod(tokens, chunk)
-    no_heads = HeadsSpec(0)
     seconds = 0.0
     for count, rows in ((full, chunk), (1, rest)):
         if count and rows:
-            run = Pass(rows, min(sequences, rows), workload.prompt / 2, min(sequences, rows))
-            seconds += count * pass_seconds(spec, device, run, no_heads, tp, kv_dtype)
+            run = Pass(rows, min(sequences, rows), workload.prompt / 2, min(sequences, rows), prompts=True)
+            seconds += count * pass_seconds(spec, device, run, heads or HeadsSpec(0), tp, kv_dtype)
     return seconds
 
 

@@ -265,6 +265,7 @@ def predicted_shape(
     heads: DrafterSpec,
     depth: int,
     *,
+    nodes: int = 1,
     tp: int = 1,
     workspace_bytes: int = 0,
     kv_dtype: str | None = None,
@@ -272,6 +273,7 @@ def predicted_shape(
     """The shape from a configuration, instead of measurements: one rank of ``tp``, drafting ``depth`` tokens ahead.
 
     Args:
+        nodes: of a tree, root included.
         workspace_bytes: constant memory of the backend.
         kv_dtype: ``"int8"`` or ``"fp8"`` for pages of codes, ``None`` for the model's dtype.
 
@@ -279,13 +281,16 @@ def predicted_shape(
         ValueError: ``tp`` ranks can't share the heads.
     """
     check_ranks(spec, tp)
+    target_row, hidden_size = pass_row_bytes(spec, tp), spec.hidden_size
+    if depth:
+        hidden_size = max(hidden_size, heads.hidden_size)
     return GenerationShape(
         kv_bytes_per_token=page_token_bytes(spec, kv_dtype, tp)
         + (heads.page_token_bytes(spec, kv_dtype) if depth else 0),
         scratch_bytes_per_node=page_token_bytes(spec, None, tp),
         head_bytes=heads.nbytes(spec, depth, tp),
-        forward=PassBytes(0, max(pass_row_bytes(spec, tp), heads.row_bytes(spec) if depth else 0)),
-        draft=PassBytes(0, heads.draft_bytes(spec) if depth else 0),
-        state_bytes=3 * spec.hidden_size * spec.dtype_bytes,
+        forward=PassBytes(0, heads.row_bytes(spec, target_row) if depth else target_row),
+        draft=PassBytes(0, heads.sequence_bytes(spec, depth, nodes) if depth else 0),
+        state_bytes=3 * hidden_size * spec.dtype_bytes,
         workspace_bytes=workspace_bytes,
     )

@@ -69,8 +69,8 @@ class MemoryPlan:
             patching don't.
         parts: maximum bytes of each part; their sum is within the budget. A call with more rows than
             ``max_sequences`` also holds their ids, 24 bytes per padded token.
-        heads: Medusa heads to load, if chosen by the plan. head_bits: 4 if their own vocabulary matrices are in 4-bit
-            codes, ``None``: as stored.
+        drafter: its kind, if chosen by the plan. heads: Medusa heads to load, if chosen by the plan.
+        head_bits: 4 if their own vocabulary matrices are in 4-bit codes, ``None``: as stored.
         kv_dtype: ``"int8"`` or ``"fp8"`` for pages of codes with scales; ``None``: the model's dtype.
         tokens_per_step, tokens_per_second, step_seconds: predicted, for a known device.
         reasons: explanation of the choice, in sentences.
@@ -85,6 +85,7 @@ class MemoryPlan:
     prefill_chunk: int
     budget: int | None
     parts: dict[str, int] = field(default_factory=dict)
+    drafter: str | None = None
     heads: int | None = None
     head_bits: int | None = None
     kv_dtype: str | None = None

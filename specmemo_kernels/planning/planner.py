@@ -13,7 +13,7 @@ from specmemo_kernels.backends.kernel_config import KernelConfig, attention_conf
 from specmemo_kernels.backends.kernel_target import TARGETS
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.device import DeviceProfile, known_device
-from specmemo_kernels.planning.drafter_spec import DrafterSpec, HeadsSpec
+from specmemo_kernels.planning.drafter_spec import CHAIN_ACCURACY, DrafterSpec, HeadsSpec
 from specmemo_kernels.planning.footprint import check_ranks, page_token_bytes, weight_bytes
 from specmemo_kernels.planning.memory_plan import (
     BudgetError,
@@ -34,8 +34,7 @@ from specmemo_kernels.planning.search import (
     parts_of,
     tree_paths,
 )
-from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, Accuracy
-from specmemo_kernels.tree.draft_tree import DraftTree
+from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, Accuracy, deepened
 
 Model = ModelSpec | str | Path
 Device = DeviceProfile | str
@@ -47,7 +46,7 @@ def plan_request(
     workload: Workload,
     *,
     heads: DrafterSpec | None = None,
-    accuracy: Accuracy = DEFAULT_ACCURACY,
+    accuracy: Accuracy | None = None,
     tp: int = 1,
     max_nodes: int = 64,
     workspace_bytes: int = 0,
@@ -58,8 +57,10 @@ def plan_request(
     Args:
         model: a :class:`ModelSpec`, or a configuration (object, file, folder or hub id).
         device: a profile, or the name of a known device.
-        heads: the available heads; default: five with their own vocabulary matrices, as Medusa publishes.
+        heads: the drafter; default: five Medusa heads with their own vocabulary matrices, as published.
             ``HeadsSpec(head_bits=4)``: matrices in 4-bit codes, with the accuracies of unquantised heads.
+        accuracy: ``[depth][k]``, probability that one of its best ``k + 1`` guesses is right; the last row stands for
+            all deeper ones, except for heads. ``None``: an assumption, which the plan's reasons name.
         kv_dtype: ``"int8"`` or ``"fp8"`` for pages of codes with scales, half the bytes of 16 bits and not lossless;
             ``None``: the model's dtype.
 
@@ -70,15 +71,28 @@ def plan_request(
         model = ModelSpec.load(model) if isinstance(model, str | Path) else ModelSpec.from_config(model)
     check_ranks(model, tp)
     profile = known_device(device) if isinstance(device, str) else device
+    drafter, assumed = heads or HeadsSpec(), ""
+    if accuracy is None:
+        accuracy, assumed = _assumed_accuracy(drafter)
+    if not isinstance(drafter, HeadsSpec):
+        accuracy = deepened(accuracy, drafter.max_depth)
     request = PlanRequest(
-        on_device(model, profile), profile, workload, heads or HeadsSpec(), accuracy, tp, max_nodes, workspace_bytes,
-        kv_dtype,
+        on_device(model, profile), profile, workload, drafter, accuracy, tp, max_nodes, workspace_bytes, kv_dtype,
+        assumed,
     )  # fmt: skip
     kernels, target = _kernels(request), profile.kernel_target
     if kernels is None or target is None:
         return request
     states = max_state_bytes(kernels, TARGETS[target].multiprocessors, request.spec.v_head_dim)
     return replace(request, workspace_bytes=workspace_bytes + states)
+
+
+def _assumed_accuracy(drafter: DrafterSpec) -> tuple[Accuracy, str]:
+    """Accuracies of a drafter without known ones, and a sentence about them."""
+    if drafter.ranks == 1:
+        return [[CHAIN_ACCURACY]], f"acceptance is assumed: {CHAIN_ACCURACY:.0%} of the guesses are right"
+    deeper = "" if isinstance(drafter, HeadsSpec) else ", the last row repeated for deeper nodes"
+    return DEFAULT_ACCURACY, f"acceptance is assumed: Medusa's published accuracies on Vicuna-7B{deeper}"
 
 
 def _kernels(request: PlanRequest) -> tuple[KernelConfig, ...] | None:
@@ -124,11 +138,12 @@ def choose(request: PlanRequest, choices: list[PlanCandidate], budget: int | str
     best, unlimited = fastest(choices, limit), fastest(choices, math.inf)
     if best is None or unlimited is None:
         raise BudgetError(_nothing_fits(request, choices, limit))
-    paths = tree_paths(request, best.heads, best.tree_size)
+    tree = request.heads.tree(tree_paths(request, best.heads, best.tree_size))
+    medusa = request.heads if isinstance(request.heads, HeadsSpec) else None
     return MemoryPlan(
-        tree=DraftTree.from_paths(paths), max_sequences=best.sequences, page_size=best.page_size,
-        max_pages=best.max_pages, prefill_chunk=best.chunk, budget=limit, parts=parts_of(request, best),
-        heads=best.heads, head_bits=request.heads.head_bits, kv_dtype=request.kv_dtype,
+        tree=tree, max_sequences=best.sequences, page_size=best.page_size, max_pages=best.max_pages,
+        prefill_chunk=best.chunk, budget=limit, parts=parts_of(request, best), drafter=request.heads.kind,
+        heads=best.heads if medusa else None, head_bits=medusa.head_bits if medusa else None, kv_dtype=request.kv_dtype,
         tokens_per_step=best.tokens_per_step, tokens_per_second=best.speed.tokens_per_second,
         step_seconds=best.speed.step_seconds,
         reasons=tuple(_reasons(request, choices, best, unlimited, given)), kernels=_kernels(request),
@@ -178,6 +193,8 @@ def _reasons(
         )
     if best.sequences < request.workload.batch:
         lines.append(f"{request.workload.batch} sequences run {best.sequences} at a time")
+    if request.assumed:
+        lines.append(request.assumed)
     if request.kv_dtype is not None:
         lines.append(f"keys and values are kept in {request.kv_dtype}: tokens may differ from the model's own")
     if given > device.memory:

@@ -26,11 +26,10 @@ from specmemo_kernels.tree.acceptance import (
     extrapolated,
 )
 
-#: The search space. Ranks: candidates per head, as in published trees.
+#: The search space.
 PAGE_SIZES = (16, 32, 64)
 CHUNKS = (32, 64, 128, 256, 512, 1024, 2048)
 MAX_NODES = 64
-RANKS = 10
 #: A loaded model's tree may be larger than the best one if that costs at most this share of the predicted speed:
 #: predictions are inexact, texts differ, and each step chooses a part of the tree.
 HEADROOM = 0.1
@@ -44,7 +43,8 @@ class PlanRequest:
 
     Attributes:
         spec: the model, in a dtype that the device computes in (:func:`on_device`).
-        heads, accuracy: available heads, ``[head][k]`` cumulative accuracy of their best guesses.
+        heads, accuracy: the drafter, ``[depth][k]`` cumulative accuracy of its best guesses.
+        assumed: a sentence about an accuracy that isn't known; else empty.
         tp: ranks of tensor parallelism; all bytes are those of one rank.
         max_nodes: the largest tree size, root included.
         workspace_bytes: constant memory of the backend.
@@ -60,6 +60,7 @@ class PlanRequest:
     max_nodes: int = MAX_NODES
     workspace_bytes: int = 0
     kv_dtype: str | None = None
+    assumed: str = ""
 
     def __post_init__(self) -> None:
         if self.max_nodes < 1 or self.heads.max_depth < 0:
@@ -104,7 +105,7 @@ def on_device(spec: ModelSpec, device: DeviceProfile) -> ModelSpec:
 
 def tree_paths(request: PlanRequest, heads: int, size: int) -> list[tuple[int, ...]]:
     """The best ``size - 1`` paths of the first ``heads`` heads, best first."""
-    ranks = min(RANKS, request.spec.vocab_size)
+    ranks = min(request.heads.ranks, request.spec.vocab_size)
     table = [row[:ranks] for row in extrapolated(request.accuracy[:heads], ranks)]
     return best_first_paths(table, size - 1) if heads else []
 
@@ -120,8 +121,9 @@ def _parts(
     """Bytes by part, and the number of pages; the last tree may extend past the context."""
     spec = request.spec
     shape = predicted_shape(
-        spec, request.heads, heads, tp=request.tp, workspace_bytes=request.workspace_bytes, kv_dtype=request.kv_dtype
-    )
+        spec, request.heads, heads, nodes=tree_size, tp=request.tp, workspace_bytes=request.workspace_bytes,
+        kv_dtype=request.kv_dtype,
+    )  # fmt: skip
     size = StepSize(tree_size, sequences, min(chunk, sequences * request.workload.prompt), page_size)
     pages_each = -(-(request.workload.context + heads) // page_size)
     page = page_parts(shape, size)
@@ -152,7 +154,7 @@ def shapes_of_trees(request: PlanRequest) -> Iterator[tuple[int, int, float]]:
         paths = tree_paths(request, heads, request.max_nodes)
         for count in range(1, len(paths) + 1):
             if any(len(path) == heads for path in paths[:count]):
-                table = extrapolated(request.accuracy[:heads], RANKS)
+                table = extrapolated(request.accuracy[:heads], request.heads.ranks)
                 yield heads, count + 1, expected_tokens_per_step(paths[:count], table)
 
 
@@ -163,11 +165,13 @@ def candidates(request: PlanRequest) -> list[PlanCandidate]:
     for sequences in batch_limits(work.batch):
         chunks = sorted({min(chunk, sequences * work.prompt) for chunk in CHUNKS})
         prefill = {
-            chunk: prefill_seconds(
-                request.spec, request.device.of_operators, work, sequences, chunk, request.tp, request.kv_dtype
+            (chunk, drafts): prefill_seconds(
+                request.spec, request.device.of_operators, work, sequences, chunk, request.tp, request.kv_dtype,
+                request.heads if drafts else None,
             )
             for chunk in chunks
-        }
+            for drafts in (False, True)
+        }  # fmt: skip
         for heads, size, tokens in trees:
             run = decode_pass(work, sequences, size, heads)
             step = pass_seconds(
@@ -177,7 +181,7 @@ def candidates(request: PlanRequest) -> list[PlanCandidate]:
                 options = [_parts(request, heads, size, sequences, chunk, page) for page in PAGE_SIZES]
                 totals = [sum(parts.values()) for parts, _ in options]
                 best = totals.index(min(totals))
-                speed = generation_speed(work, prefill[chunk], step, tokens, sequences)
+                speed = generation_speed(work, prefill[chunk, heads > 0], step, tokens, sequences)
                 page, pages = PAGE_SIZES[best], options[best][1]
                 plans.append(PlanCandidate(heads, size, sequences, chunk, page, pages, totals[best], tokens, speed))
     return plans
@@ -201,8 +205,8 @@ def frontier(choices: Sequence[PlanCandidate]) -> list[PlanCandidate]:
 def best_tree(request: PlanRequest, with_heads: bool) -> tuple[PlanCandidate, PlanCandidate, PlanCandidate]:
     """For a loaded model: the fastest tree with drafts, the largest nearly as fast (:data:`HEADROOM`), plain decoding.
 
-    Bytes are left at 0; memory is divided afterwards. ``with_heads``: count the time of Medusa heads, else no drafting
-    time.
+    Bytes are left at 0; memory is divided afterwards. ``with_heads``: count the time of ``request.heads``, else no
+    drafting time.
     """
 
     def timed(heads: int, size: int, tokens: float) -> PlanCandidate:

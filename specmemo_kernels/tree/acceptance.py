@@ -25,6 +25,12 @@ DEFAULT_ACCURACY: Accuracy = (
 )
 
 
+def deepened(cumulative: Accuracy, depth: int) -> list[Sequence[float]]:
+    """The first ``depth`` rows of a table; its last row stands for all deeper ones."""
+    rows = list(cumulative[:depth])
+    return rows + [cumulative[-1]] * (depth - len(rows))
+
+
 def rank_probabilities(cumulative: Accuracy) -> list[list[float]]:
     """``p[h][r]``: probability that head ``h``'s guess of rank ``r`` is right, from cumulative top-k accuracies.
 
@@ -201,8 +207,7 @@ class RankAcceptance:
 
     def __init__(self, budget: TreeBudget, cumulative: Accuracy) -> None:
         self._budget = budget
-        rows = [*cumulative, *[cumulative[-1]] * (budget.max_depth - len(cumulative))][: budget.max_depth]
-        table = extrapolated(rows, budget.width) if rows else []
+        table = extrapolated(deepened(cumulative, budget.max_depth), budget.width)
         prior, paths = rank_probabilities(table), best_first_paths(table, budget.size - 1)
         gains = [math.prod(prior[depth][rank] for depth, rank in enumerate(path)) for path in paths]
         self._nodes = [1.0, *gains, *[0.0] * (budget.size - 1 - len(gains))]

@@ -34,6 +34,12 @@ class TreeBudget:
                 f"not {self.size}"
             )
 
+    @classmethod
+    def at_most(cls, size: int, depth: int, beam: int) -> TreeBudget:
+        """The largest budget of at most ``size`` nodes, ``depth`` and ``beam`` nodes per depth."""
+        width, depth = max(1, min(beam, size - 1)), min(depth, size - 1)
+        return cls(min(size, most_nodes(depth, width)), depth, width)
+
     def pruned(self, size: int) -> TreeBudget:
         """The budget of the best ``size`` nodes."""
         if not 1 <= size <= self.size:

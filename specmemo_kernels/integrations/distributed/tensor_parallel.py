@@ -89,25 +89,33 @@ class TensorParallel(RankGroup):
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, k: int,
         scales: Tensor | None = None, backend: str | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        count = min(k, weight.shape[0])
-        # float64 holds any value and any token exactly. All ranks send the same size; padding isn't read.
-        local = hidden.new_zeros((len(hidden), k, 2), dtype=torch.float64)
-        if count:
-            values, tokens = ops.kernels(backend, hidden.device).lm_head_topk(hidden, weight, bias, count, scales)
-            local[:, :count, 0] = values.double()
-            local[:, :count, 1] = (tokens + self.rows[0]).double()
-        values, tokens = best_of_ranks(self._gather(local), self._counts, k)
+        kernels, count = ops.kernels(backend, hidden.device), min(k, weight.shape[0])
+        best = kernels.lm_head_topk(hidden, weight, bias, count, scales) if count else ()
+        values, tokens = best_of_ranks(self._gather(self._candidates(hidden, k, *best)), self._counts, k)
         return values.to(hidden.dtype), tokens
 
     def top_log_probs(
         self, hidden: Tensor, k: int, weight: Tensor, bias: Tensor | None, backend: str | None, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        scaled = hidden if scale == 1.0 else hidden * scale
-        values, tokens = self.topk(scaled, weight, bias, k=k, backend=backend)
-        total = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)  # of a rank without rows
-        if len(weight):
-            total = ops.kernels(backend, hidden.device).lm_head_log_probs(scaled, weight, bias, 1, None)[2].float()
-        return values.float() - self._gather(total).logsumexp(dim=0)[:, None], tokens
+        kernels, count = ops.kernels(backend, hidden.device), min(k, weight.shape[0])
+        best: tuple[Tensor, ...] = ()
+        total = hidden.new_full((len(hidden), 1, 2), -torch.inf, dtype=torch.float64)  # of a rank without rows
+        if count:
+            scaled = hidden if scale == 1.0 else hidden * scale
+            log_p, tokens, lse = kernels.lm_head_log_probs(scaled, weight, bias, count, None)
+            best, total = (log_p + lse[:, None], tokens), lse.double()[:, None, None].expand(-1, 1, 2)
+        gathered = self._gather(torch.cat([self._candidates(hidden, k, *best), total], dim=1))
+        values, tokens = best_of_ranks(gathered[:, :, :k], self._counts, k)
+        return (values - gathered[:, :, k, 0].logsumexp(dim=0)[:, None]).float(), tokens
+
+    def _candidates(self, hidden: Tensor, k: int, *best: Tensor) -> Tensor:
+        """``[N, k, 2]``: this rank's best values and tokens. All ranks send the same size; padding isn't read."""
+        local = hidden.new_zeros((len(hidden), k, 2), dtype=torch.float64)  # holds any value and any token exactly
+        if best:
+            values, tokens = best
+            local[:, : values.shape[1], 0] = values.double()
+            local[:, : values.shape[1], 1] = (tokens + self.rows[0]).double()
+        return local
 
     def gather_row(self, part: Tensor) -> Tensor:
         """A row ``[V]`` from all ranks' parts."""

@@ -73,7 +73,7 @@ def vocabulary_of(model: Any, facts: ModelFacts, backend: str, ranks: SingleRank
 
 
 def measure_advance(drafter: FeatureDrafter, facts: ModelFacts) -> PassBytes:
-    """Transient bytes of :meth:`FeatureDrafter.advance` by its rows, its features included."""
+    """Transient bytes of :meth:`FeatureDrafter.advance` by a prompt's rows, their features included."""
     traces = [(rows, _trace(drafter, facts, rows)) for rows in _MEASURED_ROWS]
     return PassBytes.fitted(*traces)
 
@@ -86,19 +86,36 @@ def _trace(drafter: FeatureDrafter, facts: ModelFacts, rows: int) -> list[int]:
     with torch.inference_mode(), tracker:
         features = torch.zeros(rows, _feature_size(drafter, facts), dtype=facts.dtype, device=facts.device)
         batch = continued_batch(tokens, lengths, pool.block_table, 0)
-        drafter.advance(batch, features, torch.arange(rows, device=facts.device), pool)
+        drafter.advance(batch, features, lengths.long(), pool)
     return tracker.trace
 
 
 def measure_draft(drafter: FeatureDrafter, facts: ModelFacts, tree: Trees) -> PassBytes:
-    """Transient bytes of :meth:`FeatureDrafter.draft` by the number of sequences."""
+    """Transient bytes of drafting, and of reading a step's accepted nodes, by the number of sequences."""
     peaks = []
     for sequences in (1, 2):
         rows = _draft_rows(drafter, facts, sequences)
         with torch.inference_mode(), MemoryTracker() as tracker:
             drafter.draft(rows, tree).layout(tree.max_depth)
-        peaks.append(tracker.peak)
+        peaks.append(max(tracker.peak, _reading_peak(drafter, facts, tree, sequences)))
     return PassBytes(max(0, 2 * peaks[0] - peaks[1]), max(peaks[1] - peaks[0], -(-peaks[1] // 2)))
+
+
+def _reading_peak(drafter: FeatureDrafter, facts: ModelFacts, tree: Trees, sequences: int) -> int:
+    """Peak bytes of :meth:`FeatureDrafter.advance` beside the states of all nodes of a step."""
+    path, device = tree.max_depth + 1, facts.device
+    pool = _pool(drafter, facts, sequences, path)
+    tokens = torch.zeros(sequences, path, dtype=torch.int64, device=device)
+    last = torch.arange(sequences, device=device)
+    with torch.inference_mode(), MemoryTracker() as tracker:
+        size = facts.hidden_size + _feature_size(drafter, facts)
+        states = torch.zeros(sequences * tree.size, size, dtype=facts.dtype, device=device)
+        features = torch.zeros(tokens.numel(), size - facts.hidden_size, dtype=facts.dtype, device=device)
+        batch = continued_batch(tokens, torch.zeros_like(tokens[:, 0]).int(), pool.block_table, 0)
+        drafter.advance(batch, features, last, pool)
+        del states
+    peak: int = tracker.peak
+    return peak
 
 
 @torch.inference_mode()

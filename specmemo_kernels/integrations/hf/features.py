@@ -24,17 +24,21 @@ class FeatureTaps:
     Attributes:
         ids: of each state, in order: i is the input of layer i, the number of layers is the last layer's output before
             the final norm, :data:`POST_NORM` the final norm's output.
-        layers: the model's decoder layers.
+        layers: the model's decoder layers. decoder: the module of all layers and the final norm.
     """
 
     ids: tuple[int, ...] = ()
     layers: tuple[nn.Module, ...] = field(default=(), repr=False)
+    decoder: nn.Module | None = field(default=None, repr=False)
 
     def attach(self) -> Callable[[], None]:
         """Install the hooks, which do nothing outside of :func:`captured`; the returned function removes them."""
         hooks = []
-        for i in sorted({i for i in self.ids if i != POST_NORM}):
-            if i < len(self.layers):
+        for i in sorted(set(self.ids)):
+            if i == POST_NORM:
+                assert self.decoder is not None, "find_taps has found it"
+                hooks.append(self.decoder.register_forward_hook(_Output(i)))
+            elif i < len(self.layers):
                 hooks.append(self.layers[i].register_forward_pre_hook(_Input(i), with_kwargs=True))
             else:
                 hooks.append(self.layers[-1].register_forward_hook(_Output(i)))
@@ -62,13 +66,13 @@ class _Input:
 
 @dataclass(frozen=True)
 class _Output:
-    """Forward hook that captures a layer's output."""
+    """Forward hook that captures a layer's or the decoder's output."""
 
     index: int
 
     def __call__(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         if (states := _states.get()) is not None:
-            states[self.index] = (output[0] if isinstance(output, tuple) else output)[0]
+            states[self.index] = (output if isinstance(output, Tensor) else output[0])[0]
 
 
 @contextmanager
@@ -99,7 +103,7 @@ def find_taps(model: Any, ids: Sequence[int]) -> FeatureTaps:
     layers = next((stack for stack in stacks if all(_has_layer(m, i) for i, m in enumerate(stack))), None)
     if layers is None:
         raise UnsupportedModel(f"{name} has no list of {count} decoder layers, whose states the drafter reads")
-    return FeatureTaps(tuple(ids), layers)
+    return FeatureTaps(tuple(ids), layers, model.get_decoder() if POST_NORM in ids else None)
 
 
 def _has_layer(module: nn.Module, index: int) -> bool:

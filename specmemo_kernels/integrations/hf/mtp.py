@@ -12,16 +12,17 @@ from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting.base import POST_NORM, DraftRows
 from specmemo_kernels.drafting.decoder_layer import Attention, BeamAttention
-from specmemo_kernels.drafting.eagle import BEAM, DEPTH
 from specmemo_kernels.drafting.growth import Children, grow
 from specmemo_kernels.drafting.head_files import HeadsError
+from specmemo_kernels.drafting.published_spec import BEAM, DEPTH
 from specmemo_kernels.drafting.vocabulary import TargetVocabulary
 from specmemo_kernels.forward.batch import DraftedTrees, TreeBatch
 from specmemo_kernels.forward.step_attention import AttentionParams, StepAttention
 from specmemo_kernels.integrations.hf.attention import AttentionCall, attention_call
 from specmemo_kernels.integrations.hf.fuse import FUSED_BACKENDS, FusedLeaves, find_leaves
 from specmemo_kernels.integrations.hf.target import ModelFacts, attach_views, step_mask
-from specmemo_kernels.planning.drafter_spec import FeatureDrafterSpec
+from specmemo_kernels.planning.cost import OPERATORS_BESIDE, OPERATORS_PER_LAYER
+from specmemo_kernels.planning.feature_drafter_spec import DrafterPart, FeatureDrafterSpec
 from specmemo_kernels.tree.tree_budget import Trees
 
 Tensor = torch.Tensor
@@ -118,10 +119,16 @@ class MtpDrafter:
     @property
     def spec(self) -> FeatureDrafterSpec:
         elements, kv = sum(weight.numel() for weight in self._weights), self.layers[0]
-        width = max((w.shape[0] for w in self._weights if w.dim() == 2), default=0)
+        rows = [weight.shape[0] for weight in self._weights if weight.dim() == 2]
+        inputs, operators = 8 * self.state_size, OPERATORS_PER_LAYER + OPERATORS_BESIDE
+        layer = DrafterPart(
+            elements, len(rows), operators, inputs + 3 * max(rows, default=0), inputs, attends=True, embeds=True
+        )
         return FeatureDrafterSpec(
-            "MTP", self.max_depth, self.beam, elements, elements, elements, 0, 1, kv.num_kv_heads,
-            -(-(kv.head_dim + kv.v_head_dim) // 2), self.state_size, 8 * self.state_size + 3 * width,
+            "MTP", self.max_depth, self.beam, elements, indices=0, hidden_size=self.state_size, num_layers=1,
+            num_qo_heads=self.num_qo_heads, num_kv_heads=kv.num_kv_heads,
+            head_dim=-(-(kv.head_dim + kv.v_head_dim) // 2), features=1, held=0, advance=layer, state=DrafterPart(),
+            draft=layer,
         )  # fmt: skip
 
     def advance(self, batch: TreeBatch, features: Tensor, keep: Tensor, pool: PagedKVPool) -> Tensor:
@@ -142,7 +149,7 @@ class MtpDrafter:
             nodes = parent.shape[1]
             attention.descend(parent)
             features = states.gather(1, parent[..., None].expand(-1, -1, self.state_size)).flatten(0, 1)
-            positions = (rows.seq_lens.long() + depth).repeat_interleave(nodes)
+            positions = (rows.seq_lens.long() + depth)[:, None].expand(-1, nodes).flatten()
             hidden = self._run(tokens.flatten().clamp(min=0), features, positions, call)
             states = hidden.view(-1, nodes, self.state_size)
             return self._children(hidden, tree.width, nodes)

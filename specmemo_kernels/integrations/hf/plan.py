@@ -19,16 +19,23 @@ from specmemo_kernels.integrations.hf.probe import measure_libraries, measure_pa
 from specmemo_kernels.integrations.hf.target import ModelFacts
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.device_probe import profile_of
-from specmemo_kernels.planning.drafter_spec import DrafterSpec, HeadsSpec
+from specmemo_kernels.planning.drafter_spec import CHAIN_ACCURACY, DrafterSpec, HeadsSpec
 from specmemo_kernels.planning.footprint import GenerationShape
 from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan, divide_budget, format_bytes
 from specmemo_kernels.planning.model_config import DTYPE_BYTES
 from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.planning.search import PlanRequest, best_tree, tree_paths
-from specmemo_kernels.tree.acceptance import Acceptance, Accuracy, RankAcceptance, RunningAcceptance, best_first_paths
+from specmemo_kernels.tree.acceptance import (
+    Acceptance,
+    Accuracy,
+    RankAcceptance,
+    RunningAcceptance,
+    best_first_paths,
+    deepened,
+)
 from specmemo_kernels.tree.choice import TreeChooser
 from specmemo_kernels.tree.draft_tree import DraftTree
-from specmemo_kernels.tree.tree_budget import TreeBudget, Trees, most_nodes
+from specmemo_kernels.tree.tree_budget import TreeBudget, Trees
 
 #: Maximum share of the budget for graphs, unless graph=True.
 GRAPH_SHARE = 0.1
@@ -107,7 +114,8 @@ def _coded_bytes(drafter: AnyDrafter) -> int | None:
 def make_chooser(setup: Setup, plan: MemoryPlan, graphs: GraphUse) -> TreeChooser:
     """The chooser of the part of the plan's tree that a step verifies. Times a few forward passes.
 
-    With graphs, parts have one of :data:`GRAPH_SIZES`. Chains have no known accuracy: the prior is 0.5 per guess.
+    With graphs, parts have one of :data:`GRAPH_SIZES`. Chains have no known accuracy, but :data:`CHAIN_ACCURACY` as the
+    prior.
     """
     drafter, agreed = setup.drafter, setup.ranks.broadcast_scalar
     rows = max(plan.prefill_chunk, plan.max_nodes)
@@ -116,7 +124,7 @@ def make_chooser(setup: Setup, plan: MemoryPlan, graphs: GraphUse) -> TreeChoose
         draft_seconds = time_passes(drafter.hf_model, drafter.facts, rows, agreed)
     if isinstance(drafter, FeatureDrafter):
         draft_seconds = time_draft(drafter, setup.facts, plan.tree, plan.max_sequences, agreed)
-    prior = [[0.5]] * plan.tree.max_depth if getattr(drafter, "prefers_chain", False) else setup.accuracy
+    prior = [[CHAIN_ACCURACY]] * plan.tree.max_depth if getattr(drafter, "prefers_chain", False) else setup.accuracy
     sizes = GRAPH_SIZES if graphs.wanted else None
     seconds = time_passes(setup.model, setup.facts, rows, agreed)
     acceptance: Acceptance
@@ -206,7 +214,7 @@ def _given_tree(tree: Trees | int | None, setup: Setup) -> Trees:
             f"tree is a TreeBudget, but {type(drafter).__name__} fills static trees; give a DraftTree or a number"
         )
     if isinstance(tree, int) and isinstance(drafter, FeatureDrafter):
-        return _budget(setup, tree, drafter.max_depth)
+        return TreeBudget.at_most(tree, drafter.max_depth, drafter.beam)
     if tree is None or (isinstance(tree, int) and getattr(drafter, "prefers_chain", False)):
         return DraftTree.chain(drafter.max_depth if tree is None else min(drafter.max_depth, tree - 1))
     if isinstance(tree, int):
@@ -222,14 +230,6 @@ def _given_tree(tree: Trees | int | None, setup: Setup) -> Trees:
             f"from 0 to {vocab_size - 1}"
         )
     return tree
-
-
-def _budget(setup: Setup, size: int, depth: int) -> TreeBudget:
-    """Dynamic trees of at most ``size`` nodes and ``depth``."""
-    assert isinstance(setup.drafter, FeatureDrafter), "other drafters fill static trees"
-    width = max(1, min(setup.drafter.beam, size - 1))
-    depth = min(depth, size - 1)
-    return TreeBudget(min(size, most_nodes(depth, width)), depth, width)
 
 
 def _device_trees(setup: Setup, kv_dtype: str | None) -> list[_Candidate]:
@@ -253,15 +253,15 @@ def _largest_tree(setup: Setup, kv_dtype: str | None) -> tuple[Trees, int, dict[
     with_heads = isinstance(drafter, MedusaDrafter | FeatureDrafter)
     if isinstance(drafter, FeatureDrafter):
         heads = drafter.spec
-        accuracy = [*accuracy, *[accuracy[-1]] * (drafter.max_depth - len(accuracy))]
+        accuracy = deepened(accuracy, drafter.max_depth)
     if isinstance(drafter, MedusaDrafter):
         heads = HeadsSpec(len(accuracy), drafter.heads.num_layers, drafter.heads.own_lm_head, drafter.heads.head_bits)
     try:
         spec = ModelSpec.from_config(setup.model.config)
     except ValueError as error:
-        return _small_tree(setup, accuracy, str(error))
+        return _small_tree(heads, accuracy, str(error))
     if facts.device.type not in ("cpu", "cuda") or dtype not in DTYPE_BYTES:
-        return _small_tree(setup, accuracy, f"there is no profile for {dtype} on {facts.device}")
+        return _small_tree(heads, accuracy, f"there is no profile for {dtype} on {facts.device}")
     spec = dataclasses.replace(spec, dtype=dtype)
     profile = profile_of(str(facts.device))
     if profile.compute_dtype(dtype) != dtype:
@@ -280,18 +280,13 @@ def _largest_tree(setup: Setup, kv_dtype: str | None) -> tuple[Trees, int, dict[
         reasons.append(
             f"steps may verify up to {largest.tree_size} nodes where the text is easier to guess or the device faster"
         )
-    tree: Trees = DraftTree.from_paths(tree_paths(request, largest.heads, largest.tree_size))
-    if isinstance(drafter, FeatureDrafter):
-        tree = _budget(setup, tree.size, tree.max_depth)
-    return tree, best.tree_size, {
+    return heads.tree(tree_paths(request, largest.heads, largest.tree_size)), best.tree_size, {
         "tokens_per_step": best.tokens_per_step, "tokens_per_second": best.speed.tokens_per_second,
         "step_seconds": best.speed.step_seconds, "reasons": tuple(reasons),
     }  # fmt: skip
 
 
-def _small_tree(setup: Setup, accuracy: Accuracy, why: str) -> tuple[Trees, int, dict[str, Any]]:
+def _small_tree(heads: DrafterSpec, accuracy: Accuracy, why: str) -> tuple[Trees, int, dict[str, Any]]:
     """A tree of a few nodes, which is faster than no tree on nearly every device."""
-    tree: Trees = DraftTree.from_paths(best_first_paths(accuracy, _UNKNOWN_TREE - 1))
-    if isinstance(setup.drafter, FeatureDrafter):
-        tree = _budget(setup, tree.size, tree.max_depth)
+    tree = heads.tree(best_first_paths(accuracy, _UNKNOWN_TREE - 1))
     return tree, tree.size, {"reasons": (f"{why}, so the tree has at most {_UNKNOWN_TREE} nodes",)}

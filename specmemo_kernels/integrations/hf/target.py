@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import nn
 
 from specmemo_kernels import ops
 from specmemo_kernels.cache.kv_storage import LayerKV
-from specmemo_kernels.drafting.base import POST_NORM
 from specmemo_kernels.forward.batch import TreeBatch
 from specmemo_kernels.forward.step_attention import StepAttention
 from specmemo_kernels.forward.target import TargetOutput
@@ -89,20 +88,14 @@ class HFTarget:
             self._max_rows = len(batch.tokens)
             free_library_buffers()
         by_model = not self.facts.plain_lm_head or (logits and not self.facts.exact_lm_head)
-        # All rows of the final norm's output: a cut lm_head computes nothing for them.
-        all_rows = POST_NORM in self.facts.taps.ids
         # A model on several devices would move an index tensor to the first device; the rows are on the last device.
         rows = keep.tolist() if keep is not None and self._spread else keep
         # Inference mode saves 5 % of a small model's step.
         with torch.inference_mode(), tapped(cut=not by_model) as tap, captured() as states:
             tokens, leaves = batch.tokens.clamp(min=0), self.facts.leaves
-            kept = None if all_rows else rows
-            output = run_packed(self.model, tokens, batch.positions, attention, kept, self._windows, leaves)
-            result = TargetOutput(tap.hidden.to(self.device), output[0].to(self.device) if by_model else None)
-            features = self._features(states | {POST_NORM: result.hidden})
-            if all_rows and keep is not None:
-                result = TargetOutput(result.hidden[keep], None if result.logits is None else result.logits[keep])
-        return replace(result, features=features)
+            output = run_packed(self.model, tokens, batch.positions, attention, rows, self._windows, leaves)
+            features = self._features(states)
+        return TargetOutput(tap.hidden.to(self.device), output[0].to(self.device) if by_model else None, features)
 
     def _features(self, states: dict[int, Tensor]) -> Tensor | None:
         """``[N, F]``: the states that the drafter reads, one after the other."""
