@@ -82,7 +82,6 @@ def test_steps_trace_without_values(kind: str, tree: Trees, tmp_path: Path) -> N
             vocabulary = vocabulary_of(model, facts, "triton", SingleRank())
             drafter = drafter_class(published.config, tensors, vocabulary, LAYERS, "triton")
             facts = replace(facts, taps=find_taps(model, drafter.feature_ids))
-            remove = facts.taps.attach()
             pool = PagedKVPool((*layers, *drafter.layers), num_pages=8, page_size=16, max_sequences=3, max_nodes=21)
             state = StepState(3, torch.empty(drafter.state_size, dtype=torch.float32))
             shape = StepShape(2, tree.size, tree.max_depth, tree.width, 128)
@@ -93,7 +92,7 @@ def test_steps_trace_without_values(kind: str, tree: Trees, tmp_path: Path) -> N
                 step.run()
             with pytest.raises(DataDependentOutputException):
                 step.emitted.tolist()
-            undo(), remove()
+            undo()
     finally:
         for cache in caches:  # they hold fake tensors
             cache.cache_clear()

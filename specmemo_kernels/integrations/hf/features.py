@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from specmemo_kernels.drafting.base import POST_NORM
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
@@ -31,10 +32,10 @@ class FeatureTaps:
     layers: tuple[nn.Module, ...] = field(default=(), repr=False)
     decoder: nn.Module | None = field(default=None, repr=False)
 
-    def attach(self) -> Callable[[], None]:
-        """Install the hooks, which do nothing outside of :func:`captured`; the returned function removes them."""
-        hooks = []
-        for i in sorted(set(self.ids)):
+    def _attach(self) -> list[RemovableHandle]:
+        """Install hooks, which do nothing outside of :meth:`captured`."""
+        hooks: list[RemovableHandle] = []
+        for i in set(self.ids):
             if i == POST_NORM:
                 assert self.decoder is not None, "find_taps has found it"
                 hooks.append(self.decoder.register_forward_hook(_Output(i)))
@@ -42,12 +43,22 @@ class FeatureTaps:
                 hooks.append(self.layers[i].register_forward_pre_hook(_Input(i), with_kwargs=True))
             else:
                 hooks.append(self.layers[-1].register_forward_hook(_Output(i)))
+        return hooks
 
-        def remove() -> None:
+    @contextmanager
+    def captured(self) -> Iterator[dict[int, Tensor]]:
+        """Capture states ``[N, size]`` by their index, in this context (thread, task) only.
+
+        The hooks exist during the pass, so that copies and other passes of the model have none.
+        """
+        states: dict[int, Tensor] = {}
+        hooks, token = self._attach(), _states.set(states)
+        try:
+            yield states
+        finally:
+            _states.reset(token)
             for hook in hooks:
                 hook.remove()
-
-        return remove
 
 
 _states: ContextVar[dict[int, Tensor] | None] = ContextVar("specmemo_features", default=None)
@@ -73,17 +84,6 @@ class _Output:
     def __call__(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         if (states := _states.get()) is not None:
             states[self.index] = (output if isinstance(output, Tensor) else output[0])[0]
-
-
-@contextmanager
-def captured() -> Iterator[dict[int, Tensor]]:
-    """Capture states ``[N, size]`` by their index, in this context (thread, task) only."""
-    states: dict[int, Tensor] = {}
-    token = _states.set(states)
-    try:
-        yield states
-    finally:
-        _states.reset(token)
 
 
 def find_taps(model: Any, ids: Sequence[int]) -> FeatureTaps:

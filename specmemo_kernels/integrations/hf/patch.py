@@ -204,7 +204,6 @@ def patch(
                 undo.append(drafter.detach)
             if isinstance(drafter, FeatureDrafter):
                 facts = replace(facts, taps=find_taps(model, drafter.feature_ids))
-                undo.append(facts.taps.attach())
             for field in ("max_depth", "nbytes"):
                 integer(f"{type(drafter).__name__}.{field}", getattr(drafter, field), 0)
             if isinstance(drafter, HFDraftModel):

@@ -16,7 +16,6 @@ from torch import nn
 from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.integrations.hf.changes import foreign_code
 from specmemo_kernels.integrations.hf.checks import check_equivalence, unsupported_errors
-from specmemo_kernels.integrations.hf.features import captured
 from specmemo_kernels.integrations.hf.fuse import FusedLeaves
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
 from specmemo_kernels.integrations.hf.target import ModelFacts, current_tap, lm_head_of, run_packed, tapped
@@ -231,7 +230,7 @@ def _same_tokens(facts: ModelFacts, rows: int) -> Tensor:
 
 def _run(model: Any, facts: ModelFacts, tokens: Tensor, leaves: FusedLeaves | None = None) -> None:
     """Run a pass over tokens at one position, which captures the states that a drafter reads."""
-    with tapped(cut=facts.exact_lm_head), captured():
+    with tapped(cut=facts.exact_lm_head), facts.taps.captured():
         run_packed(model, tokens, tokens, _like_attention, None, leaves=leaves)
 
 

@@ -26,7 +26,7 @@ from specmemo_kernels.integrations.hf.attention import (
     install_view,
     remove_view,
 )
-from specmemo_kernels.integrations.hf.features import FeatureTaps, captured
+from specmemo_kernels.integrations.hf.features import FeatureTaps
 from specmemo_kernels.integrations.hf.fuse import FusedLeaves
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel, pass_mask
 from specmemo_kernels.planning.host_allocator import free_library_buffers
@@ -91,7 +91,7 @@ class HFTarget:
         # A model on several devices would move an index tensor to the first device; the rows are on the last device.
         rows = keep.tolist() if keep is not None and self._spread else keep
         # Inference mode saves 5 % of a small model's step.
-        with torch.inference_mode(), tapped(cut=not by_model) as tap, captured() as states:
+        with torch.inference_mode(), tapped(cut=not by_model) as tap, self.facts.taps.captured() as states:
             tokens, leaves = batch.tokens.clamp(min=0), self.facts.leaves
             output = run_packed(self.model, tokens, batch.positions, attention, rows, self._windows, leaves)
             features = self._features(states)
