@@ -66,7 +66,7 @@ struct LmHeadArgs {
   ProductArgs product;
   int64_t k;        // 1: argmax
   int64_t* tokens;  // [rows, k]
-  float* values;    // [rows, k], already rounded to dtype
+  float* values;    // [rows, k], already rounded to dtype; with lse, log-probabilities
   float* lse;       // [rows], natural logarithm of the sum of all exponentials; null: not needed
 };
 

@@ -98,11 +98,16 @@ class LmHead {
     Best total{args_.k, 0, args_.tokens + row * args_.k, args_.values + row * args_.k};
     ExpSum sum{kMinusInf, 0.0f};
     for (int64_t piece = 0; piece < pieces_; ++piece) sum.add(exp_sums(results, piece)[row]);
-    if (args_.lse != nullptr) args_.lse[row] = sum.max + std::log(sum.sum);
     for (int64_t piece = 0; piece < pieces_; ++piece) {
       const Best part = best(results, piece, row);
       const int64_t size = first_token(piece + 1) - first_token(piece);
       for (int64_t i = 0; i < (size < args_.k ? size : args_.k); ++i) total.offer(part.values[i], part.tokens[i]);
+    }
+    if (args_.lse == nullptr) return;
+    const float lse = args_.lse[row] = sum.max + std::log(sum.sum);
+    for (int64_t i = 0; i < args_.k; ++i) {
+      const float log_p = total.values[i] - lse;
+      total.values[i] = log_p > 0.0f ? 0.0f : log_p;  // rounding; NaN stays
     }
   }
 

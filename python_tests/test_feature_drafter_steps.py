@@ -66,7 +66,7 @@ def test_steps_trace_without_values(kind: str, tree: Trees, tmp_path: Path) -> N
     write(tmp_path, vocab=VOCAB)
     published = open_drafter(tmp_path)
     assert published is not None
-    caches = (uniform_rows, growth._nodes, growth._level, growth._by_depth, tree_layout)
+    caches = (uniform_rows, growth._nodes, growth._constants, growth._level, growth._by_depth, tree_layout)
     step_mask(torch.device("cpu"))  # cached; can't be made of a fake tensor
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():

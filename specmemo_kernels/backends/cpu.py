@@ -109,13 +109,13 @@ def lm_head_log_probs(
     """The ``k`` best log-probabilities of each row and their tokens, and the log-sum-exp of all logits."""
     lse = torch.empty(hidden.shape[0], dtype=torch.float32, device=_CPU)
     values, tokens, _ = _best_logits(hidden, weight, bias, k, scales, lse)
-    return values - lse[:, None], tokens, lse
+    return values, tokens, lse
 
 
 def _best_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int, scales: Tensor | None, lse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Logits ``[N, k]`` float32, tokens and ``lse``, which the call fills."""
+    """Logits ``[N, k]`` float32, or with ``lse``, which the call fills, log-probabilities; tokens; and ``lse``."""
     rows = hidden.shape[0]
     tokens = torch.empty(rows, k, dtype=torch.int64, device=_CPU)
     values = torch.empty(rows, k, dtype=torch.float32, device=_CPU)

@@ -253,7 +253,7 @@ def lm_head_log_probs(
     wide = torch.promote_types(hidden.dtype, torch.float32)
     parts = [logits.to(wide).logsumexp(dim=1) for _, logits in _vocabulary_slices(hidden, weight, bias, scales)]
     lse = torch.stack(parts).logsumexp(dim=0)
-    return values.to(wide) - lse[:, None], tokens, lse
+    return (values.to(wide) - lse[:, None]).clamp(max=0), tokens, lse
 
 
 def _vocabulary_slices(  # type: ignore[no-untyped-def]

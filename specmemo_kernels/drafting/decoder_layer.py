@@ -135,42 +135,38 @@ class BeamAttention:
     def __init__(self, rows: DraftRows, backend: str | None, both_ways: bool = False) -> None:
         self._both_ways = both_ways
         self._rows, self._kernels = rows, ops.kernels(backend, rows.roots.device)
-        self._above: dict[int, tuple[Tensor, Tensor]] = {}
-        self._parent: Tensor | None = None
+        self._above: dict[int, Tensor] = {}  # keys and values of all nodes on the way, ``[B * M, A, heads, Dk + Dv]``
+        self._rows_above: Tensor | None = None
 
     def descend(self, parent: Tensor) -> None:
         """Go on with children of the last nodes; ``parent`` ``[B, M]`` int64: their parents among them."""
-        self._parent = parent
+        above = next(iter(self._above.values()), None)
+        if above is None:
+            return
+        sequences = len(parent)
+        first = torch.arange(sequences, device=parent.device)[:, None] * (len(above) // sequences)
+        self._rows_above = (parent + first).flatten()
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, params: AttentionParams) -> Tensor:
         rows, pool = self._rows, self._rows.pool
-        sequences = len(rows.roots)
-        nodes = len(q) // sequences
-        indptr, _, own = uniform_rows(sequences, nodes, q.device)
+        nodes = len(q) // len(rows.roots)
+        indptr, _, mask = uniform_rows(len(rows.roots), nodes, q.device)
         if self._both_ways:
-            own = own.sum(0, keepdim=True).expand(nodes, -1)
+            mask = mask[:nodes].sum(0, keepdim=True).expand(len(q), -1).contiguous()
         out, lse = self._kernels.tree_attention(
-            q, k, v, pool.k_pages[layer], pool.v_pages[layer], rows.block_table, rows.seq_lens, indptr,
-            own.repeat(sequences, 1), *params, nodes, rows.max_seq_len, False, pool.k_scales[layer],
-            pool.v_scales[layer], nodes,
+            q, k, v, pool.k_pages[layer], pool.v_pages[layer], rows.block_table, rows.seq_lens, indptr, mask, *params,
+            nodes, rows.max_seq_len, False, pool.k_scales[layer], pool.v_scales[layer], nodes,
         )  # fmt: skip
         if self._both_ways:
             return out
-        keys, values = (x.reshape(sequences, nodes, 1, *x.shape[1:]) for x in (k, v))
+        new = torch.cat([k, v], dim=-1)[:, None]
         if layer in self._above:
-            assert self._parent is not None, "descend is called between the depths"
-            keys_above, values_above = (_of_parents(x, self._parent) for x in self._above[layer])
-            out = _merged(out, lse, q, keys_above.flatten(0, 1), values_above.flatten(0, 1), params.scale)
-            keys, values = torch.cat([keys_above, keys], dim=2), torch.cat([values_above, values], dim=2)
-        self._above[layer] = keys, values
+            assert self._rows_above is not None, "descend is called between the depths"
+            above = self._above[layer].index_select(0, self._rows_above)
+            out = _merged(out, lse, q, above[..., : k.shape[-1]], above[..., k.shape[-1] :], params.scale)
+            new = torch.cat([above, new], dim=1)
+        self._above[layer] = new
         return out
-
-
-def _of_parents(x: Tensor, parent: Tensor) -> Tensor:
-    """``[B, M, ...]``: the entry of each node's parent in ``x`` ``[B, M', ...]``."""
-    sequences, nodes = parent.shape
-    first = torch.arange(sequences, device=x.device)[:, None] * x.shape[1]
-    return x.flatten(0, 1).index_select(0, (parent + first).flatten()).view(sequences, nodes, *x.shape[2:])
 
 
 def _merged(out: Tensor, lse: Tensor, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:

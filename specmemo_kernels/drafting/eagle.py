@@ -14,6 +14,7 @@ from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting.base import POST_NORM, DraftRows
 from specmemo_kernels.drafting.decoder_layer import Attention, BeamAttention
 from specmemo_kernels.drafting.growth import Children, grow
+from specmemo_kernels.drafting.head_files import HeadsError
 from specmemo_kernels.drafting.published_config import Eagle3Config, EagleConfig
 from specmemo_kernels.drafting.tensor_drafter import TensorDrafter
 from specmemo_kernels.drafting.vocabulary import TargetVocabulary, top_log_probs
@@ -42,6 +43,11 @@ class EagleDrafter(TensorDrafter):
         self.config = config
         self.feature_ids: tuple[int, ...] = (POST_NORM,)
         if isinstance(config, Eagle3Config):
+            if config.aux_layer_ids is None and target_layers < 3:
+                raise HeadsError(
+                    f"EAGLE-3 reads the inputs of layers 2, L / 2 and L - 3, the target has {target_layers} layers; it "
+                    "needs at least 3, or eagle_aux_hidden_state_layer_ids in the drafter's config.json"
+                )
             self.feature_ids = config.aux_layer_ids or (2, target_layers // 2, target_layers - 3)
 
     def advance(self, batch: TreeBatch, features: Tensor, keep: Tensor, pool: PagedKVPool) -> Tensor:

@@ -12,7 +12,8 @@ from specmemo_kernels.tree.draft_tree import DraftTree
 from specmemo_kernels.tree.tree_budget import TreeBudget, Trees
 
 Tensor = torch.Tensor
-#: Log-probabilities (float32) and tokens (int64), ``[B, M, W]``: the best W children of M nodes, best first.
+#: Log-probabilities (float32, never positive) and tokens (int64), ``[B, M, W]``: the best W children of M nodes, best
+#: first.
 Children = tuple[Tensor, Tensor]
 #: Computes the children of the nodes of one depth. Arguments: their depth; ``[B, M]`` int64, the index of each node's
 #: parent among the nodes of the last call (0 for the root); ``[B, M]`` int64, their tokens.
@@ -40,36 +41,51 @@ def _best_first(roots: Tensor, budget: TreeBudget, first: Callable[[int], Childr
     """
     if not budget.max_depth:
         return DraftedTrees(roots[:, None], torch.full_like(roots, -1).int()[:, None], torch.zeros_like(roots)[:, None])
-    sequences, width, device = len(roots), budget.width, roots.device
-    parent = torch.zeros(sequences, 1, dtype=torch.int64, device=device)  # of the beam, in the last beam
-    beam = torch.full_like(parent, -1)  # the beam's candidates; -1: the root
-    scores = torch.zeros(sequences, 1, dtype=torch.float32, device=device)
+    width = budget.width
     log_p, token = first(width)
-    candidates: list[tuple[Tensor, Tensor, Tensor]] = []
-    count = 0
-    for depth in range(1, budget.max_depth + 1):
-        # Never above the parent's score, and sorted stably below, so that no node comes before its parent.
-        log_p = log_p.float().nan_to_num(nan=-torch.inf, posinf=0.0).clamp(max=0.0)
-        score = (scores[..., None] + log_p).flatten(1)
-        tokens = torch.where(score > -torch.inf, token.flatten(1), -1)
-        children = log_p.shape[2]
-        candidates.append((score, tokens, beam[..., None].expand(-1, -1, children).flatten(1)))
-        if depth < budget.max_depth:
-            scores, best = score.topk(min(width, score.shape[1]), dim=1)
-            parent, beam = best // children, best + count
-            log_p, token = expand(depth, parent, tokens.gather(1, best))
-        count += score.shape[1]
-    score, tokens, parents = (torch.cat(parts, dim=1) for parts in zip(*candidates, strict=True))
-    order = score.sort(dim=1, descending=True, stable=True).indices[:, : budget.size - 1]
-    chosen_parent = parents.gather(1, order)
-    node = torch.zeros_like(parents).scatter_(1, order, _nodes(sequences, order.shape[1], device))
-    above = torch.where(chosen_parent < 0, 0, node.gather(1, chosen_parent.clamp(min=0)))
+    score, token = log_p.flatten(1), token.flatten(1)
+    root, ranks, offsets = _constants(len(roots), budget, roots.device)
+    scores, tokens, beams = [score], [token], [ranks]  # of each depth's candidates; their indices that are expanded
+    beam_score, parent, beam_token = score, root, token
+    for depth in range(1, budget.max_depth):
+        log_p, token = expand(depth, parent, beam_token)
+        score, token = (beam_score[..., None] + log_p).flatten(1), token.flatten(1)
+        scores.append(score)
+        tokens.append(token)
+        if depth + 1 < budget.max_depth:
+            beam_score, best = score.topk(width, dim=1)
+            parent, beam_token = best // width, token.gather(1, best)
+            beams.append(best)
+    # No child's score is above its parent's, and equal scores are in the order of creation: parents come first.
+    ranked = torch.cat(scores, dim=1).nan_to_num(nan=-torch.inf).sort(dim=1, descending=True, stable=True)
+    chosen, order = ranked.values[:, : budget.size - 1], ranked.indices[:, : budget.size - 1]
+    expanded = torch.cat(beams, dim=1) + offsets
+    parents = expanded.gather(1, ((order - width) // width).clamp(min=0))
+    nodes = _nodes(len(roots), order.shape[1], roots.device)
+    node = torch.zeros_like(ranked.indices).scatter_(1, order, nodes)
+    above = torch.where(order < width, 0, node.gather(1, parents))
     depths = (order + width * width - width) // (width * width) + 1  # after the first, a depth has width^2 candidates
+    guesses = torch.where(chosen > -torch.inf, torch.cat(tokens, dim=1).gather(1, order), -1)
     return DraftedTrees(
-        torch.cat([roots[:, None], tokens.gather(1, order)], dim=1),
+        torch.cat([roots[:, None], guesses], dim=1),
         torch.nn.functional.pad(above, (1, 0), value=-1).int(),
         torch.nn.functional.pad(depths, (1, 0)),
     )
+
+
+@lru_cache(maxsize=CACHED_LAYOUTS)
+def _constants(sequences: int, budget: TreeBudget, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """``[B, width]`` zeros; ``[B, width]`` 0, 1, ...; and the first candidate of each expanded node's depth.
+
+    The latter is ``[beams * width]``, for :func:`_best_first`'s numbering: ``width`` candidates, then ``width^2`` per
+    depth.
+    """
+    width = budget.width
+    with torch.inference_mode(False):
+        ranks = torch.arange(width, device=device).expand(sequences, -1)
+        firsts = [0, *(width + depth * width**2 for depth in range(budget.max_depth - 2))]
+        offsets = torch.tensor(firsts, device=device)[:, None].expand(-1, width).flatten()
+        return torch.zeros_like(ranks), ranks, offsets
 
 
 @lru_cache(maxsize=CACHED_LAYOUTS)

@@ -112,7 +112,7 @@ class DraftedTrees:
         sequences, size = self.tokens.shape
         indptr, row, own = uniform_rows(sequences, size, self.tokens.device)
         parents = self.parents.clamp(min=0).long()[..., None].expand(-1, -1, own.shape[1])
-        mask = own.repeat(sequences, 1, 1)
+        mask = own = own.view(sequences, size, -1)
         for _ in range(max_depth):  # the bits of one more ancestor
             mask = mask.gather(1, parents) | own
         return TreeLayout(self.parents.flatten(), self.depths.flatten(), mask.flatten(0, 1), indptr, row)
@@ -120,17 +120,14 @@ class DraftedTrees:
 
 @lru_cache(maxsize=CACHED_LAYOUTS)
 def uniform_rows(sequences: int, size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """For ``size`` rows per sequence: ``qo_indptr``, each row's sequence, and each row's own bit ``[size, words]``.
-
-    ``words = ceil(size / 64)``; the bits are those of ``tree_mask``.
-    """
+    """For ``size`` rows per sequence: ``qo_indptr``, each row's sequence, and a ``tree_mask`` of each row's own bit."""
     with torch.inference_mode(False):
         node = torch.arange(size)
         own = torch.zeros(size, -(-size // WORD), dtype=torch.int64)
         own[node, node // WORD] = torch.ones(size, dtype=torch.int64) << node % WORD
         indptr = torch.arange(sequences + 1, dtype=torch.int32) * size
         row = torch.arange(sequences)[:, None].expand(-1, size).flatten()
-        return indptr.to(device), row.to(device), own.to(device)
+        return indptr.to(device), row.to(device), own.repeat(sequences, 1).to(device)
 
 
 def tree_batch(

@@ -284,8 +284,8 @@ def lm_head_log_probs(
     Arguments and ties as for :func:`lm_head_topk`. The logits are rounded to hidden's dtype, as a linear layer does.
 
     Returns:
-        log-probabilities ``[N, k]`` (``logit - lse``) and ``lse`` ``[N]``, the natural logarithm of the sum of all
-        exponentials, in float32 (float64 for float64), and between them tokens ``[N, k]`` int64.
+        log-probabilities ``[N, k]`` (``logit - lse``, at most 0), tokens ``[N, k]`` int64, and ``lse`` ``[N]``, the
+        natural logarithm of the sum of all exponentials. All but the tokens are float32 (float64 for float64).
     """
     result: tuple[Tensor, Tensor, Tensor] = schema.call("lm_head_log_probs", hidden, weight, bias, k, scales, backend)
     return result

@@ -198,7 +198,7 @@ def lm_head_log_probs(
     """
     values, tokens, parts = _best_logits(hidden, weight, bias, k, scales, torch.float32, with_lse=True)
     lse = parts.logsumexp(dim=1)
-    return values - lse[:, None], tokens, lse
+    return (values - lse[:, None]).clamp(max=0), tokens, lse
 
 
 @entry_point

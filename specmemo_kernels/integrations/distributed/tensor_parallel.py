@@ -106,7 +106,7 @@ class TensorParallel(RankGroup):
             best, total = (log_p + lse[:, None], tokens), lse.double()[:, None, None].expand(-1, 1, 2)
         gathered = self._gather(torch.cat([self._candidates(hidden, k, *best), total], dim=1))
         values, tokens = best_of_ranks(gathered[:, :, :k], self._counts, k)
-        return (values - gathered[:, :, k, 0].logsumexp(dim=0)[:, None]).float(), tokens
+        return (values - gathered[:, :, k, 0].logsumexp(dim=0)[:, None]).float().clamp(max=0), tokens
 
     def _candidates(self, hidden: Tensor, k: int, *best: Tensor) -> Tensor:
         """``[N, k, 2]``: this rank's best values and tokens. All ranks send the same size; padding isn't read."""
