@@ -33,7 +33,7 @@ from specmemo_kernels.planning.memory_tracker import MemoryTracker
 from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.planning.planner import plan_memory
 from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, deepened
-from specmemo_kernels.tree.tree_budget import TreeBudget
+from specmemo_kernels.tree.tree_budget import most_nodes
 
 LAYERS, VOCAB = 8, 2000
 #: kind: writer, options, and the name that plans show.
@@ -323,7 +323,16 @@ def test_deeper_nodes_have_the_last_row() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 500])
-def test_the_largest_budget(size: int) -> None:
-    """At most as many nodes as a beam creates, and no wider than the tree."""
-    tree = TreeBudget.at_most(size, 3, 10)
-    assert (tree.size, tree.max_depth, tree.width) == (min(size, 211), min(3, size - 1), max(1, min(10, size - 1)))
+def test_the_largest_budget(size: int, tmp_path: Path) -> None:
+    """At most as many nodes as a beam creates. The beam is half of the tree, or all of it where it costs nothing."""
+    for write, beam, depth in (
+        (write_eagle3, min(10, max(1, (size + 1) // 2)), 3),
+        (write_dflash, min(61, size - 1), 3),
+    ):
+        write(tmp_path)
+        published = open_drafter(tmp_path)
+        assert published is not None
+        tree = drafter_spec(published.config, published.elements, 61).budget(size, depth)
+        depth = min(depth, size - 1)
+        most = most_nodes(depth, max(1, beam))
+        assert (tree.size, tree.max_depth, tree.width) == (min(size, most), depth, max(1, beam))

@@ -22,7 +22,7 @@ from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.step_graph import CaptureFailed, StepCache
 from specmemo_kernels.engine.verify import read_rows
 from specmemo_kernels.tree.draft_tree import DraftTree
-from specmemo_kernels.tree.tree_budget import Trees
+from specmemo_kernels.tree.tree_budget import TreeBudget, Trees
 
 if TYPE_CHECKING:
     from specmemo_kernels.engine.decode import SpecDecoder
@@ -132,7 +132,8 @@ class OverlappedSteps:
         room = decoder.pool.block_table.shape[1] * decoder.pool.page_size
         # Powers of two, so that a few graphs serve sequences of any length.
         bound = min(room, 1 << (longest - 1).bit_length())
-        shape = StepShape(len(sequences), tree.size, tree.max_depth, decoder.tree.width, bound)
+        width = (tree if isinstance(tree, TreeBudget) else decoder.tree).width
+        shape = StepShape(len(sequences), tree.size, tree.max_depth, width, bound)
         if isinstance(decoder.drafter, FeatureDrafter) and isinstance(tree, DraftTree):
             shape = replace(shape, tree=tree)  # its passes depend on the nodes of each depth
         device = decoder.target.device

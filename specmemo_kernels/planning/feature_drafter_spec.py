@@ -10,11 +10,11 @@ import torch
 from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.planning.drafter_spec import RANKS, Drafts, DraftWork, Product
 from specmemo_kernels.planning.model_spec import ModelSpec
-from specmemo_kernels.tree.tree_budget import TreeBudget, most_nodes
+from specmemo_kernels.tree.tree_budget import TreeBudget, half_beam, most_nodes
 
 #: Launches of growing trees, counted by a dispatch mode: the roots' children, sorting and the tree mask; each further
 #: depth; the attention of a layer's nodes to their drafted ancestors.
-_OPERATORS, _OPERATORS_PER_DEPTH, _OPERATORS_PER_MERGE = 50, 24, 57
+_OPERATORS, _OPERATORS_PER_DEPTH, _OPERATORS_PER_MERGE = 44, 12, 50
 #: A candidate of a dynamic tree while the tree grows (score, token, parent), and while candidates are sorted.
 _GROWING_BYTES, _SORTING_BYTES = 20, 60
 #: Log-probabilities in float32 and tokens in int64.
@@ -93,7 +93,12 @@ class FeatureDrafterSpec:
 
     def tree(self, paths: Sequence[Sequence[int]]) -> TreeBudget:
         """The size of dynamic trees that contain as many nodes; they are at least as good as the static tree."""
-        return TreeBudget.at_most(len(paths) + 1, max(map(len, paths), default=0), self.beam)
+        return self.budget(len(paths) + 1, max(map(len, paths), default=0))
+
+    def budget(self, size: int, depth: int) -> TreeBudget:
+        """Dynamic trees of at most ``size`` nodes and ``depth``."""
+        depth, width = min(depth, size - 1), self._beam(size)
+        return TreeBudget(min(size, most_nodes(depth, width)), depth, width)
 
     def nbytes(self, spec: ModelSpec, depth: int, tp: int = 1) -> int:
         """Bytes of weights; every rank has all of them."""
@@ -181,7 +186,7 @@ class FeatureDrafterSpec:
 
     def _beam(self, nodes: int) -> int:
         """Nodes per depth that are expanded in trees of ``nodes`` nodes."""
-        return max(1, min(self.beam, nodes - 1))
+        return max(1, min(self.beam, nodes - 1 if self.block_rows else half_beam(nodes)))
 
 
 def _product(spec: ModelSpec, part: DrafterPart, rows: int) -> Product:

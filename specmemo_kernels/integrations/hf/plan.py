@@ -214,7 +214,7 @@ def _given_tree(tree: Trees | int | None, setup: Setup) -> Trees:
             f"tree is a TreeBudget, but {type(drafter).__name__} fills static trees; give a DraftTree or a number"
         )
     if isinstance(tree, int) and isinstance(drafter, FeatureDrafter):
-        return TreeBudget.at_most(tree, drafter.max_depth, drafter.beam)
+        return drafter.spec.budget(tree, drafter.max_depth)
     if tree is None or (isinstance(tree, int) and getattr(drafter, "prefers_chain", False)):
         return DraftTree.chain(drafter.max_depth if tree is None else min(drafter.max_depth, tree - 1))
     if isinstance(tree, int):
