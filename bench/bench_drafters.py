@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from bench_step import DTYPES, Steps, synchronised
+from bench_step import DTYPES, Steps, random_prompt, synchronised
 from safetensors.torch import save_file
 from shapes import SHAPES, random_model, twin
 from timing import print_rows, take_turns, write_result
@@ -26,6 +26,7 @@ from specmemo_kernels.drafting.published_config import (
 )
 from specmemo_kernels.drafting.published_tensors import tensor_shapes
 from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, best_first_paths
+from specmemo_kernels.tree.tree_budget import half_beam
 
 _PARSERS = {"eagle3": eagle3_config, "eagle": eagle_config, "clover2": clover_config, "dflash": dflash_config}
 
@@ -91,15 +92,18 @@ def measure(
     paths = best_first_paths(table, 2000)
     chain = [(0,) * d for d in range(1, depth + 1)]
     static = sorted([*chain, *[p for p in paths if p not in chain][: nodes - 1 - depth]], key=len)
-    budget = sk.TreeBudget(nodes, depth, min(10, nodes - 1))
+    budget = sk.TreeBudget(nodes, depth, nodes - 1 if kind == "dflash" else half_beam(nodes))
     trees: dict[str, Any] = {"dynamic": budget, "static": sk.DraftTree.from_paths(static), "plain": 1}
-    handles, steps = [], {}
+    handles, steps, written = [], {}, {}
     for name, tree in trees.items():
         patched = twin(model)
         handles.append(sk.patch(patched, str(folder), tree=tree, max_batch_size=1))
+        written[name] = sk.generate_batch(patched, [random_prompt(model, context)], max_new_tokens=16)[0].tokens
         steps[name] = synchronised(Steps(patched, context, span=128), model.device.type)
         for _ in range(12):  # captured after eight steps
             steps[name]()
+    if model.dtype == torch.float32 and not written["dynamic"] == written["static"] == written["plain"]:
+        raise RuntimeError(f"{kind}: the steps write different tokens: {written}")
     times = take_turns(steps, seconds=seconds, rounds=(5, 400))
     setup = {"drafter": kind, "nodes": nodes, "depth": depth, "captured": all(h.stats.graph_steps for h in handles)}
     for handle in handles:

@@ -30,33 +30,53 @@ struct Best {
   }
 };
 
-// The sum of the exponentials of all added values, relative to the largest.
+// Lanes below `count`.
+inline VecI first_lanes(int64_t count) { return lane_index() < static_cast<int32_t>(count); }
+
+// Whether one of `count` values is better than `limit`. Whole vectors are read.
+inline bool any_better(const float* values, int64_t count, float limit) {
+  VecI found{};
+  for (int64_t i = 0; i < count; i += kLanes)
+    found |= ~(load<VecF>(values + i) <= splat(limit)) & first_lanes(count - i);  // NaN is better
+  typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+  const Bytes bytes = __builtin_convertvector(found, Bytes);
+  uint64_t words[2] = {};
+  std::memcpy(words, &bytes, sizeof bytes);
+  return (words[0] | words[1]) != 0;
+}
+
+// The sum of the exponentials of all added values, relative to the largest, in each lane.
+struct ExpSums {
+  VecF max, sum;
+
+  static ExpSums none() { return {splat(-kLargest), VecF{}}; }
+
+  // Whole vectors are read.
+  void add(const float* values, int64_t count) {
+    for (int64_t i = 0; i < count; i += kLanes) {
+      const VecF value = first_lanes(count - i) ? load<VecF>(values + i) : splat(kMinusInf);
+      const VecF top = vmax(max, value);
+      sum = sum * exp2_nonpositive((max - top) * splat(kLog2e)) + exp2_nonpositive((value - top) * splat(kLog2e));
+      max = top;
+    }
+  }
+
+  static constexpr float kLargest = 3.4e38f;  // finite: the difference of two infinities is NaN
+};
+
+// The same in one number.
 struct ExpSum {
   float max, sum;
 
-  void add(const float* values, int64_t count) {
-    alignas(64) float padded[round_up(kGroup, kLanes)];
-    float top = kMinusInf;
-    for (int64_t i = 0; i < count; ++i) {
-      padded[i] = values[i];
-      top = values[i] > top ? values[i] : top;
-    }
-    for (int64_t i = count; i < round_up(kGroup, kLanes); ++i) padded[i] = kMinusInf;
-    if (top > max) {
-      sum *= max == kMinusInf ? 0.0f : exp2_scalar((max - top) * kLog2e);
-      max = top;
-    }
-    const VecF offset = splat(max == kMinusInf ? 0.0f : max);
-    VecF total{};
-    for (int64_t i = 0; i < round_up(kGroup, kLanes); i += kLanes)
-      total = total + exp2_nonpositive((load<VecF>(padded + i) - offset) * splat(kLog2e));
-    sum += specmemo::sum(total);
+  static ExpSum of(const ExpSums& lanes) {
+    ExpSum total{-ExpSums::kLargest, 0.0f};
+    for (int i = 0; i < kLanes; ++i) total.add({lanes.max[i], lanes.sum[i]});
+    return total;
   }
 
   void add(const ExpSum& other) {
     const float top = other.max > max ? other.max : max;
-    const float keep = max == kMinusInf ? 0.0f : std::exp(max - top);
-    sum = sum * keep + (other.max == kMinusInf ? other.sum : other.sum * std::exp(other.max - top));
+    sum = sum * std::exp(max - top) + other.sum * std::exp(other.max - top);
     max = top;
   }
 };
@@ -75,35 +95,41 @@ class LmHead {
   // Computes the k best of one piece of the vocabulary, for all rows.
   void run(int64_t piece, char* results) const {
     const int64_t begin = first_token(piece), end = first_token(piece + 1), rows = args_.product.rows;
-    auto* memory = static_cast<char*>(arena(0, outputs_.sums_bytes() + outputs_.value_count() * 4));
-    auto* values = reinterpret_cast<float*>(memory + outputs_.sums_bytes());
-    ExpSum* sums = exp_sums(results, piece);
-    for (int64_t r = 0; r < rows; ++r) sums[r] = ExpSum{kMinusInf, 0.0f};
+    // Behind the values, the sums of exponentials; a vector from the last row's values on may reach into them.
+    const int64_t values_bytes = outputs_.value_count() * 4, sums_bytes = outputs_.sums_bytes();
+    const int64_t summed = args_.lse != nullptr ? rows : 0, exp_bytes = summed * sizeof(ExpSums) + kLanes * 4;
+    auto* memory = static_cast<char*>(arena(0, sums_bytes + values_bytes + exp_bytes));
+    auto* values = reinterpret_cast<float*>(memory + sums_bytes);
+    auto* sums = reinterpret_cast<ExpSums*>(memory + sums_bytes + values_bytes);
+    for (int64_t r = 0; r < summed; ++r) sums[r] = ExpSums::none();
     int64_t counts_seen = 0;  // inserted so far, the same for every row
     for (int64_t token = begin; token < end; token += kGroup) {
       const int64_t count = end - token < kGroup ? end - token : kGroup;
       outputs_.compute(token, count, memory, values);  // rounded as the model's logits: that decides ties
       for (int64_t r = 0; r < rows; ++r) {
+        const float* row = values + r * kGroup;
+        if (summed != 0) sums[r].add(row, count);
         Best top = best(results, piece, r);
         top.count = counts_seen < args_.k ? counts_seen : args_.k;
-        for (int64_t v = 0; v < count; ++v) top.offer(values[r * kGroup + v], token + v);
-        if (args_.lse != nullptr) sums[r].add(values + r * kGroup, count);
+        if (top.count == args_.k && !any_better(row, count, top.values[args_.k - 1])) continue;
+        for (int64_t v = 0; v < count; ++v) top.offer(row[v], token + v);
       }
       counts_seen += count;
     }
+    for (int64_t r = 0; r < summed; ++r) exp_sums(results, piece)[r] = ExpSum::of(sums[r]);
   }
 
   // Merges all pieces of one row in token order.
   void merge(int64_t row, char* results) const {
     Best total{args_.k, 0, args_.tokens + row * args_.k, args_.values + row * args_.k};
-    ExpSum sum{kMinusInf, 0.0f};
-    for (int64_t piece = 0; piece < pieces_; ++piece) sum.add(exp_sums(results, piece)[row]);
     for (int64_t piece = 0; piece < pieces_; ++piece) {
       const Best part = best(results, piece, row);
       const int64_t size = first_token(piece + 1) - first_token(piece);
       for (int64_t i = 0; i < (size < args_.k ? size : args_.k); ++i) total.offer(part.values[i], part.tokens[i]);
     }
     if (args_.lse == nullptr) return;
+    ExpSum sum{-ExpSums::kLargest, 0.0f};
+    for (int64_t piece = 0; piece < pieces_; ++piece) sum.add(exp_sums(results, piece)[row]);
     const float lse = args_.lse[row] = sum.max + std::log(sum.sum);
     for (int64_t i = 0; i < args_.k; ++i) {
       const float log_p = total.values[i] - lse;

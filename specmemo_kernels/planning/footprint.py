@@ -166,7 +166,7 @@ def fixed_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
         "workspace": shape.workspace_bytes,
     }
     if shape.kept_steps:
-        results = size.sequences * (8 * (size.tree_size + 2) + 4)  # a row per sequence, at most as long as its tree
+        results = size.sequences * (8 * (2 * size.tree_size + 1) + 4)  # a row per sequence: tokens and nodes of a path
         parts["graphs"] = shape.kept_steps * (size.nodes * layout + results)
         parts["graphs"] += size.sequences * (shape.state_bytes + _SEQUENCE_BYTES)
     if shape.graphs:
