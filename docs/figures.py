@@ -125,6 +125,17 @@ def step_parts() -> str:
     return table(["model", "nodes", *(part.replace("head", "heads, lm_head") for part in parts)], rows, "step_cpu")
 
 
+def drafters() -> str:
+    names = {"eagle3": "EAGLE-3", "eagle": "EAGLE", "clover2": "Clover-2", "dflash": "DFlash"}
+    parts = ["plain_ms", "static_ms", "dynamic_ms"]
+    rows = [
+        [names[row["drafter"]], row["nodes"], *(f"{row[part]:.1f}" for part in parts), f"{row['dynamic/static']:.2f}x"]
+        for row in load("drafters_cpu")["rows"]
+    ]
+    header = ["drafter", "nodes", "no drafts", "static trees", "dynamic trees", "dynamic / static"]
+    return table(header, rows, "drafters_cpu")
+
+
 # --- linear layers ---------------------------------------------------------------------------------------------------
 
 
@@ -406,6 +417,7 @@ def figures() -> dict[str, str]:
         "frontier.125m": frontier("frontier_125m", heads=True),
         "steps": steps(),
         "steps.parts": step_parts(),
+        "drafters": drafters(),
         "linear": linear(),
         "engines": engines(),
         "batches": batches(),

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from selection import examples, sample
 from test_families import batch, greedy
+from test_feature_drafter_engine import Seer, few_pages, prompts, texts
 from test_feature_drafters import Recorder, check_trees, texts_of
+from test_patch_memory import peak_of
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import MtpModel
@@ -115,3 +119,71 @@ def test_a_model_without_layers_is_refused() -> None:
     with pytest.raises(sk.HeadsError, match="can't be loaded"):
         sk.patch(model, "mtp")
     assert not hasattr(model, "specmemo")
+
+
+class MtpSeer(Seer):
+    """Calls of the MTP drafter get the right continuation in one of their deepest paths."""
+
+    def install(self, handle: sk.SpecMemo, monkeypatch: pytest.MonkeyPatch) -> None:
+        draft = handle.drafter.draft
+        monkeypatch.setattr(handle.drafter, "draft", lambda rows, tree: self(rows, draft(rows, tree)))
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("size", sample([1, 8], [8]))
+@pytest.mark.parametrize("family", sample(FAMILIES, ["glm4_moe"]))
+def test_prompts(family: str, size: int, graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of all lengths, greedy and sampled, with few pages: the model's tokens, accepted paths of all lengths."""
+    model = tiny_model(family, **FAMILIES[family], max_position_embeddings=2048)
+    asked = prompts()[: examples(60)]
+    expected = texts(model, asked, 24)
+    requests = [sk.Request(p, 12, [], sk.Sampling(temperature=0.8, top_k=9).with_seed(i)) for i, p in enumerate(asked)]
+    with sk.patch(model, "prompt-lookup", tree=1):
+        sampled = [completion.tokens for completion in sk.generate_batch(model, requests)]
+    known = [*expected, *([*p, *tokens] for p, tokens in zip(asked, sampled, strict=True))]
+    mtp, options = random_mtp(model), {"page_size": 4, "prefill_chunk": 16, "max_batch_size": size, "graph": graph}
+    with sk.patch(model, mtp, tree=8, **options) as handle:
+        MtpSeer(model, known, 0.8).install(handle, monkeypatch)
+        done = sk.generate_batch(model, asked, max_new_tokens=24, eos_token_ids=[])
+        assert [[*p, *c.tokens] for p, c in zip(asked, done, strict=True)] == expected
+        assert handle.stats.tokens_per_step > 2
+        assert (handle.stats.graph_steps > 0) == graph
+        handle.release()
+        few_pages(handle, 40)
+        done = sk.generate_batch(model, asked, max_new_tokens=24, eos_token_ids=[])
+        assert [[*p, *c.tokens] for p, c in zip(asked, done, strict=True)] == expected
+        assert handle.stats.preemptions > 0 or size == 1
+        found = [completion.tokens for completion in sk.generate_batch(model, requests)]
+        assert found == sampled
+
+
+@pytest.mark.parametrize("family", sample(FAMILIES, ["deepseek_v3"]))
+def test_a_conversation(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reused prefixes: the trees are those of a layer that saw the whole text."""
+    model = tiny_model(family, **FAMILIES[family])
+    mtp = random_mtp(model)
+    with sk.patch(model, mtp, tree=6, page_size=4, graph=False) as handle:
+        recorder = Recorder(handle.drafter, monkeypatch)
+        for end in ([], [5], [9, 9, 9], [7, 8, 9, 10, 11]):
+            recorder.calls.clear()
+            prompt = [*range(3, 23), *end]
+            text = prompt + sk.generate_batch(model, [prompt], max_new_tokens=8)[0].tokens
+            assert check_trees(model, handle.drafter, PlainMtp(mtp), recorder.calls, [text]) > 4
+        assert handle.stats.reused_tokens >= 24
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("family", sample(FAMILIES, ["glm4_moe"]))
+def test_peak_stays_within_the_budget(family: str, graph: bool) -> None:
+    sizes: dict[str, object] = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 2048}
+    model = tiny_model(family, **(FAMILIES[family] | sizes))
+    mtp = random_mtp(model)
+    with sk.patch(model, mtp, tree=8) as handle:
+        total = handle.plan.total_bytes - handle.plan.parts.get("kv_pages", 0) + (2 << 20)
+    options: dict[str, Any] = {"tree": 8, "max_batch_size": 4, "prefill_chunk": 64, "graph": graph}
+    with sk.patch(model, mtp, memory_budget=total, **options) as handle:
+        plan = handle.plan
+        assert plan.max_tokens is not None
+        longest = min(plan.max_tokens // 2, 400) - 40
+        peak = peak_of(handle, batch((longest, longest // 2, 7, 9)[: plan.max_sequences]), 20)
+        assert peak + handle.drafter.nbytes <= plan.total_bytes <= total
