@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from selection import examples, sample
+from test_cli_plan import plan_json
 from test_families import batch, greedy
 from test_feature_drafter_engine import Seer, few_pages, prompts, texts
 from test_feature_drafters import Recorder, check_trees, texts_of
@@ -19,6 +20,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 import specmemo_kernels as sk
+from specmemo_kernels.planning.model_spec import ModelSpec
+from specmemo_kernels.planning.mtp_spec import mtp_spec
 
 Tensor = torch.Tensor
 LAYERS = 6
@@ -187,3 +190,21 @@ def test_peak_stays_within_the_budget(family: str, graph: bool) -> None:
         longest = min(plan.max_tokens // 2, 400) - 40
         peak = peak_of(handle, batch((longest, longest // 2, 7, 9)[: plan.max_sequences]), 20)
         assert peak + handle.drafter.nbytes <= plan.total_bytes <= total
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_planned_sizes(family: str, tmp_path: Path) -> None:
+    """``specmemo plan --heads mtp`` knows the layer's bytes from the configuration."""
+    sizes: dict[str, object] = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64}
+    model = tiny_model(family, **(FAMILIES[family] | sizes))
+    model.config.save_pretrained(tmp_path)
+    spec = ModelSpec.load(tmp_path)
+    with sk.patch(model, random_mtp(model), tree=8) as handle:
+        planned, loaded = mtp_spec(spec, 8, 10), handle.drafter.spec
+        assert planned.nbytes(spec, 4) == pytest.approx(handle.drafter.nbytes, rel=0.02)
+        assert planned.page_token_bytes(spec, None) == handle.drafter.layers[0].bytes_per_token
+    for name in ("kind", "max_depth", "beam", "hidden_size", "num_layers", "num_qo_heads", "num_kv_heads", "head_dim"):
+        assert getattr(planned, name) == getattr(loaded, name), name
+    data = plan_json("--model", tmp_path, "--device", "h100", "--heads", "mtp", "--context", "64")
+    assert data["plan"]["drafter"] == "MTP"
+    assert data["plan"]["parts"]["heads"] == planned.nbytes(spec, 4)

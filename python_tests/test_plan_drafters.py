@@ -145,7 +145,7 @@ def test_refused_options(config: Path, tmp_path: Path) -> None:
         (("--heads", tmp_path / "drafter", "--shared-lm-head"), "drafter is Clover-2, which is loaded as stored"),
         (("--heads", "prompt-lookup", "--head-bits", 4), "--head-bits is for Medusa heads"),
         (("--heads", "prompt-lookup", "--shared-lm-head"), "--shared-lm-head is for Medusa heads"),
-        (("--heads", "mtp"), "patch plans a loaded model"),
+        (("--heads", "mtp"), "has no MTP layers"),
         (("--heads", tmp_path / "hydra"), "hydra drafters aren't supported"),
         (("--heads", tmp_path / "wide"), "the target has hidden_size 32"),
     ):

@@ -105,8 +105,8 @@ class PlanOptions:
     heads: Annotated[
         str,
         Option(
-            help="A drafter or Medusa heads (a folder, a file or a hub id; no weights are read), prompt-lookup, or a "
-            "number of heads like Vicuna's."
+            help="A drafter or Medusa heads (a folder, a file or a hub id; no weights are read), mtp, prompt-lookup, "
+            "or a number of heads like Vicuna's."
         ),
     ] = "5"
     shared_lm_head: Annotated[

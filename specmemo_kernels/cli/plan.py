@@ -14,12 +14,13 @@ from specmemo_kernels.cli.plan_report import alternatives, show, to_json
 from specmemo_kernels.drafting.load_heads import describe_heads
 from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
 from specmemo_kernels.drafting.published import check_target, open_drafter
-from specmemo_kernels.drafting.published_spec import drafter_spec
+from specmemo_kernels.drafting.published_spec import BEAM, DEPTH, drafter_spec
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.device import KNOWN_DEVICES, DeviceProfile, known_device
 from specmemo_kernels.planning.device_probe import profile_of
 from specmemo_kernels.planning.drafter_spec import DrafterSpec, HeadsSpec, PromptLookupSpec
 from specmemo_kernels.planning.model_spec import ModelSpec
+from specmemo_kernels.planning.mtp_spec import mtp_spec
 from specmemo_kernels.planning.planner import choose, plan_request
 from specmemo_kernels.planning.search import candidates
 from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, Accuracy
@@ -101,9 +102,8 @@ def heads_of(options: PlanOptions, spec: ModelSpec) -> tuple[DrafterSpec, Accura
         check_medusa_options(options, "prompt lookup has no weights")
         return PromptLookupSpec(PromptLookupDrafter().max_depth), None
     if options.heads == MTP:
-        raise UserError(
-            f"--heads {MTP}: a config.json doesn't have the sizes of MTP layers; patch plans a loaded model"
-        )
+        check_medusa_options(options, "MTP layers are loaded as stored")
+        return mtp_spec(spec, DEPTH, BEAM), None
     source = existing_or_hub(
         options.heads, f"--heads is neither a number nor {PROMPT_LOOKUP}, a folder, a file or a hub id", files=True
     )

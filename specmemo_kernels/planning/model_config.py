@@ -46,6 +46,7 @@ def read_sizes(text: Mapping[str, Any], name: str) -> dict[str, Any]:
         "norm_weights": hidden * (4 if text.get("model_type") in _FOUR_NORMS else 2),
         "tied": bool(text.get("tie_word_embeddings", text.get("model_type") in _TIED)), "dtype": dtype,
         "max_context": get("max_position_embeddings", "n_positions") or 1 << 20,
+        "mtp_layers": _size_or_0(text, name, "num_nextn_predict_layers", "num_mtp_layers"),
     }  # fmt: skip
 
 

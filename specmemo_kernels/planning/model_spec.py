@@ -38,7 +38,7 @@ class ModelSpec:
         dtype: of activations, keys, values, and weights that aren't quantised.
         weight_bits: bits per quantised element, scales and zero points included; ``None``: as ``dtype``.
         quantised: ``"layers"``: the layers' matrices; ``"experts"``: only those of experts.
-        max_context: the model's maximum of positions.
+        max_context: the model's maximum of positions. mtp_layers: its layers for multi-token prediction.
     """
 
     name: str
@@ -66,6 +66,7 @@ class ModelSpec:
     weight_bits: float | None
     quantised: str
     max_context: int
+    mtp_layers: int = 0
 
     @property
     def dtype_bytes(self) -> int:

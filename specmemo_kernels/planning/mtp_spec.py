@@ -1,0 +1,39 @@
+"""Sizes of a model's multi-token prediction (MTP) layer, from its configuration."""
+
+from __future__ import annotations
+
+from specmemo_kernels.planning.cost import OPERATORS_BESIDE, OPERATORS_PER_LAYER
+from specmemo_kernels.planning.feature_drafter_spec import DrafterPart, FeatureDrafterSpec
+from specmemo_kernels.planning.model_spec import ModelSpec
+
+
+def mtp_spec(spec: ModelSpec, max_depth: int, beam: int) -> FeatureDrafterSpec:
+    """The sizes of the first MTP layer: a projection of two states, one layer of the model, three norms.
+
+    The layer is a mixture where the model has mixtures. Its weights aren't quantised in these sizes.
+
+    Raises:
+        ValueError: the model has no MTP layer.
+    """
+    if not spec.mtp_layers:
+        raise ValueError(f"{spec.name} has no MTP layers (num_nextn_predict_layers); use another drafter")
+    hidden = spec.hidden_size
+    used = spec.attention_weights + 2 * hidden**2
+    whole, width, tensors = used + spec.dense_ffn_weights, spec.intermediate_size, spec.ffn_tensors
+    if spec.num_experts:
+        whole = used + spec.shared_weights + spec.num_experts * spec.expert_weights
+        used += spec.shared_weights + spec.experts_per_token * spec.expert_weights
+        width, tensors = spec.experts_per_token * spec.expert_size + spec.shared_size, spec.expert_tensors
+    else:
+        used = whole
+    queries = spec.num_qo_heads * spec.head_dim
+    layer = DrafterPart(
+        used, 5 + 3 * (1 + spec.experts_per_token), OPERATORS_PER_LAYER + OPERATORS_BESIDE,
+        activations=8 * hidden + max(tensors * width, 4 * queries), inputs=8 * hidden, attends=True, embeds=True,
+    )  # fmt: skip
+    return FeatureDrafterSpec(
+        "MTP", max_depth, min(beam, spec.vocab_size), whole + spec.norm_weights + spec.bias_weights + 3 * hidden,
+        indices=0, hidden_size=hidden, num_layers=1, num_qo_heads=spec.num_qo_heads, num_kv_heads=spec.num_kv_heads,
+        head_dim=-(-(spec.head_dim + spec.v_head_dim) // 2), features=1, held=0, advance=layer, state=DrafterPart(),
+        draft=layer,
+    )  # fmt: skip
