@@ -137,7 +137,7 @@ def features(folder: Path, alone: Any, shared: Any) -> dict[str, Any]:
     """Of each drafter that reads hidden states, in dynamic and static trees: tokens, acceptance by depth, bytes."""
     found: dict[str, Any] = {}
     for files in sorted(folder.glob("drafter-*")):
-        for tree in (8, TREE):
+        for tree in (8, TREE) if files.name == "drafter-eagle3" else (8,):
             part: dict[str, Any] = {}
             for name, model in (("expected", alone), ("actual", shared)):
                 # Recorded steps would count guesses behind the last token.

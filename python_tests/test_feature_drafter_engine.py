@@ -536,7 +536,9 @@ def test_peak_stays_within_the_budget(
         assert held["tree_scratch"] <= plan.parts["tree_scratch"]
         assert held["graphs"] <= (plan.parts["graphs"] if graph else 0)
         assert peak + handle.drafter.nbytes <= plan.total_bytes
-        assert used <= planned <= 2.2 * used
+        assert used <= planned
+        if plan.max_tokens <= 800:  # else the prompt is shorter than what is planned for
+            assert planned <= 2.2 * used
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,9 @@ class ChatOptions(PatchOptions):
     """Chat with a model and its heads. Without a chat template the model completes your text."""
 
     model: Annotated[str | None, Option(help="A hub id or a folder (default: the bundled demo model).")] = None
-    heads: Annotated[str | None, Option(help="Medusa heads for that model: a hub id, a folder or a file.")] = None
+    heads: Annotated[
+        str | None, Option(help="A drafter for that model, such as Medusa heads: a hub id, a folder or a file.")
+    ] = None
     dtype: Annotated[str, Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto"
     max_new_tokens: Annotated[int, Option(help="Maximum tokens per reply, at most half the context.", min=1)] = 256
     head_bits: HeadBits = None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from specmemo_kernels.drafting.base import AnyDrafter, Drafter, OffloadingDrafter, StatefulDrafter
+from specmemo_kernels.drafting.base import AnyDrafter, OffloadingDrafter, StatefulDrafter
 from specmemo_kernels.drafting.draft_model import DraftModelDrafter
 from specmemo_kernels.drafting.load_heads import load_heads
 from specmemo_kernels.drafting.medusa import MedusaDrafter
@@ -92,7 +92,7 @@ def make_drafter(
         ValueError: ``head_bits`` for anything but Medusa heads with vocabulary matrices of their own.
     """
     lookup = isinstance(heads, str) and heads == PROMPT_LOOKUP
-    custom = isinstance(heads, Drafter) and not isinstance(heads, nn.ModuleList)
+    custom = isinstance(heads, AnyDrafter) and not isinstance(heads, nn.ModuleList)
     if head_bits is not None and (lookup or custom or isinstance(heads, DraftModel) or _is_language_model(heads)):
         given = repr(heads) if lookup else f"a {type(heads).__name__}"
         raise ValueError(f"head_bits is {head_bits}, which is for Medusa heads; heads is {given}")

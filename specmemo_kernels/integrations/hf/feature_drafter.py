@@ -20,6 +20,7 @@ from specmemo_kernels.drafting.published_config import CloverConfig, Eagle3Confi
 from specmemo_kernels.drafting.vocabulary import TargetVocabulary
 from specmemo_kernels.forward.batch import continued_batch
 from specmemo_kernels.integrations.distributed.ranks import SingleRank, tensors_digest
+from specmemo_kernels.integrations.hf.mask import UnsupportedModel
 from specmemo_kernels.integrations.hf.target import ModelFacts
 from specmemo_kernels.planning.footprint import PassBytes
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
@@ -62,10 +63,23 @@ def load_feature_drafter(
 
 
 def vocabulary_of(model: Any, facts: ModelFacts, backend: str, ranks: SingleRank) -> TargetVocabulary:
-    """The embedding and the lm_head of ``model``."""
-    embedding, (weight, bias) = model.get_input_embeddings(), ranks.lm_head(model)
+    """The embedding and the lm_head of ``model``.
+
+    Raises:
+        UnsupportedModel: one of them is offloaded.
+    """
+    embedding, head, (weight, bias) = model.get_input_embeddings(), model.get_output_embeddings(), ranks.lm_head(model)
+    if weight.is_meta or embedding.weight.is_meta:
+        raise UnsupportedModel(
+            f"the drafter reads the embedding and the lm_head of {type(model).__name__}, of which one is offloaded; "
+            "give both a device in device_map, or use heads with vocabulary matrices of their own"
+        )
 
     def top_log_probs(hidden: Tensor, k: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        if not facts.plain_lm_head and ranks.size == 1:  # such as a quantised matrix
+            logits = head(hidden.to(weight.device)).float() * scale
+            values, tokens = (logits - logits.logsumexp(dim=1, keepdim=True)).clamp(max=0).topk(k, dim=1)
+            return values.to(hidden.device), tokens.to(hidden.device)
         values, tokens = ranks.top_log_probs(hidden.to(weight.device), k, weight, bias, backend, scale)
         return values.to(hidden.device), tokens.to(hidden.device)
 
@@ -92,30 +106,33 @@ def _trace(drafter: FeatureDrafter, facts: ModelFacts, rows: int) -> list[int]:
 
 def measure_draft(drafter: FeatureDrafter, facts: ModelFacts, tree: Trees) -> PassBytes:
     """Transient bytes of drafting, and of reading a step's accepted nodes, by the number of sequences."""
-    peaks = []
-    for sequences in (1, 2):
-        rows = _draft_rows(drafter, facts, sequences)
-        with torch.inference_mode(), MemoryTracker() as tracker:
-            drafter.draft(rows, tree).layout(tree.max_depth)
-        peaks.append(max(tracker.peak, _reading_peak(drafter, facts, tree, sequences)))
-    return PassBytes(max(0, 2 * peaks[0] - peaks[1]), max(peaks[1] - peaks[0], -(-peaks[1] // 2)))
+    drafting = [(count, _drafting_trace(drafter, facts, tree, count)) for count in (1, 2)]
+    reading = [(count, _reading_trace(drafter, facts, tree, count)) for count in (1, 2)]
+    return PassBytes.fitted(*drafting).elementwise_max(PassBytes.fitted(*reading))
 
 
-def _reading_peak(drafter: FeatureDrafter, facts: ModelFacts, tree: Trees, sequences: int) -> int:
-    """Peak bytes of :meth:`FeatureDrafter.advance` beside the states of all nodes of a step."""
-    path, device = tree.max_depth + 1, facts.device
+def _drafting_trace(drafter: FeatureDrafter, facts: ModelFacts, tree: Trees, sequences: int) -> list[int]:
+    """Bytes held after each operator of :meth:`FeatureDrafter.draft`."""
+    rows, tracker = _draft_rows(drafter, facts, sequences), MemoryTracker(trace=True)
+    with torch.inference_mode(), tracker:
+        drafter.draft(rows, tree).layout(tree.max_depth)
+    return tracker.trace
+
+
+def _reading_trace(drafter: FeatureDrafter, facts: ModelFacts, tree: Trees, sequences: int) -> list[int]:
+    """Bytes held after each operator of :meth:`FeatureDrafter.advance` beside the states of all nodes of a step."""
+    path, device, tracker = tree.max_depth + 1, facts.device, MemoryTracker(trace=True)
     pool = _pool(drafter, facts, sequences, path)
     tokens = torch.zeros(sequences, path, dtype=torch.int64, device=device)
     last = torch.arange(sequences, device=device)
-    with torch.inference_mode(), MemoryTracker() as tracker:
+    with torch.inference_mode(), tracker:
         size = facts.hidden_size + _feature_size(drafter, facts)
         states = torch.zeros(sequences * tree.size, size, dtype=facts.dtype, device=device)
         features = torch.zeros(tokens.numel(), size - facts.hidden_size, dtype=facts.dtype, device=device)
         batch = continued_batch(tokens, torch.zeros_like(tokens[:, 0]).int(), pool.block_table, 0)
         drafter.advance(batch, features, last, pool)
         del states
-    peak: int = tracker.peak
-    return peak
+    return tracker.trace
 
 
 @torch.inference_mode()

@@ -105,9 +105,10 @@ def patch(
 
     Args:
         model: a loaded transformers decoder with an lm_head.
-        heads: Medusa heads (a folder, a hub id, a module, a dict of tensors); ``"prompt-lookup"``, which needs no
-            weights; a smaller causal language model with the same vocabulary, or a :class:`DraftModel`; or any
-            :class:`Drafter`.
+        heads: Medusa heads (a folder, a hub id, a module, a dict of tensors); another published drafter (a folder or a
+            hub id: EAGLE-1 to 3, Clover-2, DFlash); ``"mtp"`` for the model's own MTP layer, or an ``MtpModel``;
+            ``"prompt-lookup"``, which needs no weights; a smaller causal language model with the same vocabulary, or a
+            :class:`DraftModel`; or any :class:`Drafter`.
         memory_budget: bytes (or ``"2GiB"``) of generation memory: everything but the model's own weights.
             ``None``: no limit, each call allocates for its lengths.
         tree: a :class:`DraftTree`, a list of rank paths (as Medusa publishes them), or a number of nodes. Drafters
