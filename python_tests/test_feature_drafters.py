@@ -29,8 +29,10 @@ from tiny_models import VOCAB, tiny_model
 from transformers import PreTrainedModel
 
 import specmemo_kernels as sk
+from specmemo_kernels.cache.paged_kv import PagedKVPool
+from specmemo_kernels.drafting import growth
 from specmemo_kernels.drafting.base import POST_NORM, DraftRows, FeatureDrafter
-from specmemo_kernels.forward.batch import DraftedTrees
+from specmemo_kernels.forward.batch import DraftedTrees, TreeBatch
 from specmemo_kernels.tree.draft_tree import DraftTree
 from specmemo_kernels.tree.tree_budget import TreeBudget, Trees
 
@@ -187,3 +189,63 @@ def test_prefix_reuse(kind: str, model: PreTrainedModel, tmp_path: Path, monkeyp
             text = [prompt + output]
             assert check_trees(model, handle.drafter, plain, recorder.calls, text) > 6
         assert handle.stats.reused_tokens >= 60
+
+
+@pytest.mark.parametrize("kind", sample(KINDS, MAIN))
+def test_log_probabilities(kind: str, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children's log-probabilities at every depth are the plain implementation's in float64, behind a prompt in chunks
+    and accepted tokens: to 1e-5 and twice its own error in float32, which grows with the depth.
+    """
+    writer, plain_class, options = KINDS[kind]
+    config, tensors = writer(tmp_path, vocab=VOCAB, **options)
+    matrices = model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
+    plain = plain_class(config, tensors, *matrices)
+    wide = {key: tensor.double() if tensor.is_floating_point() else tensor for key, tensor in tensors.items()}
+    exact = plain_class(config, wide, *(matrix.double() for matrix in matrices))
+    found: list[tuple[int, tuple[int, ...], Tensor, Tensor]] = []  # tokens in pages, path, log-probabilities, tokens
+
+    def recording(roots: Tensor, tree: Trees, first: Callable[[int], Any], expand: Callable[..., Any]) -> DraftedTrees:
+        paths: list[tuple[int, ...]] = [()]
+
+        def noted(children: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            log_p, tokens = (part[0] for part in children)
+            found.extend(zip([lengths[-1]] * len(paths), paths, log_p.clone(), tokens.clone(), strict=True))
+            return children
+
+        def expanding(depth: int, parent: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+            pairs = zip(parent[0].tolist(), tokens[0].tolist(), strict=True)
+            paths[:] = [(*paths[above], token) for above, token in pairs]
+            return noted(expand(depth, parent, tokens))
+
+        return growth.grow(roots, tree, lambda width: noted(first(width)), expanding)
+
+    lengths: list[int] = []
+    prompt = [*range(3, 29)]
+    with sk.patch(model, str(tmp_path), tree=8, page_size=4, prefill_chunk=16, graph=False) as handle:
+        draft = handle.drafter.draft
+
+        def drafting(rows: DraftRows, tree: Trees) -> DraftedTrees:
+            lengths.append(int(rows.seq_lens))
+            return draft(rows, tree)
+
+        advance, states = handle.drafter.advance, {}  # the states that it reads, by position
+
+        def advancing(batch: TreeBatch, features: Tensor, keep: Tensor, pool: PagedKVPool) -> Tensor:
+            states.update(zip(batch.positions.tolist(), features.clone(), strict=True))
+            return advance(batch, features, keep, pool)
+
+        monkeypatch.setattr(handle.drafter, "draft", drafting)
+        monkeypatch.setattr(handle.drafter, "advance", advancing)
+        monkeypatch.setattr(f"{type(handle.drafter).__module__}.grow", recording)
+        text = prompt + sk.generate_batch(model, [prompt], max_new_tokens=10)[0].tokens
+        features = torch.stack([states[position] for position in range(max(lengths))])
+    unpatched = features_of(model, handle.drafter.feature_ids, text)[: len(features)]
+    torch.testing.assert_close(features, unpatched, rtol=2e-3, atol=2e-3)  # rounded otherwise in packed passes
+    depths = {len(path) for _, path, _, _ in found}
+    assert depths == set(range(max(depths) + 1))
+    assert len(depths) >= 5
+    for length, path, log_p, tokens in found[:: max(1, len(found) // examples(120))]:
+        behind = text[1 : length + 1], path
+        expected = exact.next_log_probs(features[:length].double(), *behind)[tokens]
+        error = (plain.next_log_probs(features[:length], *behind)[tokens] - expected).abs().max()
+        assert float((log_p - expected).abs().max()) <= 1e-5 + 2 * float(error), path
