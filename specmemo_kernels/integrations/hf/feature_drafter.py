@@ -12,11 +12,6 @@ import torch
 from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.cache.paged_kv import PagedKVPool, pages_for
 from specmemo_kernels.drafting.base import DraftRows, FeatureDrafter
-from specmemo_kernels.drafting.clover import CloverDrafter
-from specmemo_kernels.drafting.dflash import DFlashDrafter
-from specmemo_kernels.drafting.eagle import EagleDrafter
-from specmemo_kernels.drafting.published import check_target, open_drafter
-from specmemo_kernels.drafting.published_config import CloverConfig, Eagle3Config, EagleConfig
 from specmemo_kernels.drafting.vocabulary import TargetVocabulary
 from specmemo_kernels.forward.batch import continued_batch
 from specmemo_kernels.integrations.distributed.ranks import SingleRank, tensors_digest
@@ -44,6 +39,13 @@ def load_feature_drafter(
     Raises:
         HeadsError: a drafter of another kind, or for another model.
     """
+    # Imported here: these modules take 0.3 MiB that models without such a drafter need not have.
+    from specmemo_kernels.drafting.clover import CloverDrafter
+    from specmemo_kernels.drafting.dflash import DFlashDrafter
+    from specmemo_kernels.drafting.eagle import EagleDrafter
+    from specmemo_kernels.drafting.published import check_target, open_drafter
+    from specmemo_kernels.drafting.published_config import CloverConfig, Eagle3Config, EagleConfig
+
     published = ranks.run_on_all("opening the drafter", lambda: open_drafter(source))
     if published is None:
         return None
