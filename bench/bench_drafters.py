@@ -84,7 +84,7 @@ def write_drafter(kind: str, model: Any, folder: Path) -> None:
 
 
 def measure(
-    kind: str, model: Any, folder: Path, nodes: int, depth: int, context: int, seconds: float
+    kind: str, model: Any, folder: Path, nodes: int, depth: int, full_beam: bool, context: int, seconds: float
 ) -> dict[str, Any]:
     """Median milliseconds of steps with dynamic and static trees, and without drafts, in turns."""
     write_drafter(kind, model, folder)
@@ -92,7 +92,7 @@ def measure(
     paths = best_first_paths(table, 2000)
     chain = [(0,) * d for d in range(1, depth + 1)]
     static = sorted([*chain, *[p for p in paths if p not in chain][: nodes - 1 - depth]], key=len)
-    budget = sk.TreeBudget(nodes, depth, nodes - 1 if kind == "dflash" else half_beam(nodes))
+    budget = sk.TreeBudget(nodes, depth, nodes - 1 if full_beam or kind == "dflash" else half_beam(nodes))
     trees: dict[str, Any] = {"dynamic": budget, "static": sk.DraftTree.from_paths(static), "plain": 1}
     handles, steps, written = [], {}, {}
     for name, tree in trees.items():
@@ -118,6 +118,7 @@ def main(
     kinds: Annotated[str, typer.Option(help="of " + ", ".join(_PARSERS))] = ",".join(_PARSERS),
     nodes: Annotated[str, typer.Option(help="sizes of trees")] = "8,16",
     depth: Annotated[int, typer.Option(help="of the trees")] = 4,
+    full_beam: Annotated[bool, typer.Option(help="expand all nodes, not half of them")] = False,
     context: Annotated[int, typer.Option(help="tokens of the prompt")] = 256,
     seconds: Annotated[float, typer.Option(help="for each row")] = 12.0,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
@@ -129,7 +130,7 @@ def main(
     for kind in kinds.split(","):
         for size in map(int, nodes.split(",")):
             row = {"shape": shape, "dtype": dtype, "context": context}
-            rows.append(row | measure(kind, model, folder / kind, size, depth, context, seconds))
+            rows.append(row | measure(kind, model, folder / kind, size, depth, full_beam, context, seconds))
             print(json.dumps(rows[-1]), flush=True)
     print_rows(rows, title="steps with published drafters")
     write_result(json_, {"rows": rows})

@@ -45,6 +45,14 @@ def _poison_kernel_outputs() -> None:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def gpu_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     """With ``graph=True``, steps overlap on a CPU as on a GPU, and run eagerly."""
     from specmemo_kernels.engine import overlap

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -15,6 +18,20 @@ from specmemo_kernels.drafting.medusa_heads import MedusaHeads
 
 HIDDEN, VOCAB = 8, 21
 Tensors = dict[str, torch.Tensor]
+
+
+def serve_hub(monkeypatch: pytest.MonkeyPatch, name: str, remote: Path, cache: Path) -> None:
+    """The hub has one repository, whose files are those of ``remote``; downloaded ones go to ``cache``."""
+    cache.mkdir()
+
+    def snapshot_download(repository: str, allow_patterns: list[str]) -> str:
+        assert repository == name
+        for pattern in allow_patterns:
+            for file in remote.glob(pattern):
+                shutil.copy(file, cache)
+        return str(cache)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
 
 
 def medusa_state(heads: int = 3, layers: int = 1, own: bool = True, seed: int = 0, hidden: int = HIDDEN) -> Tensors:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mtp_models import LAYERS
 from rank_cases import NEW, PLACE, TREE, load, medusa, padded, prompts
 from tensor_parallel_faults import faults
 from tiny_models import OracleDrafter
@@ -138,21 +139,36 @@ def features(folder: Path, alone: Any, shared: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for files in sorted(folder.glob("drafter-*")):
         for tree in (8, TREE) if files.name == "drafter-eagle3" else (8,):
-            part: dict[str, Any] = {}
-            for name, model in (("expected", alone), ("actual", shared)):
-                # Recorded steps would count guesses behind the last token.
-                with patched(model, str(files), tree=tree, page_size=4, graph=False) as handle, as_rank_0():
-                    part[name] = outputs(model)
-                    handle.stats.reset()  # how far an aborted request came depends on the ranks
-                    handle.release()
-                    specmemo_kernels.generate_batch(model, prompts(), max_new_tokens=3 * NEW, eos_token_ids=[])
-                    part[f"{name} accepted"] = list(handle.stats.accepted_at_depth)
-                    part[f"{name} bytes"] = handle.bytes_by_part["heads"]
-                    assert handle.pool is not None
-                    handle.pool.check_integrity()
-            part["hooks"] = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in alone.modules())
-            found[f"{files.name}, {'static' if tree is TREE else 'dynamic'}"] = part
+            kind = "static" if tree is TREE else "dynamic"
+            found[f"{files.name}, {kind}"] = with_drafter(alone, shared, str(files), tree)
     return found
+
+
+def with_drafter(alone: Any, shared: Any, heads: str, tree: Any) -> dict[str, Any]:
+    part: dict[str, Any] = {}
+    for name, model in (("expected", alone), ("actual", shared)):
+        # Recorded steps would count guesses behind the last token.
+        with patched(model, heads, tree=tree, page_size=4, graph=False) as handle, as_rank_0():
+            part[name] = outputs(model)
+            handle.stats.reset()  # how far an aborted request came depends on the ranks
+            handle.release()
+            specmemo_kernels.generate_batch(model, prompts(), max_new_tokens=3 * NEW, eos_token_ids=[])
+            part[f"{name} accepted"] = list(handle.stats.accepted_at_depth)
+            part[f"{name} bytes"] = handle.bytes_by_part["heads"]
+            assert handle.pool is not None
+            handle.pool.check_integrity()
+    part["hooks"] = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in alone.modules())
+    return part
+
+
+def mtp(folder: Path) -> dict[str, Any]:
+    """A model's own MTP layer, which every rank reads from the checkpoint as a whole."""
+    alone, shared = load(folder), load(folder, tp_plan="auto")
+    for model in (alone, shared):  # transformers finds the layer's keys by this pattern, for published sizes only
+        model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{LAYERS}.*"]
+    with patched(shared, "prompt-lookup", tree=1):
+        plain = outputs(shared)
+    return {"plain": plain} | with_drafter(alone, shared, "mtp", 8)
 
 
 def coded(alone: Any, shared: Any) -> dict[str, Any]:
@@ -242,6 +258,7 @@ def main() -> None:
     if sys.argv[1].startswith("compare"):
         kinds = (True,) if sys.argv[1] == "compare-own" else (True, False)
         result = {path.name: compare(path, kinds) for path in sorted(folder.glob("model-*"))}
+        result |= {path.name: mtp(path) for path in sorted(folder.glob("mtp-*"))}
     else:
         result = faults(folder, sys.argv[1])
     (folder / f"{sys.argv[1]}-{rank}.json").write_text(json.dumps(result))

@@ -159,7 +159,7 @@ def write(kind: str, folder: Path, model: PreTrainedModel, **options: Any) -> Fi
 def sharpen(drafter: Any) -> None:
     """Multiply the logits of the target's lm_head, for drafters without their own."""
     before = drafter.vocabulary.top_log_probs
-    drafter.vocabulary = replace(drafter.vocabulary, top_log_probs=lambda x, k, scale=1.0: before(x, k, SHARP * scale))
+    drafter.vocabulary = replace(drafter.vocabulary, top_log_probs=lambda x, k: before(SHARP * x, k))
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 import specmemo_kernels as sk
 from specmemo_kernels.cache.paged_kv import PagedKVPool
-from specmemo_kernels.drafting import growth
+from specmemo_kernels.drafting import dflash, growth
 from specmemo_kernels.drafting.base import POST_NORM, DraftRows, FeatureDrafter
 from specmemo_kernels.forward.batch import DraftedTrees, TreeBatch
 from specmemo_kernels.tree.draft_tree import DraftTree
@@ -139,15 +139,20 @@ def texts_of(inputs: dict[str, Tensor], output: Tensor) -> list[list[int]]:
     return [row[mask].tolist() for row, mask in zip(output, keep, strict=True)]
 
 
+def write_drafter(kind: str, model: PreTrainedModel, folder: Path) -> Any:
+    """Write a drafter for ``model``; its plain implementation."""
+    writer, plain_class, options = KINDS[kind]
+    config, tensors = writer(folder, vocab=VOCAB, **options)
+    return plain_class(config, tensors, model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach())
+
+
 @pytest.mark.parametrize("graph", [False, None])
 @pytest.mark.parametrize("kind", sample(KINDS, ["eagle3, speculators", *MAIN[1:]]))
 def test_dynamic_trees(
     kind: str, graph: bool | None, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A ragged batch in chunks of 16 rows; the trees are those of EAGLE-2's rule or DDTree's, node by node."""
-    writer, plain_class, options = KINDS[kind]
-    config, tensors = writer(tmp_path, vocab=VOCAB, **options)
-    plain = plain_class(config, tensors, model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach())
+    plain = write_drafter(kind, model, tmp_path)
     inputs = batch((40, 1, 17))
     expected = greedy(model, inputs, 20)
     with sk.patch(model, str(tmp_path), tree=8, page_size=4, prefill_chunk=16, graph=graph) as handle:
@@ -161,9 +166,7 @@ def test_dynamic_trees(
 @pytest.mark.parametrize("kind", MAIN)
 def test_static_trees(kind: str, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node of rank r has the r-th best token behind its parent; nodes are in any order."""
-    writer, plain_class, options = KINDS[kind]
-    config, tensors = writer(tmp_path, vocab=VOCAB, **options)
-    plain = plain_class(config, tensors, model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach())
+    plain = write_drafter(kind, model, tmp_path)
     inputs = batch((9, 30))
     expected = greedy(model, inputs, 16)
     paths = [[0], [0, 1], [2], [0, 0], [2, 0], [0, 1, 2], [1], [0, 0, 0]]
@@ -177,9 +180,7 @@ def test_static_trees(kind: str, model: PreTrainedModel, tmp_path: Path, monkeyp
 @pytest.mark.parametrize("kind", MAIN)
 def test_prefix_reuse(kind: str, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts share cached pages, whose last rows also depend on the token behind them."""
-    writer, plain_class, options = KINDS[kind]
-    config, tensors = writer(tmp_path, vocab=VOCAB, **options)
-    plain = plain_class(config, tensors, model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach())
+    plain = write_drafter(kind, model, tmp_path)
     with sk.patch(model, str(tmp_path), tree=8, page_size=4, graph=False) as handle:
         recorder = Recorder(handle.drafter, monkeypatch)
         for end in ([], [5], [9], [9, 9, 9], [7, 8, 9, 10, 11]):
@@ -217,7 +218,7 @@ def test_log_probabilities(kind: str, model: PreTrainedModel, tmp_path: Path, mo
             paths[:] = [(*paths[above], token) for above, token in pairs]
             return noted(expand(depth, parent, tokens))
 
-        return growth.grow(roots, tree, lambda width: noted(first(width)), expanding)
+        return grow(roots, tree, lambda width: noted(first(width)), expanding)
 
     lengths: list[int] = []
     prompt = [*range(3, 29)]
@@ -236,7 +237,9 @@ def test_log_probabilities(kind: str, model: PreTrainedModel, tmp_path: Path, mo
 
         monkeypatch.setattr(handle.drafter, "draft", drafting)
         monkeypatch.setattr(handle.drafter, "advance", advancing)
-        monkeypatch.setattr(f"{type(handle.drafter).__module__}.grow", recording)
+        grow = growth.grow
+        for module in (growth, dflash):
+            monkeypatch.setattr(module, "grow", recording)
         text = prompt + sk.generate_batch(model, [prompt], max_new_tokens=10)[0].tokens
         features = torch.stack([states[position] for position in range(max(lengths))])
     unpatched = features_of(model, handle.drafter.feature_ids, text)[: len(features)]

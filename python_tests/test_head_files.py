@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from head_cases import (
     as_safetensors,
     assert_same,
     medusa_state,
+    serve_hub,
     with_prefix,
     without,
     write_shards,
@@ -204,23 +204,13 @@ class TestPlaces:
     def test_only_needed_files_are_downloaded(
         self, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        import huggingface_hub
-
         remote, cache, state = tmp_path / "remote", tmp_path / "cache", medusa_state()
         remote.mkdir()
-        cache.mkdir()
         LAYOUTS[layout](remote, state)
         for name in ("config.json", "README.md", "optimizer.pt", "tokenizer.model", "training_args.bin"):
             (remote / name).write_text("{}")
 
-        def snapshot_download(repository: str, allow_patterns: list[str]) -> str:
-            assert repository == "org/heads"
-            for pattern in allow_patterns:
-                for file in remote.glob(pattern):
-                    shutil.copy(file, cache)
-            return str(cache)
-
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+        serve_hub(monkeypatch, "org/heads", remote, cache)
         monkeypatch.chdir(tmp_path)
         assert_same(load_heads("org/heads", HIDDEN, VOCAB), state)
         shards = {file.name for file in remote.glob("*-of-*")}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -47,14 +46,6 @@ def test_tokens_depend_on_no_setting(family: str) -> None:
         (small, {"batch_size": 4, "prefill_chunk": 5}),
     ):
         assert written(model, drafter, **options) == expected, options
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_preemptions_and_aborts_change_no_token(one_thread: None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from mtp_models import FAMILIES, LAYERS, random_mtp, save_with_mtp
 from selection import examples, sample
 from test_cli_plan import plan_json
 from test_families import batch, greedy
@@ -16,7 +16,7 @@ from test_feature_drafter_engine import Seer, few_pages, prompts, texts
 from test_feature_drafters import Recorder, check_trees, texts_of
 from test_patch_memory import peak_of
 from tiny_models import tiny_model
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 import specmemo_kernels as sk
@@ -24,23 +24,6 @@ from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.planning.mtp_spec import mtp_spec
 
 Tensor = torch.Tensor
-LAYERS = 6
-_MTP = {"num_nextn_predict_layers": 1, "num_mtp_layers": 1, "num_hidden_layers": LAYERS}
-FAMILIES: dict[str, dict[str, object]] = {
-    "deepseek_v3": _MTP,
-    "glm4_moe": _MTP
-    | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16},
-}
-
-
-def random_mtp(model: PreTrainedModel) -> MtpModel:
-    torch.manual_seed(3)
-    mtp = MtpModel(model, 1).eval()
-    for parameter in mtp.layers.parameters():
-        parameter.data = (
-            1 + 0.1 * torch.randn_like(parameter) if parameter.dim() == 1 else 0.3 * torch.randn_like(parameter)
-        )
-    return mtp
 
 
 class PlainMtp:
@@ -86,25 +69,7 @@ def test_layers_of_a_checkpoint(family: str, tmp_path: Path, monkeypatch: pytest
     model = tiny_model(family, **FAMILIES[family])
     mtp, inputs = random_mtp(model), batch((20, 7))
     monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.{LAYERS}.*"])
-    model.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    experts = "mtp_block.mlp.experts."
-    for key, value in mtp.layers[0].state_dict().items():
-        name = key.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
-        if "mtp_block" not in key and "post_norm" not in key:
-            name = key
-        if key.startswith(experts):
-            for expert, matrix in enumerate(value):
-                parts = (
-                    {"gate_proj": matrix.chunk(2)[0], "up_proj": matrix.chunk(2)[1]}
-                    if "gate_up" in key
-                    else {"down_proj": matrix}
-                )
-                for part, weight in parts.items():
-                    tensors[f"model.layers.{LAYERS}.mlp.experts.{expert}.{part}.weight"] = weight.contiguous()
-            continue
-        tensors[f"model.layers.{LAYERS}.{name}"] = value.contiguous()
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_with_mtp(model, mtp, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
     loaded.generation_config.eos_token_id = None
     expected = greedy(loaded, inputs, 12)
@@ -118,7 +83,7 @@ def test_layers_of_a_checkpoint(family: str, tmp_path: Path, monkeypatch: pytest
 def test_a_model_without_layers_is_refused() -> None:
     with pytest.raises(sk.HeadsError, match=r"heads is 'mtp', but the config of LlamaForCausalLM has no MTP layers"):
         sk.patch(tiny_model("llama"), "mtp")
-    model = tiny_model("deepseek_v3", **_MTP)
+    model = tiny_model("deepseek_v3", **FAMILIES["deepseek_v3"])
     with pytest.raises(sk.HeadsError, match="can't be loaded"):
         sk.patch(model, "mtp")
     assert not hasattr(model, "specmemo")
@@ -136,7 +101,7 @@ def see(handle: sk.SpecMemo, seer: Seer, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_prompts(family: str, size: int, graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of all lengths, greedy and sampled, with few pages: the model's tokens, accepted paths of all lengths."""
     model = tiny_model(family, **FAMILIES[family], max_position_embeddings=2048)
-    asked = prompts()[: examples(24)]
+    asked = prompts()[: examples(60)]
     expected = texts(model, asked, 24)
     requests = [sk.Request(p, 12, [], sk.Sampling(temperature=0.8, top_k=9).with_seed(i)) for i, p in enumerate(asked)]
     with sk.patch(model, "prompt-lookup", tree=1):
@@ -199,7 +164,7 @@ def test_the_planned_sizes(family: str, tmp_path: Path) -> None:
     model.config.save_pretrained(tmp_path)
     spec = ModelSpec.load(tmp_path)
     with sk.patch(model, random_mtp(model), tree=8) as handle:
-        planned, loaded = mtp_spec(spec, 8, 10), handle.drafter.spec
+        planned, loaded = mtp_spec(spec), handle.drafter.spec
         assert planned.nbytes(spec, 4) == pytest.approx(handle.drafter.nbytes, rel=0.02)
         assert planned.page_token_bytes(spec, None) == handle.drafter.layers[0].bytes_per_token
     for name in ("kind", "max_depth", "beam", "hidden_size", "num_layers", "num_qo_heads", "num_kv_heads", "head_dim"):

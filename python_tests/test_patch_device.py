@@ -48,8 +48,8 @@ def test_heads_that_the_tree_does_not_use_are_dropped(monkeypatch: pytest.Monkey
     assert sk.patch(one.model, sk.MedusaHeads(32, VOCAB, 5), tree=2).drafter.nbytes == 5 * alone
 
 
-def test_a_budget_too_small_for_the_fastest_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes and then heads are dropped until it fits; a given tree is never changed."""
+def test_a_budget_too_small_for_the_fastest_tree(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    """Nodes and then heads are dropped until it fits; a given tree is never changed. Each thread has a workspace."""
     monkeypatch.setattr(hf_plan, "profile_of", lambda _: FREE_ROWS)
     sizes = []
     for budget in (3_000_000, 1_600_000, 1_200_000, 700_000):

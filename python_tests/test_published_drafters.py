@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import pickle
 import re
-import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from head_cases import LAYOUTS, as_pickle, as_safetensors, medusa_state
+from head_cases import LAYOUTS, as_pickle, as_safetensors, medusa_state, serve_hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -21,16 +21,8 @@ from selection import examples
 
 from specmemo_kernels.drafting import head_files
 from specmemo_kernels.drafting.head_files import HeadsError
-from specmemo_kernels.drafting.published import (
-    CloverConfig,
-    DFlashConfig,
-    Eagle3Config,
-    EagleConfig,
-    LayerSpec,
-    PublishedDrafter,
-    check_target,
-    open_drafter,
-)
+from specmemo_kernels.drafting.published import PublishedDrafter, check_target, open_drafter
+from specmemo_kernels.drafting.published_config import CloverConfig, DFlashConfig, Eagle3Config, EagleConfig, LayerSpec
 
 HIDDEN, TARGET, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB, DRAFT_VOCAB = 8, 10, 12, 4, 2, 6, 21, 9
 Config = dict[str, Any]
@@ -158,46 +150,17 @@ def dflash(**options: Any) -> tuple[Config, Tensors]:
     return config, tensors
 
 
+EAGLE3 = Eagle3Config(
+    layer=SPEC, num_layers=1, target_hidden_size=HIDDEN, vocab_size=VOCAB, draft_vocab_size=DRAFT_VOCAB, num_aux=3,
+    aux_layer_ids=None, norm_before_residual=False, norm_before_fc=False, fc_norm=False, norm_output=False,
+    logit_scale=1.0, own_embedding=False, own_lm_head=True,
+)  # fmt: skip
 #: A checkpoint of each format, the configuration that it has, and the keys that it may lack.
 KINDS: dict[str, tuple[Callable[..., tuple[Config, Tensors]], Any, set[str]]] = {
-    "eagle3": (
-        eagle3,
-        Eagle3Config(
-            layer=SPEC,
-            num_layers=1,
-            target_hidden_size=HIDDEN,
-            vocab_size=VOCAB,
-            draft_vocab_size=DRAFT_VOCAB,
-            num_aux=3,
-            aux_layer_ids=None,
-            norm_before_residual=False,
-            norm_before_fc=False,
-            fc_norm=False,
-            norm_output=False,
-            logit_scale=1.0,
-            own_embedding=False,
-            own_lm_head=True,
-        ),
-        set(),
-    ),
+    "eagle3": (eagle3, EAGLE3, set()),
     "speculators": (
         speculators,
-        Eagle3Config(
-            layer=SPEC,
-            num_layers=1,
-            target_hidden_size=HIDDEN,
-            vocab_size=VOCAB,
-            draft_vocab_size=DRAFT_VOCAB,
-            num_aux=3,
-            aux_layer_ids=None,
-            norm_before_residual=True,
-            norm_before_fc=False,
-            fc_norm=False,
-            norm_output=False,
-            logit_scale=1.0,
-            own_embedding=True,
-            own_lm_head=True,
-        ),
+        replace(EAGLE3, norm_before_residual=True, own_embedding=True),
         {"embed_tokens.weight"},
     ),
     "eagle": (
@@ -932,19 +895,8 @@ class TestPlaces:
                 open_drafter(source)
 
     def test_hub(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        import huggingface_hub
-
         remote, cache = tmp_path / "remote", tmp_path / "cache"
-        cache.mkdir()
-
-        def snapshot_download(repository: str, allow_patterns: list[str]) -> str:
-            assert repository == "org/drafter"
-            for pattern in allow_patterns:
-                for file in remote.glob(pattern):
-                    shutil.copy(file, cache)
-            return str(cache)
-
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+        serve_hub(monkeypatch, "org/drafter", remote, cache)
         monkeypatch.chdir(tmp_path)
         config, tensors = eagle3()
         write(remote, config, tensors, "safetensors shards")

@@ -170,7 +170,7 @@ def test_a_step_has_arrived_when_its_own_stream_got_there(machine: Machine, monk
     decoder = SimpleNamespace(
         sequences=[sequence], tree=tree, next_tree=lambda: tree, target=SimpleNamespace(device=SECOND), slots_ahead=3,
         pool=SimpleNamespace(block_table=torch.zeros(1, 4), page_size=16), stats=SimpleNamespace(graph_steps=0),
-        drafter=None,
+        drafter=None, reader=None,
     )  # fmt: skip
     unpinned = torch.empty
 

@@ -16,6 +16,7 @@ import pytest
 import transformers
 from drafter_oracles import write_clover2, write_dflash, write_eagle1, write_eagle3
 from filelock import FileLock
+from mtp_models import FAMILIES, random_mtp, save_with_mtp
 from packaging.version import Version
 from selection import ALL_EXAMPLES, sample
 from tiny_models import VOCAB, tiny_model
@@ -79,6 +80,13 @@ def write_drafters(folder: Path, names: list[str]) -> None:
         DRAFTERS[name](folder / f"drafter-{name}", vocab=VOCAB)
 
 
+def write_mtp_models(folder: Path) -> None:
+    for family, changes in FAMILIES.items():
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 4 if family == "deepseek_v3" else 2}
+        model = tiny_model(family, **(changes | heads))
+        save_with_mtp(model, random_mtp(model), folder / f"mtp-{family}")
+
+
 def write_other_models(folder: Path) -> None:
     """Models that differ from the first one in a sharded weight, or in a setting that affects no weight."""
     family, changes = MODELS["model-llama-gqa"]
@@ -120,6 +128,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Results]:
                 folder.mkdir()
                 write_models(folder, [*(EVERYDAY if everyday else MODELS)])
                 write_drafters(folder, ["eagle3"] if everyday else list(DRAFTERS))
+                if not everyday:
+                    write_mtp_models(folder)
                 assert session(what, folder, 2, 500)[1] == [0, 0]
         return {rank: json.loads((folder / f"{what}-{rank}.json").read_text()) for rank in (0, 1)}, folder
 
@@ -217,12 +227,23 @@ def _check_features(results: dict[int, Any], name: str, drafters: list[str]) -> 
         found, plain = models[name]["features"], models[name]["own"]["expected"]
         assert set(found) == {"drafter-eagle3, static", *(f"drafter-{drafter}, dynamic" for drafter in drafters)}
         for drafter, part in found.items():
-            for kind in set(KINDS) - {"plain", "aborted"}:
-                assert part["actual"][kind] == part["expected"][kind], (drafter, kind)
-                assert part["actual"][kind] == plain[kind], (drafter, kind)
-            assert part["actual accepted"] == part["expected accepted"], drafter
-            assert sum(part["actual accepted"]) > 0
-            assert part["actual bytes"] == part["expected bytes"]
+            _check_drafter(part, plain, drafter)
+
+
+def _check_drafter(part: dict[str, Any], plain: dict[str, Any], drafter: str) -> None:
+    for kind in set(KINDS) - {"plain", "aborted"}:
+        assert part["actual"][kind] == part["expected"][kind], (drafter, kind)
+        assert part["actual"][kind] == plain[kind], (drafter, kind)
+    assert part["actual accepted"] == part["expected accepted"], drafter
+    assert sum(part["actual accepted"]) > 0
+    assert part["actual bytes"] == part["expected bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mtp_on_two_ranks(two: Callable[..., Results], family: str) -> None:
+    for models in two("model-llama-gqa")[0].values():
+        _check_drafter(models[f"mtp-{family}"], models[f"mtp-{family}"]["plain"], family)
 
 
 def _check_messages(results: dict[int, Any], folder: Path, name: str, heads: str) -> None:

@@ -11,10 +11,11 @@ from specmemo_kernels.cli.errors import UserError
 from specmemo_kernels.cli.options import PlanOptions
 from specmemo_kernels.cli.plan_plot import check_plot, draw
 from specmemo_kernels.cli.plan_report import alternatives, show, to_json
+from specmemo_kernels.drafting.base import MTP, PROMPT_LOOKUP
 from specmemo_kernels.drafting.load_heads import describe_heads
 from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
 from specmemo_kernels.drafting.published import check_target, open_drafter
-from specmemo_kernels.drafting.published_spec import BEAM, DEPTH, drafter_spec
+from specmemo_kernels.drafting.published_spec import drafter_spec
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.device import KNOWN_DEVICES, DeviceProfile, known_device
 from specmemo_kernels.planning.device_probe import profile_of
@@ -24,9 +25,6 @@ from specmemo_kernels.planning.mtp_spec import mtp_spec
 from specmemo_kernels.planning.planner import choose, plan_request
 from specmemo_kernels.planning.search import candidates
 from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, Accuracy
-
-#: Names of drafters without files of their own.
-PROMPT_LOOKUP, MTP = "prompt-lookup", "mtp"
 
 
 def run_plan(options: PlanOptions) -> None:
@@ -103,7 +101,7 @@ def heads_of(options: PlanOptions, spec: ModelSpec) -> tuple[DrafterSpec, Accura
         return PromptLookupSpec(PromptLookupDrafter().max_depth), None
     if options.heads == MTP:
         check_medusa_options(options, "MTP layers are loaded as stored")
-        return mtp_spec(spec, DEPTH, BEAM), None
+        return mtp_spec(spec), None
     source = existing_or_hub(
         options.heads, f"--heads is neither a number nor {PROMPT_LOOKUP}, a folder, a file or a hub id", files=True
     )

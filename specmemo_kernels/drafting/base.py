@@ -16,6 +16,9 @@ from specmemo_kernels.planning.feature_drafter_spec import FeatureDrafterSpec
 from specmemo_kernels.tree.draft_tree import DraftTree
 from specmemo_kernels.tree.tree_budget import Trees
 
+#: Values of ``patch``'s ``heads`` for drafters without files of their own.
+PROMPT_LOOKUP, MTP = "prompt-lookup", "mtp"
+
 
 @dataclass(frozen=True)
 class DraftInput:

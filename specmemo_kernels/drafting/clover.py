@@ -5,17 +5,14 @@ A drafted node's state is one vector, so drafting needs no keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch.nn import functional
 
 from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting.base import DraftRows
-from specmemo_kernels.drafting.growth import Children, grow
+from specmemo_kernels.drafting.growth import grow_recurrent
 from specmemo_kernels.drafting.published_config import CloverConfig
 from specmemo_kernels.drafting.tensor_drafter import TensorDrafter
-from specmemo_kernels.drafting.vocabulary import TargetVocabulary
 from specmemo_kernels.forward.batch import DraftedTrees, TreeBatch
 from specmemo_kernels.forward.step_attention import StepAttention
 from specmemo_kernels.tree.tree_budget import Trees
@@ -23,22 +20,14 @@ from specmemo_kernels.tree.tree_budget import Trees
 Tensor = torch.Tensor
 
 
-class CloverDrafter(TensorDrafter):
+class CloverDrafter(TensorDrafter[CloverConfig]):
     """Clover-2. Implements :class:`specmemo_kernels.drafting.base.FeatureDrafter`.
 
     Arguments as of :class:`TensorDrafter`.
     """
 
-    def __init__(
-        self,
-        config: CloverConfig,
-        tensors: Mapping[str, Tensor],
-        vocabulary: TargetVocabulary,
-        target_layers: int,
-        backend: str | None,
-    ) -> None:
-        super().__init__(config, tensors, vocabulary, target_layers, backend)
-        self.feature_ids = (target_layers,)  # before the final norm
+    def _feature_ids(self, target_layers: int) -> tuple[int, ...]:
+        return (target_layers,)  # before the final norm
 
     def advance(self, batch: TreeBatch, features: Tensor, keep: Tensor, pool: PagedKVPool) -> Tensor:
         kernels, attention = self.kernels, StepAttention(pool, batch, self.backend)
@@ -50,21 +39,15 @@ class CloverDrafter(TensorDrafter):
         return self.norm("clover_norm", hidden)
 
     def draft(self, rows: DraftRows, tree: Trees) -> DraftedTrees:
-        states = rows.states[:, None]  # of the last depth's nodes
+        def predict(width: int) -> tuple[Tensor, Tensor]:
+            return self._predict("clover_head_mlp", rows.states, width)
 
-        def first(width: int) -> Children:
-            return self._children("clover_head_mlp", rows.states, width, 1)
+        def step(_: int, __: Tensor, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            embedded = self._embed(tokens)
+            states = self._regress("clover_head_mlp_rnn2", states, embedded)
+            return states, *self._predict("clover_head_mlp2", torch.cat([states, embedded], dim=1), tree.width)
 
-        def expand(_: int, parent: Tensor, tokens: Tensor) -> Children:
-            nonlocal states
-            nodes = parent.shape[1]
-            above = states.gather(1, parent[..., None].expand(-1, -1, self.state_size)).flatten(0, 1)
-            embedded = self._embed(tokens.flatten().clamp(min=0))
-            state = self._regress("clover_head_mlp_rnn2", above, embedded)
-            states = state.view(-1, nodes, self.state_size)
-            return self._children("clover_head_mlp2", torch.cat([state, embedded], dim=1), tree.width, nodes)
-
-        return grow(rows.roots, tree, first, expand)
+        return grow_recurrent(rows.roots, rows.states, tree, predict, step)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return functional.embedding(tokens, self.tensors["clover_embed_tokens.weight"])
@@ -77,8 +60,6 @@ class CloverDrafter(TensorDrafter):
         share = functional.cosine_similarity(query, key, dim=-1, eps=self.eps)
         return x + (share[..., None] * value).flatten(1)
 
-    def _children(self, name: str, x: Tensor, width: int, nodes: int) -> Children:
-        """The best tokens by the head ``name``, ``[B, nodes, width]``."""
-        hidden = self.norm("clover_head_norm", self.linear(name, x))
-        log_p, tokens = self.vocabulary.top_log_probs(hidden, width)
-        return log_p.view(-1, nodes, width), tokens.view(-1, nodes, width)
+    def _predict(self, name: str, x: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """The best tokens by the head ``name``, ``[N, width]``."""
+        return self.vocabulary.top_log_probs(self.norm("clover_head_norm", self.linear(name, x)), width)

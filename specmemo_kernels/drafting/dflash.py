@@ -5,8 +5,6 @@ The layers' keys and values of accepted tokens are projections of the target's s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from specmemo_kernels.cache.paged_kv import PagedKVPool
@@ -15,30 +13,26 @@ from specmemo_kernels.drafting.decoder_layer import BeamAttention
 from specmemo_kernels.drafting.growth import Children, grow
 from specmemo_kernels.drafting.published_config import DFlashConfig
 from specmemo_kernels.drafting.tensor_drafter import TensorDrafter
-from specmemo_kernels.drafting.vocabulary import TargetVocabulary
 from specmemo_kernels.forward.batch import DraftedTrees, TreeBatch
 from specmemo_kernels.tree.tree_budget import Trees
 
 Tensor = torch.Tensor
 
 
-class DFlashDrafter(TensorDrafter):
+class DFlashDrafter(TensorDrafter[DFlashConfig]):
     """DFlash. Implements :class:`specmemo_kernels.drafting.base.FeatureDrafter`.
 
     Its distributions don't depend on drafted tokens, so a tree of n nodes from a beam of n - 1 is DDTree's: the n best
     of all sums of log-probabilities. Arguments as of :class:`TensorDrafter`.
     """
 
-    def __init__(
-        self,
-        config: DFlashConfig,
-        tensors: Mapping[str, Tensor],
-        vocabulary: TargetVocabulary,
-        target_layers: int,
-        backend: str | None,
-    ) -> None:
-        super().__init__(config, tensors, vocabulary, target_layers, backend)
-        self.config, self.feature_ids, self.state_size = config, config.target_layer_ids, 0
+    @property
+    def state_size(self) -> int:
+        """No state: drafts start from the pages and the root."""
+        return 0
+
+    def _feature_ids(self, target_layers: int) -> tuple[int, ...]:
+        return self.config.target_layer_ids
 
     def advance(self, batch: TreeBatch, features: Tensor, keep: Tensor, pool: PagedKVPool) -> Tensor:
         kernels = self.kernels

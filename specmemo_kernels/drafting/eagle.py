@@ -6,18 +6,17 @@ predicts token t + 2; while drafting, its own output takes the place of the targ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 
 import torch
 
 from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting.base import POST_NORM, DraftRows
 from specmemo_kernels.drafting.decoder_layer import Attention, BeamAttention
-from specmemo_kernels.drafting.growth import Children, grow
+from specmemo_kernels.drafting.growth import grow_recurrent
 from specmemo_kernels.drafting.head_files import HeadsError
 from specmemo_kernels.drafting.published_config import Eagle3Config, EagleConfig
 from specmemo_kernels.drafting.tensor_drafter import TensorDrafter
-from specmemo_kernels.drafting.vocabulary import TargetVocabulary, top_log_probs
 from specmemo_kernels.forward.batch import DraftedTrees, TreeBatch
 from specmemo_kernels.forward.step_attention import StepAttention
 from specmemo_kernels.tree.tree_budget import Trees
@@ -25,30 +24,21 @@ from specmemo_kernels.tree.tree_budget import Trees
 Tensor = torch.Tensor
 
 
-class EagleDrafter(TensorDrafter):
+class EagleDrafter(TensorDrafter[Eagle3Config | EagleConfig]):
     """EAGLE-3, or EAGLE-1 and 2, which differ in their inputs.
 
     Implements :class:`specmemo_kernels.drafting.base.FeatureDrafter`. Arguments as of :class:`TensorDrafter`.
     """
 
-    def __init__(
-        self,
-        config: Eagle3Config | EagleConfig,
-        tensors: Mapping[str, Tensor],
-        vocabulary: TargetVocabulary,
-        target_layers: int,
-        backend: str | None,
-    ) -> None:
-        super().__init__(config, tensors, vocabulary, target_layers, backend)
-        self.config = config
-        self.feature_ids: tuple[int, ...] = (POST_NORM,)
-        if isinstance(config, Eagle3Config):
-            if config.aux_layer_ids is None and target_layers < 3:
-                raise HeadsError(
-                    f"EAGLE-3 reads the inputs of layers 2, L / 2 and L - 3, the target has {target_layers} layers; it "
-                    "needs at least 3, or eagle_aux_hidden_state_layer_ids in the drafter's config.json"
-                )
-            self.feature_ids = config.aux_layer_ids or (2, target_layers // 2, target_layers - 3)
+    def _feature_ids(self, target_layers: int) -> tuple[int, ...]:
+        if isinstance(self.config, EagleConfig):
+            return (POST_NORM,)
+        if self.config.aux_layer_ids is None and target_layers < 3:
+            raise HeadsError(
+                f"EAGLE-3 reads the inputs of layers 2, L / 2 and L - 3, the target has {target_layers} layers; it "
+                "needs at least 3, or eagle_aux_hidden_state_layer_ids in the drafter's config.json"
+            )
+        return self.config.aux_layer_ids or (2, target_layers // 2, target_layers - 3)
 
     def advance(self, batch: TreeBatch, features: Tensor, keep: Tensor, pool: PagedKVPool) -> Tensor:
         if isinstance(self.config, Eagle3Config):
@@ -58,22 +48,14 @@ class EagleDrafter(TensorDrafter):
 
     def draft(self, rows: DraftRows, tree: Trees) -> DraftedTrees:
         attention = BeamAttention(rows, self.backend)
-        states = rows.states[:, None]  # of the last depth's nodes
 
-        def first(width: int) -> Children:
-            return self._children(rows.states, width, 1)
-
-        def expand(depth: int, parent: Tensor, tokens: Tensor) -> Children:
-            nonlocal states
-            nodes = parent.shape[1]
+        def step(depth: int, parent: Tensor, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             attention.descend(parent)
-            features = states.gather(1, parent[..., None].expand(-1, -1, self.state_size)).flatten(0, 1)
-            positions = (rows.seq_lens.long() + depth - 1)[:, None].expand(-1, nodes).flatten()
-            hidden = self._run(tokens.flatten().clamp(min=0), features, positions, attention, None)
-            states = hidden.view(-1, nodes, self.state_size)
-            return self._children(hidden, tree.width, nodes)
+            positions = (rows.seq_lens.long() + depth - 1)[:, None].expand_as(parent).flatten()
+            states = self._run(tokens, features, positions, attention, None)
+            return states, *self._predict(states, tree.width)
 
-        return grow(rows.roots, tree, first, expand)
+        return grow_recurrent(rows.roots, rows.states, tree, partial(self._predict, rows.states), step)
 
     def _run(
         self, tokens: Tensor, features: Tensor, positions: Tensor, attention: Attention, keep: Tensor | None
@@ -118,15 +100,16 @@ class EagleDrafter(TensorDrafter):
     def _normed_states(self) -> bool:
         return isinstance(self.config, Eagle3Config) and self.config.norm_output
 
-    def _children(self, states: Tensor, width: int, nodes: int) -> Children:
-        """The best tokens behind each state, ``[B, nodes, width]``."""
-        hidden, scale = states, 1.0
+    def _predict(self, states: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """The best tokens behind each state, ``[N, width]``."""
+        hidden = states
         if isinstance(self.config, Eagle3Config):
-            hidden, scale = states if self._normed_states else self.norm("norm", states), self.config.logit_scale
+            hidden = states if self._normed_states else self.norm("norm", states)
+            hidden = hidden if self.config.logit_scale == 1 else hidden * self.config.logit_scale
         if self._lm_head is None:
-            log_p, tokens = self.vocabulary.top_log_probs(hidden, width, scale)
+            log_p, tokens = self.vocabulary.top_log_probs(hidden, width)
         else:
-            log_p, tokens = top_log_probs(hidden, width, self._lm_head, None, self.backend, scale)
+            log_p, tokens, _ = self.kernels.lm_head_log_probs(hidden, self._lm_head, None, width, None)
         if "d2t" in self.tensors:
             tokens = tokens + self.tensors["d2t"][tokens]
-        return log_p.view(-1, nodes, width), tokens.view(-1, nodes, width)
+        return log_p, tokens

@@ -15,6 +15,10 @@ Tensor = torch.Tensor
 #: Log-probabilities (float32, never positive) and tokens (int64), ``[B, M, W]``: the best W children of M nodes, best
 #: first.
 Children = tuple[Tensor, Tensor]
+#: Maps the states of a depth's parents to its nodes. Arguments: the depth; ``[B, M]`` int64, the index of each node's
+#: parent among the nodes of the last call; the N = B * M nodes' tokens ``[N]``; the parents' states ``[N, S]``. Returns
+#: the nodes' states ``[N, S]``, and the log-probabilities and tokens ``[N, W]`` of their best children.
+Step = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 #: Computes the children of the nodes of one depth. Arguments: their depth; ``[B, M]`` int64, the index of each node's
 #: parent among the nodes of the last call (0 for the root); ``[B, M]`` int64, their tokens.
 Expand = Callable[[int, Tensor, Tensor], Children]
@@ -31,6 +35,32 @@ def grow(roots: Tensor, tree: Trees, first: Callable[[int], Children], expand: E
     if isinstance(tree, DraftTree):
         return _fill(roots, tree, first, expand)
     return _best_first(roots, tree, first, expand)
+
+
+def grow_recurrent(
+    roots: Tensor, states: Tensor, tree: Trees, predict: Callable[[int], tuple[Tensor, Tensor]], step: Step
+) -> DraftedTrees:
+    """:func:`grow` for a drafter with a state per node.
+
+    Args:
+        states: ``[B, S]``, of the roots.
+        predict: log-probabilities and tokens ``[B, W]`` of the roots' best children, for a width W.
+        step: from the states of one depth to the next.
+    """
+    last = states[:, None]  # of the last depth's nodes
+
+    def first(width: int) -> Children:
+        log_p, tokens = predict(width)
+        return log_p[:, None], tokens[:, None]
+
+    def expand(depth: int, parent: Tensor, tokens: Tensor) -> Children:
+        nonlocal last
+        above = last.gather(1, parent[..., None].expand(-1, -1, last.shape[2])).flatten(0, 1)
+        hidden, log_p, children = step(depth, parent, tokens.flatten().clamp(min=0), above)
+        last = hidden.view(*parent.shape, -1)
+        return log_p.view(*parent.shape, -1), children.view(*parent.shape, -1)
+
+    return grow(roots, tree, first, expand)
 
 
 def _best_first(roots: Tensor, budget: TreeBudget, first: Callable[[int], Children], expand: Expand) -> DraftedTrees:

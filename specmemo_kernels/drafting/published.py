@@ -29,28 +29,12 @@ from specmemo_kernels.drafting.published_config import (
     DFlashConfig,
     DrafterConfig,
     Eagle3Config,
-    EagleConfig,
-    LayerSpec,
     clover_config,
     dflash_config,
     eagle3_config,
     eagle_config,
 )
 from specmemo_kernels.drafting.published_tensors import check_tensors, location
-
-__all__ = [
-    "CloverConfig",
-    "DFlashConfig",
-    "DrafterConfig",
-    "Eagle3Config",
-    "EagleConfig",
-    "HeadsError",
-    "Kind",
-    "LayerSpec",
-    "PublishedDrafter",
-    "check_target",
-    "open_drafter",
-]
 
 Tensor = torch.Tensor
 Kind = Literal["eagle3", "eagle", "clover2", "dflash"]

@@ -13,10 +13,8 @@ from specmemo_kernels.drafting.published_config import (
     EagleConfig,
     LayerSpec,
 )
-from specmemo_kernels.planning.feature_drafter_spec import DrafterPart, FeatureDrafterSpec
+from specmemo_kernels.planning.feature_drafter_spec import BEAM, DEPTH, DrafterPart, FeatureDrafterSpec
 
-#: EAGLE-2's tree (``topK_genrate``): a beam of 10, expanded 7 times behind the root's children. Clover-2 has the beam.
-DEPTH, BEAM = 8, 10
 #: Candidates per depth of DFlash. Expanding a node costs nothing there, so the beam may be as wide as a tree.
 BLOCK_BEAM = 64
 #: Launches of a decoder layer, and of its keys and values alone. As all launches here, counted by a dispatch mode.

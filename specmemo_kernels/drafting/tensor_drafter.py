@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Generic, TypeVar
 
 import torch
 
@@ -15,9 +16,10 @@ from specmemo_kernels.drafting.vocabulary import TargetVocabulary
 from specmemo_kernels.ops import Kernels
 
 Tensor = torch.Tensor
+Config = TypeVar("Config", bound=DrafterConfig)
 
 
-class TensorDrafter:
+class TensorDrafter(Generic[Config]):
     """Base of the drafters in :mod:`specmemo_kernels.drafting` that read features.
 
     Args:
@@ -32,13 +34,13 @@ class TensorDrafter:
 
     def __init__(
         self,
-        config: DrafterConfig,
+        config: Config,
         tensors: Mapping[str, Tensor],
         vocabulary: TargetVocabulary,
         target_layers: int,
         backend: str | None,
     ) -> None:
-        self.vocabulary, self.backend = vocabulary, backend
+        self.config, self.vocabulary, self.backend = config, vocabulary, backend
         self.tensors = dict(tensors)
         elements = {key: tensor.numel() for key, tensor in tensors.items()}
         self.spec = drafter_spec(config, elements, vocabulary.vocab_size)
@@ -48,11 +50,21 @@ class TensorDrafter:
         self.dtype, self.device, self.eps = vocabulary.dtype, like.device, sizes.rms_norm_eps
         layer = LayerKV(sizes.num_kv_heads, sizes.head_dim, sizes.head_dim, self.dtype, self.device, of_drafter=True)
         self.layers = (layer,) * config.num_layers
-        self.num_qo_heads, self.state_size = sizes.num_qo_heads, sizes.hidden_size
+        self.num_qo_heads = sizes.num_qo_heads
+        self.feature_ids = self._feature_ids(target_layers)
         self.decoder = [
             DecoderLayer(sizes, self.tensors, f"layers.{i}.", target_layers + i) for i in range(config.num_layers)
         ]
         self.rotary = RotaryEmbedding(sizes, self.device)
+
+    def _feature_ids(self, target_layers: int) -> tuple[int, ...]:
+        """The hidden states that it reads, see :attr:`specmemo_kernels.drafting.base.FeatureDrafter.feature_ids`."""
+        raise NotImplementedError
+
+    @property
+    def state_size(self) -> int:
+        """Elements of a sequence's state."""
+        return self.config.layer.hidden_size
 
     @property
     def nbytes(self) -> int:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from specmemo_kernels.cache.paged_kv import PagedKVPool
-from specmemo_kernels.drafting.base import AnyDrafter, PagedDrafter, StatefulDrafter
+from specmemo_kernels.drafting.base import AnyDrafter, Drafter, FeatureDrafter, PagedDrafter, StatefulDrafter
 from specmemo_kernels.engine.overlap import OverlappedSteps, slots_ahead
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.stats import DecodeStats
-from specmemo_kernels.engine.tree_pass import Chunk, next_chunk, propose, tree_pass
+from specmemo_kernels.engine.tree_pass import Chunk, next_chunk, propose, propose_from_features, tree_pass
 from specmemo_kernels.engine.verify import Verdict, Verifier
 from specmemo_kernels.forward.batch import TreeBatch
 from specmemo_kernels.forward.target import TargetModel, TargetOutput
@@ -50,6 +51,7 @@ class SpecDecoder:
         agree: as in :func:`propose`.
 
     Attributes:
+        reader: the drafter, if it reads features.
         sequences: running sequences. prefilling: sequences in prefill, in the order of admission.
         max_tree: most nodes per sequence, below the tree's size while memory is low (:meth:`limit`).
     """
@@ -71,6 +73,8 @@ class SpecDecoder:
     ) -> None:
         self.chooser, self.overlapped, self.agree = chooser, overlapped, agree
         self.target, self.drafter, self.tree, self.pool, self.verifier = target, drafter, tree, pool, verifier
+        # Checked once, because each check of a protocol takes about 25 microseconds.
+        self.reader = drafter if isinstance(drafter, FeatureDrafter) else None
         self.prefill_chunk, self.backend = prefill_chunk, backend
         self.stats = stats if stats is not None else DecodeStats()
         self.sequences: list[SequenceState] = []
@@ -175,7 +179,7 @@ class SpecDecoder:
                 self.reserve(sequence)
             tree = self._step_tree()
             behind = self._behind() if self.chooser is not None and tree.size > 1 else 0
-            trees, drafting = propose(self.drafter, tree, self.sequences, self.pool, self.target, self.agree)
+            trees, drafting = self._propose(tree)
             self._ended += self._forward(trees, _StepTiming(started, drafting, behind))
             if self.overlapped is not None and reason is not None:
                 self.stats.eager_reasons[reason] = self.stats.eager_reasons.get(reason, 0) + 1
@@ -220,6 +224,13 @@ class SpecDecoder:
         """:meth:`next_tree` without nodes deeper than any sequence's remaining tokens."""
         return self.next_tree().truncated(max(s.remaining for s in self.sequences) - 1)
 
+    def _propose(self, tree: Trees) -> tuple[TreeBatch, float]:
+        """The trees to verify, and the seconds that the drafter took."""
+        inputs = tree, self.sequences, self.pool, self.target, self.agree
+        if self.reader is not None:
+            return propose_from_features(self.reader, *inputs)
+        return propose(cast(Drafter, self.drafter), *inputs)
+
     def _behind(self) -> int:
         """Tokens that the drafter must compute before it drafts for the running sequences."""
         if not isinstance(self.drafter, PagedDrafter):
@@ -244,7 +255,7 @@ class SpecDecoder:
             return self.verifier(batch, emitting, output)
 
         verdict, hidden = tree_pass(
-            self.target, self.pool, self.backend, trees, chunk, verify, self.drafter, logits=self.verifier.needs_logits
+            self.target, self.pool, self.backend, trees, chunk, verify, self.reader, logits=self.verifier.needs_logits
         )
         emitted = [] if verdict is None else verdict.emitted
         finished = self.advance(running, emitted, nodes, depth, hidden.unbind(0), chunk)

@@ -100,6 +100,7 @@ class DeviceStep:
         backend: str | None,
     ) -> None:
         self.shape, self.tree, self.target, self.drafter = shape, tree, target, drafter
+        self._reader = drafter if isinstance(drafter, FeatureDrafter) else None
         self.pool, self.backend, self.verifier = pool, backend, GreedyVerifier(target, backend)
         count, device = shape.sequences, state.hidden.device
         self._slots, self._roots = state.slots[:count], state.roots[:count]
@@ -110,7 +111,7 @@ class DeviceStep:
 
     def _parts(self, tree: Trees) -> tuple[Tensor, ...]:
         """The tree's candidate columns and its layout; nothing for drafters that make both."""
-        if isinstance(self.drafter, FeatureDrafter):
+        if self._reader is not None:
             return ()
         assert isinstance(tree, DraftTree), "dynamic trees are for drafters that read features"
         device = self._roots.device
@@ -141,10 +142,6 @@ class DeviceStep:
         self._roots.copy_(verdict.bonus_token)
         self._seq_lens.copy_(lengths)
         self._hidden.copy_(hidden)
-
-    @property
-    def _reader(self) -> FeatureDrafter | None:
-        return self.drafter if isinstance(self.drafter, FeatureDrafter) else None
 
     def _draft(self) -> TreeBatch:
         """The trees to verify."""

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from specmemo_kernels.cache.paged_kv import OutOfPages
-from specmemo_kernels.drafting.base import FeatureDrafter
 from specmemo_kernels.engine.device_step import StepShape
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.step_graph import CaptureFailed, StepCache
@@ -134,7 +133,7 @@ class OverlappedSteps:
         bound = min(room, 1 << (longest - 1).bit_length())
         width = (tree if isinstance(tree, TreeBudget) else decoder.tree).width
         shape = StepShape(len(sequences), tree.size, tree.max_depth, width, bound)
-        if isinstance(decoder.drafter, FeatureDrafter) and isinstance(tree, DraftTree):
+        if decoder.reader is not None and isinstance(tree, DraftTree):
             shape = replace(shape, tree=tree)  # its passes depend on the nodes of each depth
         device = decoder.target.device
         on_gpu = device.type == "cuda"

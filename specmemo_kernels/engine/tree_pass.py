@@ -14,7 +14,7 @@ import torch
 
 from specmemo_kernels.arguments import wrong_type
 from specmemo_kernels.cache.paged_kv import PagedKVPool
-from specmemo_kernels.drafting.base import AnyDrafter, DraftInput, DraftRows, FeatureDrafter
+from specmemo_kernels.drafting.base import Drafter, DraftInput, DraftRows, FeatureDrafter
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.verify import DeviceVerdict, Verdict
 from specmemo_kernels.forward.batch import (
@@ -35,7 +35,7 @@ AnyVerdict = TypeVar("AnyVerdict", Verdict, DeviceVerdict)
 
 
 def propose(
-    drafter: AnyDrafter,
+    drafter: Drafter,
     tree: Trees,
     sequences: Sequence[SequenceState],
     pool: PagedKVPool,
@@ -56,22 +56,12 @@ def propose(
         TypeError: the drafter didn't return a tensor.
         ValueError: its tensor isn't ``[sequences, tree nodes]`` int64.
     """
-    slots, tokens = [s.slot for s in sequences], [s.tokens for s in sequences]
-    columns = [slots, [t[-1] for t in tokens], [len(t) - 1 for t in tokens]]
-    rows, roots, lengths = torch.tensor(columns, device=target.device)
-    longest, table = max(map(len, tokens)) - 1, pool.block_table[rows]
+    roots, lengths, table, longest = _roots(sequences, pool, target.device)
     if tree.size == 1:
-        return tree_batch(ROOT, roots[:, None], lengths.int(), table, longest), 0.0
-    hidden = torch.stack([s.hidden for s in sequences if s.hidden is not None])
-    started = time.perf_counter()
-    if isinstance(drafter, FeatureDrafter):
-        inputs = DraftRows(pool, roots, hidden, lengths.int(), table, longest)
-        with torch.inference_mode():
-            drafted = drafter.draft(inputs, tree)
-        if agree is not None:
-            drafted = _agreed(drafted, agree)
-        return drafted_batch(drafted, tree, inputs, target.vocab_size), time.perf_counter() - started
+        return tree_batch(ROOT, roots[:, None], lengths, table, longest), 0.0
     assert isinstance(tree, DraftTree), "dynamic trees are for drafters that read features"
+    slots, tokens, hidden = [s.slot for s in sequences], [s.tokens for s in sequences], _hidden(sequences)
+    started = time.perf_counter()
     draft = drafter.propose(DraftInput(tree, roots, hidden, tokens, slots))
     seconds = time.perf_counter() - started
     expected = (len(sequences), tree.size)
@@ -89,7 +79,41 @@ def propose(
         tree, draft = _without_empty_depths(tree, draft)
     draft = draft.to(target.device)
     draft[:, 0] = roots
-    return tree_batch(tree, draft, lengths.int(), table, longest), seconds
+    return tree_batch(tree, draft, lengths, table, longest), seconds
+
+
+def propose_from_features(
+    drafter: FeatureDrafter,
+    tree: Trees,
+    sequences: Sequence[SequenceState],
+    pool: PagedKVPool,
+    target: TargetModel,
+    agree: Callable[[Tensor], Tensor] | None,
+) -> tuple[TreeBatch, float]:
+    """:func:`propose` for drafters that read features. ``agree`` maps token, parent and depth of all nodes."""
+    roots, lengths, table, longest = _roots(sequences, pool, target.device)
+    if tree.size == 1:
+        return tree_batch(ROOT, roots[:, None], lengths, table, longest), 0.0
+    rows, started = DraftRows(pool, roots, _hidden(sequences), lengths, table, longest), time.perf_counter()
+    with torch.inference_mode():
+        drafted = drafter.draft(rows, tree)
+    if agree is not None:
+        drafted = _agreed(drafted, agree)
+    return drafted_batch(drafted, tree, rows, target.vocab_size), time.perf_counter() - started
+
+
+def _roots(
+    sequences: Sequence[SequenceState], pool: PagedKVPool, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """The newest tokens ``[B]``; the tokens in pages ``[B]`` int32, their block table and their maximum."""
+    columns = [[s.slot for s in sequences], [s.tokens[-1] for s in sequences], [len(s.tokens) - 1 for s in sequences]]
+    slots, roots, lengths = torch.tensor(columns, device=device)
+    return roots, lengths.int(), pool.block_table[slots], max(columns[2])
+
+
+def _hidden(sequences: Sequence[SequenceState]) -> Tensor:
+    """``[B, size]``: the sequences' states."""
+    return torch.stack([s.hidden for s in sequences if s.hidden is not None])
 
 
 def drafted_batch(drafted: DraftedTrees, tree: Trees, rows: DraftRows, vocab_size: int) -> TreeBatch:
@@ -185,13 +209,13 @@ def tree_pass(
     trees: TreeBatch | None,
     chunk: Chunk | None,
     verify: Callable[[TreeBatch, TargetOutput], AnyVerdict],
-    drafter: AnyDrafter | None = None,
+    reader: FeatureDrafter | None = None,
     *,
     logits: bool = False,
 ) -> tuple[AnyVerdict | None, Tensor]:
     """Compute trees and a prompt chunk in one forward pass, verify the trees, and commit their accepted nodes.
 
-    A :class:`FeatureDrafter` then computes the features of accepted nodes and prompt tokens.
+    Then ``reader`` reads the features of accepted nodes and prompt tokens.
 
     Only pages and scratch slots behind the sequences' ends change, so a pass that fails can be repeated.
 
@@ -203,8 +227,8 @@ def tree_pass(
 
     Returns:
         The verdict (``None`` where there was nothing to verify), and states ``[num_trees + len(chunk.ended), size]`` at
-        the last accepted nodes, then at completed prompts' ends: the target's hidden states, or what a
-        :class:`FeatureDrafter` made of them.
+        the last accepted nodes, then at completed prompts' ends: the target's hidden states, or those
+        of ``reader``.
     """
     batch = _joined(trees, None if chunk is None else chunk.batch)
     verified = _joined(trees, None if chunk is None else chunk.first_trees)
@@ -215,16 +239,15 @@ def tree_pass(
     attention = StepAttention(pool, batch, backend, target.invariant)
     output = target.forward(batch, attention, keep, logits=logits)
     verdict = None if verified is None else verify(verified, output.rows(len(verified.tokens)))
-    if isinstance(drafter, FeatureDrafter):
-        if trees is not None and verdict is not None and trees.max_depth:
-            count = trees.num_trees
-            commit_accepted(pool, trees, verdict.accept_index[:count], verdict.accept_length[:count], backend)
-        return verdict, _advance(drafter, pool, trees, chunk, verdict, output)
-    if trees is None or verdict is None or not trees.max_depth:  # the roots of single-node trees were appended
+    committed = None
+    if trees is not None and verdict is not None and trees.max_depth:  # the roots of single-node trees were appended
+        committed = verdict.accept_index[: trees.num_trees], verdict.accept_length[: trees.num_trees]
+        commit_accepted(pool, trees, *committed, backend)
+    if reader is not None:
+        return verdict, _advance(reader, pool, trees, chunk, verdict, output)
+    if trees is None or committed is None:
         return verdict, output.hidden
-    index, length = verdict.accept_index[: trees.num_trees], verdict.accept_length[: trees.num_trees]
-    commit_accepted(pool, trees, index, length, backend)
-    last = trees.last_rows(index, length)
+    last = trees.last_rows(*committed)
     if chunk is not None:
         ended = torch.arange(nodes, len(output.hidden), dtype=last.dtype, device=last.device)
         last = torch.cat([last, ended])
@@ -233,14 +256,14 @@ def tree_pass(
 
 @torch.inference_mode()
 def _advance(
-    drafter: FeatureDrafter,
+    reader: FeatureDrafter,
     pool: PagedKVPool,
     trees: TreeBatch | None,
     chunk: Chunk | None,
     verdict: Verdict | DeviceVerdict | None,
     output: TargetOutput,
 ) -> Tensor:
-    """The drafter's states after a pass, as of :func:`tree_pass`."""
+    """The states of ``reader`` after a pass, as of :func:`tree_pass`."""
     features, states, nodes = output.features, [], 0
     assert features is not None, "the target captures what its drafter reads"
     if trees is not None:
@@ -250,7 +273,7 @@ def _advance(
         path = (trees.qo_indptr[:count, None] + index.clamp(min=0)).flatten()
         batch = continued_batch(tokens, trees.seq_lens, trees.block_table, trees.max_seq_len)
         last = batch.qo_indptr[:-1] + verdict.accept_length[:count]
-        states.append(drafter.advance(batch, features.index_select(0, path), last.long(), pool))
+        states.append(reader.advance(batch, features.index_select(0, path), last.long(), pool))
     if chunk is not None:
         following = chunk.next_tokens
         if chunk.fresh:
@@ -258,7 +281,7 @@ def _advance(
             firsts = verdict.tokens[len(verdict.tokens) - len(chunk.fresh) :, 0]
             following = following.index_copy(0, chunk.last_rows[: len(chunk.fresh)], firsts)
         batch = replace(chunk.batch, tokens=following, _elsewhere={})
-        states.append(drafter.advance(batch, features[nodes:], chunk.last_rows, pool))
+        states.append(reader.advance(batch, features[nodes:], chunk.last_rows, pool))
     return torch.cat(states) if len(states) > 1 else states[0]
 
 

@@ -12,6 +12,9 @@ from specmemo_kernels.planning.drafter_spec import RANKS, Drafts, DraftWork, Pro
 from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.tree.tree_budget import TreeBudget, half_beam, most_nodes
 
+#: EAGLE-2's tree (``topK_genrate``): a beam of 10, expanded 7 times behind the root's children. Clover-2 has the beam,
+#: MTP both.
+DEPTH, BEAM = 8, 10
 #: Launches of growing trees, counted by a dispatch mode: the roots' children, sorting and the tree mask; each further
 #: depth; the attention of a layer's nodes to their drafted ancestors.
 _OPERATORS, _OPERATORS_PER_DEPTH, _OPERATORS_PER_MERGE = 44, 12, 50

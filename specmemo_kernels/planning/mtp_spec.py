@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from specmemo_kernels.planning.cost import OPERATORS_BESIDE, OPERATORS_PER_LAYER
-from specmemo_kernels.planning.feature_drafter_spec import DrafterPart, FeatureDrafterSpec
+from specmemo_kernels.planning.feature_drafter_spec import BEAM, DEPTH, DrafterPart, FeatureDrafterSpec
 from specmemo_kernels.planning.model_spec import ModelSpec
 
 
-def mtp_spec(spec: ModelSpec, max_depth: int, beam: int) -> FeatureDrafterSpec:
+def mtp_spec(spec: ModelSpec) -> FeatureDrafterSpec:
     """The sizes of the first MTP layer: a projection of two states, one layer of the model, three norms.
 
     The layer is a mixture where the model has mixtures. Its weights aren't quantised in these sizes.
@@ -32,7 +32,7 @@ def mtp_spec(spec: ModelSpec, max_depth: int, beam: int) -> FeatureDrafterSpec:
         activations=8 * hidden + max(tensors * width, 4 * queries), inputs=8 * hidden, attends=True, embeds=True,
     )  # fmt: skip
     return FeatureDrafterSpec(
-        "MTP", max_depth, min(beam, spec.vocab_size), whole + spec.norm_weights + spec.bias_weights + 3 * hidden,
+        "MTP", DEPTH, min(BEAM, spec.vocab_size), whole + spec.norm_weights + spec.bias_weights + 3 * hidden,
         indices=0, hidden_size=hidden, num_layers=1, num_qo_heads=spec.num_qo_heads, num_kv_heads=spec.num_kv_heads,
         head_dim=-(-(spec.head_dim + spec.v_head_dim) // 2), features=1, held=0, advance=layer, state=DrafterPart(),
         draft=layer,

@@ -59,8 +59,8 @@ def half_beam(size: int) -> int:
     """Nodes per depth that are expanded for trees of ``size`` nodes, where expanding costs time.
 
     With a beam of all nodes, steps of 8 nodes at 125M take 1.06 to 1.10 times as long as with a static tree, with half
-    of them 1.02 to 1.04 (``bench_drafters``). The best static trees for Medusa's published accuracies have fewer nodes
-    with children per depth: 2 of 8, 4 of 24, 10 of 64.
+    of them 1.01 to 1.03 (``bench_drafters``, with and without ``--full-beam``). The best static trees for Medusa's
+    published accuracies have fewer nodes with children per depth: 2 of 8, 4 of 24, 10 of 64.
     """
     return (size + 1) // 2
 

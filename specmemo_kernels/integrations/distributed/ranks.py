@@ -14,7 +14,6 @@ from specmemo_kernels import __version__, ops
 from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting.base import AnyDrafter
 from specmemo_kernels.drafting.medusa_heads import MedusaHeads
-from specmemo_kernels.drafting.vocabulary import top_log_probs
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.integrations.distributed.checkpoint_digest import checkpoint_digest
 from specmemo_kernels.integrations.hf.target import HFTarget, ModelFacts, lm_head
@@ -68,10 +67,11 @@ class SingleRank:
         return ops.kernels(backend, hidden.device).lm_head_topk(hidden, weight, bias, k, scales)
 
     def top_log_probs(
-        self, hidden: Tensor, k: int, weight: Tensor, bias: Tensor | None, backend: str | None, scale: float = 1.0
+        self, hidden: Tensor, k: int, weight: Tensor, bias: Tensor | None, backend: str | None
     ) -> tuple[Tensor, Tensor]:
-        """:func:`top_log_probs` over the whole vocabulary, as :meth:`topk`."""
-        return top_log_probs(hidden, k, weight, bias, backend, scale)
+        """:meth:`topk` with log-probabilities, in float32."""
+        log_p, tokens, _ = ops.kernels(backend, hidden.device).lm_head_log_probs(hidden, weight, bias, k, None)
+        return log_p, tokens
 
     def replicate_kv_heads(self, model: Any) -> Callable[[], None]:
         """Give this rank all rows of key/value heads that are split between ranks; returns the undo function."""

@@ -95,14 +95,13 @@ class TensorParallel(RankGroup):
         return values.to(hidden.dtype), tokens
 
     def top_log_probs(
-        self, hidden: Tensor, k: int, weight: Tensor, bias: Tensor | None, backend: str | None, scale: float = 1.0
+        self, hidden: Tensor, k: int, weight: Tensor, bias: Tensor | None, backend: str | None
     ) -> tuple[Tensor, Tensor]:
         kernels, count = ops.kernels(backend, hidden.device), min(k, weight.shape[0])
         best: tuple[Tensor, ...] = ()
         total = hidden.new_full((len(hidden), 1, 2), -torch.inf, dtype=torch.float64)  # of a rank without rows
         if count:
-            scaled = hidden if scale == 1.0 else hidden * scale
-            log_p, tokens, lse = kernels.lm_head_log_probs(scaled, weight, bias, count, None)
+            log_p, tokens, lse = kernels.lm_head_log_probs(hidden, weight, bias, count, None)
             best, total = (log_p + lse[:, None], tokens), lse.double()[:, None, None].expand(-1, 1, 2)
         gathered = self._gather(torch.cat([self._candidates(hidden, k, *best), total], dim=1))
         values, tokens = best_of_ranks(gathered[:, :, :k], self._counts, k)

@@ -7,12 +7,12 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
-from specmemo_kernels.drafting.base import AnyDrafter, OffloadingDrafter, StatefulDrafter
+from specmemo_kernels.drafting.base import MTP, PROMPT_LOOKUP, AnyDrafter, OffloadingDrafter, StatefulDrafter
 from specmemo_kernels.drafting.draft_model import DraftModelDrafter
 from specmemo_kernels.drafting.load_heads import load_heads
 from specmemo_kernels.drafting.medusa import MedusaDrafter
@@ -23,16 +23,12 @@ from specmemo_kernels.integrations.hf.checks import check_config, check_numbers
 from specmemo_kernels.integrations.hf.feature_drafter import load_feature_drafter, vocabulary_of
 from specmemo_kernels.integrations.hf.fuse import FUSED_BACKENDS, find_leaves
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
-from specmemo_kernels.integrations.hf.mtp import MTP, MtpDrafter, is_mtp_model, load_mtp
 from specmemo_kernels.integrations.hf.probe import probe
 from specmemo_kernels.integrations.hf.target import HFTarget, ModelFacts, attach
 from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, Accuracy
 
 if TYPE_CHECKING:
     from specmemo_kernels.integrations.hf.handle import SpecMemo
-
-#: ``heads`` for the prompt lookup drafter.
-PROMPT_LOOKUP = "prompt-lookup"
 
 #: The handles of all patched models, whose drafters are in use.
 _handles: weakref.WeakSet[SpecMemo] = weakref.WeakSet()
@@ -63,6 +59,13 @@ class Setup:
     accuracy: Accuracy
     backend: str
     ranks: SingleRank
+
+
+@runtime_checkable
+class AttachedDrafter(Protocol):
+    """A drafter that has put hooks or views on a model; ``detach`` removes them."""
+
+    detach: Callable[[], None]
 
 
 class HFDraftModel(DraftModelDrafter):
@@ -104,7 +107,10 @@ def make_drafter(
         return _load_draft_model(heads, model, facts, backend, fuse), DEFAULT_ACCURACY
     if custom:
         return heads, DEFAULT_ACCURACY
-    if heads == MTP or is_mtp_model(heads):
+    if heads == MTP or _is_mtp_model(heads):
+        # Imported here, as in load_feature_drafter.
+        from specmemo_kernels.integrations.hf.mtp import MtpDrafter, load_mtp
+
         if head_bits is not None:
             raise ValueError(f"head_bits is {head_bits}, which is for Medusa heads; heads is {MTP!r}")
         mtp = load_mtp(model) if isinstance(heads, str) else heads
@@ -131,6 +137,13 @@ def make_drafter(
             "device_map, or use heads with vocabulary matrices of their own"
         )
     return MedusaDrafter(ranks.shard(loaded, facts.device), shared, backend, ranks.topk), accuracy
+
+
+def _is_mtp_model(heads: Any) -> bool:
+    """Whether ``heads`` are MTP layers that transformers has loaded."""
+    from transformers.modeling_layers import MtpModel
+
+    return isinstance(heads, MtpModel)
 
 
 def _is_language_model(heads: Any) -> bool:

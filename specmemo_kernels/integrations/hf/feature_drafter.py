@@ -77,15 +77,15 @@ def vocabulary_of(model: Any, facts: ModelFacts, backend: str, ranks: SingleRank
             "give both a device in device_map, or use heads with vocabulary matrices of their own"
         )
 
-    def top_log_probs(hidden: Tensor, k: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    def top_log_probs(hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
         if not facts.plain_lm_head and ranks.size == 1:  # such as a quantised matrix
-            logits = head(hidden.to(weight.device)).float() * scale
+            logits = head(hidden.to(weight.device)).float()
             values, tokens = (logits - logits.logsumexp(dim=1, keepdim=True)).clamp(max=0).topk(k, dim=1)
-            return values.to(hidden.device), tokens.to(hidden.device)
-        values, tokens = ranks.top_log_probs(hidden.to(weight.device), k, weight, bias, backend, scale)
+        else:
+            values, tokens = ranks.top_log_probs(hidden.to(weight.device), k, weight, bias, backend)
         return values.to(hidden.device), tokens.to(hidden.device)
 
-    return TargetVocabulary(embedding, top_log_probs, facts.vocab_size, facts.hidden_size, facts.dtype)
+    return TargetVocabulary(embedding, top_log_probs, facts.vocab_size, facts.dtype)
 
 
 def measure_advance(drafter: FeatureDrafter, facts: ModelFacts) -> PassBytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +11,10 @@ import torch
 from specmemo_kernels import ops
 from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.cache.paged_kv import PagedKVPool
-from specmemo_kernels.drafting.base import POST_NORM, DraftRows
+from specmemo_kernels.drafting.base import MTP, POST_NORM, DraftRows
 from specmemo_kernels.drafting.decoder_layer import Attention, BeamAttention
-from specmemo_kernels.drafting.growth import Children, grow
+from specmemo_kernels.drafting.growth import grow_recurrent
 from specmemo_kernels.drafting.head_files import HeadsError
-from specmemo_kernels.drafting.published_spec import BEAM, DEPTH
 from specmemo_kernels.drafting.vocabulary import TargetVocabulary
 from specmemo_kernels.forward.batch import DraftedTrees, TreeBatch
 from specmemo_kernels.forward.step_attention import AttentionParams, StepAttention
@@ -22,19 +22,10 @@ from specmemo_kernels.integrations.hf.attention import AttentionCall, attention_
 from specmemo_kernels.integrations.hf.fuse import FUSED_BACKENDS, FusedLeaves, find_leaves
 from specmemo_kernels.integrations.hf.target import ModelFacts, attach_views, step_mask
 from specmemo_kernels.planning.cost import OPERATORS_BESIDE, OPERATORS_PER_LAYER
-from specmemo_kernels.planning.feature_drafter_spec import DrafterPart, FeatureDrafterSpec
+from specmemo_kernels.planning.feature_drafter_spec import BEAM, DEPTH, DrafterPart, FeatureDrafterSpec
 from specmemo_kernels.tree.tree_budget import Trees
 
 Tensor = torch.Tensor
-#: ``heads`` for the model's own MTP layers.
-MTP = "mtp"
-
-
-def is_mtp_model(heads: Any) -> bool:
-    """Whether ``heads`` are MTP layers that transformers has loaded."""
-    from transformers.modeling_layers import MtpModel
-
-    return isinstance(heads, MtpModel)
 
 
 def load_mtp(model: Any) -> Any:
@@ -138,27 +129,15 @@ class MtpDrafter:
 
     def draft(self, rows: DraftRows, tree: Trees) -> DraftedTrees:
         attention = BeamAttention(rows, self.backend)
-        call = self._in_pool(attention)
-        states = rows.states[:, None]  # of the last depth's nodes
+        call, predict = self._in_pool(attention), self._vocabulary.top_log_probs
 
-        def first(width: int) -> Children:
-            return self._children(rows.states, width, 1)
-
-        def expand(depth: int, parent: Tensor, tokens: Tensor) -> Children:
-            nonlocal states
-            nodes = parent.shape[1]
+        def step(depth: int, parent: Tensor, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             attention.descend(parent)
-            features = states.gather(1, parent[..., None].expand(-1, -1, self.state_size)).flatten(0, 1)
-            positions = (rows.seq_lens.long() + depth)[:, None].expand(-1, nodes).flatten()
-            hidden = self._run(tokens.flatten().clamp(min=0), features, positions, call)
-            states = hidden.view(-1, nodes, self.state_size)
-            return self._children(hidden, tree.width, nodes)
+            positions = (rows.seq_lens.long() + depth)[:, None].expand_as(parent).flatten()
+            states = self._run(tokens, features, positions, call)
+            return states, *predict(states, tree.width)
 
-        return grow(rows.roots, tree, first, expand)
-
-    def _children(self, hidden: Tensor, width: int, nodes: int) -> Children:
-        log_p, tokens = self._vocabulary.top_log_probs(hidden, width)
-        return log_p.view(-1, nodes, width), tokens.view(-1, nodes, width)
+        return grow_recurrent(rows.roots, rows.states, tree, partial(predict, rows.states), step)
 
     def _in_pool(self, attention: Attention) -> AttentionCall:
         """``attention`` for the MTP layer, which counts its layers from 0."""

@@ -22,6 +22,7 @@ from specmemo_kernels.integrations.distributed.ranks import digest
 from specmemo_kernels.integrations.distributed.tensor_parallel import ranks_of
 from specmemo_kernels.integrations.hf.checks import check_config, check_modules, check_numbers, evaluation
 from specmemo_kernels.integrations.hf.draft import (
+    AttachedDrafter,
     DraftModel,
     HFDraftModel,
     Setup,
@@ -33,7 +34,6 @@ from specmemo_kernels.integrations.hf.features import find_taps
 from specmemo_kernels.integrations.hf.fuse import FUSED_BACKENDS, find_leaves
 from specmemo_kernels.integrations.hf.handle import SpecMemo, Unpatched
 from specmemo_kernels.integrations.hf.invariance import check_invariance, check_invariant_arguments
-from specmemo_kernels.integrations.hf.mtp import MtpDrafter
 from specmemo_kernels.integrations.hf.plan import kernel_blocks, make_chooser, make_plan
 from specmemo_kernels.integrations.hf.pool import graph_use
 from specmemo_kernels.integrations.hf.probe import probe
@@ -201,7 +201,7 @@ def patch(
             if budget is not None and facts.device.type == "cpu":
                 return_large_blocks()
             drafter, accuracy = make_drafter(without_others(heads), model, facts, name, head_bits, ranks, fuse)
-            if isinstance(drafter, HFDraftModel | MtpDrafter):
+            if isinstance(drafter, AttachedDrafter):
                 undo.append(drafter.detach)
             if isinstance(drafter, FeatureDrafter):
                 facts = replace(facts, taps=find_taps(model, drafter.feature_ids))
