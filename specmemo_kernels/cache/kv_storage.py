@@ -10,6 +10,7 @@ import torch
 
 from specmemo_kernels.arguments import text
 from specmemo_kernels.cache.page_order import empty_pages, swap_order
+from specmemo_kernels.cache.state_pool import HostState
 
 Tensor = torch.Tensor
 
@@ -97,16 +98,18 @@ class LayerGroup:
 class HostPages:
     """Host copy of a sequence's first ``tokens`` tokens.
 
-    ``parts``: keys, values and scales of each group, ``[pages, num_layers, num_kv_heads, page_size, ...]``.
+    ``parts``: keys, values and scales of each group, ``[pages, num_layers, num_kv_heads, page_size, ...]``. ``state``:
+    of its recurrent layers.
     """
 
     tokens: int
     parts: tuple[Tensor, ...]
+    state: HostState | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of host memory."""
-        return sum(part.nbytes for part in self.parts)
+        return sum(part.nbytes for part in self.parts) + (0 if self.state is None else self.state.nbytes)
 
 
 class KVStorage:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 
 from specmemo_kernels.cache.kv_storage import HostPages, KVStorage, LayerKV, on_device
 from specmemo_kernels.cache.prefix_index import PrefixIndex
+from specmemo_kernels.cache.state_pool import MixerSpec, StatePool
 
 
 class OutOfPages(RuntimeError):
@@ -32,6 +34,10 @@ class PagedKVPool(KVStorage):
         kv_dtype: ``"int8"`` or ``"fp8"`` for pages of 8-bit codes with a scale per token and head; ``None``: pages in
             the layers' dtype.
         keep: cache the pages of closed sequences for prefix reuse, until their memory is needed.
+        mixers: sizes of the recurrent and convolution layers.
+
+    Attributes:
+        states: their states; ``None`` without such layers.
     """
 
     def __init__(
@@ -44,6 +50,7 @@ class PagedKVPool(KVStorage):
         max_nodes: int,
         kv_dtype: str | None = None,
         keep: bool = False,
+        mixers: Sequence[MixerSpec] = (),
     ) -> None:
         for name, value in (("num_pages", num_pages), ("page_size", page_size), ("max_sequences", max_sequences)):
             if value < 1:
@@ -58,6 +65,7 @@ class PagedKVPool(KVStorage):
         self._keep = keep
         self._pairs = any(layer.of_drafter for layer in self.layers)
         self._index = PrefixIndex(page_size)  # empty unless ``keep``
+        self.states = StatePool(mixers, max_sequences, max_nodes) if mixers else None
 
     def resize(self, num_pages: int) -> None:
         """Replace all pages by ``num_pages`` new ones while no sequence is open. Clears the cache.
@@ -88,11 +96,19 @@ class PagedKVPool(KVStorage):
 
     def swap_out(self, slot: int, tokens: int) -> HostPages:
         """Copy a sequence's first ``tokens`` tokens to host memory; :meth:`close` then frees its pages."""
-        return self.copy_out(self._pages[slot][: self.pages_for(tokens)], tokens)
+        pages = self.copy_out(self._pages[slot][: self.pages_for(tokens)], tokens)
+        return pages if self.states is None else replace(pages, state=self.states.copy_out(slot))
 
     def swap_in(self, slot: int, pages: HostPages) -> None:
         """Copy the result of :meth:`swap_out` into a sequence's reserved pages."""
         self.copy_in(self._pages[slot][: self.pages_for(pages.tokens)], pages)
+        if self.states is not None and pages.state is not None:
+            self.states.copy_in(slot, pages.state)
+
+    def resize_scratch(self, max_nodes: int) -> None:
+        if self.states is not None:
+            self.states.resize_rows(max_nodes)
+        super().resize_scratch(max_nodes)
 
     @property
     def free_pages(self) -> int:
@@ -126,6 +142,8 @@ class PagedKVPool(KVStorage):
             raise OutOfPages(f"all {self.block_table.shape[0]} sequences of the pool are in use; close one first")
         slot = self._free_slots.pop()
         self._pages[slot] = []
+        if self.states is not None:
+            self.states.open(slot)
         return slot
 
     def reserve(self, slot: int, tokens: int) -> None:
@@ -211,6 +229,8 @@ class PagedKVPool(KVStorage):
                 else:
                     self._free_pages.append(page)
         self._free_slots.append(slot)
+        if self.states is not None:
+            self.states.close(slot)
 
     def clear_cache(self) -> None:
         """Drop all cached pages, while no sequence is open.

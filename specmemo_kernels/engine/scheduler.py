@@ -182,6 +182,7 @@ class Scheduler:
         """The decoder's step, retried at lower degradation levels while allocations fail."""
         while True:
             try:
+                self._requeue_lost()
                 self._adapt(self.memory_pressure.level)
                 self._admit()
                 self._make_room()
@@ -193,6 +194,12 @@ class Scheduler:
                     raise_exhausted(error, self.memory_pressure.level)
             # The error is freed here, and with it the frames that held the failed pass's tensors.
             self.decoder.stats.retries += 1
+
+    def _requeue_lost(self) -> None:
+        """Preempt the sequences whose states a failed pass has changed; they are computed again."""
+        for sequence in self.decoder.lost:
+            self._requeue(sequence)
+        self.decoder.lost = []
 
     def _shrink(self) -> bool:
         moved = self.memory_pressure.shrink(min(self.max_sequences, len(self.active) + len(self._waiting)))
@@ -298,6 +305,10 @@ class Scheduler:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
+        self._requeue(sequence)
+
+    def _requeue(self, sequence: SequenceState) -> None:
+        """Free a sequence's pages and queue it again."""
         sequence.preempt()
         self.decoder.release([sequence])
         self.decoder.stats.preemptions += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -55,7 +56,7 @@ class AttentionCall(Protocol):
 #: The sliding window of each layer (``None``: all tokens).
 Windows = Mapping[int, int | None]
 
-_Pass = tuple[AttentionCall, Windows, Kernels | None]
+_Pass = tuple[AttentionCall, Windows, Kernels | None, "count[int]"]
 _current: ContextVar[_Pass | None] = ContextVar("specmemo_pass", default=None)
 
 
@@ -70,7 +71,7 @@ def attention_call(
     Args:
         kernels: compute fused leaf modules (:mod:`specmemo_kernels.integrations.hf.fuse`); ``None``: no leaf is fused.
     """
-    token = _current.set((call, windows or {}, kernels))
+    token = _current.set((call, windows or {}, kernels, count(1)))
     try:
         yield
     finally:
@@ -106,8 +107,10 @@ def specmemo_attention(
             f"the attention function {ATTENTION_NAME!r} was called outside of a speculative step; don't set it as "
             "attn_implementation, call specmemo_kernels.patch(model, heads)"
         )
-    call, windows, _ = current
+    call, windows, _, shared = current
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    if layer < 0:  # a block that several layers share (Zamba2): its calls are layers -1, -2, ...
+        layer = -next(shared)
     _check_arguments(module, kwargs, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
     if not isinstance(attention_mask, PassMask):
         given = "no attention mask" if attention_mask is None else "an attention mask of its own"

@@ -15,13 +15,17 @@ from specmemo_kernels.engine.pressure import is_out_of_memory
 from specmemo_kernels.forward.step_attention import AttentionParams
 from specmemo_kernels.integrations.distributed.ranks import RankError
 from specmemo_kernels.integrations.hf.attention import AttentionCall, attention_call, views_everywhere
+from specmemo_kernels.integrations.hf.find_mixers import RECURRENT_KINDS
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
+from specmemo_kernels.integrations.hf.mixers import Mixers, one_path
 from specmemo_kernels.integrations.hf.target import ModelFacts, run_packed, tapped
 
 Tensor = torch.Tensor
 
 #: Layer kinds with a causal mask, with or without a window. Others (chunked, linear, ...) aren't supported.
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LAYER_TYPES = {"full_attention", "sliding_attention"} | RECURRENT_KINDS
+#: Kinds of layers that mix no tokens.
+_NO_MIXER = {"moe", "mlp", "dummy"}
 #: Packages of torch's quantised modules.
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 #: Positions of the packed nodes, shuffled: operations besides attention that mix tokens then change the result.
@@ -41,6 +45,7 @@ def check_config(config: Any) -> None:
     if text.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder model; only decoders can be patched")
     kinds = set(getattr(text, "layer_types", None) or ())
+    kinds -= _NO_MIXER
     if kinds - _LAYER_TYPES:
         raise UnsupportedModel(
             f"{name} has layers of type {sorted(kinds - _LAYER_TYPES)}; supported are {', '.join(sorted(_LAYER_TYPES))}"
@@ -103,7 +108,7 @@ def unsupported_errors(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def check_equivalence(
-    model: Any, device: torch.device, vocab_size: int, cut: bool
+    model: Any, device: torch.device, vocab_size: int, mixers: Mixers, cut: bool
 ) -> tuple[tuple[int | None, ...], int | None]:
     """Compare the lm_head's input in the model's own pass over a short prompt and in a packed pass.
 
@@ -111,6 +116,7 @@ def check_equivalence(
 
     Args:
         device: device of the tokens. vocab_size: of the model's vocabulary.
+        mixers: the layers with a state per sequence.
         cut: run the lm_head on no rows, if no operation follows it.
 
     Returns:
@@ -128,7 +134,7 @@ def check_equivalence(
         with tapped(cut) as own_tap:
             model(attention_mask=torch.ones_like(tokens)[None], **inputs)
         order = torch.tensor(_ORDER, device=device)
-        with tapped(cut) as tap:
+        with tapped(cut) as tap, mixers.running(one_path(mixers, order.argsort())):
             run_packed(model, tokens[order], positions[order], _dense_attention(order), None, windows)
     expected, packed = own_tap.hidden, tap.hidden[order.argsort().to(tap.hidden.device)]
     short = any(p.dtype.itemsize < 4 for p in model.parameters()) or expected.dtype.itemsize < 4
@@ -139,7 +145,7 @@ def check_equivalence(
             f"{type(model).__name__} computes other hidden states for packed nodes than for a prompt (relative "
             f"distance {distance:.2g}, at most {limit} by rounding); an operation besides attention mixes tokens"
         )
-    return tuple(windows[layer] for layer in sorted(windows)), cached_tokens
+    return tuple(windows.values()), cached_tokens
 
 
 def _prompt(config: Any, vocab_size: int) -> Tensor:

@@ -90,6 +90,8 @@ def _impossible(setup: Setup) -> str:
     devices = {layer.device for layer in facts.layers} | {facts.device}
     if not isinstance(drafter, DeviceDrafter):
         return f"{type(drafter).__name__} reads the tokens on the host"
+    if facts.mixers.mixers:
+        return "its recurrent layers take accepted tokens in numbers that the host must know"
     if len(devices) > 1:
         return f"the model is on {len(devices)} devices"
     if facts.device.type == "cuda" and setup.backend == "reference":
@@ -210,7 +212,8 @@ class PoolCache:
                 max_sequences=sequences,
                 max_nodes=nodes,
                 kv_dtype=plan.kv_dtype,
-                keep=self.reuse_prefix,
+                keep=self.reuse_prefix and not self.setup.facts.mixers.mixers,
+                mixers=self.setup.facts.mixers.specs,
             )
             if old is not None:
                 pool.take_cached(old)

@@ -16,8 +16,10 @@ from torch import nn
 from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.integrations.hf.changes import foreign_code
 from specmemo_kernels.integrations.hf.checks import check_equivalence, unsupported_errors
+from specmemo_kernels.integrations.hf.find_mixers import checked, is_recurrent, trials
 from specmemo_kernels.integrations.hf.fuse import FusedLeaves
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
+from specmemo_kernels.integrations.hf.mixers import Mixers
 from specmemo_kernels.integrations.hf.target import ModelFacts, current_tap, lm_head_of, run_packed, tapped
 from specmemo_kernels.planning.footprint import PassBytes
 from specmemo_kernels.planning.host_allocator import allocated_bytes, free_library_buffers
@@ -55,22 +57,26 @@ def probe(model: Any) -> ModelFacts:
     device, head = model.get_input_embeddings().weight.device, lm_head_of(model)
     if device.type == "meta":
         raise UnsupportedModel(f"{name} has its weights on the meta device; load them first")
+    mixers = find_mixers(model, device) if is_recurrent(model.config) else Mixers()
     layers, ramp, logits, hidden = _one_token_pass(model, head, device)
     expected = range(model.config.get_text_config().num_hidden_layers)
-    if different := sorted(set(expected) ^ set(layers)):
+    with_keys = list(layers) if mixers.mixers else expected  # the other layers may have no keys
+    if different := sorted(set(with_keys) ^ set(layers)):
         raise UnsupportedModel(
             f"{name}: attention layers {different} of {len(expected)} don't use the attention interface"
         )
+    if not layers:
+        raise UnsupportedModel(f"{name} has no attention layers, only states; nothing of it is kept in pages")
     if not len(ramp):
         raise UnsupportedModel(f"{name} computes logits without calling its lm_head ({type(head).__name__})")
     plain = type(head) is nn.Linear and _rows_are_plain(head.weight) and not foreign_code(model)
     exact = torch.equal(logits, ramp)
     # In shorter dtypes a soft cap makes ties of different logits: no operation may follow the lm_head.
     rises = bool((logits.diff() >= 0).all()) and hidden.dtype == torch.float32
-    windows, cached_tokens = check_equivalence(model, device, len(ramp), cut=plain and exact)
+    windows, cached_tokens = check_equivalence(model, device, len(ramp), mixers, cut=plain and exact)
     return ModelFacts(
-        layers=tuple(layers[i][0] for i in expected),
-        num_qo_heads=tuple(layers[i][1] for i in expected),
+        layers=tuple(layers[i][0] for i in with_keys),
+        num_qo_heads=tuple(layers[i][1] for i in with_keys),
         hidden_size=hidden.shape[-1],
         vocab_size=len(ramp),
         dtype=hidden.dtype,
@@ -79,7 +85,22 @@ def probe(model: Any) -> ModelFacts:
         exact_lm_head=plain and exact,
         windows=windows,
         cached_tokens=cached_tokens,
+        mixers=mixers,
+        attention=tuple(with_keys),
     )
+
+
+def find_mixers(model: Any, device: torch.device) -> Mixers:
+    """The layers with a state per sequence, from a pass of one token.
+
+    Raises:
+        UnsupportedModel: one of them can't be fed in pieces.
+    """
+    token = torch.zeros(1, dtype=torch.int64, device=device)
+    with unsupported_errors(model):
+        with tapped(cut=False), trials(model) as found:
+            run_packed(model, token, token, _like_attention, None)
+        return checked(found)
 
 
 def _one_token_pass(

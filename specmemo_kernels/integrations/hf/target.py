@@ -17,9 +17,10 @@ from torch import nn
 from specmemo_kernels import ops
 from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.forward.batch import TreeBatch
-from specmemo_kernels.forward.step_attention import StepAttention
+from specmemo_kernels.forward.step_attention import AttentionParams, StepAttention
 from specmemo_kernels.forward.target import TargetOutput
 from specmemo_kernels.integrations.hf.attention import (
+    AttentionCall,
     Windows,
     attention_call,
     attention_modules,
@@ -29,6 +30,7 @@ from specmemo_kernels.integrations.hf.attention import (
 from specmemo_kernels.integrations.hf.features import FeatureTaps
 from specmemo_kernels.integrations.hf.fuse import FusedLeaves
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel, pass_mask
+from specmemo_kernels.integrations.hf.mixers import MixerPass, Mixers
 from specmemo_kernels.planning.host_allocator import free_library_buffers
 
 Tensor = torch.Tensor
@@ -50,6 +52,8 @@ class ModelFacts:
         cached_tokens: smallest size of a layer cache of generate that holds fewer tokens than the layer's mask sees;
             for longer texts the model's own tokens differ. ``None``: no such layer.
         leaves: the modules that operators compute.
+        mixers: the layers with a state per sequence.
+        attention: the layer index of each attention layer.
         taps: the hidden states that the drafter reads.
     """
 
@@ -64,6 +68,8 @@ class ModelFacts:
     windows: tuple[int | None, ...] = ()
     cached_tokens: int | None = None
     leaves: FusedLeaves = field(default_factory=FusedLeaves)
+    mixers: Mixers = field(default_factory=Mixers)
+    attention: tuple[int, ...] = ()
     taps: FeatureTaps = field(default_factory=FeatureTaps)
 
 
@@ -78,7 +84,8 @@ class HFTarget:
     def __init__(self, model: nn.Module, facts: ModelFacts, backend: str | None) -> None:
         self.model, self.facts, self.backend = model, facts, backend
         self.device, self.vocab_size = facts.device, facts.vocab_size
-        self._windows = dict(enumerate(facts.windows))
+        self._windows = dict(zip(facts.attention, facts.windows, strict=True))
+        self._places = {layer: place for place, layer in enumerate(facts.attention)}
         self.invariant = facts.leaves.invariant
         self._max_rows = 0
         self._spread = len({facts.device, *(layer.device for layer in facts.layers)}) > 1
@@ -92,10 +99,25 @@ class HFTarget:
         rows = keep.tolist() if keep is not None and self._spread else keep
         # Inference mode saves 5 % of a small model's step.
         with torch.inference_mode(), tapped(cut=not by_model) as tap, self.facts.taps.captured() as states:
-            tokens, leaves = batch.tokens.clamp(min=0), self.facts.leaves
-            output = run_packed(self.model, tokens, batch.positions, attention, rows, self._windows, leaves)
+            tokens, leaves, mixers = batch.tokens.clamp(min=0), self.facts.leaves, self.facts.mixers
+            call: AttentionCall = attention
+            current = None
+            if mixers.mixers:
+                pool = attention.pool.states
+                assert pool is not None, "the pool has the mixers' states"
+                call, current = self._placed(attention), MixerPass.of_batch(pool, batch)
+            with mixers.running(current):
+                output = run_packed(self.model, tokens, batch.positions, call, rows, self._windows, leaves)
             features = self._features(states)
         return TargetOutput(tap.hidden.to(self.device), output[0].to(self.device) if by_model else None, features)
+
+    def _placed(self, attention: StepAttention) -> AttentionCall:
+        """``attention`` for a model in which not every layer has keys and values."""
+
+        def call(layer: int, q: Tensor, k: Tensor, v: Tensor, *, params: AttentionParams) -> Tensor:
+            return attention(self._places[layer], q, k, v, params=params)
+
+        return call
 
     def _features(self, states: dict[int, Tensor]) -> Tensor | None:
         """``[N, F]``: the states that the drafter reads, one after the other."""

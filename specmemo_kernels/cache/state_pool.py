@@ -1,0 +1,186 @@
+"""States of recurrent and convolution layers (mixers): one per sequence and layer, and the rows not yet in them.
+
+A mixer's state can't drop a rejected token. So verification runs from a copy, which is thrown away, and the mixer's
+input rows are kept. When the accepted rows are known, the next pass feeds them to the mixer, from the state on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class MixerSpec:
+    """Sizes of one mixer.
+
+    ``states``: shape (without the sequence dimension) and dtype of each of its state tensors. ``hidden_size``,
+    ``dtype``: of its input rows.
+    """
+
+    states: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's state."""
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in self.states)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one kept input row."""
+        return self.hidden_size * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class HostState:
+    """Host copy of a sequence's states, and of its accepted rows that are not in them. ``[mixer]`` each."""
+
+    states: tuple[tuple[Tensor, ...], ...]
+    rows: tuple[Tensor, ...]
+    started: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        return sum(tensor.nbytes for tensors in self.states for tensor in tensors) + sum(r.nbytes for r in self.rows)
+
+
+class StatePool:
+    """States of all mixers and sequences.
+
+    Args:
+        mixers: sizes of each mixer.
+        max_sequences: number of sequences. max_nodes: most tree nodes of a pass.
+
+    Attributes:
+        states: of each mixer, its state tensors ``[max_sequences, ...]``.
+        rows: of each mixer, its input rows ``[max_nodes, hidden_size]`` in the last pass over trees.
+        accepted: the rows of each sequence, in order, that are part of its text but not of its states.
+        slots: the sequences of the current pass, in the order of its batch. prompt_rows: rows of each of its chunks
+            that are part of the prompt.
+    """
+
+    def __init__(self, mixers: Sequence[MixerSpec], max_sequences: int, max_nodes: int) -> None:
+        self.mixers = tuple(mixers)
+        self.states = [
+            [torch.zeros(max_sequences, *shape, dtype=dtype, device=mixer.device) for shape, dtype in mixer.states]
+            for mixer in self.mixers
+        ]
+        self.accepted: dict[int, list[int]] = {}
+        self.slots: list[int] = []
+        self.prompt_rows: list[int] = []
+        self._included: list[set[int]] = [set() for _ in self.mixers]  # sequences whose accepted rows are in the state
+        self._started: set[int] = set()
+        self._changed: set[int] = set()
+        self.rows = self._new_rows(max_nodes)
+
+    def _new_rows(self, count: int) -> list[Tensor]:
+        return [torch.empty(count, m.hidden_size, dtype=m.dtype, device=m.device) for m in self.mixers]
+
+    def resize_rows(self, max_nodes: int) -> None:
+        """Reallocate the rows, between passes; accepted rows are kept. A failed allocation changes nothing."""
+        kept = [row for rows in self.accepted.values() for row in rows]
+        new = self._new_rows(max(max_nodes, len(kept)))
+        for rows, old in zip(new, self.rows, strict=True):
+            rows[: len(kept)] = old[kept]
+        places = iter(range(len(kept)))
+        self.rows, self.accepted = new, {slot: [next(places) for _ in rows] for slot, rows in self.accepted.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        return sum(state.nbytes for states in self.states for state in states)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of all kept rows."""
+        return sum(rows.nbytes for rows in self.rows)
+
+    def open(self, slot: int) -> None:
+        """Start a sequence with zeros."""
+        self.close(slot)
+        for states in self.states:
+            for state in states:
+                state[slot].zero_()
+
+    def close(self, slot: int) -> None:
+        """Forget a sequence."""
+        self.accepted.pop(slot, None)
+        self._started.discard(slot)
+        self._changed.discard(slot)
+
+    def started(self, slot: int) -> bool:
+        """Whether the sequence's state has seen a token."""
+        return slot in self._started
+
+    def begin(self, slots: list[int], prompt_rows: list[int]) -> None:
+        """Begin a pass over these sequences: those with trees, then those with prompt chunks."""
+        self.slots, self.prompt_rows = slots, prompt_rows
+
+    def change(self, slots: Iterable[int]) -> None:
+        """Note that a pass changes these states in place."""
+        self._changed.update(slots)
+
+    def missing(self, mixer: int) -> dict[int, list[int]]:
+        """The accepted rows of each sequence that are not in the state of a mixer yet."""
+        included = self._included[mixer]
+        return {slot: rows for slot, rows in self.accepted.items() if slot not in included}
+
+    def include(self, mixer: int, slots: Iterable[int]) -> None:
+        """Note that these sequences' accepted rows are in the state of a mixer."""
+        self._included[mixer].update(slots)
+
+    def settle(self, accepted: dict[int, list[int]]) -> None:
+        """End a pass that succeeded.
+
+        Args:
+            accepted: the rows of each verified sequence that become part of its text.
+        """
+        self._started |= self._changed | accepted.keys()
+        self._changed.clear()
+        self.accepted = accepted
+        for included in self._included:
+            included.clear()
+
+    def lost(self) -> set[int]:
+        """End a pass that failed; the sequences whose states it has changed. They must be computed again."""
+        lost, self._changed = self._changed, set()
+        return lost
+
+    def copy_out(self, slot: int) -> HostState:
+        """Copy a sequence's states and accepted rows to host memory."""
+        index = self.accepted.get(slot, [])
+        states = tuple(tuple(state[slot].to("cpu", copy=True) for state in states) for states in self.states)
+        rows = tuple(
+            rows[[] if slot in included else index].cpu()
+            for rows, included in zip(self.rows, self._included, strict=True)
+        )
+        return HostState(states, rows, slot in self._started)
+
+    def copy_in(self, slot: int, copy: HostState) -> None:
+        """Write the result of :meth:`copy_out` to an open sequence."""
+        for states, parts in zip(self.states, copy.states, strict=True):
+            for state, part in zip(states, parts, strict=True):
+                state[slot].copy_(part)
+        if copy.started:
+            self._started.add(slot)
+        count = max((len(rows) for rows in copy.rows), default=0)
+        if not count:
+            return
+        used = {row for rows in self.accepted.values() for row in rows}
+        free = [row for row in range(len(self.rows[0])) if row not in used][:count]
+        assert len(free) == count, f"{count} rows are needed, {len(free)} of {len(self.rows[0])} are free"
+        for mixer, (rows, kept) in enumerate(zip(self.rows, copy.rows, strict=True)):
+            if len(kept):
+                rows[free] = kept.to(rows.device)
+            else:
+                self._included[mixer].add(slot)
+        self.accepted[slot] = free

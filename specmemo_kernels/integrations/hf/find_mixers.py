@@ -1,0 +1,149 @@
+"""Finds a model's recurrent and convolution layers, and checks that tokens may be fed to them in pieces."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from specmemo_kernels.cache.state_pool import MixerSpec
+from specmemo_kernels.integrations.hf.mask import unsupported
+from specmemo_kernels.integrations.hf.mixers import (
+    KEYWORDS,
+    HoldsKeys,
+    Mixer,
+    MixerCache,
+    Mixers,
+    arguments_of_rows,
+    with_hidden_states,
+)
+
+Tensor = torch.Tensor
+#: Kinds of layers (transformers' ``layer_types``) that have a state per sequence.
+RECURRENT_KINDS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+#: Tokens of the check, and those of them that come first.
+_TOKENS, _FIRST = 7, 3
+#: Maximum relative distance of two results by rounding, for float32 and for shorter dtypes.
+_TOLERANCE, _SHORT_TOLERANCE = 1e-5, 0.02
+
+
+def is_recurrent(config: Any) -> bool:
+    """Whether a model's configuration has layers with a state per sequence."""
+    text = config.get_text_config()
+    return bool(RECURRENT_KINDS & set(getattr(text, "layer_types", None) or ()))
+
+
+@contextmanager
+def trials(model: nn.Module) -> Iterator[dict[nn.Module, tuple[Mixer, dict[str, Any]]]]:
+    """Give each module that takes a cache an empty one; the modules that store a state in it, in order.
+
+    Each comes with the other arguments of its call.
+    """
+    found: dict[nn.Module, tuple[Mixer, dict[str, Any]]] = {}
+    keywords = {module: keyword for module in model.modules() if (keyword := _keyword(module))}
+    modules = [m for m in keywords if not any(part in keywords for part in m.modules() if part is not m)]
+    for module in modules:
+        vars(module)["forward"] = _Trial(module, keywords[module], found)
+    try:
+        yield found
+    finally:
+        for module in modules:
+            del vars(module)["forward"]
+
+
+def _keyword(module: nn.Module) -> str | None:
+    """The argument with which a layer's part gets its cache."""
+    if not isinstance(getattr(module, "layer_idx", None), int) or "forward" in vars(module):
+        return None
+    return next((name for name in KEYWORDS if name in inspect.signature(type(module).forward).parameters), None)
+
+
+class _Trial:
+    """A module's ``forward`` with an empty cache."""
+
+    def __init__(self, module: nn.Module, keyword: str, found: dict[nn.Module, tuple[Mixer, dict[str, Any]]]) -> None:
+        self.module, self.keyword, self.found = module, keyword, found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, layer = self.module, int(self.module.layer_idx)  # type: ignore[arg-type]
+        forward, cache, result = type(module).forward, MixerCache(layer), None
+        named = dict(zip(list(inspect.signature(forward).parameters)[2:], args[1:], strict=False))
+        hidden, others = with_hidden_states(args[:1], named | kwargs)
+        with suppress(HoldsKeys):
+            result = forward(module, hidden, **{**others, self.keyword: cache})
+        if not (states := cache.contents()):
+            return forward(module, *args, **kwargs)
+        output = result[0] if isinstance(result, tuple) else result
+        if not isinstance(output, Tensor) or output.shape[:-1] != hidden.shape[:-1]:
+            raise unsupported(module, "keeps a recurrent state within attention")
+        if module in self.found:
+            raise unsupported(module, "has a recurrent state and runs twice in one forward pass")
+        sizes = tuple((tuple(state.shape[1:]), state.dtype) for state in states.values())
+        spec = MixerSpec(sizes, hidden.shape[-1], hidden.dtype, hidden.device)
+        outputs = len(result) if isinstance(result, tuple) else 1
+        mixer = Mixer(module, self.keyword, layer, len(self.found), tuple(states), spec, outputs)
+        self.found[module] = mixer, others
+        return result
+
+
+@torch.no_grad()
+def checked(found: dict[nn.Module, tuple[Mixer, dict[str, Any]]]) -> Mixers:
+    """The mixers, with the way in which tokens are fed to them.
+
+    Raises:
+        UnsupportedModel: a mixer computes other results in pieces than at once, or reads more than its hidden states.
+    """
+    modes: dict[Any, tuple[bool, bool]] = {}
+    mixers = []
+    for mixer, others in found.values():
+        kind = type(mixer.module), mixer.spec
+        if kind not in modes:
+            modes[kind] = _modes(mixer, others)
+        steps, prompts = modes[kind]
+        mixers.append(replace(mixer, steps_alone=steps, prompts_alone=prompts))
+    return Mixers(tuple(mixers))
+
+
+def _modes(mixer: Mixer, others: dict[str, Any]) -> tuple[bool, bool]:
+    """``steps_alone`` and ``prompts_alone``, by comparison with a pass over all tokens at once."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, _TOKENS, mixer.spec.hidden_size, generator=generator).to(mixer.spec.device, mixer.spec.dtype)
+    arguments = arguments_of_rows(others, 1, torch.zeros(1, _TOKENS, dtype=torch.int64, device=x.device))
+    output = type(mixer.module).forward(mixer.module, x, **{**arguments, "attention_mask": None})
+    expected = output[0] if isinstance(output, tuple) else output
+    zeros = {name: _zeros(value) for name, value in arguments.items()}
+    if _distance(expected, mixer.call(x, (), zeros)[0]) > 0:
+        raise unsupported(mixer.module, "has a recurrent state and reads positions")
+    first, states = mixer.call(x[:, :_FIRST], (), zeros)
+    distances = []
+    for one_by_one in (True, False):
+        copies = [state.clone() for state in states]  # single-token calls may change them
+        behind, _ = mixer.call(x[:, _FIRST:], copies, zeros, alone=one_by_one)
+        distances.append(_distance(expected, torch.cat([first, behind], dim=1)))
+    alone, together = distances
+    limit = _TOLERANCE if mixer.spec.dtype == torch.float32 else _SHORT_TOLERANCE
+    if together <= limit:
+        return alone > limit, False
+    if alone <= limit:
+        return True, True
+    raise unsupported(
+        mixer.module,
+        f"computes other results in pieces than at once (relative distance {together:.2g} for several tokens and "
+        f"{alone:.2g} token by token, at most {limit} by rounding)",
+    )
+
+
+def _zeros(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_zeros, value))
+    return torch.zeros_like(value) if isinstance(value, Tensor) else value
+
+
+def _distance(expected: Tensor, result: Tensor) -> float:
+    difference = (result.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)
+    return float(difference.nan_to_num(nan=float("inf")))

@@ -1,0 +1,297 @@
+"""Recurrent and convolution layers (mixers) in our forward passes: their states come from the state pool.
+
+A mixer's own code runs, with a cache of transformers' kind that holds the states of the rows it gets. The replacement
+is an attribute ``forward`` that exists while a pass runs, as in :mod:`specmemo_kernels.integrations.hf.fuse`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, LinearAttentionLayer
+
+from specmemo_kernels.cache.state_pool import MixerSpec, StatePool
+from specmemo_kernels.forward.batch import TreeBatch
+from specmemo_kernels.forward.tree_paths import TreePaths, tree_paths
+
+Tensor = torch.Tensor
+#: Names of the argument with which transformers' mixers get their cache.
+KEYWORDS = ("cache_params", "past_key_values")
+#: A state tensor in a cache: its kind and its index among those.
+StateKey = tuple[str, int]
+
+
+class HoldsKeys(Exception):
+    """A module stores keys and values in its cache, so it is an attention layer."""
+
+
+class MixerCache(Cache):
+    """A cache for one call of one mixer.
+
+    Args:
+        layer: the mixer's layer index. keys, states: the states before the call; none for new sequences.
+    """
+
+    def __init__(self, layer: int, keys: Sequence[StateKey] = (), states: Sequence[Tensor] = ()) -> None:
+        numbers = [number for kind, number in keys if kind != "linear"]
+        self.state: Any = LinearAttentionLayer(number_of_states=1 + max(numbers, default=0))
+        self.linear: Tensor | None = None
+        super().__init__(layers=[self.state] * (layer + 1))
+        for (kind, number), tensor in zip(keys, states, strict=bool(states)):
+            self._set(kind, number, tensor)
+
+    def _set(self, kind: str, number: int, tensor: Tensor) -> None:
+        state = self.state
+        if kind == "linear":
+            self.linear = tensor
+            return
+        if kind == "conv":
+            state.conv_states[number], state.conv_kernel_size[number] = tensor, tensor.shape[-1]
+            state.is_conv_states_initialized[number] = True
+            state.dtype, state.device = tensor.dtype, tensor.device
+        else:
+            state.recurrent_states[number] = tensor
+            state.is_recurrent_states_initialized[number] = True
+        state.has_previous_state[number] = True
+
+    def contents(self) -> dict[StateKey, Tensor]:
+        """The states after the call."""
+        kinds = (("conv", self.state.conv_states), ("recurrent", self.state.recurrent_states))
+        found = {(kind, i): tensor for kind, states in kinds for i, tensor in states.items() if tensor is not None}
+        return found if self.linear is None else found | {("linear", 0): self.linear}
+
+    def update(self, *_: Any, **__: Any) -> Any:
+        raise HoldsKeys
+
+    def get_linear_cache(self, _: int) -> Tensor | None:
+        """MiniMax's name for its state."""
+        return self.linear
+
+    def set_linear_cache(self, _: int, state: Tensor) -> None:
+        self.linear = state
+
+
+@dataclass(frozen=True, eq=False)
+class Mixer:
+    """A recurrent or convolution layer.
+
+    Attributes:
+        keyword: its argument for a cache. layer: its layer index. index: its place among the model's mixers.
+        keys: its states in a cache, in the order of ``spec.states``.
+        outputs: its number of outputs, of which the first one is used.
+        steps_alone: it computes other results for a token alone than among others, as ``generate`` does behind the
+            prompt. prompts_alone: it is wrong for several tokens behind others, so prompts too are fed one by one.
+    """
+
+    module: nn.Module
+    keyword: str
+    layer: int
+    index: int
+    keys: tuple[StateKey, ...]
+    spec: MixerSpec
+    outputs: int = 1
+    steps_alone: bool = False
+    prompts_alone: bool = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the mixer on a pass's packed rows, or its own ``forward`` outside of our passes."""
+        current = _pass.get()
+        if current is None:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        result = current.run(self, *with_hidden_states(args, kwargs))
+        return result if self.outputs == 1 else (result, *[None] * (self.outputs - 1))
+
+    def call(
+        self, x: Tensor, states: Sequence[Tensor], others: Mapping[str, Any], *, alone: bool = False
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The results and the new states of sequences ``x`` ``[B, L, hidden_size]`` behind ``states``, if any.
+
+        ``alone``: feed the tokens one by one.
+        """
+        if alone and x.shape[1] > 1:
+            parts = []
+            for i in range(x.shape[1]):
+                part, states = self.call(x[:, i : i + 1], states, others)
+                parts.append(part)
+            return torch.cat(parts, dim=1), [*states]
+        cache = MixerCache(self.layer, self.keys, states)
+        output = type(self.module).forward(self.module, x, **{**others, self.keyword: cache, "attention_mask": None})
+        found = cache.contents()
+        return output[0] if isinstance(output, tuple) else output, [found[key] for key in self.keys]
+
+
+class MixerPass:
+    """The mixers' part of one forward pass.
+
+    Args:
+        states: the pool of states. trees: slots of the verified trees. chunks: of each chunk, its slot, its rows
+            (first and end), and the end of those that are the prompt's; the others are behind it, after a preemption.
+        paths: of the trees; ``None``: trees of one node, whose token is part of the text already.
+    """
+
+    def __init__(
+        self,
+        states: StatePool,
+        trees: Sequence[int],
+        chunks: Sequence[tuple[int, int, int, int]] = (),
+        paths: TreePaths | None = None,
+    ) -> None:
+        self.states, self.trees, self.chunks, self.paths = states, list(trees), chunks, paths
+
+    @classmethod
+    def of_batch(cls, states: StatePool, batch: TreeBatch) -> MixerPass:
+        """The pass over a batch of the sequences ``states.slots``."""
+        count, slots, ends = batch.num_trees, states.slots, batch.qo_indptr.tolist()
+        chunks = [
+            (slot, ends[i], ends[i + 1], min(ends[i + 1], ends[i] + prompt))
+            for i, (slot, prompt) in enumerate(zip(slots[count:], states.prompt_rows, strict=True), start=count)
+        ]
+        return cls(states, slots[:count], chunks, tree_paths(batch) if count and batch.max_depth else None)
+
+    def run(self, mixer: Mixer, hidden: Tensor, others: Mapping[str, Any]) -> Tensor:
+        """The result ``[1, N, ...]`` of packed rows ``hidden`` ``[1, N, hidden_size]``."""
+        rows, count = hidden[0], hidden.shape[1]
+        take = partial(arguments_of_rows, others, count)
+        parts: list[tuple[Any, Tensor]] = []
+        self._include_accepted(mixer, take)
+        if self.paths is not None:
+            nodes = len(self.paths.path)
+            self.states.rows[mixer.index][:nodes] = rows[:nodes]
+            parts.append((slice(0, nodes), self._verify(mixer, rows, take)))
+        elif self.trees:
+            index = torch.arange(len(self.trees), device=rows.device)[:, None]
+            parts.append((slice(0, len(self.trees)), self._advance(mixer, self.trees, rows, index, take, True)[:, 0]))
+        for slot, start, end, prompt_end in self.chunks:
+            for first, last, alone in ((start, prompt_end, mixer.prompts_alone), (prompt_end, end, mixer.steps_alone)):
+                if first < last:
+                    index = torch.arange(first, last, device=rows.device)[None]
+                    parts.append((slice(first, last), self._advance(mixer, [slot], rows, index, take, alone)[0]))
+        if len(parts) == 1:
+            return parts[0][1][None]
+        output = parts[0][1].new_empty(count, *parts[0][1].shape[1:])
+        for place, part in parts:
+            output[place] = part
+        return output[None]
+
+    def _include_accepted(self, mixer: Mixer, take: Callable[[Tensor], dict[str, Any]]) -> None:
+        """Feed the rows that the last pass accepted to the mixer; sequences with as many rows are a batch."""
+        groups: dict[int, list[int]] = defaultdict(list)
+        missing = self.states.missing(mixer.index)
+        for slot, rows in missing.items():
+            groups[len(rows)].append(slot)
+        for slots in groups.values():
+            kept = self.states.rows[mixer.index]
+            index = torch.tensor([missing[slot] for slot in slots], device=kept.device)
+            # Positions and the like are of other rows: mixers that read them are refused.
+            first = torch.zeros_like(index)
+            _, states = mixer.call(kept[index], self._read(mixer, slots), take(first), alone=mixer.steps_alone)
+            self._write(mixer, slots, states)
+            self.states.include(mixer.index, slots)
+
+    def _verify(self, mixer: Mixer, rows: Tensor, take: Callable[[Tensor], dict[str, Any]]) -> Tensor:
+        """The results of all trees' nodes, from copies of the states."""
+        paths = self.paths
+        assert paths is not None
+        index, owner, path, depth = (
+            part.to(rows.device) for part in (paths.rows, paths.owner, paths.path, paths.depth)
+        )
+        slots = torch.tensor(self.trees, device=rows.device)[owner]
+        states = [state[slots] for state in self.states.states[mixer.index]]
+        return mixer.call(rows[index], states, take(index), alone=mixer.steps_alone)[0][path, depth]
+
+    def _advance(
+        self,
+        mixer: Mixer,
+        slots: list[int],
+        rows: Tensor,
+        index: Tensor,
+        take: Callable[[Tensor], dict[str, Any]],
+        alone: bool,
+    ) -> Tensor:
+        """The results of rows ``index`` ``[B, L]``, which become part of the sequences' states."""
+        new = len(slots) == 1 and not self.states.started(slots[0])
+        before = () if new else self._read(mixer, slots)
+        output, states = mixer.call(rows[index], before, take(index), alone=alone and not new)
+        self.states.change(slots)
+        self._write(mixer, slots, states)
+        return output
+
+    def _read(self, mixer: Mixer, slots: list[int]) -> list[Tensor]:
+        return [state[slots] for state in self.states.states[mixer.index]]
+
+    def _write(self, mixer: Mixer, slots: list[int], states: Sequence[Tensor]) -> None:
+        for state, new in zip(self.states.states[mixer.index], states, strict=True):
+            state[slots] = new
+
+
+def with_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    """The hidden states, and the other arguments, of a mixer's call."""
+    others = dict(kwargs)
+    return (args[0] if args else others.pop("hidden_states")), others
+
+
+def arguments_of_rows(others: Mapping[str, Any], count: int, index: Tensor) -> dict[str, Any]:
+    """The other arguments of a mixer for rows ``index`` of ``count``."""
+
+    def of_rows(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(of_rows, value))
+        if isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == (1, count):
+            return value[0][index]
+        return value
+
+    return {name: of_rows(value) for name, value in others.items()}
+
+
+_pass: ContextVar[MixerPass | None] = ContextVar("specmemo_mixers", default=None)
+
+
+@dataclass(frozen=True)
+class Mixers:
+    """The recurrent and convolution layers of a model, in the order in which they run."""
+
+    mixers: tuple[Mixer, ...] = ()
+    _uses: list[None] = field(default_factory=list, repr=False, compare=False)
+    _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    @property
+    def specs(self) -> tuple[MixerSpec, ...]:
+        return tuple(mixer.spec for mixer in self.mixers)
+
+    @contextmanager
+    def running(self, current: MixerPass | None) -> Iterator[None]:
+        """Run the mixers of passes in this context (thread, task) on packed rows."""
+        if not self.mixers:
+            yield
+            return
+        with self._lock:
+            self._uses.append(None)
+            for mixer in self.mixers:
+                vars(mixer.module)["forward"] = mixer.forward
+        token = _pass.set(current)
+        try:
+            yield
+        finally:
+            _pass.reset(token)
+            with self._lock:
+                self._uses.pop()
+                for mixer in self.mixers if not self._uses else ():
+                    vars(mixer.module).pop("forward", None)
+
+
+def one_path(mixers: Mixers, rows: Tensor) -> MixerPass | None:
+    """A pass over one tree, a path through packed ``rows`` ``[N]``, behind empty states."""
+    if not mixers.mixers:
+        return None
+    states = StatePool(mixers.specs, 1, len(rows))
+    zero = torch.zeros_like(rows)
+    return MixerPass(states, [0], (), TreePaths(rows[None], zero[:1], zero, rows.argsort()))
