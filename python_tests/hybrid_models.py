@@ -34,6 +34,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "attention_head_dim": 16,
         "num_hidden_layers": 5,
         "layer_types": ["linear_attention", "hybrid", "linear_attention", "hybrid", "hybrid"],
+        "hybrid_layer_ids": [1, 3, 4],
+        "num_mem_blocks": 2,
     },
 }
 

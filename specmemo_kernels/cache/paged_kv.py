@@ -105,6 +105,11 @@ class PagedKVPool(KVStorage):
         if self.states is not None and pages.state is not None:
             self.states.copy_in(slot, pages.state)
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of all scratch slots, the mixers' rows included."""
+        return super().scratch_bytes + (0 if self.states is None else self.states.row_bytes)
+
     def resize_scratch(self, max_nodes: int) -> None:
         if self.states is not None:
             self.states.resize_rows(max_nodes)

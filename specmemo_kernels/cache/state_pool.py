@@ -150,6 +150,13 @@ class StatePool:
         for included in self._included:
             included.clear()
 
+    @classmethod
+    def with_text(cls, mixers: Sequence[MixerSpec], max_nodes: int) -> StatePool:
+        """A pool for measurements: one sequence, whose states have seen tokens."""
+        pool = cls(mixers, 1, max_nodes)
+        pool._started.add(0)
+        return pool
+
     def lost(self) -> set[int]:
         """End a pass that failed; the sequences whose states it has changed. They must be computed again."""
         lost, self._changed = self._changed, set()

@@ -61,6 +61,12 @@ class PassBytes:
         return replace(bound, few=self.few.elementwise_max(other.few), few_rows=min(self.few_rows, other.few_rows))
 
     @classmethod
+    def between(cls, few: tuple[int, int], many: tuple[int, int]) -> Self:
+        """The line through two ``(rows, bytes)``: a bound between them where bytes grow ever faster."""
+        slope = max(0, -((few[1] - many[1]) // (many[0] - few[0])))
+        return cls(max(0, many[1] - slope * many[0]), slope)
+
+    @classmethod
     def fitted(cls, few: tuple[int, Sequence[int]], many: tuple[int, Sequence[int]]) -> Self:
         """A bound from two passes, given as ``(rows, bytes held after each operator)``.
 
@@ -99,6 +105,8 @@ class GenerationShape:
         logits: logits by their rows, where steps need them.
         draft: drafting by the number of sequences, for drafters with passes of their own.
         state_bytes: state of a sequence between passes (its last hidden state).
+        mixer_state_bytes: states of a sequence in recurrent and convolution layers.
+        mixers: verifying trees in such layers, by the number of sequences, beside a pass over the nodes.
         split_size, split_row_bytes: tokens per attention split, and workspace bytes per row and split; 0 for a backend
             without this workspace.
         workspace_bytes: constant memory of the backend and libraries outside torch's allocator.
@@ -123,6 +131,8 @@ class GenerationShape:
     kept_steps: int = 0
     graphs: bool = False
     coded_head_bytes: int | None = None
+    mixer_state_bytes: int = 0
+    mixers: PassBytes = PassBytes()
 
     @property
     def node_bytes(self) -> int:
@@ -152,7 +162,10 @@ class StepSize:
 def fixed_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
     """Bytes by part, without the shares that grow with the number of pages."""
     # Rows are tree nodes and prompt tokens. Logits: all nodes, and the last token of a prompt.
-    step = max(shape.forward.at(size.rows) + shape.logits.at(size.nodes), shape.draft.at(size.sequences))
+    forward = shape.forward.at(size.rows)
+    if shape.mixer_state_bytes:
+        forward = max(forward, shape.forward.at(size.nodes) + shape.mixers.at(size.sequences))
+    step = max(forward + shape.logits.at(size.nodes), shape.draft.at(size.sequences))
     splits = -(-size.rows // shape.split_size) + 1 if shape.split_size else 0
     words = -(-size.tree_size // 64)
     layout = 8 * words + 4 + 8 + 8 + 8  # mask, parent, depth, row, column of the candidate
@@ -165,6 +178,8 @@ def fixed_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
         "metadata": metadata * shape.devices,
         "workspace": shape.workspace_bytes,
     }
+    if shape.mixer_state_bytes:
+        parts["states"] = size.sequences * shape.mixer_state_bytes
     if shape.kept_steps:
         results = size.sequences * (8 * (2 * size.tree_size + 1) + 4)  # a row per sequence: tokens and nodes of a path
         parts["graphs"] = shape.kept_steps * (size.nodes * layout + results)

@@ -17,7 +17,7 @@ from specmemo_kernels.integrations.distributed.ranks import RankError
 from specmemo_kernels.integrations.hf.attention import AttentionCall, attention_call, views_everywhere
 from specmemo_kernels.integrations.hf.find_mixers import RECURRENT_KINDS
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
-from specmemo_kernels.integrations.hf.mixers import Mixers, one_path
+from specmemo_kernels.integrations.hf.mixers import Mixers, tree_pass
 from specmemo_kernels.integrations.hf.target import ModelFacts, run_packed, tapped
 
 Tensor = torch.Tensor
@@ -134,7 +134,7 @@ def check_equivalence(
         with tapped(cut) as own_tap:
             model(attention_mask=torch.ones_like(tokens)[None], **inputs)
         order = torch.tensor(_ORDER, device=device)
-        with tapped(cut) as tap, mixers.running(one_path(mixers, order.argsort())):
+        with tapped(cut) as tap, mixers.running(tree_pass(mixers, order.argsort())):
             run_packed(model, tokens[order], positions[order], _dense_attention(order), None, windows)
     expected, packed = own_tap.hidden, tap.hidden[order.argsort().to(tap.hidden.device)]
     short = any(p.dtype.itemsize < 4 for p in model.parameters()) or expected.dtype.itemsize < 4

@@ -19,7 +19,6 @@ from specmemo_kernels.integrations.hf.mixers import (
     Mixer,
     MixerCache,
     Mixers,
-    arguments_of_rows,
     with_hidden_states,
 )
 
@@ -39,12 +38,9 @@ def is_recurrent(config: Any) -> bool:
 
 
 @contextmanager
-def trials(model: nn.Module) -> Iterator[dict[nn.Module, tuple[Mixer, dict[str, Any]]]]:
-    """Give each module that takes a cache an empty one; the modules that store a state in it, in order.
-
-    Each comes with the other arguments of its call.
-    """
-    found: dict[nn.Module, tuple[Mixer, dict[str, Any]]] = {}
+def trials(model: nn.Module) -> Iterator[dict[nn.Module, Mixer]]:
+    """Give each module that takes a cache an empty one; the modules that store a state in it, in order."""
+    found: dict[nn.Module, Mixer] = {}
     keywords = {module: keyword for module in model.modules() if (keyword := _keyword(module))}
     modules = [m for m in keywords if not any(part in keywords for part in m.modules() if part is not m)]
     for module in modules:
@@ -66,7 +62,7 @@ def _keyword(module: nn.Module) -> str | None:
 class _Trial:
     """A module's ``forward`` with an empty cache."""
 
-    def __init__(self, module: nn.Module, keyword: str, found: dict[nn.Module, tuple[Mixer, dict[str, Any]]]) -> None:
+    def __init__(self, module: nn.Module, keyword: str, found: dict[nn.Module, Mixer]) -> None:
         self.module, self.keyword, self.found = module, keyword, found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,13 +82,12 @@ class _Trial:
         sizes = tuple((tuple(state.shape[1:]), state.dtype) for state in states.values())
         spec = MixerSpec(sizes, hidden.shape[-1], hidden.dtype, hidden.device)
         outputs = len(result) if isinstance(result, tuple) else 1
-        mixer = Mixer(module, self.keyword, layer, len(self.found), tuple(states), spec, outputs)
-        self.found[module] = mixer, others
+        self.found[module] = Mixer(module, self.keyword, layer, len(self.found), tuple(states), spec, others, outputs)
         return result
 
 
 @torch.no_grad()
-def checked(found: dict[nn.Module, tuple[Mixer, dict[str, Any]]]) -> Mixers:
+def checked(found: dict[nn.Module, Mixer]) -> Mixers:
     """The mixers, with the way in which tokens are fed to them.
 
     Raises:
@@ -100,20 +95,19 @@ def checked(found: dict[nn.Module, tuple[Mixer, dict[str, Any]]]) -> Mixers:
     """
     modes: dict[Any, tuple[bool, bool]] = {}
     mixers = []
-    for mixer, others in found.values():
-        kind = type(mixer.module), mixer.spec
-        if kind not in modes:
-            modes[kind] = _modes(mixer, others)
-        steps, prompts = modes[kind]
+    for mixer in found.values():
+        if mixer.kind not in modes:
+            modes[mixer.kind] = _modes(mixer)
+        steps, prompts = modes[mixer.kind]
         mixers.append(replace(mixer, steps_alone=steps, prompts_alone=prompts))
     return Mixers(tuple(mixers))
 
 
-def _modes(mixer: Mixer, others: dict[str, Any]) -> tuple[bool, bool]:
+def _modes(mixer: Mixer) -> tuple[bool, bool]:
     """``steps_alone`` and ``prompts_alone``, by comparison with a pass over all tokens at once."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, _TOKENS, mixer.spec.hidden_size, generator=generator).to(mixer.spec.device, mixer.spec.dtype)
-    arguments = arguments_of_rows(others, 1, torch.zeros(1, _TOKENS, dtype=torch.int64, device=x.device))
+    arguments = mixer.arguments_for(1, _TOKENS)
     output = type(mixer.module).forward(mixer.module, x, **{**arguments, "attention_mask": None})
     expected = output[0] if isinstance(output, tuple) else output
     zeros = {name: _zeros(value) for name, value in arguments.items()}

@@ -87,6 +87,7 @@ class Mixer:
     Attributes:
         keyword: its argument for a cache. layer: its layer index. index: its place among the model's mixers.
         keys: its states in a cache, in the order of ``spec.states``.
+        arguments: its other arguments in a pass of one token.
         outputs: its number of outputs, of which the first one is used.
         steps_alone: it computes other results for a token alone than among others, as ``generate`` does behind the
             prompt. prompts_alone: it is wrong for several tokens behind others, so prompts too are fed one by one.
@@ -98,9 +99,20 @@ class Mixer:
     index: int
     keys: tuple[StateKey, ...]
     spec: MixerSpec
+    arguments: Mapping[str, Any]
     outputs: int = 1
     steps_alone: bool = False
     prompts_alone: bool = False
+
+    @property
+    def kind(self) -> tuple[type, MixerSpec]:
+        """Equal for mixers with the same code and sizes."""
+        return type(self.module), self.spec
+
+    def arguments_for(self, sequences: int, tokens: int) -> dict[str, Any]:
+        """Other arguments for ``sequences`` rows of ``tokens`` tokens, all at the same position."""
+        index = torch.zeros(sequences, tokens, dtype=torch.int64, device=self.spec.device)
+        return arguments_of_rows(self.arguments, 1, index)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the mixer on a pass's packed rows, or its own ``forward`` outside of our passes."""
@@ -169,12 +181,15 @@ class MixerPass:
             parts.append((slice(0, nodes), self._verify(mixer, rows, take)))
         elif self.trees:
             index = torch.arange(len(self.trees), device=rows.device)[:, None]
-            parts.append((slice(0, len(self.trees)), self._advance(mixer, self.trees, rows, index, take, True)[:, 0]))
+            parts.append((slice(0, len(self.trees)), self._advance(mixer, self.trees, rows, index, take)[:, 0]))
         for slot, start, end, prompt_end in self.chunks:
+            new = not self.states.started(slot)
             for first, last, alone in ((start, prompt_end, mixer.prompts_alone), (prompt_end, end, mixer.steps_alone)):
                 if first < last:
                     index = torch.arange(first, last, device=rows.device)[None]
-                    parts.append((slice(first, last), self._advance(mixer, [slot], rows, index, take, alone)[0]))
+                    output = self._advance(mixer, [slot], rows, index, take, new=new, alone=alone and not new)
+                    parts.append((slice(first, last), output[0]))
+                    new = False
         if len(parts) == 1:
             return parts[0][1][None]
         output = parts[0][1].new_empty(count, *parts[0][1].shape[1:])
@@ -215,12 +230,13 @@ class MixerPass:
         rows: Tensor,
         index: Tensor,
         take: Callable[[Tensor], dict[str, Any]],
-        alone: bool,
+        *,
+        new: bool = False,
+        alone: bool = False,
     ) -> Tensor:
-        """The results of rows ``index`` ``[B, L]``, which become part of the sequences' states."""
-        new = len(slots) == 1 and not self.states.started(slots[0])
+        """The results of rows ``index`` ``[B, L]``, which become part of the states; ``new``: they are the first."""
         before = () if new else self._read(mixer, slots)
-        output, states = mixer.call(rows[index], before, take(index), alone=alone and not new)
+        output, states = mixer.call(rows[index], before, take(index), alone=alone)
         self.states.change(slots)
         self._write(mixer, slots, states)
         return output
@@ -288,10 +304,18 @@ class Mixers:
                     vars(mixer.module).pop("forward", None)
 
 
-def one_path(mixers: Mixers, rows: Tensor) -> MixerPass | None:
-    """A pass over one tree, a path through packed ``rows`` ``[N]``, behind empty states."""
+def tree_pass(mixers: Mixers, rows: Tensor) -> MixerPass | None:
+    """A pass that verifies a chain of packed ``rows`` ``[N]``, for checks and measurements; ``None`` without mixers."""
     if not mixers.mixers:
         return None
-    states = StatePool(mixers.specs, 1, len(rows))
-    zero = torch.zeros_like(rows)
-    return MixerPass(states, [0], (), TreePaths(rows[None], zero[:1], zero, rows.argsort()))
+    states, zero = StatePool.with_text(mixers.specs, len(rows)), torch.zeros_like(rows)
+    paths = TreePaths(rows[None], zero[:1], zero, rows.argsort()) if len(rows) > 1 else None
+    return MixerPass(states, [0], (), paths)
+
+
+def chunk_pass(mixers: Mixers, rows: int, first: bool) -> MixerPass | None:
+    """A pass over a prompt's ``first`` or another chunk, for measurements; ``None`` without mixers."""
+    if not mixers.mixers:
+        return None
+    states = StatePool(mixers.specs, 1, 0) if first else StatePool.with_text(mixers.specs, 0)
+    return MixerPass(states, [], [(0, 0, rows, rows)])

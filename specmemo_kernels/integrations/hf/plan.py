@@ -15,7 +15,7 @@ from specmemo_kernels.engine.step_graph import MAX_STEPS
 from specmemo_kernels.integrations.hf.draft import HFDraftModel, Setup
 from specmemo_kernels.integrations.hf.feature_drafter import measure_advance, measure_draft, time_draft
 from specmemo_kernels.integrations.hf.pool import GraphUse
-from specmemo_kernels.integrations.hf.probe import measure_libraries, measure_passes, time_passes
+from specmemo_kernels.integrations.hf.probe import measure_libraries, measure_mixers, measure_passes, time_passes
 from specmemo_kernels.integrations.hf.target import ModelFacts
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.device_probe import profile_of
@@ -89,6 +89,8 @@ def _first_that_fits(
         shape = dataclasses.replace(
             shape, head_bytes=setup.drafter.nbytes, coded_head_bytes=_coded_bytes(setup.drafter)
         )
+        if setup.facts.mixers.mixers:
+            shape = dataclasses.replace(shape, mixers=measure_mixers(setup.facts.mixers, candidate))
         if isinstance(setup.drafter, FeatureDrafter):
             shape = dataclasses.replace(shape, draft=measure_draft(setup.drafter, setup.facts, candidate))
         shape = setup.ranks.max_over_ranks(shape)
@@ -150,10 +152,10 @@ def _generation_shape(setup: Setup, graphs: GraphUse, kv_dtype: str | None, max_
     """The sizes that a memory plan needs, measured where they depend on the model's code."""
     model, facts, drafter, backend = setup.model, setup.facts, setup.drafter, setup.backend
     shapes = _attention_sizes(facts)
-    (forward, logits), library_bytes = measure_passes(model, facts), measure_libraries(model, facts, max_rows)
+    (forward, logits), library_bytes = measure_passes(model, facts, max_rows), measure_libraries(model, facts, max_rows)
     if isinstance(drafter, HFDraftModel):
         shapes += _attention_sizes(drafter.facts)
-        draft_forward, draft_logits = measure_passes(drafter.hf_model, drafter.facts)
+        draft_forward, draft_logits = measure_passes(drafter.hf_model, drafter.facts, max_rows)
         library_bytes = max(library_bytes, measure_libraries(drafter.hf_model, drafter.facts, max_rows))
         forward, logits = forward.elementwise_max(draft_forward), logits.elementwise_max(draft_logits)
     layers, state_size = facts.layers, facts.hidden_size
@@ -171,7 +173,9 @@ def _generation_shape(setup: Setup, graphs: GraphUse, kv_dtype: str | None, max_
     workspace += max(lm_head, *(each.workspace for each in leaves))
     return GenerationShape(
         kv_bytes_per_token=sum(layer.page_bytes_per_token(kv_dtype) for layer in layers),
-        scratch_bytes_per_node=sum(layer.scratch_bytes for layer in layers),
+        scratch_bytes_per_node=sum(layer.scratch_bytes for layer in layers)
+        + sum(mixer.row_bytes for mixer in facts.mixers.specs),
+        mixer_state_bytes=sum(mixer.state_bytes for mixer in facts.mixers.specs),
         head_bytes=drafter.nbytes,
         coded_head_bytes=_coded_bytes(drafter),
         forward=forward,

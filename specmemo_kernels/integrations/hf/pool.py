@@ -196,11 +196,13 @@ class PoolCache:
         plan = self.plan
         if plan.max_pages is None:
             return True
-        limit = sum(plan.parts[name] for name in ("kv_pages", "drafter_pages", "tree_scratch", "activations"))
+        parts = ("kv_pages", "drafter_pages", "tree_scratch", "states", "activations")
+        limit = sum(plan.parts.get(name, 0) for name in parts)
         page_bytes = (plan.parts["kv_pages"] + plan.parts["drafter_pages"]) // plan.max_pages
         scratch_bytes = plan.parts["tree_scratch"] // plan.max_sequences * sequences
-        old_bytes = self.bytes_by_part
-        return sum(old_bytes.values()) - old_bytes["heads"] + pages * page_bytes + scratch_bytes <= limit
+        old_bytes, state_bytes = self.bytes_by_part, plan.parts.get("states", 0) // plan.max_sequences * sequences
+        new_bytes = pages * page_bytes + scratch_bytes + state_bytes
+        return sum(old_bytes.values()) - old_bytes["heads"] + new_bytes <= limit
 
     def _allocate(self, pages: int, sequences: int, nodes: int) -> None:
         plan, old, drafter = self.plan, self.pool, self.setup.drafter
@@ -250,4 +252,4 @@ class PoolCache:
             "drafter_pages": drafter.page_bytes if isinstance(drafter, PagedDrafter) else 0,
             "tree_scratch": pool.scratch_bytes if pool else 0,
             "graphs": self.graphs.nbytes,
-        }
+        } | ({} if pool is None or pool.states is None else {"states": pool.states.nbytes})

@@ -14,17 +14,20 @@ import torch
 from torch import nn
 
 from specmemo_kernels.cache.kv_storage import LayerKV
+from specmemo_kernels.forward.tree_paths import paths_to_leaves
 from specmemo_kernels.integrations.hf.changes import foreign_code
 from specmemo_kernels.integrations.hf.checks import check_equivalence, unsupported_errors
 from specmemo_kernels.integrations.hf.find_mixers import checked, is_recurrent, trials
 from specmemo_kernels.integrations.hf.fuse import FusedLeaves
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
-from specmemo_kernels.integrations.hf.mixers import Mixers
+from specmemo_kernels.integrations.hf.mixers import Mixer, MixerPass, Mixers, chunk_pass, tree_pass
 from specmemo_kernels.integrations.hf.target import ModelFacts, current_tap, lm_head_of, run_packed, tapped
 from specmemo_kernels.planning.footprint import PassBytes
 from specmemo_kernels.planning.host_allocator import allocated_bytes, free_library_buffers
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
 from specmemo_kernels.tree.choice import PassSeconds
+from specmemo_kernels.tree.draft_tree import DraftTree
+from specmemo_kernels.tree.tree_budget import Trees
 
 Tensor = torch.Tensor
 
@@ -140,16 +143,19 @@ def _rows_are_plain(weight: Tensor) -> bool:
     return type(weight) in (nn.Parameter, Tensor) and not weight.is_meta
 
 
-def measure_passes(model: Any, facts: ModelFacts) -> tuple[PassBytes, PassBytes]:
+def measure_passes(model: Any, facts: ModelFacts, max_rows: int) -> tuple[PassBytes, PassBytes]:
     """Measure the transient bytes of a forward pass, without the operators' workspace.
+
+    With recurrent layers it is a prompt's pass. These layers may pad their rows and loop over parts of them, so the
+    bytes of two and of ``max_rows`` rows give the bound.
 
     Returns:
         The bytes up to the lm_head, and the additional bytes for rows of the lm_head, both by the number of rows. The
         latter are 0 with an exact lm_head: logits are then computed one row at a time, if at all.
     """
-    forward, logits = _measure_passes(model, facts, None)
+    forward, logits = _measure_passes(model, facts, None, max_rows)
     if facts.leaves.names:
-        few = tuple(_measure_passes(model, facts, facts.leaves))
+        few = tuple(_measure_passes(model, facts, facts.leaves, facts.leaves.max_rows or max_rows))
         few_rows = sys.maxsize if facts.leaves.max_rows is None else facts.leaves.max_rows
         forward, logits = (
             replace(plain, few=fused, few_rows=few_rows) for plain, fused in zip((forward, logits), few, strict=True)
@@ -157,10 +163,50 @@ def measure_passes(model: Any, facts: ModelFacts) -> tuple[PassBytes, PassBytes]
     return forward, PassBytes() if facts.exact_lm_head else logits
 
 
-def _measure_passes(model: Any, facts: ModelFacts, leaves: FusedLeaves | None) -> Iterator[PassBytes]:
+def _measure_passes(model: Any, facts: ModelFacts, leaves: FusedLeaves | None, max_rows: int) -> Iterator[PassBytes]:
+    if facts.mixers.mixers:
+        yield from _measure_chunks(model, facts, leaves, max(3, max_rows))
+        return
     few, many = (_trace(model, rows, facts, leaves) for rows in _MEASURED_ROWS)
     for a, b in zip(few, many, strict=True):
         yield PassBytes.fitted((_MEASURED_ROWS[0], a), (_MEASURED_ROWS[1], b))
+
+
+def _measure_chunks(
+    model: Any, facts: ModelFacts, leaves: FusedLeaves | None, max_rows: int
+) -> tuple[PassBytes, PassBytes]:
+    """:func:`_measure_passes` with recurrent layers, whose first chunk may differ from the others."""
+    forward, logits = PassBytes(), PassBytes()
+    for first in (True, False):
+        few, many = (
+            [(rows, max(part)) for part in _trace(model, rows, facts, leaves, chunk_pass(facts.mixers, rows, first))]
+            for rows in (2, max_rows)
+        )
+        forward = forward.elementwise_max(PassBytes.between(few[0], many[0]))
+        logits = logits.elementwise_max(PassBytes.between(few[1], many[1]))
+    return forward, logits
+
+
+@torch.inference_mode()
+def measure_mixers(mixers: Mixers, tree: Trees) -> PassBytes:
+    """Measure the transient bytes of verifying ``tree`` in a recurrent layer, by the number of sequences."""
+    paths = len(paths_to_leaves(tree.parents)) if isinstance(tree, DraftTree) else max(1, tree.size - 1)
+    bound = PassBytes()
+    for mixer in {mixer.kind: mixer for mixer in mixers.mixers}.values():
+        peaks = [(count, _mixer_peak(mixer, count * paths, tree.max_depth + 1)) for count in (1, 2)]
+        bound = bound.elementwise_max(PassBytes.between(*peaks))
+    return bound
+
+
+def _mixer_peak(mixer: Mixer, paths: int, tokens: int) -> int:
+    """Peak bytes of a mixer's pass over copies of its state."""
+    spec = mixer.spec
+    arguments = mixer.arguments_for(paths, tokens)
+    with MemoryTracker() as tracker:
+        x = torch.zeros(paths, tokens, spec.hidden_size, dtype=spec.dtype, device=spec.device)
+        states = [torch.zeros(paths, *shape, dtype=dtype, device=spec.device) for shape, dtype in spec.states]
+        mixer.call(x, states, arguments, alone=mixer.steps_alone)
+    return int(tracker.peak)
 
 
 @torch.inference_mode()
@@ -209,7 +255,9 @@ def _multiply(matrices: list[Tensor], rows: int) -> None:
 
 
 @torch.no_grad()
-def _trace(model: Any, rows: int, facts: ModelFacts, leaves: FusedLeaves | None) -> tuple[list[int], list[int]]:
+def _trace(
+    model: Any, rows: int, facts: ModelFacts, leaves: FusedLeaves | None, current: MixerPass | None = None
+) -> tuple[list[int], list[int]]:
     """Bytes held after each operator of a pass over ``rows`` rows: up to the lm_head, and additional bytes after it."""
     before: list[int] = []
     tokens, tracker = _same_tokens(facts, rows), MemoryTracker(trace=True)
@@ -220,7 +268,7 @@ def _trace(model: Any, rows: int, facts: ModelFacts, leaves: FusedLeaves | None)
             before.extend(tracker.trace)
 
     with model.get_output_embeddings().register_forward_pre_hook(record), tracker:
-        _run(model, facts, tokens, leaves)
+        _run(model, facts, tokens, leaves, current)
     return before, [max(0, held - before[-1]) for held in tracker.trace[len(before) :]]
 
 
@@ -233,10 +281,11 @@ def time_passes(model: Any, facts: ModelFacts, max_rows: int, agreed: Callable[[
     points = []
     for rows in sorted({min(rows, max_rows) for rows in _TIMED_ROWS}):
         tokens = _same_tokens(facts, rows)
+        current = tree_pass(facts.mixers, torch.arange(rows, device=facts.device))
         times: list[float] = []
         while len(times) < 4 and sum(times) < _TIMED_SECONDS:
             started = time.perf_counter()
-            _run(model, facts, tokens, facts.leaves)
+            _run(model, facts, tokens, facts.leaves, current)
             if facts.device.type == "cuda":
                 torch.cuda.synchronize(facts.device)
             times.append(agreed(time.perf_counter() - started))
@@ -249,9 +298,15 @@ def _same_tokens(facts: ModelFacts, rows: int) -> Tensor:
     return torch.zeros(rows, dtype=torch.int64, device=facts.device)
 
 
-def _run(model: Any, facts: ModelFacts, tokens: Tensor, leaves: FusedLeaves | None = None) -> None:
+def _run(
+    model: Any,
+    facts: ModelFacts,
+    tokens: Tensor,
+    leaves: FusedLeaves | None = None,
+    current: MixerPass | None = None,
+) -> None:
     """Run a pass over tokens at one position, which captures the states that a drafter reads."""
-    with tapped(cut=facts.exact_lm_head), facts.taps.captured():
+    with tapped(cut=facts.exact_lm_head), facts.taps.captured(), facts.mixers.running(current):
         run_packed(model, tokens, tokens, _like_attention, None, leaves=leaves)
 
 

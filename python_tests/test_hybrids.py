@@ -1,0 +1,254 @@
+"""Models with recurrent and convolution layers: the model's own tokens, one state per sequence, whatever happens."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from failing_allocations import failing_everywhere
+from family_models import family_model
+from hybrid_models import HYBRIDS, VOCAB, hybrid_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from selection import examples, sample
+from test_families import batch
+from test_feature_drafter_engine import few_pages
+from test_patch_memory import peak_of
+from tiny_models import OracleDrafter
+from transformers import PreTrainedModel
+
+import specmemo_kernels as sk
+from specmemo_kernels.cache.state_pool import MixerSpec, StatePool
+from specmemo_kernels.forward.tree_paths import paths_to_leaves, tree_paths
+from specmemo_kernels.integrations.hf.mixers import Mixer, MixerPass
+
+Tensor = torch.Tensor
+NEW = 16
+TREES: dict[int, Any] = {
+    1: 1,
+    8: [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]],
+    24: sk.DraftTree.from_paths(
+        [[i] for i in range(4)]
+        + [[i, j] for i in range(3) for j in range(3)]
+        + [[0, 0, i] for i in range(4)]
+        + [[0, 0, 0, i] for i in range(3)]
+        + [[0, 0, 0, 0, i] for i in range(3)]
+    ),
+}
+EVERYDAY = ("qwen3_next", "jamba", "zamba2")
+each_family = pytest.mark.parametrize("family", sample(HYBRIDS, EVERYDAY))
+
+
+@cache
+def texts(family: str) -> tuple[PreTrainedModel, list[list[int]], list[list[int]]]:
+    """A model, ragged prompts, and what ``generate`` writes behind each of them alone."""
+    model, rng = hybrid_model(family), random.Random(7)
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (17, 5, 1, 29, 8, 3, 40, 11)]
+    rows = (model.generate(torch.tensor([p]), max_new_tokens=NEW, do_sample=False)[0].tolist() for p in prompts)
+    return model, prompts, [row[len(prompt) :] for prompt, row in zip(prompts, rows, strict=True)]
+
+
+def oracle(family: str, share: float) -> OracleDrafter:
+    _, prompts, expected = texts(family)
+    answers = [prompt + row for prompt, row in zip(prompts, expected, strict=True)]
+    return OracleDrafter(answers, share, max_depth=5, vocab=VOCAB)
+
+
+def written(model: PreTrainedModel, prompts: list[list[int]], **kwargs: Any) -> list[list[int]]:
+    done = sk.generate_batch(model, prompts, **({"max_new_tokens": NEW, "eos_token_ids": []} | kwargs))
+    return [completion.tokens for completion in done]
+
+
+@pytest.mark.parametrize("share", sample([1.0, 0.6, 0.0], [0.6]))
+@pytest.mark.parametrize("size", TREES)
+@each_family
+def test_tokens(family: str, size: int, share: float) -> None:
+    """One prompt, and a ragged batch in chunks of 16; afterwards the modules are as before."""
+    model, prompts, expected = texts(family)
+    before = [vars(module).keys() for module in model.modules()]
+    with sk.patch(model, oracle(family, share), tree=TREES[size], page_size=4, prefill_chunk=16) as handle:
+        assert written(model, prompts[3:4]) == expected[3:4]
+        assert written(model, prompts) == expected
+        steps = handle.stats.tokens_per_step
+        assert handle.pool is not None
+        handle.pool.check_integrity()
+        assert not handle.pool.states.accepted
+    assert steps == 1 if size == 1 or share == 0 else steps > (1.5 if share < 1 else 3)
+    assert [vars(module).keys() for module in model.modules()] == before
+    output = model.generate(torch.tensor([prompts[0]]), max_new_tokens=NEW, do_sample=False)[0].tolist()
+    assert output == prompts[0] + expected[0]
+
+
+@each_family
+def test_preemption_swapping_and_aborts(family: str) -> None:
+    model, prompts, expected = texts(family)
+    for swap in (False, True):
+        options: dict[str, Any] = {"tree": TREES[8], "page_size": 4, "prefill_chunk": 16}
+        with sk.patch(model, oracle(family, 0.6), **options) as handle:
+            few_pages(handle, 24)
+            handle.memory_pressure.swap = swap
+            assert written(model, prompts) == expected
+            assert handle.stats.preemptions > 0
+            assert (handle.stats.swaps > 0) == swap
+            with sk.stream_batch(model, prompts, max_new_tokens=NEW, eos_token_ids=[]) as run:
+                for piece in run:
+                    if piece.index == 3:
+                        run.abort(3)
+                done = run.completions()
+            assert done[3].finish_reason == "aborted"
+            kept = [row for i, row in enumerate(expected) if i != 3]
+            assert [c.tokens for i, c in enumerate(done) if i != 3] == kept
+            assert done[3].tokens == expected[3][: len(done[3].tokens)]
+
+
+@pytest.mark.parametrize("family", sample(["qwen3_next", "lfm2", "jamba", "minimax"], ["lfm2"]))
+def test_failing_allocations(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each allocation of each step fails once; a sequence whose states have changed is computed again."""
+    model, prompts, expected = texts(family)
+    asked = [prompts[4], prompts[1]]
+    with sk.patch(model, oracle(family, 0.6), tree=TREES[8], page_size=4, prefill_chunk=8) as handle:
+        handle.memory_pressure.levels = handle.memory_pressure.levels[:1] * 10000
+        with failing_everywhere(monkeypatch) as mode:
+            assert written(model, asked, max_new_tokens=4) == [expected[4][:4], expected[1][:4]]
+        assert handle.stats.retries == mode.failures > 100
+        assert handle.stats.preemptions > 0
+
+
+@each_family
+def test_low_memory(family: str) -> None:
+    """Lower levels resize scratch, and with it the rows that aren't in the states yet."""
+    model, prompts, expected = texts(family)
+    with sk.patch(model, oracle(family, 1.0), tree=TREES[24], page_size=4, prefill_chunk=16) as handle:
+        pressure = handle.memory_pressure
+        with sk.stream_batch(model, prompts, max_new_tokens=NEW, eos_token_ids=[]) as run:
+            for i, _ in enumerate(run):
+                if i in (9, 12, 15):
+                    pressure.shrink(8)
+            assert [completion.tokens for completion in run.completions()] == expected
+        assert handle.stats.shrinks + pressure.shrunk > 0
+
+
+@each_family
+def test_sampling(family: str) -> None:
+    """A seed gives the same tokens with drafts and without."""
+    model, prompts, _ = texts(family)
+    requests = [sk.Request(p, NEW, [], sk.Sampling(temperature=0.8, top_k=9, seed=i)) for i, p in enumerate(prompts)]
+    found = []
+    for tree in (1, TREES[8]):
+        with sk.patch(model, oracle(family, 0.6), tree=tree, page_size=4, prefill_chunk=16):
+            found.append([completion.tokens for completion in sk.generate_batch(model, requests)])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("family", EVERYDAY)
+@pytest.mark.parametrize("damage", ["no copy", "no commit"])
+def test_negative_controls(family: str, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verification in place, or without feeding the accepted rows: other tokens."""
+    model, prompts, expected = texts(family)
+    if damage == "no copy":
+        own = Mixer.call
+
+        def call(mixer: Mixer, x: Tensor, states: Any, others: Any, *, alone: bool = False) -> Any:
+            output, new = own(mixer, x, states, others, alone=alone)
+            current = pool[0]
+            if x.shape[1] > 1 and len(states) and current is not None:
+                for state, part in zip(current.states[mixer.index], new, strict=True):
+                    state[current.slots[0]] = part[0]
+            return output, new
+
+        pool: list[StatePool | None] = [None]
+        begin = StatePool.begin
+        monkeypatch.setattr(StatePool, "begin", lambda s, *args: (pool.__setitem__(0, s), begin(s, *args))[1])
+        monkeypatch.setattr(Mixer, "call", call)
+    else:
+        monkeypatch.setattr(MixerPass, "_include_accepted", lambda *_: None)
+    with sk.patch(model, oracle(family, 0.6), tree=TREES[8], page_size=4, prefill_chunk=64, max_batch_size=1):
+        assert written(model, prompts) != expected
+
+
+@each_family
+def test_the_plan(family: str) -> None:
+    """States as planned, and the peak within the budget, for prompts far longer than a chunk."""
+    model = texts(family)[0]
+    inputs = batch((100, 60, 7, 40))
+    options: dict[str, Any] = {"tree": TREES[8], "max_batch_size": 4, "prefill_chunk": 32}
+    with sk.patch(model, oracle(family, 0.6), **options) as handle:
+        states = sum(mixer.state_bytes for mixer in handle.facts.mixers.specs)
+        assert handle.plan.parts["states"] == 4 * states > 0
+        needed = handle.plan.total_bytes
+    with sk.patch(model, oracle(family, 0.6), memory_budget=2 * needed, **options) as handle:
+        plan = handle.plan
+        peak = peak_of(handle, inputs, 12)
+        assert handle.pool is not None
+        assert handle.bytes_by_part["states"] == handle.pool.states.nbytes == plan.max_sequences * states
+        assert peak <= plan.total_bytes - plan.parts["workspace"]
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("zaya", "ZayaCCAProjection of layer 0 keeps a recurrent state within attention"),
+        ("mamba", "MambaForCausalLM.* "),
+        ("recurrent_gemma", "RecurrentGemmaForCausalLM.* "),
+        ("rwkv", "RwkvForCausalLM.* "),
+    ],
+)
+def test_refusals(family: str, reason: str) -> None:
+    model = family_model(family)
+    before = [set(vars(module)) for module in model.modules()]
+    with pytest.raises(sk.UnsupportedModel, match=reason):
+        sk.patch(model, "prompt-lookup")
+    assert [set(vars(module)) for module in model.modules()] == before
+
+
+@given(st.lists(st.integers(0, 30), max_size=30), st.lists(st.integers(0, 30), max_size=12))
+@settings(max_examples=examples(100), deadline=None)
+def test_paths(first: list[int], second: list[int]) -> None:
+    """Every path goes from the root to a leaf, and every node is on one of them, at its depth."""
+    trees = [[-1, *(parent % (node + 1) for node, parent in enumerate(draws))] for draws in (first, second)]
+    for parents in trees:
+        paths = paths_to_leaves(parents)
+        assert {node for path in paths for node in path} == set(range(len(parents)))
+        assert len({tuple(path) for path in paths}) == len(paths) == len(set(range(len(parents))) - set(parents))
+        for path in paths:
+            assert [parents[node] for node in path] == [-1, *path[:-1]]
+    sizes = [len(parents) for parents in trees]
+    from types import SimpleNamespace
+
+    flat = SimpleNamespace(
+        parents=torch.tensor([p for parents in trees for p in parents], dtype=torch.int32),
+        qo_indptr=torch.tensor([0, sizes[0], sum(sizes)]), num_trees=2, tokens=torch.zeros(1),
+    )  # fmt: skip
+    found = tree_paths(flat)  # type: ignore[arg-type]
+    assert torch.equal(found.rows[found.path, found.depth], torch.arange(sum(sizes)))
+    assert torch.equal(found.owner[found.path], (torch.arange(sum(sizes)) >= sizes[0]).long())
+
+
+def test_the_pool_of_states() -> None:
+    """Rows of accepted nodes survive resizing and a copy to host memory and back, mixer by mixer."""
+    spec = MixerSpec((((3,), torch.float32),), 2, torch.float32, torch.device("cpu"))
+    pool = StatePool([spec, spec], 3, 6)
+    for rows in pool.rows:
+        rows.copy_(torch.arange(12.0).view(6, 2))
+    pool.begin([0, 2], [])
+    pool.settle({0: [1, 4], 2: [5]})
+    pool.include(0, [0])
+    pool.states[1][0][0].fill_(7)
+    copy = pool.copy_out(0)
+    assert copy.nbytes == 2 * 3 * 4 + 2 * 2 * 4
+    pool.close(0)
+    pool.resize_rows(3)
+    assert pool.missing(0) == pool.missing(1) == {2: [0]}
+    pool.open(1)
+    pool.copy_in(1, copy)
+    assert pool.started(1)
+    assert pool.missing(0) == {2: [0]}
+    assert pool.rows[1][pool.missing(1)[1]].tolist() == [[2, 3], [8, 9]]
+    assert pool.rows[1][pool.missing(1)[2]].tolist() == [[10, 11]]
+    assert pool.states[1][0][1].tolist() == [7, 7, 7]
+    pool.change([1])
+    assert pool.lost() == {1}
+    assert pool.lost() == set()
