@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -235,7 +236,8 @@ def test_the_pool_of_states() -> None:
         rows.copy_(torch.arange(12.0).view(6, 2))
     pool.begin([0, 2], [])
     pool.settle({0: [1, 4], 2: [5]})
-    pool.include(0, [0])
+    with pool.including(0, [0]):
+        pass
     pool.states[1][0][0].fill_(7)
     copy = pool.copy_out(0)
     assert copy.nbytes == 2 * 3 * 4 + 2 * 2 * 4
@@ -249,6 +251,11 @@ def test_the_pool_of_states() -> None:
     assert pool.rows[1][pool.missing(1)[1]].tolist() == [[2, 3], [8, 9]]
     assert pool.rows[1][pool.missing(1)[2]].tolist() == [[10, 11]]
     assert pool.states[1][0][1].tolist() == [7, 7, 7]
+    with suppress(MemoryError), pool.including(1, [1]):
+        raise MemoryError
+    assert pool.lost() == {1}
     pool.change([1])
+    with pool.including(0, [1]):
+        pass
     assert pool.lost() == {1}
     assert pool.lost() == set()

@@ -6,7 +6,8 @@ input rows are kept. When the accepted rows are known, the next pass feeds them 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
@@ -134,8 +135,13 @@ class StatePool:
         included = self._included[mixer]
         return {slot: rows for slot, rows in self.accepted.items() if slot not in included}
 
-    def include(self, mixer: int, slots: Iterable[int]) -> None:
-        """Note that these sequences' accepted rows are in the state of a mixer."""
+    @contextmanager
+    def including(self, mixer: int, slots: Iterable[int]) -> Iterator[None]:
+        """A block that writes states of a mixer in which these sequences' accepted rows are included."""
+        new = set(slots) - self._changed
+        self._changed |= new  # a block that fails halfway leaves some tensors of a state written and others not
+        yield
+        self._changed -= new
         self._included[mixer].update(slots)
 
     def settle(self, accepted: dict[int, list[int]]) -> None:

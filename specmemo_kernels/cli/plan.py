@@ -39,6 +39,11 @@ def run_plan(options: PlanOptions) -> None:
     model = existing_or_hub(options.model, "--model takes a config.json, a folder with one, or a hub id", files=True)
     with setting_up():
         spec = ModelSpec.load(model)
+        if spec.recurrent:
+            # Imported here, because transformers' caches and models take a second.
+            from specmemo_kernels.integrations.hf.hybrid_sizes import recurrent_spec
+
+            spec = recurrent_spec(spec, model)
         if options.weight_bits is not None:
             spec = spec.with_weights(options.weight_bits)
         if options.dtype is not None:

@@ -117,6 +117,13 @@ def show(
     columns = Table.grid(padding=(0, 2))
     columns.add_row(chosen, parts)
     console.print(columns)
+    if spec.mixers is not None:
+        one, each = spec.mixers.state_bytes, plan.tree.size * spec.mixers.state_bytes
+        console.print(
+            f"- recurrent states: {format_bytes(one)} per sequence; with a state per candidate, as other engines keep "
+            f"them, the same tree would take {format_bytes(one + each)}",
+            soft_wrap=True,
+        )
     for reason in plan.reasons:
         console.print(f"- {reason}", soft_wrap=True)
     depth = "heads" if isinstance(request.heads, HeadsSpec) else "heads/depth"

@@ -11,7 +11,7 @@ from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.device import DeviceProfile
 from specmemo_kernels.planning.drafter_spec import RANKS, DrafterSpec, Drafts, DraftWork, HeadsSpec
 from specmemo_kernels.planning.footprint import page_token_bytes
-from specmemo_kernels.planning.model_spec import ModelSpec
+from specmemo_kernels.planning.model_spec import MixerSizes, ModelSpec
 
 #: Operators of a patched Llama of transformers 5, per layer and outside of layers, views included; counted by a
 #: dispatch mode.
@@ -103,6 +103,21 @@ def _attention_seconds(
     return device.kernel_seconds(paged * run.sequences * run.slots + 2 * new * rows, flops, dtype)
 
 
+def _mixer_seconds(spec: ModelSpec, mixers: MixerSizes, device: DeviceProfile, run: Pass) -> float:
+    """Seconds of recurrent layers besides their products with the pass's rows.
+
+    States are read and written. With drafts they are also copied for each path, at most one per two nodes, and the
+    layers run once more on the rows that the last step accepted (two per sequence are assumed).
+    """
+    paths = max(1, run.rows // run.sequences // 2) if run.heads else 1
+    seconds = 2 * paths * run.sequences * mixers.state_bytes / device.read_rate
+    if run.heads:
+        dtype, rows = device.compute_dtype(spec.dtype), 2 * run.sequences
+        nbytes = mixers.weights * spec.bytes_per_weight
+        seconds += device.linear_seconds(mixers.weights, nbytes, rows, dtype, mixers.matrices)
+    return seconds
+
+
 def pass_seconds(
     spec: ModelSpec, device: DeviceProfile, run: Pass, heads: DrafterSpec, tp: int = 1, kv_dtype: str | None = None
 ) -> float:
@@ -110,6 +125,7 @@ def pass_seconds(
 
     - the layers' matrices: read once, multiplied with every row (experts: with their share of rows);
     - attention (:func:`_attention_seconds`);
+    - states of recurrent layers (:func:`_mixer_seconds`);
     - the lm_head on ``lm_rows``;
     - the drafter's work (:meth:`Pass.draft_work`). A measured curve has no rate for 4-bit codes: they count as the
       model's dtype;
@@ -125,9 +141,11 @@ def pass_seconds(
     vocabulary = spec.vocab_weights / tp
     if run.lm_rows:
         seconds += device.linear_seconds(vocabulary, vocabulary * size, run.lm_rows, dtype, 1)
-    width = spec.num_qo_heads * (spec.head_dim + spec.v_head_dim) / tp * spec.num_layers
+    width = spec.num_qo_heads * (spec.head_dim + spec.v_head_dim) / tp * spec.attention_layers
     paged, new = page_token_bytes(spec, kv_dtype, tp), page_token_bytes(spec, None, tp)
     seconds += _attention_seconds(device, dtype, run, run.rows, width, paged, new)
+    if spec.mixers is not None:
+        seconds += _mixer_seconds(spec, spec.mixers, device, run)
     work = run.draft_work(spec, heads, tp)
     for product in work.products:
         seconds += device.linear_seconds(product.weights, product.nbytes, product.rows, dtype, product.matrices)

@@ -236,7 +236,7 @@ def page_token_bytes(spec: ModelSpec, kv_dtype: str | None = None, tp: int = 1) 
     """
     heads, dtype = spec.kv_heads_of_rank(tp), getattr(torch, spec.dtype)
     layer = LayerKV(heads, spec.head_dim, spec.v_head_dim, dtype, torch.device("meta"))
-    return spec.num_layers * layer.page_bytes_per_token(kv_dtype)
+    return spec.attention_layers * layer.page_bytes_per_token(kv_dtype)
 
 
 def pass_row_bytes(spec: ModelSpec, tp: int = 1) -> int:
@@ -299,10 +299,15 @@ def predicted_shape(
     target_row, hidden_size = pass_row_bytes(spec, tp), spec.hidden_size
     if depth:
         hidden_size = max(hidden_size, heads.hidden_size)
+    mixers = spec.mixers
+    # A path to each leaf, at most one per two nodes in the best trees; a state before and behind it.
+    states = 0 if mixers is None else 2 * max(1, nodes // 2) * mixers.largest_state
     return GenerationShape(
         kv_bytes_per_token=page_token_bytes(spec, kv_dtype, tp)
         + (heads.page_token_bytes(spec, kv_dtype) if depth else 0),
-        scratch_bytes_per_node=page_token_bytes(spec, None, tp),
+        scratch_bytes_per_node=page_token_bytes(spec, None, tp) + (0 if mixers is None else mixers.row_bytes),
+        mixer_state_bytes=0 if mixers is None else mixers.state_bytes,
+        mixers=PassBytes(0, states),
         head_bytes=heads.nbytes(spec, depth, tp),
         forward=PassBytes(0, heads.row_bytes(spec, target_row) if depth else target_row),
         draft=PassBytes(0, heads.sequence_bytes(spec, depth, nodes) if depth else 0),

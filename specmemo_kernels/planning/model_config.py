@@ -47,7 +47,21 @@ def read_sizes(text: Mapping[str, Any], name: str) -> dict[str, Any]:
         "tied": bool(text.get("tie_word_embeddings", text.get("model_type") in _TIED)), "dtype": dtype,
         "max_context": get("max_position_embeddings", "n_positions") or 1 << 20,
         "mtp_layers": _size_or_0(text, name, "num_nextn_predict_layers", "num_mtp_layers"),
+        "recurrent": _is_recurrent(text),
     }  # fmt: skip
+
+
+#: Kinds of layers (transformers' ``layer_types``) that have a state per sequence.
+RECURRENT_KINDS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba"})
+#: First part of settings that only models with such layers have, where a configuration doesn't list its layers.
+_RECURRENT_SETTINGS = ("mamba_", "linear_", "conv_L_cache", "ssm_", "attn_type_list", "time_mix", "lru_width")
+
+
+def _is_recurrent(text: Mapping[str, Any]) -> bool:
+    kinds = text.get("layer_types") or text.get("layers_block_type")
+    if kinds:
+        return bool(RECURRENT_KINDS & set(kinds))
+    return any(key.startswith(_RECURRENT_SETTINGS) and value for key, value in text.items())
 
 
 #: Families with differences from Llama that aren't in a config.json.

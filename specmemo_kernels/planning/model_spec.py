@@ -23,6 +23,21 @@ def ranks_share(queries: int, keys: int, ranks: int) -> bool:
 
 
 @dataclass(frozen=True)
+class MixerSizes:
+    """Sizes of a model's recurrent and convolution layers.
+
+    ``weights``, ``matrices``: of all of them. ``state_bytes``: their states of one sequence; ``largest_state``: of one
+    of them. ``row_bytes``: kept input rows of one tree node.
+    """
+
+    weights: int
+    matrices: int
+    state_bytes: int
+    largest_state: int
+    row_bytes: int
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """Sizes of a transformers decoder.
 
@@ -39,6 +54,10 @@ class ModelSpec:
         weight_bits: bits per quantised element, scales and zero points included; ``None``: as ``dtype``.
         quantised: ``"layers"``: the layers' matrices; ``"experts"``: only those of experts.
         max_context: the model's maximum of positions. mtp_layers: its layers for multi-token prediction.
+        layers_without_keys: layers that have no keys and values. other_weights: matrix elements of all layers besides
+            attention and feed-forward layers (of recurrent layers). recurrent: there are layers with a state per
+            sequence. mixers: their sizes; ``None``: there are none, or their sizes aren't known yet
+            (:mod:`specmemo_kernels.integrations.hf.hybrid_sizes`).
     """
 
     name: str
@@ -67,6 +86,15 @@ class ModelSpec:
     quantised: str
     max_context: int
     mtp_layers: int = 0
+    layers_without_keys: int = 0
+    other_weights: int = 0
+    recurrent: bool = False
+    mixers: MixerSizes | None = None
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers with keys and values."""
+        return self.num_layers - self.layers_without_keys
 
     @property
     def dtype_bytes(self) -> int:
@@ -75,7 +103,7 @@ class ModelSpec:
     @property
     def kv_bytes_per_token(self) -> int:
         """All layers' keys and values: ``layers * kv heads * (head_dim + v_head_dim) * bytes``."""
-        return self.num_layers * self.num_kv_heads * (self.head_dim + self.v_head_dim) * self.dtype_bytes
+        return self.attention_layers * self.num_kv_heads * (self.head_dim + self.v_head_dim) * self.dtype_bytes
 
     def kv_heads_of_rank(self, tp: int) -> int:
         """KV heads of one of ``tp`` ranks, at least one."""
@@ -87,7 +115,7 @@ class ModelSpec:
         ``whole``: elements on all ranks; ``None``: :attr:`layer_weights`.
         """
         rows = (self.kv_heads_of_rank(tp) - self.num_kv_heads / tp) * (self.head_dim + self.v_head_dim)
-        return (self.layer_weights if whole is None else whole) / tp + self.num_layers * self.hidden_size * rows
+        return (self.layer_weights if whole is None else whole) / tp + self.attention_layers * self.hidden_size * rows
 
     @property
     def _ffn_matrices(self) -> int:
@@ -119,14 +147,15 @@ class ModelSpec:
 
     def _layer_weights(self, experts: float) -> float:
         """Matrix elements of all layers with ``experts`` experts per mixture."""
-        dense = self.num_layers * self.attention_weights + self.dense_layers * self.dense_ffn_weights
-        return dense + self.moe_layers * (experts * self.expert_weights + self.shared_weights)
+        dense = self.attention_layers * self.attention_weights + self.dense_layers * self.dense_ffn_weights
+        return dense + self.other_weights + self.moe_layers * (experts * self.expert_weights + self.shared_weights)
 
     @property
     def layer_matrices(self) -> int:
         """Matrices that a token is multiplied with in all layers; four per attention."""
         experts = self.moe_layers * (self.experts_per_token + bool(self.shared_size))
-        return 4 * self.num_layers + self._ffn_matrices * (self.dense_layers + experts)
+        mixers = 0 if self.mixers is None else self.mixers.matrices
+        return 4 * self.attention_layers + mixers + self._ffn_matrices * (self.dense_layers + experts)
 
     @property
     def vocab_weights(self) -> int:

@@ -69,6 +69,13 @@ def plan_request(
     """
     if not isinstance(model, ModelSpec):
         model = ModelSpec.load(model) if isinstance(model, str | Path) else ModelSpec.from_config(model)
+    if model.recurrent and model.mixers is None:
+        raise ValueError(
+            f"{model.name} has recurrent layers, whose sizes follow from transformers' code; give the result of "
+            "specmemo_kernels.integrations.hf.hybrid_sizes.recurrent_spec"
+        )
+    if model.mixers is not None and tp > 1:
+        raise ValueError(f"{model.name} has recurrent layers and tp is {tp}; such models run on one device")
     check_ranks(model, tp)
     profile = known_device(device) if isinstance(device, str) else device
     drafter, assumed = heads or HeadsSpec(), ""

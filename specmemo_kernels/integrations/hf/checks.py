@@ -15,10 +15,10 @@ from specmemo_kernels.engine.pressure import is_out_of_memory
 from specmemo_kernels.forward.step_attention import AttentionParams
 from specmemo_kernels.integrations.distributed.ranks import RankError
 from specmemo_kernels.integrations.hf.attention import AttentionCall, attention_call, views_everywhere
-from specmemo_kernels.integrations.hf.find_mixers import RECURRENT_KINDS
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
 from specmemo_kernels.integrations.hf.mixers import Mixers, tree_pass
 from specmemo_kernels.integrations.hf.target import ModelFacts, run_packed, tapped
+from specmemo_kernels.planning.model_config import RECURRENT_KINDS
 
 Tensor = torch.Tensor
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from specmemo_kernels.cache.state_pool import MixerSpec
-from specmemo_kernels.integrations.hf.mask import unsupported
+from specmemo_kernels.integrations.hf.mask import UnsupportedModel, unsupported
 from specmemo_kernels.integrations.hf.mixers import (
     KEYWORDS,
     HoldsKeys,
@@ -21,10 +21,9 @@ from specmemo_kernels.integrations.hf.mixers import (
     Mixers,
     with_hidden_states,
 )
+from specmemo_kernels.planning.model_config import RECURRENT_KINDS
 
 Tensor = torch.Tensor
-#: Kinds of layers (transformers' ``layer_types``) that have a state per sequence.
-RECURRENT_KINDS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 #: Tokens of the check, and those of them that come first.
 _TOKENS, _FIRST = 7, 3
 #: Maximum relative distance of two results by rounding, for float32 and for shorter dtypes.
@@ -57,6 +56,24 @@ def _keyword(module: nn.Module) -> str | None:
     if not isinstance(getattr(module, "layer_idx", None), int) or "forward" in vars(module):
         return None
     return next((name for name in KEYWORDS if name in inspect.signature(type(module).forward).parameters), None)
+
+
+def mixer_in(module: nn.Module) -> MixerSpec | None:
+    """The sizes of a module that stores a state, from a call with one row; ``None`` if it doesn't, alone."""
+    if (keyword := _keyword(module)) is None:
+        return None
+    parameter = next(module.parameters())
+    found: dict[nn.Module, Mixer] = {}
+    names = list(inspect.signature(type(module).forward).parameters)[2:]
+    row = torch.zeros(1, 1, _input_size(module), dtype=parameter.dtype, device=parameter.device)
+    with suppress(HoldsKeys, UnsupportedModel, AttributeError, RuntimeError, TypeError, ValueError):
+        needed = {name: None for name in names if name in ("position_embeddings", "attention_mask")}
+        _Trial(module, keyword, found)(row, **needed)
+    return found[module].spec if module in found else None
+
+
+def _input_size(module: nn.Module) -> int:
+    return next(part.in_features for part in module.modules() if isinstance(part, nn.Linear))
 
 
 class _Trial:

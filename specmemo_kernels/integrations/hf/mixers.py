@@ -209,8 +209,8 @@ class MixerPass:
             # Positions and the like are of other rows: mixers that read them are refused.
             first = torch.zeros_like(index)
             _, states = mixer.call(kept[index], self._read(mixer, slots), take(first), alone=mixer.steps_alone)
-            self._write(mixer, slots, states)
-            self.states.include(mixer.index, slots)
+            with self.states.including(mixer.index, slots):
+                self._write(mixer, slots, states)
 
     def _verify(self, mixer: Mixer, rows: Tensor, take: Callable[[Tensor], dict[str, Any]]) -> Tensor:
         """The results of all trees' nodes, from copies of the states."""

@@ -34,6 +34,7 @@ from specmemo_kernels.integrations.hf.features import find_taps
 from specmemo_kernels.integrations.hf.fuse import FUSED_BACKENDS, find_leaves
 from specmemo_kernels.integrations.hf.handle import SpecMemo, Unpatched
 from specmemo_kernels.integrations.hf.invariance import check_invariance, check_invariant_arguments
+from specmemo_kernels.integrations.hf.mask import UnsupportedModel
 from specmemo_kernels.integrations.hf.plan import kernel_blocks, make_chooser, make_plan
 from specmemo_kernels.integrations.hf.pool import graph_use
 from specmemo_kernels.integrations.hf.probe import probe
@@ -194,6 +195,11 @@ def patch(
             undo.append(ranks.replicate_kv_heads(model))
             facts = probe(model)
             check_numbers(facts, name)
+            if facts.mixers.mixers and ranks.size > 1:
+                raise UnsupportedModel(
+                    f"{type(model).__name__} has recurrent layers and is on {ranks.size} ranks; it can be patched "
+                    "on one device only"
+                )
             if fuse and name in FUSED_BACKENDS:
                 facts = replace(facts, leaves=find_leaves(model, facts.dtype, name, invariant))
             if invariant:

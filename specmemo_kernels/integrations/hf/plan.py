@@ -14,6 +14,7 @@ from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.engine.step_graph import MAX_STEPS
 from specmemo_kernels.integrations.hf.draft import HFDraftModel, Setup
 from specmemo_kernels.integrations.hf.feature_drafter import measure_advance, measure_draft, time_draft
+from specmemo_kernels.integrations.hf.hybrid_sizes import with_mixers
 from specmemo_kernels.integrations.hf.pool import GraphUse
 from specmemo_kernels.integrations.hf.probe import measure_libraries, measure_mixers, measure_passes, time_passes
 from specmemo_kernels.integrations.hf.target import ModelFacts
@@ -266,7 +267,7 @@ def _largest_tree(setup: Setup, kv_dtype: str | None) -> tuple[Trees, int, dict[
         return _small_tree(heads, accuracy, str(error))
     if facts.device.type not in ("cpu", "cuda") or dtype not in DTYPE_BYTES:
         return _small_tree(heads, accuracy, f"there is no profile for {dtype} on {facts.device}")
-    spec = dataclasses.replace(spec, dtype=dtype)
+    spec = with_mixers(dataclasses.replace(spec, dtype=dtype), setup.model, facts.mixers, len(facts.layers))
     profile = profile_of(str(facts.device))
     if profile.compute_dtype(dtype) != dtype:
         rates = dict(profile.matmul_rate) | {dtype: min(profile.matmul_rate.values())}
