@@ -150,20 +150,17 @@ def test_negative_controls(family: str, damage: str, monkeypatch: pytest.MonkeyP
     """Verification in place, or without feeding the accepted rows: other tokens."""
     model, prompts, expected = texts(family)
     if damage == "no copy":
-        own = Mixer.call
+        own = MixerPass._verify
 
-        def call(mixer: Mixer, x: Tensor, states: Any, others: Any, *, alone: bool = False) -> Any:
-            output, new = own(mixer, x, states, others, alone=alone)
-            current = pool[0]
-            if x.shape[1] > 1 and len(states) and current is not None:
-                for state, part in zip(current.states[mixer.index], new, strict=True):
-                    state[current.slots[0]] = part[0]
-            return output, new
+        def verify(current: MixerPass, mixer: Mixer, rows: Tensor, take: Any) -> Tensor:
+            output, paths, slots = own(current, mixer, rows, take), current.paths, current.trees[:1]
+            assert paths is not None
+            states = current._read(mixer, slots)
+            _, states = mixer.call(rows[paths.rows[:1]], states, take(paths.rows[:1]), alone=mixer.steps_alone)
+            current._write(mixer, slots, states)
+            return output
 
-        pool: list[StatePool | None] = [None]
-        begin = StatePool.begin
-        monkeypatch.setattr(StatePool, "begin", lambda s, *args: (pool.__setitem__(0, s), begin(s, *args))[1])
-        monkeypatch.setattr(Mixer, "call", call)
+        monkeypatch.setattr(MixerPass, "_verify", verify)
     else:
         monkeypatch.setattr(MixerPass, "_include_accepted", lambda *_: None)
     with sk.patch(model, oracle(family, 0.6), tree=TREES[8], page_size=4, prefill_chunk=64, max_batch_size=1):
@@ -226,6 +223,13 @@ def test_paths(first: list[int], second: list[int]) -> None:
     found = tree_paths(flat)  # type: ignore[arg-type]
     assert torch.equal(found.rows[found.path, found.depth], torch.arange(sum(sizes)))
     assert torch.equal(found.owner[found.path], (torch.arange(sum(sizes)) >= sizes[0]).long())
+    starts, above = [0, sizes[0]], torch.arange(2)
+    for depth, (nodes, places) in enumerate(found.levels):
+        assert found.depth[nodes].eq(depth).all()
+        if depth:
+            parents = torch.stack([flat.parents[node] + starts[node >= sizes[0]] for node in nodes.tolist()])
+            assert torch.equal(above[places], parents)
+        above = nodes
 
 
 def test_the_pool_of_states() -> None:

@@ -1,4 +1,4 @@
-"""Trees as paths: layers that read tokens in order run every path from a root to a leaf as a row of a batch."""
+"""Trees for layers that read tokens in order: as paths from a root to a leaf, or level by level."""
 
 from __future__ import annotations
 
@@ -20,12 +20,23 @@ class TreePaths:
 
     ``rows``: ``[P, D]`` int64, the packed row of each node, the last one repeated behind a path's end. ``owner``:
     ``[P]`` int64, each path's tree. ``path``, ``depth``: ``[N]`` int64, a path and a place in it for each node.
+    ``levels``: of each depth, the packed rows of its nodes and the place of their parents among those of the depth
+    above (of a root: its tree), ``[M]`` int64 each.
     """
 
     rows: Tensor
     owner: Tensor
     path: Tensor
     depth: Tensor
+    levels: tuple[tuple[Tensor, Tensor], ...]
+
+    def to(self, device: torch.device) -> TreePaths:
+        """The same on ``device``."""
+        if device == self.rows.device:
+            return self
+        levels = tuple((rows.to(device), above.to(device)) for rows, above in self.levels)
+        rows, owner, path, depth = (part.to(device) for part in (self.rows, self.owner, self.path, self.depth))
+        return TreePaths(rows, owner, path, depth, levels)
 
 
 def tree_paths(batch: TreeBatch) -> TreePaths:
@@ -47,8 +58,22 @@ def _paths(parents: tuple[int, ...], starts: tuple[int, ...], device: torch.devi
     places = {node: (p, d) for p, path in reversed([*enumerate(paths)]) for d, node in enumerate(path)}
     path, depth = zip(*(places[node] for node in range(len(parents))), strict=True)
     rows = [path + path[-1:] * (longest - len(path)) for path in paths]
+    above = {node: before for path in paths for before, node in pairwise(path)}
+    levels: list[tuple[list[int], list[int]]] = [([*starts[:-1]], [*range(len(starts) - 1)])]
+    for d in range(1, longest):
+        place = {node: i for i, node in enumerate(levels[-1][0])}
+        nodes = [node for node in range(len(parents)) if depth[node] == d]
+        levels.append((nodes, [place[above[node]] for node in nodes]))
     with torch.inference_mode(False):
-        return TreePaths(*(torch.tensor(part, device=device) for part in (rows, owner, path, depth)))
+        pairs = ((torch.tensor(nodes, device=device), torch.tensor(places, device=device)) for nodes, places in levels)
+        tensors = [torch.tensor(part, device=device) for part in (rows, owner, path, depth)]
+        return TreePaths(tensors[0], tensors[1], tensors[2], tensors[3], tuple(pairs))
+
+
+def chain_paths(rows: Tensor) -> TreePaths:
+    """The path of a tree that is a chain of packed ``rows`` ``[N]``."""
+    zero = torch.zeros_like(rows)
+    return TreePaths(rows[None], zero[:1], zero, rows.argsort(), tuple((row[None], zero[:1]) for row in rows))
 
 
 def paths_to_leaves(parents: Sequence[int]) -> list[list[int]]:

@@ -21,11 +21,13 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from specmemo_kernels.cache.state_pool import MixerSpec, StatePool
 from specmemo_kernels.forward.batch import TreeBatch
-from specmemo_kernels.forward.tree_paths import TreePaths, tree_paths
+from specmemo_kernels.forward.tree_paths import TreePaths, chain_paths, tree_paths
 
 Tensor = torch.Tensor
 #: Names of the argument with which transformers' mixers get their cache.
 KEYWORDS = ("cache_params", "past_key_values")
+#: Tokens up to which a recurrence takes less time than the chunks of 64 to which mixers pad them.
+FEW_TOKENS = 16
 #: A state tensor in a cache: its kind and its index among those.
 StateKey = tuple[str, int]
 
@@ -89,8 +91,10 @@ class Mixer:
         keys: its states in a cache, in the order of ``spec.states``.
         arguments: its other arguments in a pass of one token.
         outputs: its number of outputs, of which the first one is used.
-        steps_alone: it computes other results for a token alone than among others, as ``generate`` does behind the
-            prompt. prompts_alone: it is wrong for several tokens behind others, so prompts too are fed one by one.
+        steps_alone: tokens behind the prompt are fed one by one, the nodes of one depth of all trees at a time, because
+            that is about as fast, or because it computes other results for a token alone, as ``generate`` does.
+        few: its ``forward`` with a token-by-token recurrence, for up to :data:`FEW_TOKENS` tokens, if it has one.
+        prompts_alone: it is wrong for several tokens behind others, so prompts too are fed one by one.
     """
 
     module: nn.Module
@@ -103,6 +107,7 @@ class Mixer:
     outputs: int = 1
     steps_alone: bool = False
     prompts_alone: bool = False
+    few: Callable[..., Any] | None = None
 
     @property
     def kind(self) -> tuple[type, MixerSpec]:
@@ -136,7 +141,9 @@ class Mixer:
                 parts.append(part)
             return torch.cat(parts, dim=1), [*states]
         cache = MixerCache(self.layer, self.keys, states)
-        output = type(self.module).forward(self.module, x, **{**others, self.keyword: cache, "attention_mask": None})
+        own = self.few is None or x.shape[1] > FEW_TOKENS
+        forward: Any = type(self.module).forward if own else self.few
+        output = forward(self.module, x, **{**others, self.keyword: cache, "attention_mask": None})
         found = cache.contents()
         return output[0] if isinstance(output, tuple) else output, [found[key] for key in self.keys]
 
@@ -214,14 +221,18 @@ class MixerPass:
 
     def _verify(self, mixer: Mixer, rows: Tensor, take: Callable[[Tensor], dict[str, Any]]) -> Tensor:
         """The results of all trees' nodes, from copies of the states."""
-        paths = self.paths
-        assert paths is not None
-        index, owner, path, depth = (
-            part.to(rows.device) for part in (paths.rows, paths.owner, paths.path, paths.depth)
-        )
-        slots = torch.tensor(self.trees, device=rows.device)[owner]
-        states = [state[slots] for state in self.states.states[mixer.index]]
-        return mixer.call(rows[index], states, take(index), alone=mixer.steps_alone)[0][path, depth]
+        assert self.paths is not None
+        paths, slots = self.paths.to(rows.device), torch.tensor(self.trees, device=rows.device)
+        if not mixer.steps_alone:
+            states = [state[slots[paths.owner]] for state in self.states.states[mixer.index]]
+            return mixer.call(rows[paths.rows], states, take(paths.rows))[0][paths.path, paths.depth]
+        parts, states = [], [state[slots] for state in self.states.states[mixer.index]]
+        for nodes, above in paths.levels:
+            states = [state[above] for state in states]
+            part, states = mixer.call(rows[nodes[:, None]], states, take(nodes[:, None]))
+            parts.append(part[:, 0])
+        order = torch.cat([nodes for nodes, _ in paths.levels])
+        return torch.cat(parts)[order.argsort()]
 
     def _advance(
         self,
@@ -308,9 +319,8 @@ def tree_pass(mixers: Mixers, rows: Tensor) -> MixerPass | None:
     """A pass that verifies a chain of packed ``rows`` ``[N]``, for checks and measurements; ``None`` without mixers."""
     if not mixers.mixers:
         return None
-    states, zero = StatePool.with_text(mixers.specs, len(rows)), torch.zeros_like(rows)
-    paths = TreePaths(rows[None], zero[:1], zero, rows.argsort()) if len(rows) > 1 else None
-    return MixerPass(states, [0], (), paths)
+    states = StatePool.with_text(mixers.specs, len(rows))
+    return MixerPass(states, [0], (), chain_paths(rows) if len(rows) > 1 else None)
 
 
 def chunk_pass(mixers: Mixers, rows: int, first: bool) -> MixerPass | None:

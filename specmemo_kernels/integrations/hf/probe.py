@@ -6,6 +6,7 @@ import inspect
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -190,10 +191,13 @@ def _measure_chunks(
 @torch.inference_mode()
 def measure_mixers(mixers: Mixers, tree: Trees) -> PassBytes:
     """Measure the transient bytes of verifying ``tree`` in a recurrent layer, by the number of sequences."""
-    paths = len(paths_to_leaves(tree.parents)) if isinstance(tree, DraftTree) else max(1, tree.size - 1)
+    paths = widest = max(1, tree.size - 1)
+    if isinstance(tree, DraftTree):
+        paths, widest = len(paths_to_leaves(tree.parents)), max(Counter(tree.depths).values())
     bound = PassBytes()
     for mixer in {mixer.kind: mixer for mixer in mixers.mixers}.values():
-        peaks = [(count, _mixer_peak(mixer, count * paths, tree.max_depth + 1)) for count in (1, 2)]
+        rows, tokens = (widest, 1) if mixer.steps_alone else (paths, tree.max_depth + 1)
+        peaks = [(count, _mixer_peak(mixer, count * rows, tokens)) for count in (1, 2)]
         bound = bound.elementwise_max(PassBytes.between(*peaks))
     return bound
 
@@ -205,7 +209,8 @@ def _mixer_peak(mixer: Mixer, paths: int, tokens: int) -> int:
     with MemoryTracker() as tracker:
         x = torch.zeros(paths, tokens, spec.hidden_size, dtype=spec.dtype, device=spec.device)
         states = [torch.zeros(paths, *shape, dtype=dtype, device=spec.device) for shape, dtype in spec.states]
-        mixer.call(x, states, arguments, alone=mixer.steps_alone)
+        above = torch.arange(paths, device=spec.device)
+        mixer.call(x, [state[above] for state in states], arguments)
     return int(tracker.peak)
 
 
