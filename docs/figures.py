@@ -136,6 +136,20 @@ def drafters() -> str:
     return table(header, rows, "drafters_cpu")
 
 
+def hybrids() -> str:
+    shown: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in load("hybrids_cpu")["rows"]:
+        shown.setdefault((row["shape"], row["dtype"]), {})[row["side"]] = row
+    sides = ["no drafts", "chain", "tree", "planned"]
+    rows = [
+        [f"{shape}, {dtype}", f"{found['plain generate']['tokens_per_s']:.1f}"]
+        + [f"{found[side]['tokens_per_s']:.1f} ({found[side]['speedup']:.2f}x)" for side in sides]
+        for (shape, dtype), found in shown.items()
+    ]
+    header = ["model", "plain `generate`", "no drafts", "chain of 2 drafts", "tree of 8 nodes", "chosen by `patch`"]
+    return table(header, rows, "hybrids_cpu")
+
+
 # --- linear layers ---------------------------------------------------------------------------------------------------
 
 
@@ -418,6 +432,7 @@ def figures() -> dict[str, str]:
         "steps": steps(),
         "steps.parts": step_parts(),
         "drafters": drafters(),
+        "hybrids": hybrids(),
         "linear": linear(),
         "engines": engines(),
         "batches": batches(),

@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from specmemo_kernels.integrations.hf.probe import _like_attention
+from specmemo_kernels.integrations.hf.probe import like_attention
 from specmemo_kernels.integrations.hf.target import attach, run_packed, tapped
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
 
@@ -48,7 +48,7 @@ def pass_bytes(model: PreTrainedModel, rows: int, device: str = "meta") -> int:
     tokens = torch.zeros(rows, dtype=torch.int64, device=device)
     try:
         with MemoryTracker() as tracker, tapped(cut=True):
-            run_packed(model, tokens, tokens, _like_attention, None)
+            run_packed(model, tokens, tokens, like_attention, None)
     finally:
         detach()
     return tracker.peak

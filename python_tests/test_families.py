@@ -173,7 +173,7 @@ def test_lm_head_of_its_own_kind(processed: dict[str, float]) -> None:
 
 @pytest.mark.parametrize(
     ("family", "reason"),
-    [("llama4_text", "llama4_text.*chunk"), ("qwen3_next", "linear_attention"), ("t5", "encoder-decoder")],
+    [("llama4_text", "llama4_text.*chunk"), ("t5", "encoder-decoder")],
 )
 def test_refused_by_name(family: str, reason: str) -> None:
     """Models with unsupported attention are refused before anything changes."""

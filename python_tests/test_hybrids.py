@@ -5,26 +5,34 @@ from __future__ import annotations
 import random
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from drafter_oracles import write_eagle3
 from failing_allocations import failing_everywhere
 from family_models import family_model
 from hybrid_models import HYBRIDS, VOCAB, hybrid_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from selection import examples, sample
+from test_cli_plan import plan_json
 from test_families import batch
 from test_feature_drafter_engine import few_pages
 from test_patch_memory import peak_of
-from tiny_models import OracleDrafter
+from tiny_models import OracleDrafter, tiny_model
 from transformers import PreTrainedModel
 
 import specmemo_kernels as sk
 from specmemo_kernels.cache.state_pool import MixerSpec, StatePool
 from specmemo_kernels.forward.tree_paths import paths_to_leaves, tree_paths
+from specmemo_kernels.integrations.hf.hybrid_sizes import recurrent_spec
 from specmemo_kernels.integrations.hf.mixers import Mixer, MixerPass
+from specmemo_kernels.planning.baselines import Workload
+from specmemo_kernels.planning.model_spec import ModelSpec
+from specmemo_kernels.planning.planner import plan_memory
 
 Tensor = torch.Tensor
 NEW = 16
@@ -202,6 +210,45 @@ def test_refusals(family: str, reason: str) -> None:
     assert [set(vars(module)) for module in model.modules()] == before
 
 
+def test_what_patch_refuses() -> None:
+    model = texts("lfm2")[0]
+    heads = sk.MedusaHeads(32, VOCAB, 2)
+    with pytest.raises(ValueError, match="graph=True, but its recurrent layers take accepted tokens in numbers"):
+        sk.patch(model, heads, graph=True)
+    with pytest.raises(sk.UnsupportedModel, match="the draft model Lfm2ForCausalLM has recurrent layers"):
+        sk.patch(tiny_model("llama"), hybrid_model("lfm2"))
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
+def test_a_drafter_that_reads_hidden_states(family: str, tmp_path: Path) -> None:
+    """Its own layer's keys and values are behind those of the attention layers."""
+    model, prompts, expected = texts(family)
+    write_eagle3(tmp_path, vocab=VOCAB, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    with sk.patch(model, str(tmp_path), tree=8, page_size=4, prefill_chunk=16) as handle:
+        assert written(model, prompts) == expected
+        assert isinstance(handle.plan.tree, sk.TreeBudget)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "zamba2", "minimax"])
+def test_predicted_sizes(family: str, tmp_path: Path) -> None:
+    """``specmemo plan`` reads the sizes of states and the number of weights from transformers' code."""
+    model = texts(family)[0]
+    model.config.save_pretrained(tmp_path)
+    spec = recurrent_spec(ModelSpec.load(tmp_path), tmp_path)
+    with sk.patch(model, oracle(family, 1.0), tree=2, max_batch_size=1) as handle:
+        facts = handle.facts
+    assert spec.mixers is not None
+    assert spec.mixers.state_bytes == sum(mixer.state_bytes for mixer in facts.mixers.specs)
+    assert spec.mixers.row_bytes == sum(mixer.row_bytes for mixer in facts.mixers.specs)
+    assert spec.attention_layers == len(facts.layers)
+    assert spec.parameters == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.02)
+    with pytest.raises(ValueError, match="has recurrent layers, whose sizes follow from transformers' code"):
+        plan_memory(tmp_path, "h100", None, Workload(64))
+    data = plan_json("--model", tmp_path, "--device", "h100", "--heads", "2", "--context", "64")
+    assert data["plan"]["parts"]["states"] == spec.mixers.state_bytes
+
+
 @given(st.lists(st.integers(0, 30), max_size=30), st.lists(st.integers(0, 30), max_size=12))
 @settings(max_examples=examples(100), deadline=None)
 def test_paths(first: list[int], second: list[int]) -> None:
@@ -214,8 +261,6 @@ def test_paths(first: list[int], second: list[int]) -> None:
         for path in paths:
             assert [parents[node] for node in path] == [-1, *path[:-1]]
     sizes = [len(parents) for parents in trees]
-    from types import SimpleNamespace
-
     flat = SimpleNamespace(
         parents=torch.tensor([p for parents in trees for p in parents], dtype=torch.int32),
         qo_indptr=torch.tensor([0, sizes[0], sum(sizes)]), num_trees=2, tokens=torch.zeros(1),

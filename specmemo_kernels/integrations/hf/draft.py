@@ -175,6 +175,11 @@ def _load_draft_model(draft: DraftModel, model: Any, facts: ModelFacts, backend:
     try:
         small_facts = probe(small)
         check_numbers(small_facts, backend, "the draft model")
+        if small_facts.mixers.mixers:
+            raise UnsupportedModel(
+                f"the draft model {type(small).__name__} has recurrent layers, whose states can't drop rejected "
+                "guesses; use a draft model with attention layers only"
+            )
         if fuse and backend in FUSED_BACKENDS:
             small_facts = replace(small_facts, leaves=find_leaves(small, small_facts.dtype, backend, invariant=False))
         if small_facts.vocab_size != facts.vocab_size:

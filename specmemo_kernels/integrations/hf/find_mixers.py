@@ -46,15 +46,20 @@ def is_recurrent(config: Any) -> bool:
 def trials(model: nn.Module) -> Iterator[dict[nn.Module, Mixer]]:
     """Give each module that takes a cache an empty one; the modules that store a state in it, in order."""
     found: dict[nn.Module, Mixer] = {}
-    keywords = {module: keyword for module in model.modules() if (keyword := _keyword(module))}
-    modules = [m for m in keywords if not any(part in keywords for part in m.modules() if part is not m)]
-    for module in modules:
-        vars(module)["forward"] = _Trial(module, keywords[module], found)
+    keywords = _cache_keywords(model)
+    for module, keyword in keywords.items():
+        vars(module)["forward"] = _Trial(module, keyword, found)
     try:
         yield found
     finally:
-        for module in modules:
+        for module in keywords:
             del vars(module)["forward"]
+
+
+def _cache_keywords(model: nn.Module) -> dict[nn.Module, str]:
+    """The innermost modules that take a cache, each with its argument's name."""
+    keywords = {module: keyword for module in model.modules() if (keyword := _keyword(module))}
+    return {m: k for m, k in keywords.items() if not any(part in keywords for part in m.modules() if part is not m)}
 
 
 def _keyword(module: nn.Module) -> str | None:
@@ -64,18 +69,16 @@ def _keyword(module: nn.Module) -> str | None:
     return next((name for name in KEYWORDS if name in inspect.signature(type(module).forward).parameters), None)
 
 
-def mixer_in(module: nn.Module) -> MixerSpec | None:
-    """The sizes of a module that stores a state, from a call with one row; ``None`` if it doesn't, alone."""
-    if (keyword := _keyword(module)) is None:
-        return None
-    parameter = next(module.parameters())
+def stateful_modules(model: nn.Module) -> list[tuple[MixerSpec, nn.Module]]:
+    """The modules that store a state, with their sizes, from a call of each with one row; attention isn't run."""
     found: dict[nn.Module, Mixer] = {}
-    names = list(inspect.signature(type(module).forward).parameters)[2:]
-    row = torch.zeros(1, 1, _input_size(module), dtype=parameter.dtype, device=parameter.device)
-    with suppress(HoldsKeys, UnsupportedModel, AttributeError, RuntimeError, TypeError, ValueError):
-        needed = {name: None for name in names if name in ("position_embeddings", "attention_mask")}
-        _Trial(module, keyword, found)(row, **needed)
-    return found[module].spec if module in found else None
+    for module, keyword in _cache_keywords(model).items():
+        parameter, names = next(module.parameters()), inspect.signature(type(module).forward).parameters
+        row = torch.zeros(1, 1, _input_size(module), dtype=parameter.dtype, device=parameter.device)
+        needed = {name: None for name in ("position_embeddings", "attention_mask") if name in names}
+        with suppress(HoldsKeys, UnsupportedModel, AttributeError, RuntimeError, TypeError, ValueError):
+            _Trial(module, keyword, found)(row, **needed)
+    return [(mixer.spec, module) for module, mixer in found.items()]
 
 
 def _input_size(module: nn.Module) -> int:

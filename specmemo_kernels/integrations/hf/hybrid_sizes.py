@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from specmemo_kernels.cache.state_pool import MixerSpec
-from specmemo_kernels.integrations.hf.find_mixers import mixer_in
+from specmemo_kernels.integrations.hf.find_mixers import stateful_modules
 from specmemo_kernels.integrations.hf.mixers import Mixers
 from specmemo_kernels.planning.model_spec import MixerSizes, ModelSpec
 
@@ -34,7 +34,7 @@ def recurrent_spec(spec: ModelSpec, source: str | Path) -> ModelSpec:
     with torch.device("meta"), torch.no_grad():
         make: Any = AutoModelForCausalLM.from_config
         model = make(config.get_text_config(), dtype=getattr(torch, spec.dtype)).eval()
-        found = [(mixer, module) for module in model.modules() if (mixer := mixer_in(module)) is not None]
+        found = stateful_modules(model)
     kinds = list(config.get_text_config().layer_types)
     attention = sum((kind.endswith("attention") and kind != "linear_attention") or "hybrid" in kind for kind in kinds)
     return _with_mixers(spec, model, found, attention)

@@ -15,8 +15,8 @@ from specmemo_kernels.engine.step_graph import MAX_STEPS
 from specmemo_kernels.integrations.hf.draft import HFDraftModel, Setup
 from specmemo_kernels.integrations.hf.feature_drafter import measure_advance, measure_draft, time_draft
 from specmemo_kernels.integrations.hf.hybrid_sizes import with_mixers
+from specmemo_kernels.integrations.hf.measure import measure_libraries, measure_mixers, measure_passes, time_passes
 from specmemo_kernels.integrations.hf.pool import GraphUse
-from specmemo_kernels.integrations.hf.probe import measure_libraries, measure_mixers, measure_passes, time_passes
 from specmemo_kernels.integrations.hf.target import ModelFacts
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.device_probe import profile_of

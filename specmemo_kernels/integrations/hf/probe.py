@@ -1,47 +1,22 @@
-"""Facts about a transformers model from small forward passes: layers, lm_head, memory and time of a pass."""
+"""Facts about a transformers model from small forward passes: its layers and its lm_head."""
 
 from __future__ import annotations
 
 import inspect
-import sys
-import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from specmemo_kernels.cache.kv_storage import LayerKV
-from specmemo_kernels.forward.tree_paths import paths_to_leaves
 from specmemo_kernels.integrations.hf.changes import foreign_code
 from specmemo_kernels.integrations.hf.checks import check_equivalence, unsupported_errors
 from specmemo_kernels.integrations.hf.find_mixers import checked, is_recurrent, trials
-from specmemo_kernels.integrations.hf.fuse import FusedLeaves
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
-from specmemo_kernels.integrations.hf.mixers import Mixer, MixerPass, Mixers, chunk_pass, tree_pass
+from specmemo_kernels.integrations.hf.mixers import Mixers
 from specmemo_kernels.integrations.hf.target import ModelFacts, current_tap, lm_head_of, run_packed, tapped
-from specmemo_kernels.planning.footprint import PassBytes
-from specmemo_kernels.planning.host_allocator import allocated_bytes, free_library_buffers
-from specmemo_kernels.planning.memory_tracker import MemoryTracker
-from specmemo_kernels.tree.choice import PassSeconds
-from specmemo_kernels.tree.draft_tree import DraftTree
-from specmemo_kernels.tree.tree_budget import Trees
 
 Tensor = torch.Tensor
-
-#: Rows of the passes whose memory is measured: few, for speed; more than one, as models may treat one row differently.
-_MEASURED_ROWS = (8, 16)
-#: Minimum bytes of library buffers to count: allocations of Python objects vary by as much between calls.
-_LEAST_COUNTED = 2 << 20
-#: Dtypes of matrices that MKL packs.
-_PACKED = (torch.float32, torch.float64)
-#: Rows of the passes whose time is measured. A single row is a matrix-vector product.
-_TIMED_ROWS = (1, 2, 8, 32, 128)
-#: A pass is repeated, at most three times, until it has taken this long in total.
-_TIMED_SECONDS = 0.3
 
 
 @torch.no_grad()
@@ -70,7 +45,7 @@ def probe(model: Any) -> ModelFacts:
             f"{name}: attention layers {different} of {len(expected)} don't use the attention interface"
         )
     if not layers:
-        raise UnsupportedModel(f"{name} has no attention layers, only states; nothing of it is kept in pages")
+        raise UnsupportedModel(f"{name} has no attention layer that uses the attention interface, only states")
     if not len(ramp):
         raise UnsupportedModel(f"{name} computes logits without calling its lm_head ({type(head).__name__})")
     plain = type(head) is nn.Linear and _rows_are_plain(head.weight) and not foreign_code(model)
@@ -103,7 +78,7 @@ def find_mixers(model: Any, device: torch.device) -> Mixers:
     token = torch.zeros(1, dtype=torch.int64, device=device)
     with unsupported_errors(model):
         with tapped(cut=False), trials(model) as found:
-            run_packed(model, token, token, _like_attention, None)
+            run_packed(model, token, token, like_attention, None)
         return checked(found)
 
 
@@ -122,7 +97,7 @@ def _one_token_pass(
         if layer in layers:
             raise UnsupportedModel(f"attention layer {layer} runs twice in one forward pass")
         layers[layer] = LayerKV(k.shape[1], k.shape[2], v.shape[2], k.dtype, k.device), q.shape[1]
-        return _values(q, k, v)  # a single token attends to itself only
+        return single_values(q, k, v)  # a single token attends to itself only
 
     def replace_by_ramp(_: nn.Module, __: Any, output: Tensor) -> Tensor | None:
         nonlocal ramp
@@ -144,184 +119,13 @@ def _rows_are_plain(weight: Tensor) -> bool:
     return type(weight) in (nn.Parameter, Tensor) and not weight.is_meta
 
 
-def measure_passes(model: Any, facts: ModelFacts, max_rows: int) -> tuple[PassBytes, PassBytes]:
-    """Measure the transient bytes of a forward pass, without the operators' workspace.
-
-    With recurrent layers it is a prompt's pass. These layers may pad their rows and loop over parts of them, so the
-    bytes of two and of ``max_rows`` rows give the bound.
-
-    Returns:
-        The bytes up to the lm_head, and the additional bytes for rows of the lm_head, both by the number of rows. The
-        latter are 0 with an exact lm_head: logits are then computed one row at a time, if at all.
-    """
-    forward, logits = _measure_passes(model, facts, None, max_rows)
-    if facts.leaves.names:
-        few = tuple(_measure_passes(model, facts, facts.leaves, facts.leaves.max_rows or max_rows))
-        few_rows = sys.maxsize if facts.leaves.max_rows is None else facts.leaves.max_rows
-        forward, logits = (
-            replace(plain, few=fused, few_rows=few_rows) for plain, fused in zip((forward, logits), few, strict=True)
-        )
-    return forward, PassBytes() if facts.exact_lm_head else logits
-
-
-def _measure_passes(model: Any, facts: ModelFacts, leaves: FusedLeaves | None, max_rows: int) -> Iterator[PassBytes]:
-    if facts.mixers.mixers:
-        yield from _measure_chunks(model, facts, leaves, max(3, max_rows))
-        return
-    few, many = (_trace(model, rows, facts, leaves) for rows in _MEASURED_ROWS)
-    for a, b in zip(few, many, strict=True):
-        yield PassBytes.fitted((_MEASURED_ROWS[0], a), (_MEASURED_ROWS[1], b))
-
-
-def _measure_chunks(
-    model: Any, facts: ModelFacts, leaves: FusedLeaves | None, max_rows: int
-) -> tuple[PassBytes, PassBytes]:
-    """:func:`_measure_passes` with recurrent layers, whose first chunk may differ from the others."""
-    forward, logits = PassBytes(), PassBytes()
-    for first in (True, False):
-        few, many = (
-            [(rows, max(part)) for part in _trace(model, rows, facts, leaves, chunk_pass(facts.mixers, rows, first))]
-            for rows in (2, max_rows)
-        )
-        forward = forward.elementwise_max(PassBytes.between(few[0], many[0]))
-        logits = logits.elementwise_max(PassBytes.between(few[1], many[1]))
-    return forward, logits
-
-
-@torch.inference_mode()
-def measure_mixers(mixers: Mixers, tree: Trees) -> PassBytes:
-    """Measure the transient bytes of verifying ``tree`` in a recurrent layer, by the number of sequences."""
-    paths = widest = max(1, tree.size - 1)
-    if isinstance(tree, DraftTree):
-        paths, widest = len(paths_to_leaves(tree.parents)), max(Counter(tree.depths).values())
-    bound = PassBytes()
-    for mixer in {mixer.kind: mixer for mixer in mixers.mixers}.values():
-        rows, tokens = (widest, 1) if mixer.steps_alone else (paths, tree.max_depth + 1)
-        peaks = [(count, _mixer_peak(mixer, count * rows, tokens)) for count in (1, 2)]
-        bound = bound.elementwise_max(PassBytes.between(*peaks))
-    return bound
-
-
-def _mixer_peak(mixer: Mixer, paths: int, tokens: int) -> int:
-    """Peak bytes of a mixer's pass over copies of its state."""
-    spec = mixer.spec
-    arguments = mixer.arguments_for(paths, tokens)
-    with MemoryTracker() as tracker:
-        x = torch.zeros(paths, tokens, spec.hidden_size, dtype=spec.dtype, device=spec.device)
-        states = [torch.zeros(paths, *shape, dtype=dtype, device=spec.device) for shape, dtype in spec.states]
-        above = torch.arange(paths, device=spec.device)
-        mixer.call(x, [state[above] for state in states], arguments)
-    return int(tracker.peak)
-
-
-@torch.inference_mode()
-def measure_libraries(model: Any, facts: ModelFacts, max_rows: int) -> int:
-    """Bytes of library buffers (mostly packed matrices) on a CPU after forward passes over at most ``max_rows`` rows.
-
-    The maximum of two measurements. A pass over few rows, for speed, shows the buffers of all libraries. MKL's buffers
-    grow with the rows, so each kind of matrix is also multiplied with ``max_rows`` rows: 3.9 MiB instead of 3.2 MiB
-    with 256 rows and matrices of 512 x 1536.
-    """
-    if facts.device.type != "cpu":
-        return 0
-    tokens = _same_tokens(facts, _MEASURED_ROWS[-1])
-    for _ in range(2):  # the first pass also allocates buffers that stay
-        of_pass = _kept_by_libraries(lambda: _run(model, facts, tokens))
-    of_products = _kept_by_libraries(lambda: _multiply(_packed_matrices(model, facts), max_rows))
-    kept_bytes = max(of_pass, of_products)
-    return kept_bytes if kept_bytes >= _LEAST_COUNTED else 0
-
-
-def _kept_by_libraries(call: Callable[[], object]) -> int:
-    """Bytes allocated during ``call`` and not freed."""
-    free_library_buffers()
-    before = allocated_bytes()
-    call()
-    return allocated_bytes() - before
-
-
-def _packed_matrices(model: Any, facts: ModelFacts) -> list[Tensor]:
-    """One matrix of each shape and dtype that MKL multiplies in a forward pass."""
-    embedding, lm_head = (
-        getattr(module, "weight", None) for module in (model.get_input_embeddings(), model.get_output_embeddings())
-    )
-    skipped = {id(embedding), id(lm_head)} if facts.exact_lm_head else {id(embedding)} - {id(lm_head)}
-    found = {
-        (parameter.dtype, parameter.shape): parameter
-        for parameter in model.parameters()
-        if parameter.dim() == 2 and parameter.dtype in _PACKED and id(parameter) not in skipped
-    }
-    return [matrix for matrix in found.values() if type(matrix) is nn.Parameter and not matrix.is_meta]
-
-
-def _multiply(matrices: list[Tensor], rows: int) -> None:
-    for matrix in matrices:
-        nn.functional.linear(matrix.new_zeros(rows, matrix.shape[1]), matrix)
-
-
-@torch.no_grad()
-def _trace(
-    model: Any, rows: int, facts: ModelFacts, leaves: FusedLeaves | None, current: MixerPass | None = None
-) -> tuple[list[int], list[int]]:
-    """Bytes held after each operator of a pass over ``rows`` rows: up to the lm_head, and additional bytes after it."""
-    before: list[int] = []
-    tokens, tracker = _same_tokens(facts, rows), MemoryTracker(trace=True)
-    thread = threading.get_ident()
-
-    def record(*_: Any) -> None:
-        if threading.get_ident() == thread:
-            before.extend(tracker.trace)
-
-    with model.get_output_embeddings().register_forward_pre_hook(record), tracker:
-        _run(model, facts, tokens, leaves, current)
-    return before, [max(0, held - before[-1]) for held in tracker.trace[len(before) :]]
-
-
-@torch.inference_mode()
-def time_passes(model: Any, facts: ModelFacts, max_rows: int, agreed: Callable[[float], float] = float) -> PassSeconds:
-    """Seconds of forward passes up to the lm_head by their rows, at most ``max_rows``, without attention.
-
-    ``agreed`` returns the seconds that all ranks use, so that they run equally many passes.
-    """
-    points = []
-    for rows in sorted({min(rows, max_rows) for rows in _TIMED_ROWS}):
-        tokens = _same_tokens(facts, rows)
-        current = tree_pass(facts.mixers, torch.arange(rows, device=facts.device))
-        times: list[float] = []
-        while len(times) < 4 and sum(times) < _TIMED_SECONDS:
-            started = time.perf_counter()
-            _run(model, facts, tokens, facts.leaves, current)
-            if facts.device.type == "cuda":
-                torch.cuda.synchronize(facts.device)
-            times.append(agreed(time.perf_counter() - started))
-        points.append((rows, min(times)))
-    return PassSeconds(tuple(points))
-
-
-def _same_tokens(facts: ModelFacts, rows: int) -> Tensor:
-    """Copies of one token: a mixture of experts routes all rows to the same experts, its worst case."""
-    return torch.zeros(rows, dtype=torch.int64, device=facts.device)
-
-
-def _run(
-    model: Any,
-    facts: ModelFacts,
-    tokens: Tensor,
-    leaves: FusedLeaves | None = None,
-    current: MixerPass | None = None,
-) -> None:
-    """Run a pass over tokens at one position, which captures the states that a drafter reads."""
-    with tapped(cut=facts.exact_lm_head), facts.taps.captured(), facts.mixers.running(current):
-        run_packed(model, tokens, tokens, _like_attention, None, leaves=leaves)
-
-
-def _like_attention(_: int, q: Tensor, k: Tensor, v: Tensor, **__: Any) -> Tensor:
+def like_attention(_: int, q: Tensor, k: Tensor, v: Tensor, **__: Any) -> Tensor:
     """Allocate the attention operator's tensors: the result, and the log-sum-exp while it runs."""
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    result = _values(q, k, v)
+    result = single_values(q, k, v)
     del lse
     return result
 
 
-def _values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def single_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
