@@ -29,7 +29,8 @@ import specmemo_kernels as sk
 from specmemo_kernels.cache.state_pool import MixerSpec, StatePool
 from specmemo_kernels.forward.tree_paths import paths_to_leaves, tree_paths
 from specmemo_kernels.integrations.hf.hybrid_sizes import recurrent_spec
-from specmemo_kernels.integrations.hf.mixers import Mixer, MixerPass
+from specmemo_kernels.integrations.hf.mixer_pass import MixerPass
+from specmemo_kernels.integrations.hf.mixers import Mixer
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.planning.planner import plan_memory

@@ -16,7 +16,8 @@ from specmemo_kernels.forward.step_attention import AttentionParams
 from specmemo_kernels.integrations.distributed.ranks import RankError
 from specmemo_kernels.integrations.hf.attention import AttentionCall, attention_call, views_everywhere
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
-from specmemo_kernels.integrations.hf.mixers import Mixers, tree_pass
+from specmemo_kernels.integrations.hf.mixer_pass import tree_pass
+from specmemo_kernels.integrations.hf.mixers import Mixers
 from specmemo_kernels.integrations.hf.target import ModelFacts, run_packed, tapped
 from specmemo_kernels.planning.model_config import RECURRENT_KINDS
 

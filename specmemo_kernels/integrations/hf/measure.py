@@ -15,7 +15,8 @@ from torch import nn
 
 from specmemo_kernels.forward.tree_paths import paths_to_leaves
 from specmemo_kernels.integrations.hf.fuse import FusedLeaves
-from specmemo_kernels.integrations.hf.mixers import Mixer, MixerPass, Mixers, chunk_pass, tree_pass
+from specmemo_kernels.integrations.hf.mixer_pass import MixerPass, chunk_pass, tree_pass
+from specmemo_kernels.integrations.hf.mixers import Mixer, Mixers
 from specmemo_kernels.integrations.hf.probe import like_attention
 from specmemo_kernels.integrations.hf.target import ModelFacts, run_packed, tapped
 from specmemo_kernels.planning.footprint import PassBytes

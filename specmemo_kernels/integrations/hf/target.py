@@ -30,7 +30,8 @@ from specmemo_kernels.integrations.hf.attention import (
 from specmemo_kernels.integrations.hf.features import FeatureTaps
 from specmemo_kernels.integrations.hf.fuse import FusedLeaves
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel, pass_mask
-from specmemo_kernels.integrations.hf.mixers import MixerPass, Mixers
+from specmemo_kernels.integrations.hf.mixer_pass import MixerPass
+from specmemo_kernels.integrations.hf.mixers import Mixers
 from specmemo_kernels.planning.host_allocator import free_library_buffers
 
 Tensor = torch.Tensor
