@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from failing_allocations import failing_everywhere
 from mtp_models import FAMILIES, LAYERS, random_mtp, save_with_mtp
 from selection import examples, sample
 from test_cli_plan import plan_json
@@ -137,6 +138,26 @@ def test_a_conversation(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
             text = prompt + sk.generate_batch(model, [prompt], max_new_tokens=8)[0].tokens
             assert check_trees(model, handle.drafter, PlainMtp(mtp), recorder.calls, [text]) > 4
         assert handle.stats.reused_tokens >= 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_failing_allocations_and_an_abort(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = tiny_model(family, **FAMILIES[family]), prompts()[:3]
+    expected = [row[len(prompt) :] for row, prompt in zip(texts(model, asked, 8), asked, strict=True)]
+    with sk.patch(model, random_mtp(model), tree=6, page_size=4, prefill_chunk=16, graph=False) as handle:
+        with sk.stream_batch(model, asked, max_new_tokens=8, eos_token_ids=[]) as run:
+            for piece in run:
+                if piece.index == 1:
+                    run.abort(1)
+            done = run.completions()
+        assert done[1].finish_reason == "aborted"
+        assert [done[0].tokens, done[2].tokens] == [expected[0], expected[2]]
+        handle.memory_pressure.levels = handle.memory_pressure.levels[:1] * 10000
+        with failing_everywhere(monkeypatch) as mode:
+            written = sk.generate_batch(model, asked[:1], max_new_tokens=4, eos_token_ids=[])[0].tokens
+        assert written == expected[0][:4]
+        assert handle.stats.retries == mode.failures > 100
 
 
 @pytest.mark.parametrize("graph", [False, True])
