@@ -23,7 +23,8 @@ from specmemo_kernels.planning.model_config import RECURRENT_KINDS
 
 Tensor = torch.Tensor
 
-#: Layer kinds with a causal mask, with or without a window. Others (chunked, linear, ...) aren't supported.
+#: Layer kinds with a causal mask, with or without a window, or with a state per sequence. Others (chunked, ...) aren't
+#: supported.
 _LAYER_TYPES = {"full_attention", "sliding_attention"} | RECURRENT_KINDS
 #: Kinds of layers that mix no tokens.
 _NO_MIXER = {"moe", "mlp", "dummy"}
@@ -45,8 +46,7 @@ def check_config(config: Any) -> None:
     name = text.model_type
     if text.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder model; only decoders can be patched")
-    kinds = set(getattr(text, "layer_types", None) or ())
-    kinds -= _NO_MIXER
+    kinds = set(getattr(text, "layer_types", None) or ()) - _NO_MIXER
     if kinds - _LAYER_TYPES:
         raise UnsupportedModel(
             f"{name} has layers of type {sorted(kinds - _LAYER_TYPES)}; supported are {', '.join(sorted(_LAYER_TYPES))}"
@@ -110,7 +110,7 @@ def unsupported_errors(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def check_equivalence(
     model: Any, device: torch.device, vocab_size: int, mixers: Mixers, cut: bool
-) -> tuple[tuple[int | None, ...], int | None]:
+) -> tuple[dict[int, int | None], int | None]:
     """Compare the lm_head's input in the model's own pass over a short prompt and in a packed pass.
 
     Runs three passes over 8 tokens. The model must be attached.
@@ -121,7 +121,8 @@ def check_equivalence(
         cut: run the lm_head on no rows, if no operation follows it.
 
     Returns:
-        ``windows`` and ``cached_tokens`` of :class:`specmemo_kernels.integrations.hf.target.ModelFacts`.
+        The sliding window of each layer, by layer index, and ``cached_tokens`` of
+        :class:`specmemo_kernels.integrations.hf.target.ModelFacts`.
 
     Raises:
         UnsupportedModel: its attention masks are not supported, or the hidden states differ.
@@ -146,7 +147,7 @@ def check_equivalence(
             f"{type(model).__name__} computes other hidden states for packed nodes than for a prompt (relative "
             f"distance {distance:.2g}, at most {limit} by rounding); an operation besides attention mixes tokens"
         )
-    return tuple(windows.values()), cached_tokens
+    return windows, cached_tokens
 
 
 def _prompt(config: Any, vocab_size: int) -> Tensor:

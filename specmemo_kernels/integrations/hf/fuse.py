@@ -7,10 +7,9 @@ models have the model's own modules.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import nn
 from specmemo_kernels import ops
 from specmemo_kernels.backends.layers import ACTIVATION_FUNCTIONS
 from specmemo_kernels.integrations.hf.attention import fused_kernels
+from specmemo_kernels.integrations.hf.replaced import ReplacedForwards
 from specmemo_kernels.ops import Kernels
 
 Tensor = torch.Tensor
@@ -108,30 +108,16 @@ class FusedLeaves:
         self.max_rows, self.workspace = max_rows, workspace
         self.names: Mapping[str, str] = {leaf.name: leaf.operator for leaf in leaves}
         self.modules = frozenset(module for leaf in leaves for module in leaf.module.modules())
-        self._passes, self._lock = 0, threading.Lock()
+        self._forwards = ReplacedForwards()
 
     def change(self) -> str:
         """A message with the first leaf whose parameters or modules were replaced, or an empty string."""
         name = next((leaf.name for leaf in self.leaves if not leaf.unchanged), None)
         return "" if name is None else f"parameters or modules of {name} have been replaced"
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self) -> AbstractContextManager[None]:
         """Replace the unchanged modules in a block of code; blocks of several threads may overlap."""
-        with self._lock:
-            self._passes += 1
-            if self._passes == 1:
-                for leaf in self.leaves:
-                    if leaf.unchanged:
-                        vars(leaf.module)["forward"] = leaf.forward
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._passes -= 1
-                if not self._passes:
-                    for leaf in self.leaves:
-                        vars(leaf.module).pop("forward", None)
+        return self._forwards.installed(lambda: [(leaf.module, leaf.forward) for leaf in self.leaves if leaf.unchanged])
 
 
 @torch.no_grad()

@@ -1,12 +1,10 @@
 """Recurrent and convolution layers (mixers) in our forward passes: their states come from the state pool.
 
-A mixer's own code runs, with a cache of transformers' kind that holds the states of the rows it gets. The replacement
-is an attribute ``forward`` that exists while a pass runs, as in :mod:`specmemo_kernels.integrations.hf.fuse`.
+A mixer's own code runs, with a cache of transformers' kind that holds the states of the rows it gets.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,6 +16,7 @@ from torch import nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from specmemo_kernels.cache.state_pool import MixerSpec
+from specmemo_kernels.integrations.hf.replaced import ReplacedForwards
 
 Tensor = torch.Tensor
 #: Names of the argument with which transformers' mixers get their cache.
@@ -178,8 +177,7 @@ class Mixers:
     """The recurrent and convolution layers of a model, in the order in which they run."""
 
     mixers: tuple[Mixer, ...] = ()
-    _uses: list[None] = field(default_factory=list, repr=False, compare=False)
-    _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
+    _forwards: ReplacedForwards = field(default_factory=ReplacedForwards, repr=False, compare=False)
 
     @property
     def specs(self) -> tuple[MixerSpec, ...]:
@@ -191,16 +189,9 @@ class Mixers:
         if not self.mixers:
             yield
             return
-        with self._lock:
-            self._uses.append(None)
-            for mixer in self.mixers:
-                vars(mixer.module)["forward"] = mixer.forward
-        token = _pass.set(current)
-        try:
-            yield
-        finally:
-            _pass.reset(token)
-            with self._lock:
-                self._uses.pop()
-                for mixer in self.mixers if not self._uses else ():
-                    vars(mixer.module).pop("forward", None)
+        with self._forwards.installed(lambda: [(mixer.module, mixer.forward) for mixer in self.mixers]):
+            token = _pass.set(current)
+            try:
+                yield
+            finally:
+                _pass.reset(token)

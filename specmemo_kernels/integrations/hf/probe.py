@@ -62,7 +62,7 @@ def probe(model: Any) -> ModelFacts:
         device=device,
         plain_lm_head=plain and (exact or rises),
         exact_lm_head=plain and exact,
-        windows=windows,
+        windows=tuple(windows[i] for i in with_keys),
         cached_tokens=cached_tokens,
         mixers=mixers,
         attention=tuple(with_keys),
