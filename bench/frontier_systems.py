@@ -15,6 +15,7 @@ from part_tracker import LabelledCache, PartTracker
 from replay import Ranks, ReplayedAccept, ReplayedTarget
 
 import specmemo_kernels as sk
+from specmemo_kernels.integrations.hf.cache_argument import CACHE_ARGUMENT
 from specmemo_kernels.tree.draft_tree import DraftTree
 
 
@@ -88,7 +89,7 @@ class PlainSystem:
         return {}
 
     def watch(self, tracker: PartTracker) -> None:
-        self._plain.options = {"past_key_values": LabelledCache(tracker)}
+        self._plain.options = {CACHE_ARGUMENT: LabelledCache(tracker)}
 
     def label(self, tracker: PartTracker) -> None:
         """The cache is labelled while it grows."""

@@ -23,6 +23,7 @@ from torch.profiler import record_function
 from transformers import Cache
 
 from specmemo_kernels import MedusaHeads
+from specmemo_kernels.integrations.hf.cache_argument import CACHE_ARGUMENT
 from specmemo_kernels.tree.draft_tree import DraftTree
 
 Tensor = torch.Tensor
@@ -180,7 +181,7 @@ class MedusaPublished:
     def _hidden(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         """The lm_head's input ``[N, hidden_size]`` for ``ids`` ``[1, N]``."""
         output = self.model.model(
-            input_ids=ids, position_ids=positions[None], attention_mask=mask, past_key_values=self.cache
+            input_ids=ids, position_ids=positions[None], attention_mask=mask, **{CACHE_ARGUMENT: self.cache}
         )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden

@@ -25,6 +25,7 @@ from transformers import (
 from transformers.generation import logits_process
 
 import specmemo_kernels as sk
+from specmemo_kernels.integrations.hf.cache_argument import CACHE_ARGUMENT
 
 Change = Callable[[PreTrainedModel], object]
 
@@ -512,9 +513,9 @@ def test_a_passed_cache_is_filled(model: PreTrainedModel) -> None:
     """The caller continues with the cache, so it must hold the generated tokens."""
     inputs = batch((9,))
     plain, patched = DynamicCache(), DynamicCache()
-    expected = greedy(model, inputs, 20, past_key_values=plain)
-    with patched_right(model, expected, inputs), falls_back("past_key_values was passed; leave it out"):
-        assert torch.equal(greedy(model, inputs, 20, past_key_values=patched), expected)
+    expected = greedy(model, inputs, 20, **{CACHE_ARGUMENT: plain})
+    with patched_right(model, expected, inputs), falls_back(f"{CACHE_ARGUMENT} was passed; leave it out"):
+        assert torch.equal(greedy(model, inputs, 20, **{CACHE_ARGUMENT: patched}), expected)
         assert patched.get_seq_length() == plain.get_seq_length() == 28
 
 
@@ -526,4 +527,4 @@ def test_a_returned_dict_has_no_cache(model: PreTrainedModel) -> None:
         found = greedy(model, inputs, 20, return_dict_in_generate=True, output_scores=True)
         assert handle.stats.steps > 0
     assert torch.equal(found.sequences, expected)
-    assert found.past_key_values is None
+    assert found.get(CACHE_ARGUMENT) is None

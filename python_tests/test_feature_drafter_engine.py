@@ -39,6 +39,7 @@ from specmemo_kernels.drafting.base import DraftRows
 from specmemo_kernels.engine.scheduler import Scheduler
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.forward.batch import DraftedTrees, TreeBatch
+from specmemo_kernels.integrations.hf.cache_argument import CACHE_ARGUMENT
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
 from specmemo_kernels.tree.tree_budget import Trees
 
@@ -107,7 +108,7 @@ class Seer:
         for answer in answers:
             row = torch.tensor([list(answer)])
             with torch.no_grad():
-                cache = model(row, use_cache=True).past_key_values
+                cache = model(row, use_cache=True)[CACHE_ARGUMENT]
             keys.append(cache.layers[-1].keys[0].transpose(0, 1).flatten(1)[:-1])
             future = torch.nn.functional.pad(row[0], (0, depth), value=VOCAB).unfold(0, depth, 1)
             futures.append(future[2 : len(answer) + 1])  # behind the root, which is behind the last token in pages

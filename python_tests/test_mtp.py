@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 import specmemo_kernels as sk
+from specmemo_kernels.integrations.hf.cache_argument import CACHE_ARGUMENT
 from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.planning.mtp_spec import mtp_spec
 
@@ -43,7 +44,7 @@ class PlainMtp:
             embedded = mtp.embed_tokens(row)
             hidden = mtp.layers[0](
                 embedded, features[None], position_embeddings=mtp.rotary_emb(embedded, position_ids=positions),
-                attention_mask=mask, position_ids=positions, past_key_values=None,
+                attention_mask=mask, position_ids=positions, **{CACHE_ARGUMENT: None},
             )[0]  # fmt: skip
             features = torch.cat([features, hidden[-1:]])
         return mtp.shared_head(hidden[-1]).log_softmax(-1)

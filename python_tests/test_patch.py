@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel, StoppingCriteria, St
 from transformers.generation import BaseStreamer, LogitsProcessor, LogitsProcessorList
 
 import specmemo_kernels as sk
+from specmemo_kernels.integrations.hf.cache_argument import CACHE_ARGUMENT
 
 
 @pytest.fixture
@@ -294,10 +295,13 @@ def test_beams_and_other_modes_are_the_models_own(model: PreTrainedModel) -> Non
 def test_reused_cache_runs_the_models_own(model: PreTrainedModel) -> None:
     inputs = batch((9,))
     first = greedy(model, inputs, 5, return_dict_in_generate=True)
-    cache, ids = copy.deepcopy(first.past_key_values), torch.cat([first.sequences, torch.tensor([[4, 5]])], 1)
-    expected = model.generate(ids, past_key_values=first.past_key_values, max_new_tokens=5, do_sample=False)
-    with sk.patch(model, OracleDrafter([], 0.0)), pytest.warns(UserWarning, match="past_key_values"):
-        result = model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    cache, ids = copy.deepcopy(first[CACHE_ARGUMENT]), torch.cat([first.sequences, torch.tensor([[4, 5]])], 1)
+    expected = model.generate(ids, max_new_tokens=5, do_sample=False, **{CACHE_ARGUMENT: first[CACHE_ARGUMENT]})
+    with (
+        sk.patch(model, OracleDrafter([], 0.0)),
+        pytest.warns(UserWarning, match=f"{CACHE_ARGUMENT} can't be continued"),
+    ):
+        result = model.generate(ids, max_new_tokens=5, do_sample=False, **{CACHE_ARGUMENT: cache})
     assert torch.equal(result, expected)
 
 

@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, Pre
 import specmemo_kernels as sk
 from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.cache.paged_kv import PagedKVPool
+from specmemo_kernels.integrations.hf.cache_argument import CACHE_ARGUMENT
 from specmemo_kernels.planning.baselines import MedusaRun, Workload, medusa_parts, plain_parts
 from specmemo_kernels.planning.drafter_spec import HeadsSpec
 from specmemo_kernels.planning.footprint import (
@@ -106,7 +107,7 @@ def plain_peak(model: PreTrainedModel, batch: int, prompt: int, new: int) -> int
                     cache.update(kv[0], kv[1], layer)
                 del kv
             logits = model(
-                torch.zeros(batch, rows, dtype=torch.int64, device="meta"), past_key_values=cache, logits_to_keep=1
+                torch.zeros(batch, rows, dtype=torch.int64, device="meta"), logits_to_keep=1, **{CACHE_ARGUMENT: cache}
             ).logits
             logits[:, -1].to(copy=True, dtype=torch.float32)
         peaks.append(tracker.peak)

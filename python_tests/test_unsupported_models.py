@@ -50,7 +50,7 @@ def with_arguments(model: PreTrainedModel, **arguments: Any) -> PreTrainedModel:
         ({"never_heard_of": False}, "'never_heard_of'"),
         ({"never_heard_of": 0}, "'never_heard_of'"),
         ({"cu_seq_lens_q": torch.tensor([0, 1])}, "'cu_seq_lens_q'"),
-        ({"cache": object()}, "'cache'"),
+        ({"memory": object()}, "'memory'"),
         ({"is_causal": False}, "is_causal=False"),
         ({"output_attentions": True}, "output_attentions=True"),
         ({"softcap": torch.tensor(5.0)}, "Tensor as softcap"),

@@ -15,6 +15,7 @@ from specmemo_kernels.cli.common import load_model, load_tokenizer, patch_argume
 from specmemo_kernels.cli.env import collect_env
 from specmemo_kernels.cli.errors import UserError
 from specmemo_kernels.cli.options import DemoOptions
+from specmemo_kernels.integrations.hf.cache_argument import CACHE_ARGUMENT
 from specmemo_kernels.integrations.hf.chat import longest_text
 from specmemo_kernels.integrations.hf.patch import patch
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
@@ -158,7 +159,7 @@ def measure_memory(pair: Pair, prompt: Prompt) -> dict[str, dict[str, int]]:
     """Peak tensor bytes of one generation, by side and part. The tracker is slow, so these runs aren't timed."""
     with MemoryTracker() as tracker:
         output = pair.generate("plain", prompt, return_dict_in_generate=True)
-    layers = output.past_key_values.layers
+    layers = output[CACHE_ARGUMENT].layers
     cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     plain = {"KV cache": cache, "everything else at the peak": tracker.peak - cache}
     del output, layers

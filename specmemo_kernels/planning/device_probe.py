@@ -139,7 +139,8 @@ def _launch_seconds(torch_device: Any, share: float, sync: Callable[[], None]) -
             model = LlamaForCausalLM(config).to(torch_device).eval()
         ids, cache = torch.zeros(1, 8, dtype=torch.int64, device=torch_device), DynamicCache(config=config)
         # The cache grows by one token per call, which doesn't matter.
-        step = functools.partial(model, past_key_values=cache, logits_to_keep=1)
+        # By position, because versions of transformers name the cache's argument differently.
+        step = functools.partial(lambda run, kept, tokens: run(tokens, None, None, kept), model, cache)
         step(ids)
         seconds.append(_best(functools.partial(step, ids[:, :1]), share / 2, sync))
     return max(seconds[1] - seconds[0], 1e-9) / (6 * _LAYER_OPERATORS)

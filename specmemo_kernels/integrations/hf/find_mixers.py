@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from specmemo_kernels.cache.state_pool import MixerSpec
+from specmemo_kernels.integrations.hf.cache_argument import CACHE_ARGUMENTS
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel, unsupported
 from specmemo_kernels.integrations.hf.mixers import (
-    KEYWORDS,
     HoldsKeys,
     Mixer,
     MixerCache,
@@ -66,7 +66,7 @@ def _keyword(module: nn.Module) -> str | None:
     """The argument with which a layer's part gets its cache."""
     if not isinstance(getattr(module, "layer_idx", None), int) or "forward" in vars(module):
         return None
-    return next((name for name in KEYWORDS if name in inspect.signature(type(module).forward).parameters), None)
+    return next((name for name in CACHE_ARGUMENTS if name in inspect.signature(type(module).forward).parameters), None)
 
 
 def stateful_modules(model: nn.Module) -> list[tuple[MixerSpec, nn.Module]]:

@@ -15,6 +15,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from specmemo_kernels.engine.scheduler import submit_all
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.verify import GreedyVerifier, Verifier
+from specmemo_kernels.integrations.hf.cache_argument import CACHE_ARGUMENT
 from specmemo_kernels.integrations.hf.checks import rope_limit
 from specmemo_kernels.integrations.hf.processors import (
     ProcessedVerifier,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 #: Model arguments that a speculative call handles.
-_SUPPORTED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position", "logits_to_keep"}
+_SUPPORTED = {"attention_mask", "position_ids", CACHE_ARGUMENT, "use_cache", "cache_position", "logits_to_keep"}
 
 
 @dataclass(frozen=True)
@@ -196,16 +197,16 @@ class Generator:
 
 def _unsupported_arguments(call: _Call) -> str:
     config, kwargs, batch = call.config, call.model_kwargs, call.input_ids.shape[0]
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get(CACHE_ARGUMENT)
     extra = sorted(k for k, v in kwargs.items() if k not in _SUPPORTED and not _is_empty(v))
     keeps_scores = call.returns("output_scores") or call.returns("output_logits")
     whole = needs_whole_batch((*call.logits_processor, *call.other_criteria)) if batch > 1 else []
     checks = (
         (call.synced_gpus, "synced_gpus (FSDP, ZeRO-3) is not supported"),
         (bool(getattr(config, "is_assistant", False)), "the target model reads its assistant's scores and cache"),
-        (cache is not None and cache.get_seq_length() > 0, "past_key_values can't be continued; pass all tokens"),
+        (cache is not None and cache.get_seq_length() > 0, f"{CACHE_ARGUMENT} can't be continued; pass all tokens"),
         # The model fills an empty cache that was passed; the caller may continue with it.
-        (getattr(cache, "_is_user_defined", False), "past_key_values was passed; leave it out to speculate"),
+        (getattr(cache, "_is_user_defined", False), f"{CACHE_ARGUMENT} was passed; leave it out to speculate"),
         (config.cache_implementation is not None, f"cache_implementation={config.cache_implementation!r} was given"),
         (not kwargs.get("use_cache", True), "use_cache=False was given"),
         (call.returns("output_attentions"), "output_attentions needs the attention weights"),

@@ -19,8 +19,6 @@ from specmemo_kernels.cache.state_pool import MixerSpec
 from specmemo_kernels.integrations.hf.replaced import ReplacedForwards
 
 Tensor = torch.Tensor
-#: Names of the argument with which transformers' mixers get their cache.
-KEYWORDS = ("cache_params", "past_key_values")
 #: Tokens up to which a recurrence takes less time than the chunks of 64 to which mixers pad them.
 FEW_TOKENS = 16
 #: A state tensor in a cache: its kind and its index among those.

@@ -19,6 +19,7 @@ from specmemo_kernels.drafting.vocabulary import TargetVocabulary
 from specmemo_kernels.forward.batch import DraftedTrees, TreeBatch
 from specmemo_kernels.forward.step_attention import AttentionParams, StepAttention
 from specmemo_kernels.integrations.hf.attention import AttentionCall, attention_call
+from specmemo_kernels.integrations.hf.cache_argument import CACHE_ARGUMENT
 from specmemo_kernels.integrations.hf.fuse import FUSED_BACKENDS, FusedLeaves, find_leaves
 from specmemo_kernels.integrations.hf.target import ModelFacts, attach_views, step_mask
 from specmemo_kernels.planning.cost import OPERATORS_BESIDE, OPERATORS_PER_LAYER
@@ -160,7 +161,7 @@ class MtpDrafter:
         with attention_call(call, None, kernels), fused:
             hidden = self._layer(
                 embedded, features[None], position_embeddings=rotary, attention_mask=step_mask(tokens.device),
-                position_ids=positions[None], past_key_values=None,
+                position_ids=positions[None], **{CACHE_ARGUMENT: None},
             )  # fmt: skip
         if mtp.use_shared_post_norm:
             hidden = mtp.shared_post_norm(hidden)
