@@ -114,6 +114,40 @@ def test_preemption_swapping_and_aborts(family: str) -> None:
             assert done[3].tokens == expected[3][: len(done[3].tokens)]
 
 
+@pytest.mark.parametrize("reuse", [True, False])
+@each_family
+def test_the_next_turns_of_conversations(family: str, reuse: bool) -> None:
+    """They go on from the states of the turns before, in a batch and one by one, while other texts come between."""
+    model, prompts, expected = texts(family)
+    rng, said = random.Random(3), [[*p, *row] for p, row in zip(prompts[:3], expected[:3], strict=True)]
+    turns = [[*text, *(rng.randrange(3, VOCAB) for _ in range(5))] for text in said]
+
+    def answer(text: list[int]) -> list[int]:
+        inputs = torch.tensor([text])  # with a mask, because a written token may be the one that pads
+        output = model.generate(inputs, attention_mask=inputs * 0 + 1, max_new_tokens=NEW, do_sample=False)
+        return output[0].tolist()  # type: ignore[no-any-return]
+
+    answers = [answer(turn) for turn in turns]
+    turns.append([*answers[2], 5])
+    answers.append(answer(turns[3]))
+    wanted = [row[len(turn) :] for row, turn in zip(answers, turns, strict=True)]
+    drafter = OracleDrafter([*said, *answers], 0.6, max_depth=5, vocab=VOCAB)
+    options: dict[str, Any] = {"tree": TREES[8], "page_size": 4, "prefill_chunk": 16, "max_batch_size": 3}
+    with sk.patch(model, drafter, reuse_prefix=reuse, **options) as handle:
+        resumes = reuse and handle.facts.mixers.may_resume
+        # The rows accepted last, at most one path of the tree, aren't in a state.
+        assert written(model, prompts[:3]) == expected[:3]
+        assert written(model, turns[:3]) == wanted[:3]  # in a larger pool, to which the states move
+        assert handle.stats.reused_tokens >= (sum(map(len, said)) - 3 * 6 if resumes else 0)
+        assert written(model, turns[1:2]) == wanted[1:2]  # its state has gone on
+        before = handle.stats.reused_tokens
+        assert written(model, turns[3:]) == wanted[3:]
+        assert handle.stats.reused_tokens - before >= (len(answers[2]) - 6 if resumes else 0)
+        assert resumes or not handle.stats.reused_tokens
+        assert handle.pool is not None
+        handle.pool.check_integrity()
+
+
 @pytest.mark.parametrize("family", sample(["qwen3_next", "lfm2", "jamba", "minimax"], ["lfm2"]))
 def test_failing_allocations(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each allocation of each step fails once; a sequence whose states have changed is computed again."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import pytest
 import torch
 from hypothesis import settings
@@ -14,6 +16,7 @@ from toy_model import PROMPTS, TARGET, ToyDrafter, same_as_plain
 import specmemo_kernels as sk
 from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.cache.paged_kv import OutOfPages, PagedKVPool
+from specmemo_kernels.cache.state_pool import MixerSpec
 from specmemo_kernels.engine.decode import SpecDecoder
 from specmemo_kernels.engine.scheduler import Scheduler, submit_all
 from specmemo_kernels.engine.sequence import SequenceState
@@ -37,11 +40,15 @@ class Texts(RuleBasedStateMachine):
     Every slot of every page must hold its token's content whenever a sequence can read it.
     """
 
+    mixers: ClassVar[list[MixerSpec]] = []
+
+    def new_pool(self, num_pages: int, page_size: int) -> PagedKVPool:
+        sizes: dict[str, Any] = {"num_pages": num_pages, "page_size": page_size, "max_sequences": 3, "max_nodes": 1}
+        return PagedKVPool([LAYER], **sizes, keep=True, mixers=self.mixers)
+
     @initialize(num_pages=st.integers(2, 12), page_size=st.integers(1, 4))
     def start(self, num_pages: int, page_size: int) -> None:
-        self.pool = PagedKVPool(
-            [LAYER], num_pages=num_pages, page_size=page_size, max_sequences=3, max_nodes=1, keep=True
-        )
+        self.pool = self.new_pool(num_pages, page_size)
         self.open: dict[int, list[int]] = {}
         self.said: list[list[int]] = [[]]
 
@@ -59,8 +66,7 @@ class Texts(RuleBasedStateMachine):
         earlier = data.draw(st.sampled_from(self.said))
         tokens = earlier[: data.draw(st.integers(0, len(earlier)))] + more
         expected = self.pool.cached_prefix_len(tokens)
-        slot = self.pool.open()
-        known = self.pool.reuse(slot, tokens)
+        slot, known = self.pool.open_with(tokens)
         assert known == expected < len(tokens)
         try:
             self.pool.reserve(slot, len(tokens))
@@ -89,17 +95,18 @@ class Texts(RuleBasedStateMachine):
             return
         slot = data.draw(st.sampled_from(sorted(self.open)))
         tokens = self.open.pop(slot)
-        self.pool.close(slot, tokens[: len(tokens) - unlabelled])
+        self.close_with(slot, tokens, unlabelled)
         self.said.append(tokens)
+
+    def close_with(self, slot: int, tokens: list[int], unlabelled: int) -> None:
+        self.pool.close(slot, tokens[: len(tokens) - unlabelled])
 
     @rule(num_pages=st.integers(2, 12))
     def move(self, num_pages: int) -> None:
         """Move the cache to a new pool, larger or smaller, while no sequence is open."""
         if self.open:
             return
-        pool = PagedKVPool(
-            [LAYER], num_pages=num_pages, page_size=self.pool.page_size, max_sequences=3, max_nodes=1, keep=True
-        )
+        pool = self.new_pool(num_pages, self.pool.page_size)
         known = [self.pool.cached_prefix_len(tokens) for tokens in self.said]
         pool.take_cached(self.pool)
         assert pool.cached_pages == min(num_pages, self.pool.cached_pages)
@@ -130,6 +137,43 @@ class Texts(RuleBasedStateMachine):
             assert self.pool.free_pages == self.pool.num_pages
 
 
+class TextsWithStates(Texts):
+    """The same with a recurrent layer, whose state stands for all tokens in it."""
+
+    mixers: ClassVar[list[MixerSpec]] = [MixerSpec((((1,), torch.float64),), 1, torch.float64, torch.device("cpu"))]
+
+    def write(self, slot: int, first: int) -> None:
+        """Computes the tokens from ``first`` on: the state must have those before them."""
+        super().write(slot, first)
+        states = self.pool.states
+        assert states is not None
+        assert states.started(slot) == (first > 0)
+        assert states.states[0][0][slot] == sum(content(self.open[slot][:first])[-1:])
+        states.change([slot])
+        states.states[0][0][slot] = content(self.open[slot])[-1]
+        states.settle({})
+
+    def close_with(self, slot: int, tokens: list[int], unlabelled: int) -> None:
+        """Its last tokens, up to two, are rows that the state doesn't have yet; with three, its last pass failed."""
+        states = self.pool.states
+        assert states is not None
+        held = tokens[: len(tokens) - unlabelled]
+        if unlabelled < 3 and held:
+            states.states[0][0][slot] = content(held)[-1]
+            states.settle({slot: list(range(unlabelled))})
+            self.pool.close(slot, [*tokens, 0], len(tokens))
+            # Its end may lie in the middle of another text's page, which can't be taken in part.
+            assert self.pool.cached_prefix_len([*held, 0]) in (0, len(held))
+            assert states.cached[slot] == held
+        else:
+            states.change([slot])
+            assert states.lost() == {slot}
+            self.pool.close(slot, tokens)
+            assert slot not in states.cached
+
+
+TestTextsWithStates = TextsWithStates.TestCase
+TestTextsWithStates.settings = settings(max_examples=examples(80), stateful_step_count=30, deadline=None)
 TestTexts = Texts.TestCase
 TestTexts.settings = settings(max_examples=examples(80), stateful_step_count=30, deadline=None)
 

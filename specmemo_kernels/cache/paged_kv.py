@@ -143,13 +143,40 @@ class PagedKVPool(KVStorage):
         Raises:
             OutOfPages: all rows are taken.
         """
+        return self.open_with(())[0]
+
+    def open_with(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """Allocate a row for a sequence, with the cached pages of the longest prefix of ``tokens``.
+
+        Full pages are shared and never written to. A partly filled page moves to this sequence, and so does the state
+        of recurrent layers.
+
+        Returns:
+            The row, and the number of cached tokens; the last of ``tokens`` must always be computed.
+
+        Raises:
+            OutOfPages: all rows are taken.
+        """
         if not self._free_slots:
             raise OutOfPages(f"all {self.block_table.shape[0]} sequences of the pool are in use; close one first")
-        slot = self._free_slots.pop()
+        pages, cached_tokens, slot = self._cached_prefix(tokens)
+        resume = slot is not None
+        if slot is None:
+            slot = self._free_slots[-1] if self.states is None else self.states.free_slot(self._free_slots)
         self._pages[slot] = []
+        try:
+            self._append_pages(slot, pages)
+        except BaseException:
+            del self._pages[slot]
+            raise
+        self._free_slots.remove(slot)
         if self.states is not None:
-            self.states.open(slot)
-        return slot
+            self.states.open(slot, resume=resume)
+        for page in pages:
+            self._cached.pop(page, None)
+        if cached_tokens % self.page_size:
+            self._index.drop(pages[-1])
+        return slot, cached_tokens
 
     def reserve(self, slot: int, tokens: int) -> None:
         """Allocate the missing pages for the first ``tokens`` tokens of sequence ``slot``.
@@ -190,31 +217,24 @@ class PagedKVPool(KVStorage):
         return [a << 32 | b for a, b in pairwise(tokens)] if self._pairs else tokens
 
     def cached_prefix_len(self, tokens: Sequence[int]) -> int:
-        """Number of leading ``tokens`` whose keys and values are in cached or shared pages."""
-        return self._index.match(self._labels(tokens))[1]
+        """Number of leading ``tokens`` that a new sequence needn't compute."""
+        return self._cached_prefix(tokens)[1]
 
     def shared_pages(self, tokens: Sequence[int]) -> int:
-        """Pages that :meth:`reuse` would share with open sequences; they take no free page."""
-        return sum(page in self._users for page in self._index.match(self._labels(tokens))[0])
+        """Pages that :meth:`open_with` would share with open sequences; they take no free page."""
+        return sum(page in self._users for page in self._cached_prefix(tokens)[0])
 
-    def reuse(self, slot: int, tokens: Sequence[int]) -> int:
-        """Assign the cached pages of the longest matching prefix of ``tokens`` to a sequence without pages.
-
-        Full pages are shared and never written to. A partly filled page moves to this sequence.
-
-        Returns:
-            Number of cached tokens; the last of ``tokens`` must always be computed.
-        """
-        if self._pages[slot]:
-            return 0
-        pages, cached_tokens = self._index.match(self._labels(tokens))
-        if pages:
-            self._append_pages(slot, pages)
-        for page in pages:
-            self._cached.pop(page, None)
-        if cached_tokens % self.page_size:
-            self._index.drop(pages[-1])
-        return cached_tokens
+    def _cached_prefix(self, tokens: Sequence[int]) -> tuple[list[int], int, int | None]:
+        """Pages of the longest cached prefix, its length, and the row with the state of recurrent layers behind it."""
+        labels = self._labels(tokens)
+        if self.states is None:
+            return *self._index.match(labels), None
+        for slot in self.states.begins(labels):
+            length = len(self.states.cached[slot])
+            pages, cached_tokens = self._index.match(labels[: length + 1])
+            if cached_tokens == length:
+                return pages, length, slot
+        return [], 0, None
 
     def close(self, slot: int, tokens: Sequence[int] = (), computed: int | None = None) -> None:
         """Free a sequence's pages and row.
@@ -223,8 +243,10 @@ class PagedKVPool(KVStorage):
         ``keep`` caches the pages under these tokens.
         """
         pages = self._pages.pop(slot)
-        if self._keep:
-            self._index.label(pages, self._labels(tokens)[:computed])
+        labels = self._labels(tokens)[:computed] if self._keep else ()
+        if self.states is not None:
+            labels = self.states.close(slot, labels)
+        self._index.label(pages, labels)
         for page in reversed(pages):  # eviction order: a prefix is useful without its end
             self._users[page] -= 1
             if not self._users[page]:
@@ -234,8 +256,6 @@ class PagedKVPool(KVStorage):
                 else:
                     self._free_pages.append(page)
         self._free_slots.append(slot)
-        if self.states is not None:
-            self.states.close(slot)
 
     def clear_cache(self) -> None:
         """Drop all cached pages, while no sequence is open.
@@ -248,6 +268,8 @@ class PagedKVPool(KVStorage):
         self._index = PrefixIndex(self.page_size)
         self._free_pages.extend(self._cached)
         self._cached.clear()
+        if self.states is not None:
+            self.states.cached.clear()
 
     def take_cached(self, other: PagedKVPool) -> None:
         """Copy cached pages of ``other``, a pool of the same layers, into this unused pool: the newest that fit."""
@@ -258,6 +280,8 @@ class PagedKVPool(KVStorage):
         self.copy_from(other, new_pages)
         self._index = other._index.moved(new_pages)
         self._cached = {new_pages[page]: None for page in reversed(newest)}
+        if self.states is not None and other.states is not None:
+            self.states.take_cached(other.states)
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` unless each page is free, cached or in use, and the block table agrees."""

@@ -2,6 +2,9 @@
 
 A mixer's state can't drop a rejected token. So verification runs from a copy, which is thrown away, and the mixer's
 input rows are kept. When the accepted rows are known, the next pass feeds them to the mixer, from the state on.
+
+A closed sequence's state stays where it is until another sequence needs the memory. A text that begins with exactly the
+tokens in it, as the next turn of a conversation, goes on from there.
 """
 
 from __future__ import annotations
@@ -65,6 +68,7 @@ class StatePool:
         states: of each mixer, its state tensors ``[max_sequences, ...]``.
         rows: of each mixer, its input rows ``[max_nodes, hidden_size]`` in the last pass over trees.
         accepted: the rows of each sequence, in order, that are part of its text but not of its states.
+        cached: of closed sequences, the labels of the tokens in their states (:class:`PrefixIndex`), the oldest first.
         slots: the sequences of the current pass, in the order of its batch. prompt_rows: rows of each of its chunks
             that are part of the prompt.
     """
@@ -81,6 +85,8 @@ class StatePool:
         self._included: list[set[int]] = [set() for _ in self.mixers]  # sequences whose accepted rows are in the state
         self._started: set[int] = set()
         self._changed: set[int] = set()
+        self._lost: set[int] = set()
+        self.cached: dict[int, Sequence[int]] = {}
         self.rows = self._new_rows(max_nodes)
 
     def _new_rows(self, count: int) -> list[Tensor]:
@@ -105,18 +111,48 @@ class StatePool:
         """Bytes of all kept rows."""
         return sum(rows.nbytes for rows in self.rows)
 
-    def open(self, slot: int) -> None:
-        """Start a sequence with zeros."""
-        self.close(slot)
+    def begins(self, labels: Sequence[int]) -> list[int]:
+        """The closed sequences whose states have only the first of these tokens, and not the last one."""
+        found = [slot for slot, known in self.cached.items() if known == [*labels[: min(len(known), len(labels) - 1)]]]
+        return sorted(found, key=lambda slot: -len(self.cached[slot]))
+
+    def free_slot(self, free: Sequence[int]) -> int:
+        """One of the ``free`` slots, if possible without a closed sequence's state, else with the oldest."""
+        return next((slot for slot in reversed(free) if slot not in self.cached), next(iter(self.cached), free[-1]))
+
+    def open(self, slot: int, *, resume: bool = False) -> None:
+        """Start a sequence: with zeros, or with the state of the closed sequence."""
+        if self.cached.pop(slot, None) is not None and resume:
+            self._started.add(slot)
+            return
         for states in self.states:
             for state in states:
                 state[slot].zero_()
 
-    def close(self, slot: int) -> None:
-        """Forget a sequence."""
-        self.accepted.pop(slot, None)
-        self._started.discard(slot)
-        self._changed.discard(slot)
+    def close(self, slot: int, labels: Sequence[int] = ()) -> Sequence[int]:
+        """End a sequence whose pages hold tokens with these labels, none if its state may be dropped.
+
+        Returns:
+            The labels of the tokens in its state, which is cached; none if it isn't.
+        """
+        missing = len(self.accepted.pop(slot, ()))
+        whole = slot in self._started and slot not in self._lost | self._changed
+        whole = whole and not (missing and any(slot in included for included in self._included))
+        known = list(labels[: len(labels) - missing]) if whole else []
+        for slots in (self._started, self._changed, self._lost):
+            slots.discard(slot)
+        if known:
+            self.cached[slot] = known
+        return known
+
+    def take_cached(self, other: StatePool) -> None:
+        """Copy the newest cached states of another pool of the same mixers into this unused pool."""
+        count = len(self.states[0][0])
+        for new, old in zip(range(count), reversed(other.cached), strict=False):
+            for states, sources in zip(self.states, other.states, strict=True):
+                for state, source in zip(states, sources, strict=True):
+                    state[new].copy_(source[old])
+            self.cached = {new: other.cached[old], **self.cached}
 
     def started(self, slot: int) -> bool:
         """Whether the sequence's state has seen a token."""
@@ -166,6 +202,7 @@ class StatePool:
     def lost(self) -> set[int]:
         """End a pass that failed; the sequences whose states it has changed. They must be computed again."""
         lost, self._changed = self._changed, set()
+        self._lost |= lost
         return lost
 
     def copy_out(self, slot: int) -> HostState:

@@ -168,8 +168,8 @@ class DraftModelDrafter:
 
     def _sequence(self, pool: PagedKVPool, slot: int, tokens: Sequence[int]) -> _DraftSequence:
         if slot not in self._sequences:
-            sequence = self._sequences[slot] = _DraftSequence(pool.open(), [], 0, [])
-            sequence.cached = pool.reuse(sequence.slot, tokens)
+            row, cached = pool.open_with(tokens)
+            self._sequences[slot] = _DraftSequence(row, [], cached, [])
         self._sequences[slot].tokens = tokens
         return self._sequences[slot]
 

@@ -111,11 +111,9 @@ class SpecDecoder:
         hidden_states: list[Tensor | None] = []
         try:
             for sequence in sequences:
-                sequence.open(self.pool.open(), 0)
+                swapped = sequence.swapped  # a swapped sequence writes to its pages, so it shares none
+                sequence.open(*self.pool.open_with(sequence.context if swapped is None else ()))
                 opened.append(sequence)
-                swapped = sequence.swapped
-                if swapped is None:  # a swapped sequence writes to its pages, so it shares none
-                    sequence.open(sequence.slot, self.pool.reuse(sequence.slot, sequence.context))
                 self.pool.reserve(sequence.slot, len(sequence.context))
                 if swapped is not None:
                     self.pool.swap_in(sequence.slot, swapped.pages)
@@ -267,6 +265,7 @@ class SpecDecoder:
             if depth and verdict is not None:
                 size = nodes // len(running)
                 accepted += [[i * size + node for node in verdict.paths[i]] for i in range(len(running))]
+        self.release(finished)
         if self.chooser is not None and timing is not None and verdict is not None and trees is not None and trees.tree:
             seconds = time.perf_counter() - timing.started - timing.drafting
             paths = verdict.paths[: len(running)]
@@ -294,8 +293,7 @@ class SpecDecoder:
             lost = states.lost()
             self.lost = [sequence for sequence in sequences if sequence.slot in lost]
             raise
-        open_sequences = {s.slot: rows for s, rows in zip(running, accepted, strict=bool(accepted)) if s.slot >= 0}
-        states.settle(open_sequences)
+        states.settle({s.slot: rows for s, rows in zip(running, accepted, strict=bool(accepted))})
 
     def advance(
         self,
@@ -313,7 +311,7 @@ class SpecDecoder:
             emitted: the tokens of ``running``, then the first tokens of the prompts that ``chunk`` completed.
             hidden: the states that predicted the newest of these tokens; ``None``: a later step returns them.
 
-        Returns the finished sequences.
+        Returns the finished sequences, which the caller must release.
         """
         fresh, ended = (chunk.fresh, chunk.ended) if chunk is not None else ([], [])
         emitting = [*running, *fresh]
@@ -341,5 +339,4 @@ class SpecDecoder:
         self.prefilling = [s for s in self.prefilling if id(s) not in joined]
         self.sequences = [*self.sequences, *ended]
         finished = [s for s in self.sequences if s.finished]
-        self.release(finished)
         return finished

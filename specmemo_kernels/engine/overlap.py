@@ -169,6 +169,7 @@ class OverlappedSteps:
             hidden = [states[row] for row in rows]
         alive, accepted = [flight.sequences[row] for row in rows], [emitted[row] for row in rows]
         finished = decoder.advance(alive, accepted, len(rows) * flight.tree.size, flight.tree.max_depth, hidden)
+        decoder.release(finished)
         self._flights.popleft()
         if decoder.chooser is not None:
             decoder.chooser.stepped(flight.tree, [paths[row] for row in rows], self._seconds(flight))

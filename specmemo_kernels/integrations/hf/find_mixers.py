@@ -148,7 +148,7 @@ def _modes(mixer: Mixer) -> dict[str, Any]:
     alone, together = distance(mixer, True), distance(mixer, False)
     limit = _TOLERANCE if mixer.spec.dtype == torch.float32 else _SHORT_TOLERANCE
     if together <= limit < alone:
-        return {"steps_alone": True}
+        return {"steps_alone": True, "alone_differs": True}
     if together <= limit:
         few = _recurrent_forward(mixer.module)
         if few is not None and distance(replace(mixer, few=few), False) > limit:

@@ -21,6 +21,8 @@ from specmemo_kernels.integrations.hf.replaced import ReplacedForwards
 Tensor = torch.Tensor
 #: Tokens up to which a recurrence takes less time than the chunks of 64 to which mixers pad them.
 FEW_TOKENS = 16
+#: States that an unknown layer may have; transformers' layers have up to four (Inkling).
+_MOST_STATES = 8
 #: A state tensor in a cache: its kind and its index among those.
 StateKey = tuple[str, int]
 
@@ -38,7 +40,7 @@ class MixerCache(Cache):
 
     def __init__(self, layer: int, keys: Sequence[StateKey] = (), states: Sequence[Tensor] = ()) -> None:
         numbers = [number for kind, number in keys if kind != "linear"]
-        self.state: Any = LinearAttentionLayer(number_of_states=1 + max(numbers, default=0))
+        self.state: Any = LinearAttentionLayer(number_of_states=1 + max(numbers, default=_MOST_STATES - 1))
         self.linear: Tensor | None = None
         super().__init__(layers=[self.state] * (layer + 1))
         for (kind, number), tensor in zip(keys, states, strict=bool(states)):
@@ -86,6 +88,7 @@ class Mixer:
         outputs: its number of outputs, of which the first one is used.
         steps_alone: tokens behind the prompt are fed one by one, the nodes of one depth of all trees at a time, because
             that is about as fast, or because it computes other results for a token alone, as ``generate`` does.
+        alone_differs: the latter.
         few: its ``forward`` with a token-by-token recurrence, for up to :data:`FEW_TOKENS` tokens, if it has one.
         prompts_alone: it is wrong for several tokens behind others, so prompts too are fed one by one.
     """
@@ -99,6 +102,7 @@ class Mixer:
     arguments: Mapping[str, Any]
     outputs: int = 1
     steps_alone: bool = False
+    alone_differs: bool = False
     prompts_alone: bool = False
     few: Callable[..., Any] | None = None
 
@@ -180,6 +184,11 @@ class Mixers:
     @property
     def specs(self) -> tuple[MixerSpec, ...]:
         return tuple(mixer.spec for mixer in self.mixers)
+
+    @property
+    def may_resume(self) -> bool:
+        """Whether a written text's state is what the same text as a prompt would give."""
+        return not any(mixer.alone_differs for mixer in self.mixers)
 
     @contextmanager
     def running(self, current: PackedPass | None) -> Iterator[None]:

@@ -135,8 +135,8 @@ def patch(
         reuse_prefix: keep the pages of finished sequences until they are needed. A prompt that begins like an earlier
             text (the next turn of a conversation) is then computed from there on. Pages are dropped when a change of
             the model's weights, modules or adapters is detected. After an undetected change
-            (:mod:`specmemo_kernels.integrations.hf.changes`) call ``model.specmemo.release()``. No effect for models
-            with recurrent layers, whose states can't be cut at a page.
+            (:mod:`specmemo_kernels.integrations.hf.changes`) call ``model.specmemo.release()``. Models with recurrent
+            layers keep the states at the ends of texts, so a prompt must begin with a whole earlier text.
         graph: capture whole steps, from the heads' guesses to the commit. On a GPU in CUDA graphs, which are launched
             before the tokens of the previous step are read; on a CPU as a list of operators, which is called without
             the Python code of the model's modules. ``None``: where the model and the drafter allow it (else

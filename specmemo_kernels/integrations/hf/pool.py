@@ -214,7 +214,7 @@ class PoolCache:
                 max_sequences=sequences,
                 max_nodes=nodes,
                 kv_dtype=plan.kv_dtype,
-                keep=self.reuse_prefix and not self.setup.facts.mixers.mixers,
+                keep=self.reuse_prefix and self.setup.facts.mixers.may_resume,
                 mixers=self.setup.facts.mixers.specs,
             )
             if old is not None:
