@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -148,6 +149,29 @@ def test_the_next_turns_of_conversations(family: str, reuse: bool) -> None:
         handle.pool.check_integrity()
 
 
+@pytest.mark.parametrize("family", sample(["qwen3_next", "lfm2", "kimi_linear", "olmo_hybrid"], ["qwen3_next", "lfm2"]))
+def test_a_step_calls_each_mixer_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The accepted rows are in the call that verifies the next tree; rows accepted before a step of one node aren't."""
+    model, prompts, expected = texts(family)
+    calls: Counter[str] = Counter()
+    for name in ("call", "divided"):
+        monkeypatch.setattr(Mixer, name, counted(getattr(Mixer, name), calls))
+    with sk.patch(model, oracle(family, 1.0), tree=sk.DraftTree.chain(3), prefill_chunk=64) as handle:
+        calls.clear()
+        assert written(model, prompts[:1], max_new_tokens=12) == [expected[0][:12]]
+        mixers, steps = len(handle.facts.mixers.mixers), handle.stats.steps
+    assert steps == 3  # of 11 tokens behind the prompt's
+    assert calls == {"call": 2 * mixers, "divided": 2 * mixers}, "the prompt and the first tree, then two trees"
+
+
+def counted(function: Any, calls: Counter[str]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls[function.__name__] += 1
+        return function(*args, **kwargs)
+
+    return call
+
+
 @pytest.mark.parametrize("family", sample(["qwen3_next", "lfm2", "jamba", "minimax"], ["lfm2"]))
 def test_failing_allocations(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each allocation of each step fails once; a sequence whose states have changed is computed again."""
@@ -195,8 +219,8 @@ def test_negative_controls(family: str, damage: str, monkeypatch: pytest.MonkeyP
     if damage == "no copy":
         own = MixerPass._verify
 
-        def verify(current: MixerPass, mixer: Mixer, rows: Tensor, take: Any) -> Tensor:
-            output, paths, slots = own(current, mixer, rows, take), current.paths, current.trees[:1]
+        def verify(current: MixerPass, mixer: Mixer, rows: Tensor, take: Any, joined: Any) -> Tensor:
+            output, paths, slots = own(current, mixer, rows, take, joined), current.paths, current.trees[:1]
             assert paths is not None
             states = current._read(mixer, slots)
             _, states = mixer.call(rows[paths.rows[:1]], states, take(paths.rows[:1]), alone=mixer.steps_alone)
@@ -205,6 +229,7 @@ def test_negative_controls(family: str, damage: str, monkeypatch: pytest.MonkeyP
 
         monkeypatch.setattr(MixerPass, "_verify", verify)
     else:
+        monkeypatch.setattr(MixerPass, "_joined", lambda *_: {})
         monkeypatch.setattr(MixerPass, "_include_accepted", lambda *_: None)
     with sk.patch(model, oracle(family, 0.6), tree=TREES[8], page_size=4, prefill_chunk=64, max_batch_size=1):
         assert written(model, prompts) != expected
@@ -302,7 +327,8 @@ def test_paths(first: list[int], second: list[int]) -> None:
     )  # fmt: skip
     found = tree_paths(flat)  # type: ignore[arg-type]
     assert torch.equal(found.rows[found.path, found.depth], torch.arange(sum(sizes)))
-    assert torch.equal(found.owner[found.path], (torch.arange(sum(sizes)) >= sizes[0]).long())
+    assert torch.equal(found.path >= found.starts[1], torch.arange(sum(sizes)) >= sizes[0])
+    assert found.starts == (0, *(sum(len(paths_to_leaves(p)) for p in trees[: i + 1]) for i in range(2)))
     starts, above = [0, sizes[0]], torch.arange(2)
     for depth, (nodes, places) in enumerate(found.levels):
         assert found.depth[nodes].eq(depth).all()

@@ -18,14 +18,14 @@ Tensor = torch.Tensor
 class TreePaths:
     """The paths of a batch's trees, P paths of at most D nodes.
 
-    ``rows``: ``[P, D]`` int64, the packed row of each node, the last one repeated behind a path's end. ``owner``:
-    ``[P]`` int64, each path's tree. ``path``, ``depth``: ``[N]`` int64, a path and a place in it for each node.
+    ``rows``: ``[P, D]`` int64, the packed row of each node, the last one repeated behind a path's end. ``starts``: the
+    first path of each tree, and P. ``path``, ``depth``: ``[N]`` int64, a path and a place in it for each node.
     ``levels``: of each depth, the packed rows of its nodes and the place of their parents among those of the depth
     above (of a root: its tree), ``[M]`` int64 each.
     """
 
     rows: Tensor
-    owner: Tensor
+    starts: tuple[int, ...]
     path: Tensor
     depth: Tensor
     levels: tuple[tuple[Tensor, Tensor], ...]
@@ -35,8 +35,8 @@ class TreePaths:
         if device == self.rows.device:
             return self
         levels = tuple((rows.to(device), above.to(device)) for rows, above in self.levels)
-        rows, owner, path, depth = (part.to(device) for part in (self.rows, self.owner, self.path, self.depth))
-        return TreePaths(rows, owner, path, depth, levels)
+        rows, path, depth = (part.to(device) for part in (self.rows, self.path, self.depth))
+        return TreePaths(rows, self.starts, path, depth, levels)
 
 
 def tree_paths(batch: TreeBatch) -> TreePaths:
@@ -49,11 +49,10 @@ def tree_paths(batch: TreeBatch) -> TreePaths:
 @lru_cache(maxsize=CACHED_LAYOUTS)
 def _paths(parents: tuple[int, ...], starts: tuple[int, ...], device: torch.device) -> TreePaths:
     paths: list[list[int]] = []
-    owner: list[int] = []
-    for tree, (start, end) in enumerate(pairwise(starts)):
-        found = paths_to_leaves(parents[start:end])
-        paths += [[start + node for node in path] for path in found]
-        owner += [tree] * len(found)
+    firsts = [0]
+    for start, end in pairwise(starts):
+        paths += [[start + node for node in path] for path in paths_to_leaves(parents[start:end])]
+        firsts.append(len(paths))
     longest = max(map(len, paths))
     places = {node: (p, d) for p, path in reversed([*enumerate(paths)]) for d, node in enumerate(path)}
     path, depth = zip(*(places[node] for node in range(len(parents))), strict=True)
@@ -66,14 +65,14 @@ def _paths(parents: tuple[int, ...], starts: tuple[int, ...], device: torch.devi
         levels.append((nodes, [place[above[node]] for node in nodes]))
     with torch.inference_mode(False):
         pairs = ((torch.tensor(nodes, device=device), torch.tensor(places, device=device)) for nodes, places in levels)
-        tensors = [torch.tensor(part, device=device) for part in (rows, owner, path, depth)]
-        return TreePaths(tensors[0], tensors[1], tensors[2], tensors[3], tuple(pairs))
+        tensors = [torch.tensor(part, device=device) for part in (rows, path, depth)]
+        return TreePaths(tensors[0], tuple(firsts), tensors[1], tensors[2], tuple(pairs))
 
 
 def chain_paths(rows: Tensor) -> TreePaths:
     """The path of a tree that is a chain of packed ``rows`` ``[N]``."""
     zero = torch.zeros_like(rows)
-    return TreePaths(rows[None], zero[:1], zero, rows.argsort(), tuple((row[None], zero[:1]) for row in rows))
+    return TreePaths(rows[None], (0, 1), zero, rows.argsort(), tuple((row[None], zero[:1]) for row in rows))
 
 
 def paths_to_leaves(parents: Sequence[int]) -> list[list[int]]:

@@ -153,9 +153,11 @@ class RunningAcceptance:
     Args:
         tree: the tree whose parts will be verified.
         cumulative: the prior, as for :func:`expected_tokens_per_step`; heads are assumed independent.
+        chains: the likeliest chains are parts, too (for recurrent layers, which compute each path by itself).
     """
 
-    def __init__(self, tree: DraftTree, cumulative: Accuracy) -> None:
+    def __init__(self, tree: DraftTree, cumulative: Accuracy, *, chains: bool = False) -> None:
+        self._chains = chains
         max_rank = max((rank for path in tree.paths for rank in path), default=0)
         prior = rank_probabilities(extrapolated(cumulative, max_rank + 1))
         self._tree, self._paths = tree, tree.paths
@@ -183,13 +185,25 @@ class RunningAcceptance:
 
     def parts(self, sizes: Container[int]) -> Iterator[TreePart]:
         """See :class:`Acceptance`."""
-        tree, gains, tokens, depth = self._tree, self.gains(), 0.0, 0
+        tree, gains = self._tree, self.gains()
+        if self._chains:
+            yield from self._chain_parts(gains, sizes)
+        tokens, depth = 0.0, 0
         order = sorted(range(tree.size), key=lambda node: (-gains[node], node))  # parents before children
         for size, node in enumerate(order, start=1):
             tokens += gains[node]
             depth = max(depth, tree.depths[node])
             if size in sizes or size == tree.size:
                 yield TreePart(size, depth, tokens, partial(tree.part, order[:size]))
+
+    def _chain_parts(self, gains: Sequence[float], sizes: Container[int]) -> Iterator[TreePart]:
+        """The parts of the likeliest chain that aren't the likeliest nodes anyway."""
+        tree, chain, tokens = self._tree, [0], 1.0
+        while below := [node for node in range(1, tree.size) if tree.parents[node] == chain[-1]]:
+            chain.append(max(below, key=lambda node: (gains[node], -node)))
+            tokens += gains[chain[-1]]
+            if len(chain) in sizes:
+                yield TreePart(len(chain), len(chain) - 1, tokens, partial(tree.part, chain[:]))
 
 
 class RankAcceptance:

@@ -94,6 +94,7 @@ class TreeChooser:
         draft_seconds: one pass of a drafter that runs once per depth; ``None``: the drafter runs once per step.
         sizes: allowed numbers of nodes, besides the whole tree's; ``None``: any.
         agreed: maps a measured time to the time that all ranks use.
+        by_depth: a pass's time also depends on the tree's depth (recurrent layers).
     """
 
     def __init__(
@@ -104,13 +105,15 @@ class TreeChooser:
         draft_seconds: PassSeconds | None = None,
         sizes: Collection[int] | None = None,
         agreed: Callable[[float], float] = float,
+        by_depth: bool = False,
     ) -> None:
+        self._by_depth = by_depth
         self.tree, self.acceptance, self.seconds, self.draft_seconds = tree, acceptance, seconds, draft_seconds
         self.sizes, self._agreed = range(1, tree.size) if sizes is None else sizes, agreed
         self._root = tree.pruned(1)
-        # A mean per number of rows corrects pass times that were measured on a busy machine. A single mean then costs
-        # 15 % of the speed (bench_adapt, 64 nodes); with correct pass times there is no difference.
-        self._step_overhead: dict[int, _Overhead] = {}
+        # A mean per number of rows (and depth) corrects pass times that were measured on a busy machine. A single mean
+        # then costs 15 % of the speed (bench_adapt, 64 nodes); with correct pass times there is no difference.
+        self._step_overhead: dict[tuple[int, int], _Overhead] = {}
         self._draft_overhead = _Overhead()  # of one pass
         self._choices: dict[int, _Choice] = {}
         self._next: dict[int, Trees] = {}
@@ -164,7 +167,8 @@ class TreeChooser:
         passes, expected = self._drafting(sequences, tree.max_depth)
         if seconds is not None:
             beyond = seconds - target - (expected if drafting is None else 0.0)
-            self._step_overhead.setdefault(rows, _Overhead()).add(beyond, target)
+            kind = rows, tree.max_depth if self._by_depth else 0
+            self._step_overhead.setdefault(kind, _Overhead()).add(beyond, target)
         if drafting is not None and passes:
             beyond = drafting - expected - self._catch_up(sequences, behind)
             self._draft_overhead.add(beyond / passes, (expected or target) / passes)
@@ -185,7 +189,9 @@ class TreeChooser:
         passes, drafting = self._drafting(sequences, depth)
         rows, overhead = sequences * size, 0.0
         if self._step_overhead:
-            overhead = self._step_overhead[min(self._step_overhead, key=lambda seen: (abs(seen - rows), seen))].value
+            kind = rows, depth if self._by_depth else 0
+            distances = ((abs(seen[0] - rows), abs(seen[1] - kind[1]), seen) for seen in self._step_overhead)
+            overhead = self._step_overhead[min(distances)[2]].value
         return self.seconds.at(rows) + overhead + drafting + passes * self._draft_overhead.value
 
     def _catch_up(self, sequences: int, behind: int) -> float:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from specmemo_kernels.integrations.hf.mixers import (
     Mixers,
     with_hidden_states,
 )
+from specmemo_kernels.integrations.hf.recurrence import Recurrence
 from specmemo_kernels.planning.model_config import RECURRENT_KINDS
 
 Tensor = torch.Tensor
@@ -150,11 +150,13 @@ def _modes(mixer: Mixer) -> dict[str, Any]:
     if together <= limit < alone:
         return {"steps_alone": True, "alone_differs": True}
     if together <= limit:
-        few = _recurrent_forward(mixer.module)
+        few = Recurrence.of(mixer.module)
         if few is not None and distance(replace(mixer, few=few), False) > limit:
             few = None
-        steps_alone = _alone_is_fast(replace(mixer, few=few), x[:, _FIRST:], states, zeros)
-        return {"steps_alone": steps_alone, "few": few}
+        mixer = replace(mixer, few=few)
+        steps_alone = _alone_is_fast(mixer, x[:, _FIRST:], states, zeros)
+        divisible = not steps_alone and _is_divisible(mixer, x[:, _FIRST:], states, zeros, limit)
+        return {"steps_alone": steps_alone, "few": few, "divisible": divisible}
     if alone <= limit:
         return {"steps_alone": True, "prompts_alone": True}
     raise unsupported(
@@ -164,21 +166,19 @@ def _modes(mixer: Mixer) -> dict[str, Any]:
     )
 
 
-def _recurrent_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """A module's ``forward`` in which each chunked rule is the recurrent rule of its module with the same name.
-
-    transformers' gated delta rules have both, and use the chunked one for more than one token.
-    """
-    forward: Any = inspect.unwrap(type(module).forward)
-    names = {name: name.replace("chunk", "recurrent") for name in forward.__code__.co_names if "chunk" in name}
-    rules = {name: forward.__globals__[other] for name, other in names.items() if other in forward.__globals__}
-    if not rules or any("_hf_hook" in vars(part) for part in module.modules()):
-        return None
-    copy = FunctionType(
-        forward.__code__, forward.__globals__ | rules, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    return copy
+def _is_divisible(mixer: Mixer, x: Tensor, states: list[Tensor], others: dict[str, Any], limit: float) -> bool:
+    """Whether one call gives the results of all tokens and the states after some of them."""
+    expected, _ = mixer.call(x, [state.clone() for state in states], others)
+    for cut in range(1, x.shape[1]):
+        _, after = mixer.call(x[:, :cut], [state.clone() for state in states], others)
+        try:
+            output, found = mixer.divided(x, [state.clone() for state in states], others, cut)
+        except (KeyError, ValueError):  # no state between two tokens
+            return False
+        distances = [_distance(a, b) for a, b in zip([expected, *after], [output, *found], strict=True)]
+        if max(distances) > limit:
+            return False
+    return True
 
 
 def _alone_is_fast(mixer: Mixer, x: Tensor, states: list[Tensor], others: dict[str, Any]) -> bool:

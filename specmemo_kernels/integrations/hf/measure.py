@@ -102,12 +102,14 @@ def measure_mixers(mixers: Mixers, tree: Trees) -> PassBytes:
 def _mixer_peak(mixer: Mixer, paths: int, tokens: int) -> int:
     """Peak bytes of a mixer's pass over copies of its state."""
     spec = mixer.spec
-    arguments = mixer.arguments_for(paths, tokens)
+    arguments, twice = mixer.arguments_for(paths, tokens), mixer.arguments_for(paths, 2 * tokens)
     with MemoryTracker() as tracker:
         x = torch.zeros(paths, tokens, spec.hidden_size, dtype=spec.dtype, device=spec.device)
         states = [torch.zeros(paths, *shape, dtype=dtype, device=spec.device) for shape, dtype in spec.states]
         above = torch.arange(paths, device=spec.device)
         mixer.call(x, [state[above] for state in states], arguments)
+        if mixer.divides(2 * tokens):  # the most accepted rows before a path
+            mixer.divided(torch.cat([x, x], dim=1), [state[above] for state in states], twice, tokens)
     return int(tracker.peak)
 
 

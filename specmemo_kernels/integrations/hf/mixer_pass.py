@@ -50,11 +50,13 @@ class MixerPass:
         rows, count = hidden[0], hidden.shape[1]
         take = partial(arguments_of_rows, others, count)
         parts: list[tuple[Any, Tensor]] = []
-        self._include_accepted(mixer, take)
+        missing = self.states.missing(mixer.index)
+        joined = self._joined(mixer, missing)
+        self._include_accepted(mixer, {s: r for s, r in missing.items() if s not in joined}, take)
         if self.paths is not None:
             nodes = len(self.paths.path)
+            parts.append((slice(0, nodes), self._verify(mixer, rows, take, joined)))
             self.states.rows[mixer.index][:nodes] = rows[:nodes]
-            parts.append((slice(0, nodes), self._verify(mixer, rows, take)))
         elif self.trees:
             index = torch.arange(len(self.trees), device=rows.device)[:, None]
             parts.append((slice(0, len(self.trees)), self._advance(mixer, self.trees, rows, index, take)[:, 0]))
@@ -73,10 +75,19 @@ class MixerPass:
             output[place] = part
         return output[None]
 
-    def _include_accepted(self, mixer: Mixer, take: Callable[[Tensor], dict[str, Any]]) -> None:
+    def _joined(self, mixer: Mixer, missing: Mapping[int, list[int]]) -> dict[int, list[int]]:
+        """The accepted rows that the mixer gets in one call with their sequence's new tree."""
+        if self.paths is None:
+            return {}
+        deepest = self.paths.rows.shape[1]
+        accepted = {slot: missing[slot] for slot in self.trees if slot in missing}
+        return {slot: rows for slot, rows in accepted.items() if mixer.divides(len(rows) + deepest)}
+
+    def _include_accepted(
+        self, mixer: Mixer, missing: Mapping[int, list[int]], take: Callable[[Tensor], dict[str, Any]]
+    ) -> None:
         """Feed the rows that the last pass accepted to the mixer; sequences with as many rows are a batch."""
         groups: dict[int, list[int]] = defaultdict(list)
-        missing = self.states.missing(mixer.index)
         for slot, rows in missing.items():
             groups[len(rows)].append(slot)
         for slots in groups.values():
@@ -88,14 +99,55 @@ class MixerPass:
             with self.states.including(mixer.index, slots):
                 self._write(mixer, slots, states)
 
-    def _verify(self, mixer: Mixer, rows: Tensor, take: Callable[[Tensor], dict[str, Any]]) -> Tensor:
-        """The results of all trees' nodes, from copies of the states."""
+    def _verify(
+        self,
+        mixer: Mixer,
+        rows: Tensor,
+        take: Callable[[Tensor], dict[str, Any]],
+        joined: Mapping[int, list[int]],
+    ) -> Tensor:
+        """The results of all trees' nodes, from copies of the states.
+
+        ``joined``: accepted rows of some sequences, which become part of their states in the same call.
+        """
         assert self.paths is not None
-        paths, slots = self.paths.to(rows.device), torch.tensor(self.trees, device=rows.device)
-        if not mixer.steps_alone:
-            states = [state[slots[paths.owner]] for state in self.states.states[mixer.index]]
-            return mixer.call(rows[paths.rows], states, take(paths.rows))[0][paths.path, paths.depth]
-        parts, states = [], [state[slots] for state in self.states.states[mixer.index]]
+        paths = self.paths.to(rows.device)
+        if mixer.steps_alone:
+            return self._verify_levels(mixer, rows, take, paths)
+        groups: dict[int, list[int]] = defaultdict(list)
+        for tree, slot in enumerate(self.trees):
+            groups[len(joined.get(slot, ()))].append(tree)
+        kept, results = self.states.rows[mixer.index], None
+        for count, trees in groups.items():
+            spans = [range(*paths.starts[tree : tree + 2]) for tree in trees]
+            places, slots = [path for span in spans for path in span], [self.trees[tree] for tree in trees]
+            each = [slot for slot, span in zip(slots, spans, strict=True) for _ in span]
+            index = paths.rows if len(groups) == 1 else paths.rows[places]
+            x, states = rows[index], self._read(mixer, each)
+            if count:
+                before = torch.tensor([joined[slot] for slot in each], device=rows.device)
+                # Positions and the like are of other rows: mixers that read them are refused.
+                others = take(torch.cat([torch.zeros_like(before), index], dim=1))
+                output, after = mixer.divided(torch.cat([kept[before], x], dim=1), states, others, count)
+                firsts = [sum(map(len, spans[:i])) for i in range(len(spans))]
+                with self.states.including(mixer.index, slots):
+                    self._write(mixer, slots, [state[firsts] for state in after])
+                output = output[:, count:]
+            else:
+                output, _ = mixer.call(x, states, take(index))
+            if len(groups) == 1:
+                return output[paths.path, paths.depth]
+            if results is None:
+                results = output.new_empty(paths.starts[-1], *output.shape[1:])
+            results[places] = output
+        assert results is not None, "there are trees"
+        return results[paths.path, paths.depth]
+
+    def _verify_levels(
+        self, mixer: Mixer, rows: Tensor, take: Callable[[Tensor], dict[str, Any]], paths: TreePaths
+    ) -> Tensor:
+        """:meth:`_verify`, the nodes of one depth after the other."""
+        parts, states = [], self._read(mixer, self.trees)
         for nodes, above in paths.levels:
             states = [state[above] for state in states]
             part, states = mixer.call(rows[nodes[:, None]], states, take(nodes[:, None]))

@@ -5,7 +5,7 @@ A mixer's own code runs, with a cache of transformers' kind that holds the state
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -16,11 +16,10 @@ from torch import nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from specmemo_kernels.cache.state_pool import MixerSpec
+from specmemo_kernels.integrations.hf.recurrence import FEW_TOKENS, Recurrence
 from specmemo_kernels.integrations.hf.replaced import ReplacedForwards
 
 Tensor = torch.Tensor
-#: Tokens up to which a recurrence takes less time than the chunks of 64 to which mixers pad them.
-FEW_TOKENS = 16
 #: States that an unknown layer may have; transformers' layers have up to four (Inkling).
 _MOST_STATES = 8
 #: A state tensor in a cache: its kind and its index among those.
@@ -36,11 +35,16 @@ class MixerCache(Cache):
 
     Args:
         layer: the mixer's layer index. keys, states: the states before the call; none for new sequences.
+        cut: the states of convolutions after this many of the call's tokens are kept in ``windows``.
     """
 
-    def __init__(self, layer: int, keys: Sequence[StateKey] = (), states: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self, layer: int, keys: Sequence[StateKey] = (), states: Sequence[Tensor] = (), cut: int | None = None
+    ) -> None:
         numbers = [number for kind, number in keys if kind != "linear"]
-        self.state: Any = LinearAttentionLayer(number_of_states=1 + max(numbers, default=_MOST_STATES - 1))
+        count = 1 + max(numbers, default=_MOST_STATES - 1)
+        self.state: Any = LinearAttentionLayer(number_of_states=count)
+        self.cut, self.windows = cut, dict[StateKey, Tensor]()
         self.linear: Tensor | None = None
         super().__init__(layers=[self.state] * (layer + 1))
         for (kind, number), tensor in zip(keys, states, strict=bool(states)):
@@ -66,6 +70,13 @@ class MixerCache(Cache):
         found = {(kind, i): tensor for kind, states in kinds for i, tensor in states.items() if tensor is not None}
         return found if self.linear is None else found | {("linear", 0): self.linear}
 
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        columns = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        if self.cut is not None:
+            width = self.state.conv_states[state_idx].shape[-1]
+            self.windows["conv", state_idx] = columns[..., self.cut : self.cut + width]
+        return columns
+
     def update(self, *_: Any, **__: Any) -> Any:
         raise HoldsKeys
 
@@ -90,6 +101,7 @@ class Mixer:
             that is about as fast, or because it computes other results for a token alone, as ``generate`` does.
         alone_differs: the latter.
         few: its ``forward`` with a token-by-token recurrence, for up to :data:`FEW_TOKENS` tokens, if it has one.
+        divisible: :meth:`divided` is right.
         prompts_alone: it is wrong for several tokens behind others, so prompts too are fed one by one.
     """
 
@@ -104,7 +116,8 @@ class Mixer:
     steps_alone: bool = False
     alone_differs: bool = False
     prompts_alone: bool = False
-    few: Callable[..., Any] | None = None
+    few: Recurrence | None = None
+    divisible: bool = False
 
     @property
     def kind(self) -> tuple[type, MixerSpec]:
@@ -138,11 +151,33 @@ class Mixer:
                 parts.append(part)
             return torch.cat(parts, dim=1), [*states]
         cache = MixerCache(self.layer, self.keys, states)
-        own = self.few is None or x.shape[1] > FEW_TOKENS
-        forward: Any = type(self.module).forward if own else self.few
-        output = forward(self.module, x, **{**others, self.keyword: cache, "attention_mask": None})
+        forward = type(self.module).forward if self.few is None or x.shape[1] > FEW_TOKENS else self.few.function()
+        output = self._run(forward, x, others, cache)
         found = cache.contents()
-        return output[0] if isinstance(output, tuple) else output, [found[key] for key in self.keys]
+        return output, [found[key] for key in self.keys]
+
+    def divides(self, tokens: int) -> bool:
+        """Whether :meth:`divided` takes this many tokens."""
+        return self.divisible and (self.few is None or tokens <= FEW_TOKENS)
+
+    def divided(
+        self, x: Tensor, states: Sequence[Tensor], others: Mapping[str, Any], cut: int
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The results of :meth:`call`, and the states after the first ``cut`` tokens.
+
+        A convolution's state is a window of its input; a recurrence is run in two parts.
+        """
+        cache, found = MixerCache(self.layer, self.keys, states, cut), list[Tensor]()
+        forward = type(self.module).forward if self.few is None else self.few.function(cut, found)
+        output = self._run(forward, x, others, cache)
+        recurrent = [key for key in self.keys if key[0] != "conv"]
+        after = cache.windows | dict(zip(recurrent, found, strict=True))
+        return output, [after[key] for key in self.keys]
+
+    def _run(self, forward: Any, x: Tensor, others: Mapping[str, Any], cache: MixerCache) -> Tensor:
+        output = forward(self.module, x, **{**others, self.keyword: cache, "attention_mask": None})
+        result: Tensor = output[0] if isinstance(output, tuple) else output
+        return result
 
 
 def with_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:

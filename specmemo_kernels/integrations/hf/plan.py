@@ -131,11 +131,12 @@ def make_chooser(setup: Setup, plan: MemoryPlan, graphs: GraphUse) -> TreeChoose
     sizes = GRAPH_SIZES if graphs.wanted else None
     seconds = time_passes(setup.model, setup.facts, rows, agreed)
     acceptance: Acceptance
+    recurrent = bool(setup.facts.mixers.mixers)
     if isinstance(plan.tree, TreeBudget):
         acceptance = RankAcceptance(plan.tree, prior)
     else:
-        acceptance = RunningAcceptance(plan.tree, prior)
-    return TreeChooser(plan.tree, acceptance, seconds, draft_seconds, sizes, agreed)
+        acceptance = RunningAcceptance(plan.tree, prior, chains=recurrent)
+    return TreeChooser(plan.tree, acceptance, seconds, draft_seconds, sizes, agreed, by_depth=recurrent)
 
 
 def kernel_blocks(facts: ModelFacts, backend: str, kv_dtype: str | None) -> tuple[KernelConfig, ...] | None:
