@@ -28,15 +28,23 @@ def random_mtp(model: PreTrainedModel) -> MtpModel:
     return mtp
 
 
-def save_with_mtp(model: PreTrainedModel, mtp: MtpModel, folder: Path) -> None:
-    """Write ``model.layers.{LAYERS}.*`` beside the model's own tensors, one matrix per expert."""
+def save_with_mtp(model: PreTrainedModel, mtp: MtpModel, folder: Path, *, qwen: bool = False) -> None:
+    """Write the MTP layer beside the model's own tensors, one matrix per expert.
+
+    As ``model.layers.{LAYERS}.*``, or as Qwen3-Next's checkpoints have it, in ``mtp.*``.
+    """
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
-    experts = "mtp_block.mlp.experts."
+    experts, layer = "mtp_block.mlp.experts.", "mtp.layers.0" if qwen else f"model.layers.{LAYERS}"
+    outside = {"post_norm.weight": "mtp.norm.weight", "eh_proj.weight": "mtp.fc.weight"}
+    outside |= {"enorm.weight": "mtp.pre_fc_norm_embedding.weight", "hnorm.weight": "mtp.pre_fc_norm_hidden.weight"}
     for key, value in mtp.layers[0].state_dict().items():
         name = key.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
         if "mtp_block" not in key and "post_norm" not in key:
             name = key
+        if qwen and key in outside:
+            tensors[outside[key]] = value.contiguous()
+            continue
         if key.startswith(experts):
             for expert, matrix in enumerate(value):
                 parts = (
@@ -45,7 +53,7 @@ def save_with_mtp(model: PreTrainedModel, mtp: MtpModel, folder: Path) -> None:
                     else {"down_proj": matrix}
                 )
                 for part, weight in parts.items():
-                    tensors[f"model.layers.{LAYERS}.mlp.experts.{expert}.{part}.weight"] = weight.contiguous()
+                    tensors[f"{layer}.mlp.experts.{expert}.{part}.weight"] = weight.contiguous()
             continue
-        tensors[f"model.layers.{LAYERS}.{name}"] = value.contiguous()
+        tensors[f"{layer}.{name}"] = value.contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

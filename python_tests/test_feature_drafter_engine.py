@@ -103,7 +103,8 @@ class Seer:
     """
 
     def __init__(self, model: PreTrainedModel, answers: Sequence[Sequence[int]], share: float, depth: int = 8) -> None:
-        self.share, self.layer = share, model.config.num_hidden_layers - 1
+        kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * model.config.num_hidden_layers
+        self.share, self.layer = share, sum(kind != "linear_attention" for kind in kinds) - 1  # the last with keys
         keys, futures = [], []
         for answer in answers:
             row = torch.tensor([list(answer)])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from failing_allocations import failing_everywhere
+from hybrid_models import hybrid_model
 from mtp_models import FAMILIES, LAYERS, random_mtp, save_with_mtp
 from selection import examples, sample
 from test_cli_plan import plan_json
@@ -22,6 +23,7 @@ from transformers.modeling_layers import MtpModel
 
 import specmemo_kernels as sk
 from specmemo_kernels.integrations.hf.cache_argument import CACHE_ARGUMENT
+from specmemo_kernels.integrations.hf.mtp import _mtp_settings
 from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.planning.mtp_spec import mtp_spec
 
@@ -80,6 +82,37 @@ def test_layers_of_a_checkpoint(family: str, tmp_path: Path, monkeypatch: pytest
         stored = handle.drafter.mtp.layers[0].state_dict()
     for key, value in mtp.layers[0].state_dict().items():
         assert torch.equal(stored[key], value), key
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text", "bailing_hybrid"])
+def test_hybrid_models(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their configurations don't describe the layer; it has full attention. Preemption, two turns, right trees."""
+    layers: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+    layers |= {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]} if family == "bailing_hybrid" else {}
+    model = hybrid_model(family, **layers)
+    with _mtp_settings(model) as count:
+        assert count == 1
+        mtp = random_mtp(model)
+    monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", [r"^mtp.*"])
+    save_with_mtp(model, mtp, tmp_path, qwen=True)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    loaded.generation_config.eos_token_id = None
+    asked = prompts()[:8]
+    expected, before = texts(loaded, asked, 24), loaded.config.to_dict()
+    with sk.patch(loaded, "mtp", tree=8, page_size=4, prefill_chunk=16) as handle:
+        stored = handle.drafter.mtp.layers[0].state_dict()
+        if family != "bailing_hybrid":  # its own cache has no keys to find a place by
+            see(handle, Seer(loaded, expected, 0.8), monkeypatch)
+        for size in (len(asked), 1):  # the second time from few pages
+            done = sk.generate_batch(loaded, asked, max_new_tokens=24, eos_token_ids=[])
+            assert [[*p, *c.tokens] for p, c in zip(asked, done, strict=True)] == expected, size
+            handle.release()
+            few_pages(handle, 40)
+        assert handle.stats.preemptions > 0
+        assert handle.stats.tokens_per_step > (1 if family == "bailing_hybrid" else 2)
+    for key, value in mtp.layers[0].state_dict().items():
+        assert torch.equal(stored[key], value), key
+    assert loaded.config.to_dict() == before
 
 
 def test_a_model_without_layers_is_refused() -> None:

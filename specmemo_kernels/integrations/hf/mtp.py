@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -37,17 +38,48 @@ def load_mtp(model: Any) -> Any:
     """
     from transformers.modeling_layers import MtpModel
 
-    name, count = type(model).__name__, getattr(model.config.get_text_config(), "num_mtp_layers", None)
-    if not count:
-        raise HeadsError(f"heads is {MTP!r}, but the config of {name} has no MTP layers (num_nextn_predict_layers)")
-    device = model.get_output_embeddings().weight.device
+    name, device = type(model).__name__, model.get_output_embeddings().weight.device
+    with _mtp_settings(model) as count:
+        if not count:
+            raise HeadsError(f"heads is {MTP!r}, but the config of {name} has no MTP layers (num_nextn_predict_layers)")
+        try:
+            mtp: Any = MtpModel.from_pretrained(model, device_map={"": device})
+            return mtp.eval()
+        except (AttributeError, RuntimeError, TypeError, ValueError, OSError, StopIteration) as error:
+            raise HeadsError(
+                f"the MTP layers of {name} can't be loaded from {model.config.name_or_path!r}: {error}"
+            ) from error
+
+
+@contextmanager
+def _mtp_settings(model: Any) -> Iterator[int]:
+    """A context in which the model's configuration describes its MTP layers; yields their number.
+
+    Qwen3-Next's and Qwen3.5's doesn't, though their checkpoints hold one layer under ``mtp.``. Where layers are of
+    several kinds, an MTP layer has full attention and the last layer's kind of MLP.
+    """
+    text = model.config.get_text_config()
+    left_out = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    count = getattr(text, "num_mtp_layers", None)
+    if count is None:
+        count = int(any("mtp" in pattern for pattern in left_out))
+    settings: dict[str, Any] = {"num_mtp_layers": count}
+    if getattr(text, "layer_types", None) is not None:
+        settings["mtp_layer_types"] = ["full_attention"] * count
+    if getattr(text, "mlp_layer_types", None) is not None:
+        settings["mtp_mlp_layer_types"] = [text.mlp_layer_types[-1]] * count
+    missing, before = (
+        {key: value for key, value in settings.items() if getattr(text, key, None) is None},
+        dict(vars(text)),
+    )
+    for key, value in missing.items():
+        setattr(text, key, value)
     try:
-        mtp: Any = MtpModel.from_pretrained(model, device_map={"": device})
-        return mtp.eval()
-    except (RuntimeError, ValueError, OSError, StopIteration) as error:
-        raise HeadsError(
-            f"the MTP layers of {name} can't be loaded from {model.config.name_or_path!r}: {error}"
-        ) from error
+        yield count
+    finally:
+        for key in missing:
+            delattr(text, key)
+        vars(text).update(before)
 
 
 class MtpDrafter:
