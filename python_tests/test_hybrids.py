@@ -344,8 +344,8 @@ def test_the_pool_of_states() -> None:
     pool = StatePool([spec, spec], 3, 6)
     for rows in pool.rows:
         rows.copy_(torch.arange(12.0).view(6, 2))
-    pool.begin([0, 2], [])
-    pool.settle({0: [1, 4], 2: [5]})
+    with pool.during_pass([0, 2], []) as accepted:
+        accepted |= {0: [1, 4], 2: [5]}
     with pool.including(0, [0]):
         pass
     pool.states[1][0][0].fill_(7)
@@ -361,11 +361,14 @@ def test_the_pool_of_states() -> None:
     assert pool.rows[1][pool.missing(1)[1]].tolist() == [[2, 3], [8, 9]]
     assert pool.rows[1][pool.missing(1)[2]].tolist() == [[10, 11]]
     assert pool.states[1][0][1].tolist() == [7, 7, 7]
-    with suppress(MemoryError), pool.including(1, [1]):
+    with suppress(MemoryError), pool.during_pass([1, 2], []), pool.including(1, [1]):
         raise MemoryError
-    assert pool.lost() == {1}
-    pool.change([1])
-    with pool.including(0, [1]):
-        pass
-    assert pool.lost() == {1}
-    assert pool.lost() == set()
+    assert pool.lost == {1}
+    pool.close(1)
+    assert not pool.lost
+    with suppress(MemoryError), pool.during_pass([1, 2], []):
+        pool.change([2])
+        with pool.including(0, [2]):
+            pass
+        raise MemoryError
+    assert pool.lost == {2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import pytest
@@ -149,9 +150,9 @@ class TextsWithStates(Texts):
         assert states is not None
         assert states.started(slot) == (first > 0)
         assert states.states[0][0][slot] == sum(content(self.open[slot][:first])[-1:])
-        states.change([slot])
-        states.states[0][0][slot] = content(self.open[slot])[-1]
-        states.settle({})
+        with states.during_pass([slot], []):
+            states.change([slot])
+            states.states[0][0][slot] = content(self.open[slot])[-1]
 
     def close_with(self, slot: int, tokens: list[int], unlabelled: int) -> None:
         """Its last tokens, up to two, are rows that the state doesn't have yet; with three, its last pass failed."""
@@ -160,14 +161,17 @@ class TextsWithStates(Texts):
         held = tokens[: len(tokens) - unlabelled]
         if unlabelled < 3 and held:
             states.states[0][0][slot] = content(held)[-1]
-            states.settle({slot: list(range(unlabelled))})
+            with states.during_pass([slot], []) as accepted:
+                accepted[slot] = list(range(unlabelled))
             self.pool.close(slot, [*tokens, 0], len(tokens))
             # Its end may lie in the middle of another text's page, which can't be taken in part.
             assert self.pool.cached_prefix_len([*held, 0]) in (0, len(held))
             assert states.cached[slot] == held
         else:
-            states.change([slot])
-            assert states.lost() == {slot}
+            with suppress(MemoryError), states.during_pass([slot], []):
+                states.change([slot])
+                raise MemoryError
+            assert states.lost == {slot}
             self.pool.close(slot, tokens)
             assert slot not in states.cached
 

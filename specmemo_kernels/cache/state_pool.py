@@ -69,6 +69,7 @@ class StatePool:
         rows: of each mixer, its input rows ``[max_nodes, hidden_size]`` in the last pass over trees.
         accepted: the rows of each sequence, in order, that are part of its text but not of its states.
         cached: of closed sequences, the labels of the tokens in their states (:class:`PrefixIndex`), the oldest first.
+        lost: sequences whose states a failed pass has changed; they must be closed and computed again.
         slots: the sequences of the current pass, in the order of its batch. prompt_rows: rows of each of its chunks
             that are part of the prompt.
     """
@@ -85,7 +86,7 @@ class StatePool:
         self._included: list[set[int]] = [set() for _ in self.mixers]  # sequences whose accepted rows are in the state
         self._started: set[int] = set()
         self._changed: set[int] = set()
-        self._lost: set[int] = set()
+        self.lost: set[int] = set()
         self.cached: dict[int, Sequence[int]] = {}
         self.rows = self._new_rows(max_nodes)
 
@@ -136,10 +137,10 @@ class StatePool:
             The labels of the tokens in its state, which is cached; none if it isn't.
         """
         missing = len(self.accepted.pop(slot, ()))
-        whole = slot in self._started and slot not in self._lost | self._changed
+        whole = slot in self._started and slot not in self.lost | self._changed
         whole = whole and not (missing and any(slot in included for included in self._included))
         known = list(labels[: len(labels) - missing]) if whole else []
-        for slots in (self._started, self._changed, self._lost):
+        for slots in (self._started, self._changed, self.lost):
             slots.discard(slot)
         if known:
             self.cached[slot] = known
@@ -158,9 +159,27 @@ class StatePool:
         """Whether the sequence's state has seen a token."""
         return slot in self._started
 
-    def begin(self, slots: list[int], prompt_rows: list[int]) -> None:
-        """Begin a pass over these sequences: those with trees, then those with prompt chunks."""
+    @contextmanager
+    def during_pass(self, slots: list[int], prompt_rows: list[int]) -> Iterator[dict[int, list[int]]]:
+        """A pass over these sequences: those with trees, then those with prompt chunks.
+
+        Yields a dict for the rows of each verified sequence that become part of its text, root first; none for trees of
+        one node, which are part of the states at once. If the pass fails, the sequences whose states it has changed are
+        :attr:`lost`.
+        """
         self.slots, self.prompt_rows = slots, prompt_rows
+        accepted: dict[int, list[int]] = {}
+        try:
+            yield accepted
+        except BaseException:
+            self.lost |= self._changed
+            self._changed.clear()
+            raise
+        self._started |= self._changed | accepted.keys()
+        self._changed.clear()
+        self.accepted = accepted
+        for included in self._included:
+            included.clear()
 
     def change(self, slots: Iterable[int]) -> None:
         """Note that a pass changes these states in place."""
@@ -180,30 +199,12 @@ class StatePool:
         self._changed -= new
         self._included[mixer].update(slots)
 
-    def settle(self, accepted: dict[int, list[int]]) -> None:
-        """End a pass that succeeded.
-
-        Args:
-            accepted: the rows of each verified sequence that become part of its text.
-        """
-        self._started |= self._changed | accepted.keys()
-        self._changed.clear()
-        self.accepted = accepted
-        for included in self._included:
-            included.clear()
-
     @classmethod
     def with_text(cls, mixers: Sequence[MixerSpec], max_nodes: int) -> StatePool:
         """A pool for measurements: one sequence, whose states have seen tokens."""
         pool = cls(mixers, 1, max_nodes)
         pool._started.add(0)
         return pool
-
-    def lost(self) -> set[int]:
-        """End a pass that failed; the sequences whose states it has changed. They must be computed again."""
-        lost, self._changed = self._changed, set()
-        self._lost |= lost
-        return lost
 
     def copy_out(self, slot: int) -> HostState:
         """Copy a sequence's states and accepted rows to host memory."""

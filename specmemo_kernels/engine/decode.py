@@ -7,8 +7,8 @@ that, such as an allocation, leaves every sequence as it was, and the step can b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import cast
 
@@ -54,7 +54,6 @@ class SpecDecoder:
     Attributes:
         reader: the drafter, if it reads features.
         sequences: running sequences. prefilling: sequences in prefill, in the order of admission.
-        lost: sequences whose recurrent states a failed pass has changed; they must be preempted and computed again.
         max_tree: most nodes per sequence, below the tree's size while memory is low (:meth:`limit`).
     """
 
@@ -82,7 +81,6 @@ class SpecDecoder:
         self.sequences: list[SequenceState] = []
         self.prefilling: list[SequenceState] = []
         self.max_tree = tree.size
-        self.lost: list[SequenceState] = []
         self._ended: list[SequenceState] = []
 
     def limit(self, max_tree: int, prefill_chunk: int, *, memory_low: bool) -> None:
@@ -264,7 +262,8 @@ class SpecDecoder:
             finished = self.advance(running, emitted, nodes, depth, hidden.unbind(0), chunk)
             if depth and verdict is not None:
                 size = nodes // len(running)
-                accepted += [[i * size + node for node in verdict.paths[i]] for i in range(len(running))]
+                for i, sequence in enumerate(running):
+                    accepted[sequence.slot] = [i * size + node for node in verdict.paths[i]]
         self.release(finished)
         if self.chooser is not None and timing is not None and verdict is not None and trees is not None and trees.tree:
             seconds = time.perf_counter() - timing.started - timing.drafting
@@ -272,28 +271,15 @@ class SpecDecoder:
             self.chooser.stepped(trees.tree, paths, seconds if chunk is None else None, timing.drafting, timing.behind)
         return finished
 
-    @contextmanager
-    def _changing_states(self, running: Sequence[SequenceState], chunk: Chunk | None) -> Iterator[list[list[int]]]:
-        """A pass over these sequences, which changes the states of recurrent layers.
-
-        Yields a list for each running sequence's accepted rows, root first; it stays empty for trees of one node, which
-        are part of the states at once.
-        """
-        states = self.pool.states
-        if states is None:
-            yield []
-            return
+    def _changing_states(
+        self, running: Sequence[SequenceState], chunk: Chunk | None
+    ) -> AbstractContextManager[dict[int, list[int]]]:
+        """A pass over these sequences, which changes the states of recurrent layers (:meth:`StatePool.during_pass`)."""
         prefilling = [sequence for sequence, _ in (chunk.parts if chunk is not None else ())]
-        sequences = [*running, *prefilling]
-        states.begin([s.slot for s in sequences], [max(0, len(s.prompt) - s.computed) for s in prefilling])
-        accepted: list[list[int]] = []
-        try:
-            yield accepted
-        except BaseException:
-            lost = states.lost()
-            self.lost = [sequence for sequence in sequences if sequence.slot in lost]
-            raise
-        states.settle({s.slot: rows for s, rows in zip(running, accepted, strict=bool(accepted))})
+        slots = [s.slot for s in (*running, *prefilling)]
+        if self.pool.states is None:
+            return nullcontext({})
+        return self.pool.states.during_pass(slots, [max(0, len(s.prompt) - s.computed) for s in prefilling])
 
     def advance(
         self,

@@ -197,9 +197,11 @@ class Scheduler:
 
     def _requeue_lost(self) -> None:
         """Preempt the sequences whose states a failed pass has changed; they are computed again."""
-        for sequence in self.decoder.lost:
-            self._requeue(sequence)
-        self.decoder.lost = []
+        states = self.decoder.pool.states
+        lost = frozenset(states.lost) if states is not None else ()
+        for sequence in self.active if lost else ():
+            if sequence.slot in lost:
+                self._requeue(sequence)
 
     def _shrink(self) -> bool:
         moved = self.memory_pressure.shrink(min(self.max_sequences, len(self.active) + len(self._waiting)))
