@@ -106,7 +106,8 @@ class GenerationShape:
         draft: drafting by the number of sequences, for drafters with passes of their own.
         state_bytes: state of a sequence between passes (its last hidden state).
         mixer_state_bytes: states of a sequence in recurrent and convolution layers.
-        mixers: verifying trees in such layers, by the number of sequences, beside a pass over the nodes.
+        mixers: verifying trees in such a layer, by the number of sequences. beside_mixers: what else a pass holds then,
+            by its rows.
         split_size, split_row_bytes: tokens per attention split, and workspace bytes per row and split; 0 for a backend
             without this workspace.
         workspace_bytes: constant memory of the backend and libraries outside torch's allocator.
@@ -133,6 +134,7 @@ class GenerationShape:
     coded_head_bytes: int | None = None
     mixer_state_bytes: int = 0
     mixers: PassBytes = PassBytes()
+    beside_mixers: PassBytes = PassBytes()
 
     @property
     def node_bytes(self) -> int:
@@ -164,7 +166,7 @@ def fixed_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
     # Rows are tree nodes and prompt tokens. Logits: all nodes, and the last token of a prompt.
     forward = shape.forward.at(size.rows)
     if shape.mixer_state_bytes:
-        forward = max(forward, shape.forward.at(size.nodes) + shape.mixers.at(size.sequences))
+        forward = max(forward, shape.beside_mixers.at(size.rows) + shape.mixers.at(size.sequences))
     step = max(forward + shape.logits.at(size.nodes), shape.draft.at(size.sequences))
     splits = -(-size.rows // shape.split_size) + 1 if shape.split_size else 0
     words = -(-size.tree_size // 64)
@@ -308,6 +310,7 @@ def predicted_shape(
         scratch_bytes_per_node=page_token_bytes(spec, None, tp) + (0 if mixers is None else mixers.row_bytes),
         mixer_state_bytes=0 if mixers is None else mixers.state_bytes,
         mixers=PassBytes(0, states),
+        beside_mixers=PassBytes(0, 0 if mixers is None else 4 * spec.hidden_size * spec.dtype_bytes),
         head_bytes=heads.nbytes(spec, depth, tp),
         forward=PassBytes(0, heads.row_bytes(spec, target_row) if depth else target_row),
         draft=PassBytes(0, heads.sequence_bytes(spec, depth, nodes) if depth else 0),

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 from specmemo_kernels.forward.tree_paths import paths_to_leaves
 from specmemo_kernels.integrations.hf.fuse import FusedLeaves
 from specmemo_kernels.integrations.hf.mixer_pass import MixerPass, chunk_pass, tree_pass
-from specmemo_kernels.integrations.hf.mixers import Mixer, Mixers
+from specmemo_kernels.integrations.hf.mixers import Mixer, Mixers, PackedPass
 from specmemo_kernels.integrations.hf.probe import like_attention
 from specmemo_kernels.integrations.hf.target import ModelFacts, run_packed, tapped
 from specmemo_kernels.planning.footprint import PassBytes
@@ -97,6 +97,35 @@ def measure_mixers(mixers: Mixers, tree: Trees) -> PassBytes:
         peaks = [(count, _mixer_peak(mixer, count * rows, tokens)) for count in (1, 2)]
         bound = bound.elementwise_max(PassBytes.between(*peaks))
     return bound
+
+
+class _HeldByPasses:
+    """A pass over a chain that notes the most bytes held before and after its mixers."""
+
+    def __init__(self, inner: MixerPass, tracker: MemoryTracker) -> None:
+        self.inner, self.tracker, self.most = inner, tracker, 0
+
+    def run(self, mixer: Mixer, hidden: Tensor, others: Mapping[str, Any]) -> Tensor:
+        result = self.inner.run(mixer, hidden, others)
+        self.most = max(self.most, self.tracker.live)
+        return result
+
+
+@torch.no_grad()
+def measure_beside_mixers(model: Any, facts: ModelFacts, max_rows: int) -> PassBytes:
+    """Measure what a pass holds while a recurrent layer runs, its input and output included, by the rows."""
+    if not facts.mixers.mixers:
+        return PassBytes()
+    points = []
+    for rows in (2, max(3, max_rows)):
+        tokens, tracker = _same_tokens(facts, rows), MemoryTracker()
+        inner = chunk_pass(facts.mixers, rows, True)
+        assert inner is not None, "there are mixers"
+        held = _HeldByPasses(inner, tracker)
+        with tracker:
+            _run(model, facts, tokens, facts.leaves, held)
+        points.append((rows, held.most))
+    return PassBytes.between(*points)
 
 
 def _mixer_peak(mixer: Mixer, paths: int, tokens: int) -> int:
@@ -207,7 +236,7 @@ def _run(
     facts: ModelFacts,
     tokens: Tensor,
     leaves: FusedLeaves | None = None,
-    current: MixerPass | None = None,
+    current: PackedPass | None = None,
 ) -> None:
     """Run a pass over tokens at one position, which captures the states that a drafter reads."""
     with tapped(cut=facts.exact_lm_head), facts.taps.captured(), facts.mixers.running(current):

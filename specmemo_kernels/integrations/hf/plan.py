@@ -15,7 +15,13 @@ from specmemo_kernels.engine.step_graph import MAX_STEPS
 from specmemo_kernels.integrations.hf.draft import HFDraftModel, Setup
 from specmemo_kernels.integrations.hf.feature_drafter import measure_advance, measure_draft, time_draft
 from specmemo_kernels.integrations.hf.hybrid_sizes import with_mixers
-from specmemo_kernels.integrations.hf.measure import measure_libraries, measure_mixers, measure_passes, time_passes
+from specmemo_kernels.integrations.hf.measure import (
+    measure_beside_mixers,
+    measure_libraries,
+    measure_mixers,
+    measure_passes,
+    time_passes,
+)
 from specmemo_kernels.integrations.hf.pool import GraphUse
 from specmemo_kernels.integrations.hf.target import ModelFacts
 from specmemo_kernels.planning.baselines import Workload
@@ -178,6 +184,7 @@ def _generation_shape(setup: Setup, graphs: GraphUse, kv_dtype: str | None, max_
         scratch_bytes_per_node=sum(layer.scratch_bytes for layer in layers)
         + sum(mixer.row_bytes for mixer in facts.mixers.specs),
         mixer_state_bytes=sum(mixer.state_bytes for mixer in facts.mixers.specs),
+        beside_mixers=measure_beside_mixers(model, facts, max_rows),
         head_bytes=drafter.nbytes,
         coded_head_bytes=_coded_bytes(drafter),
         forward=forward,
