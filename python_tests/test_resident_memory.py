@@ -44,12 +44,16 @@ def measured(seed: int, **changes: Any) -> dict[str, Any]:
 
 
 def check(found: dict[str, Any]) -> None:
-    """A first and a second call, and the bytes that stay after ``release``. Patching itself imports modules."""
+    """A first and a second call, and the bytes that stay after ``release``.
+
+    Patching itself takes 6 to 9 MiB: the package's modules (2 to 3.4), and what torch's libraries keep for products that
+    weren't computed before.
+    """
     slack = max(found["allowed"] // 20, 4 * MIB)
     within = {
         "first": found["first"] <= found["allowed"] + slack,
         "repeated": found["repeated"] <= found["allowed"] + slack,
-        "patch": found["patch"] <= 8 * MIB,
+        "patch": found["patch"] <= 10 * MIB,
         "released": found["released"] <= 4 * MIB,
     }
     assert all(within.values()), f"{within} of {found} with {torch.backends.cpu.get_cpu_capability()}"
