@@ -46,8 +46,8 @@ def measured(seed: int, **changes: Any) -> dict[str, Any]:
 def check(found: dict[str, Any]) -> None:
     """A first and a second call, and the bytes that stay after ``release``.
 
-    Patching itself takes 6 to 9 MiB: the package's modules (2 to 3.4), and what torch's libraries keep for products that
-    weren't computed before.
+    Patching itself takes 6 to 9 MiB: the package's modules (2 to 3.4), and what torch's libraries keep for products
+    that weren't computed before.
     """
     slack = max(found["allowed"] // 20, 4 * MIB)
     within = {
