@@ -127,6 +127,30 @@ def test_the_best_part_is_the_best(sequences: int, draft_seconds: PassSeconds | 
     assert speed(nodes) >= best / (1.02 if draft_seconds is None else 1.05)
 
 
+@pytest.mark.parametrize("seconds_per_path", [0.0, 0.8])
+def test_chains_where_paths_cost_time(seconds_per_path: float) -> None:
+    """Passes were measured over chains. Where each path takes time of its own, a chain is found within a few steps."""
+    tree, sure = DraftTree.from_paths(best_first_paths(DEFAULT_ACCURACY, 7)), [[0.6, 0.15], [0.6, 0.1], [0.6]]
+    seconds = PassSeconds(((1, 1.0), (8, 1.2)))
+    chooser = TreeChooser(tree, RunningAcceptance(tree, DEFAULT_ACCURACY, chains=True), seconds, by_depth=True)
+    text, chains = Text(sure), []
+    for _ in range(128):
+        step = chooser.tree_for(1)
+        assert isinstance(step, DraftTree)
+        leaves = step.size - len({parent for parent in step.parents if parent >= 0})
+        chains.append(leaves == 1)
+        true = seconds.at(step.size) + seconds_per_path * (leaves - 1)
+        chooser.stepped(step, [[*ancestors(step, text.last(step))]], true, 0.0)
+    assert step.size > 1
+    late = sum(chains[32:]) / len(chains[32:])
+    assert late > 0.9 if seconds_per_path else late < 0.1
+
+
+def ancestors(tree: DraftTree, node: int) -> list[int]:
+    """The path from the root to a node."""
+    return [*ancestors(tree, tree.parents[node]), node] if node else [0]
+
+
 def test_more_sequences_get_less() -> None:
     chooser = chooser_for()
     sizes = [chooser.tree_for(n).size for n in range(1, 40)]

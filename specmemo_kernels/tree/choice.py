@@ -12,6 +12,8 @@ from specmemo_kernels.tree.tree_budget import Trees
 
 #: Steps between two choices.
 _REVIEW = 16
+#: With ``by_depth``, also a choice after so many steps over trees of a new kind.
+_FIRST_SAMPLES = 2
 #: Maximum share of the time spent on exploration: steps that verify the whole tree.
 _EXPLORATION = 0.01
 #: Minimum weight of the newest sample in a running mean.
@@ -52,13 +54,13 @@ class _Overhead:
     """Running mean of measured seconds beyond the expected ones; 0 at first."""
 
     def __init__(self) -> None:
-        self.value, self._count = 0.0, 0
+        self.value, self.count = 0.0, 0
 
     def add(self, seconds: float, expected: float) -> None:
         """Add a sample of ``seconds`` beyond ``expected`` ones, clamped."""
-        self._count += 1
+        self.count += 1
         sample = min(max(-expected, seconds), _OUTLIER * expected)
-        self.value += (sample - self.value) * max(_NEWEST, 1 / self._count)
+        self.value += (sample - self.value) * max(_NEWEST, 1 / self.count)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class TreeChooser:
         self._root = tree.pruned(1)
         # A mean per number of rows (and depth) corrects pass times that were measured on a busy machine. A single mean
         # then costs 15 % of the speed (bench_adapt, 64 nodes); with correct pass times there is no difference.
-        self._step_overhead: dict[tuple[int, int], _Overhead] = {}
+        self._step_overhead: dict[tuple[bool, int, int], _Overhead] = {}
         self._draft_overhead = _Overhead()  # of one pass
         self._choices: dict[int, _Choice] = {}
         self._next: dict[int, Trees] = {}
@@ -159,7 +161,7 @@ class TreeChooser:
         """
         seconds, drafting = (None if t is None else self._agreed(t) for t in (seconds, drafting))
         sequences = len(paths)
-        explored = self.tree_for(sequences) is self.tree
+        explored, surprised = self.tree_for(sequences) is self.tree, False
         self.acceptance.record(tree, paths)
         self._steps += 1
         rows = sequences * tree.size
@@ -167,8 +169,11 @@ class TreeChooser:
         passes, expected = self._drafting(sequences, tree.max_depth)
         if seconds is not None:
             beyond = seconds - target - (expected if drafting is None else 0.0)
-            kind = rows, tree.max_depth if self._by_depth else 0
-            self._step_overhead.setdefault(kind, _Overhead()).add(beyond, target)
+            kind = self._kind(sequences, tree.size, tree.max_depth)
+            overhead = self._step_overhead.setdefault(kind, _Overhead())
+            overhead.add(beyond, target)
+            # Passes were measured over chains, so that trees first seem faster than they are.
+            surprised = self._by_depth and overhead.count == _FIRST_SAMPLES
         if drafting is not None and passes:
             beyond = drafting - expected - self._catch_up(sequences, behind)
             self._draft_overhead.add(beyond / passes, (expected or target) / passes)
@@ -176,7 +181,7 @@ class TreeChooser:
         if explored:
             self._explored, self._since = self._steps, 0.0
         self._next.clear()
-        if self._steps % _REVIEW == 0:
+        if surprised or self._steps % _REVIEW == 0:
             self._choices.clear()
 
     def _drafting(self, sequences: int, depth: int) -> tuple[int, float]:
@@ -185,13 +190,19 @@ class TreeChooser:
             return min(depth, 1), 0.0
         return depth, depth * self.draft_seconds.at(sequences)
 
+    def _kind(self, sequences: int, size: int, depth: int) -> tuple[bool, int, int]:
+        """Steps with the same overhead: whether the trees are chains, the rows, the depth."""
+        rows = sequences * size
+        return (size == depth + 1, rows, depth) if self._by_depth else (False, rows, 0)
+
     def _step_seconds(self, sequences: int, size: int, depth: int) -> float:
         passes, drafting = self._drafting(sequences, depth)
         rows, overhead = sequences * size, 0.0
-        if self._step_overhead:
-            kind = rows, depth if self._by_depth else 0
-            distances = ((abs(seen[0] - rows), abs(seen[1] - kind[1]), seen) for seen in self._step_overhead)
-            overhead = self._step_overhead[min(distances)[2]].value
+        chain, _, levels = self._kind(sequences, size, depth)
+        alike = [seen for seen in self._step_overhead if seen[0] == chain]
+        if alike:
+            nearest = min(alike, key=lambda seen: (abs(seen[1] - rows), abs(seen[2] - levels), seen))
+            overhead = self._step_overhead[nearest].value
         return self.seconds.at(rows) + overhead + drafting + passes * self._draft_overhead.value
 
     def _catch_up(self, sequences: int, behind: int) -> float:
