@@ -262,8 +262,8 @@ class SpecDecoder:
             finished = self.advance(running, emitted, nodes, depth, hidden.unbind(0), chunk)
             if depth and verdict is not None:
                 size = nodes // len(running)
-                for i, sequence in enumerate(running):
-                    accepted[sequence.slot] = [i * size + node for node in verdict.paths[i]]
+                verified = enumerate(zip(running, verdict.paths, strict=False))
+                accepted |= {s.slot: [i * size + node for node in path] for i, (s, path) in verified}
         self.release(finished)
         if self.chooser is not None and timing is not None and verdict is not None and trees is not None and trees.tree:
             seconds = time.perf_counter() - timing.started - timing.drafting
