@@ -324,5 +324,4 @@ class SpecDecoder:
         joined = {id(sequence) for sequence in ended}
         self.prefilling = [s for s in self.prefilling if id(s) not in joined]
         self.sequences = [*self.sequences, *ended]
-        finished = [s for s in self.sequences if s.finished]
-        return finished
+        return [s for s in self.sequences if s.finished]

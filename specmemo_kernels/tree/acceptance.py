@@ -197,7 +197,7 @@ class RunningAcceptance:
                 yield TreePart(size, depth, tokens, partial(tree.part, order[:size]))
 
     def _chain_parts(self, gains: Sequence[float], sizes: Container[int]) -> Iterator[TreePart]:
-        """The parts of the likeliest chain that aren't the likeliest nodes anyway."""
+        """The first nodes of the likeliest chain, for each size."""
         tree, chain, tokens = self._tree, [0], 1.0
         while below := [node for node in range(1, tree.size) if tree.parents[node] == chain[-1]]:
             chain.append(max(below, key=lambda node: (gains[node], -node)))

@@ -197,8 +197,7 @@ class TreeChooser:
 
     def _step_seconds(self, sequences: int, size: int, depth: int) -> float:
         passes, drafting = self._drafting(sequences, depth)
-        rows, overhead = sequences * size, 0.0
-        chain, _, levels = self._kind(sequences, size, depth)
+        (chain, rows, levels), overhead = self._kind(sequences, size, depth), 0.0
         alike = [seen for seen in self._step_overhead if seen[0] == chain]
         if alike:
             nearest = min(alike, key=lambda seen: (abs(seen[1] - rows), abs(seen[2] - levels), seen))

@@ -100,7 +100,7 @@ def measure_mixers(mixers: Mixers, tree: Trees) -> PassBytes:
 
 
 class _HeldByPasses:
-    """A pass over a chain that notes the most bytes held before and after its mixers."""
+    """Runs the mixers of a pass, and notes the most bytes held behind one of them."""
 
     def __init__(self, inner: MixerPass, tracker: MemoryTracker) -> None:
         self.inner, self.tracker, self.most = inner, tracker, 0

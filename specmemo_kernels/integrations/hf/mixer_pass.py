@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -129,7 +130,7 @@ class MixerPass:
                 # Positions and the like are of other rows: mixers that read them are refused.
                 others = take(torch.cat([torch.zeros_like(before), index], dim=1))
                 output, after = mixer.divided(torch.cat([kept[before], x], dim=1), states, others, count)
-                firsts = [sum(map(len, spans[:i])) for i in range(len(spans))]
+                firsts = [*accumulate(map(len, spans[:-1]), initial=0)]
                 with self.states.including(mixer.index, slots):
                     self._write(mixer, slots, [state[firsts] for state in after])
                 output = output[:, count:]

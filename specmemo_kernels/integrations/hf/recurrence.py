@@ -25,6 +25,7 @@ class Recurrence:
 
     forward: Any
     rules: Mapping[str, Callable[..., tuple[Tensor, Tensor]]]
+    signatures: Mapping[str, inspect.Signature]
 
     @classmethod
     def of(cls, module: nn.Module) -> Recurrence | None:
@@ -34,28 +35,29 @@ class Recurrence:
         rules = {name: forward.__globals__[other] for name, other in names.items() if other in forward.__globals__}
         if not rules or any("_hf_hook" in vars(part) for part in module.modules()):
             return None
-        return cls(forward, rules)
+        return cls(forward, rules, {name: inspect.signature(rule) for name, rule in rules.items()})
 
     def function(self, cut: int = 0, states: list[Tensor] | None = None) -> Callable[..., Any]:
         """The ``forward``. With ``states``, each rule's state after the first ``cut`` tokens is appended to them."""
         rules = dict(self.rules)
         if states is not None:
-            rules = {name: _divided(rule, cut, states) for name, rule in rules.items()}
+            rules = {name: _divided(rule, self.signatures[name], cut, states) for name, rule in rules.items()}
         old = self.forward
         new = FunctionType(old.__code__, old.__globals__ | rules, old.__name__, old.__defaults__, old.__closure__)
         new.__kwdefaults__ = old.__kwdefaults__
         return new
 
 
-def _divided(rule: Callable[..., tuple[Tensor, Tensor]], cut: int, states: list[Tensor]) -> Callable[..., Any]:
+def _divided(
+    rule: Callable[..., tuple[Tensor, Tensor]], signature: inspect.Signature, cut: int, states: list[Tensor]
+) -> Callable[..., Any]:
     """A rule in two calls: of the first ``cut`` tokens, whose state is appended to ``states``, and of the others.
 
     All its tensors are ``[B, L, ...]``, but ``initial_state``.
     """
-    names = inspect.signature(rule)
 
     def divided(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        bound = names.bind(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
         given = {name: x for name, x in bound.arguments.items() if isinstance(x, Tensor) and name != "initial_state"}
 
         def part(tokens: slice, **changes: Any) -> tuple[Tensor, Tensor]:
