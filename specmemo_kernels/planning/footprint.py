@@ -166,7 +166,10 @@ def fixed_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
     # Rows are tree nodes and prompt tokens. Logits: all nodes, and the last token of a prompt.
     forward = shape.forward.at(size.rows)
     if shape.mixer_state_bytes:
-        forward = max(forward, shape.beside_mixers.at(size.rows) + shape.mixers.at(size.sequences))
+        # A pass that computes a prompt's chunk verifies no tree of that sequence.
+        for rows, trees in ((size.rows, size.sequences - 1), (size.nodes, size.sequences)):
+            if trees:
+                forward = max(forward, shape.beside_mixers.at(rows) + shape.mixers.at(trees))
     step = max(forward + shape.logits.at(size.nodes), shape.draft.at(size.sequences))
     splits = -(-size.rows // shape.split_size) + 1 if shape.split_size else 0
     words = -(-size.tree_size // 64)

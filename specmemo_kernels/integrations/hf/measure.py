@@ -129,13 +129,13 @@ def measure_beside_mixers(model: Any, facts: ModelFacts, max_rows: int) -> PassB
 
 
 def _mixer_peak(mixer: Mixer, paths: int, tokens: int) -> int:
-    """Peak bytes of a mixer's pass over copies of its state."""
+    """Peak bytes of a mixer's pass over copies of its state, without the state itself."""
     spec = mixer.spec
     arguments, twice = mixer.arguments_for(paths, tokens), mixer.arguments_for(paths, 2 * tokens)
+    states = [torch.zeros(1, *shape, dtype=dtype, device=spec.device) for shape, dtype in spec.states]
     with MemoryTracker() as tracker:
         x = torch.zeros(paths, tokens, spec.hidden_size, dtype=spec.dtype, device=spec.device)
-        states = [torch.zeros(paths, *shape, dtype=dtype, device=spec.device) for shape, dtype in spec.states]
-        above = torch.arange(paths, device=spec.device)
+        above = torch.zeros(paths, dtype=torch.int64, device=spec.device)
         mixer.call(x, [state[above] for state in states], arguments)
         if mixer.divides(2 * tokens):  # the most accepted rows before a path
             mixer.divided(torch.cat([x, x], dim=1), [state[above] for state in states], twice, tokens)
