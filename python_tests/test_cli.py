@@ -38,11 +38,11 @@ def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
     return made
 
 
-def save_model(folder: Path, template: str | None = None, hidden_size: int = 64) -> Path:
+def save_model(folder: Path, template: str | None = None, hidden_size: int = 64, layers: int = 2) -> Path:
     """A random Llama, its tokenizer, and heads in ``heads/``."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=257, hidden_size=hidden_size, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=257, hidden_size=hidden_size, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, eos_token_id=0, pad_token_id=0, initializer_range=0.3,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)

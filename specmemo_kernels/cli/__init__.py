@@ -10,7 +10,7 @@ import typer
 
 from specmemo_kernels import __version__
 from specmemo_kernels.cli.errors import Commands, importing
-from specmemo_kernels.cli.options import ChatOptions, DemoOptions, PlanOptions, ProbeOptions
+from specmemo_kernels.cli.options import ChatOptions, DemoOptions, PlanOptions, ProbeOptions, TrainOptions
 
 app = typer.Typer(
     cls=Commands,
@@ -48,7 +48,14 @@ def _add_command(name: str, options: type) -> None:
     app.command(name, help=options.__doc__)(command)
 
 
-for _name, _options in {"demo": DemoOptions, "chat": ChatOptions, "probe": ProbeOptions, "plan": PlanOptions}.items():
+_COMMANDS: dict[str, type] = {
+    "demo": DemoOptions,
+    "chat": ChatOptions,
+    "probe": ProbeOptions,
+    "plan": PlanOptions,
+    "train": TrainOptions,
+}
+for _name, _options in _COMMANDS.items():
     _add_command(_name, _options)
 
 

@@ -111,6 +111,13 @@ class PlanOptions:
             "or a number of heads like Vicuna's."
         ),
     ] = "5"
+    scaling: Annotated[
+        Path | None,
+        Option(
+            help="scaling.json of specmemo train: which drafter size, training volume and batch are worth it.",
+            exists=True, dir_okay=False,
+        ),
+    ] = None  # fmt: skip
     shared_lm_head: Annotated[
         bool, Option("--shared-lm-head", help="With a number of heads: all share the model's lm_head.")
     ] = False
@@ -122,3 +129,67 @@ class PlanOptions:
     ] = None
     as_json: Annotated[bool, Option("--json", help="Print JSON, for programs.")] = False
     plot: Annotated[Path | None, Option(help="Also draw speed over memory to this .png or .svg.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Train a drafter for a model: Medusa heads, Clover-2 or EAGLE-3, whose measured acceptance patch and plan use.
+
+    The model isn't changed. A run that was interrupted goes on when the command is repeated. Under torchrun each
+    process trains on its share of the text.
+    """
+
+    model: Annotated[str, Option(help="The model: a hub id or a folder.")]
+    out: Annotated[Path, Option(help="The drafter's folder.", file_okay=False)]
+    drafter: Annotated[str, Option(help="medusa, clover2 or eagle3.")] = "eagle3"
+    data: Annotated[
+        list[Path] | None,
+        Option(
+            help="Text: .jsonl files with text, messages, or prompt and answer per line; other files and folders are "
+            "plain text. Repeatable.",
+            exists=True,
+        ),
+    ] = None
+    self_generate: Annotated[
+        list[Path] | None,
+        Option(
+            help="Prompts that the model answers itself, to train on: .jsonl files with messages, turns or prompt per "
+            "line, or plain text. Repeatable.",
+            exists=True, dir_okay=False,
+        ),
+    ] = None  # fmt: skip
+    held_out: Annotated[
+        list[Path] | None,
+        Option(help="Text to measure acceptance on, as --data (default: a sixteenth of the text).", exists=True),
+    ] = None
+    memory_budget: Annotated[
+        str | None, Option(help="Memory for training, beside the model: 2GiB, ... (default: 80 % of what is free).")
+    ] = None
+    tokens: Annotated[int | None, Option(help="Tokens to train on (default: the text twice).", min=1)] = None
+    batch_tokens: Annotated[int, Option(help="Tokens per optimiser step.", min=1)] = 8192
+    length: Annotated[int, Option(help="Tokens of a window of text.", min=16)] = 512
+    depth: Annotated[int, Option(help="Tokens drafted: heads, or unrolled steps.", min=1, max=8)] = 5
+    layers: Annotated[
+        int | None, Option(help="Blocks of a Medusa head, or decoder layers (default: as published).", min=1)
+    ] = None
+    intermediate_size: Annotated[int | None, Option(help="Of the drafter's MLPs (default: the model's).", min=1)] = None
+    draft_vocab: Annotated[
+        int, Option(help="eagle3: tokens of its own vocabulary matrix; 0: the model's lm_head.", min=0)
+    ] = 32000
+    feature_layer: Annotated[
+        list[int] | None,
+        Option(help="eagle3: a layer whose input it reads, repeatable (default: 2, L / 2 and L - 3 of L layers)."),
+    ] = None
+    rate: Annotated[float, Option(help="The highest learning rate.", min=1e-8, max=1.0)] = 1e-3
+    scaling: Annotated[
+        bool,
+        Option(
+            "--scaling",
+            help="Train a grid of drafters around these options, fit scaling laws, and write scaling.json for plan.",
+        ),
+    ] = False
+    answer_tokens: Annotated[int, Option(help="With --self-generate: most tokens of an answer.", min=1)] = 256
+    temperature: Annotated[float, Option(help="With --self-generate: 0 for greedy answers.", min=0.0)] = 0.8
+    seed: Annotated[int, Option(help="Of new weights, the order of the text and sampled answers.", min=0)] = 0
+    device: Annotated[str, Option(help="A torch device: cpu, cuda, ...")] = "cpu"
+    dtype: Annotated[str, Option(help="Of the model: auto (as stored), float32, bfloat16 or float16.")] = "auto"

@@ -11,6 +11,7 @@ from specmemo_kernels.cli.errors import UserError
 from specmemo_kernels.cli.options import PlanOptions
 from specmemo_kernels.cli.plan_plot import check_plot, draw
 from specmemo_kernels.cli.plan_report import alternatives, show, to_json
+from specmemo_kernels.cli.plan_scaling import show_scaling
 from specmemo_kernels.drafting.base import MTP, PROMPT_LOOKUP
 from specmemo_kernels.drafting.load_heads import describe_heads
 from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
@@ -54,6 +55,10 @@ def run_plan(options: PlanOptions) -> None:
         request = plan_request(spec, device, workload, heads=heads, accuracy=accuracy, tp=tp, kv_dtype=options.kv_dtype)
         choices = candidates(request)
         plan = choose(request, choices, options.memory_budget)
+    if options.scaling is not None:
+        with setting_up():
+            show_scaling(terminal(), options, request)
+        return
     rows = alternatives(request, choices, plan)
     if options.as_json:
         print(json.dumps(to_json(request, choices, plan, rows), indent=1))

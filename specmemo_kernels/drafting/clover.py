@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting.base import DraftRows
+from specmemo_kernels.drafting.decoder_layer import Attention
 from specmemo_kernels.drafting.growth import grow_recurrent
 from specmemo_kernels.drafting.published_config import CloverConfig
 from specmemo_kernels.drafting.tensor_drafter import TensorDrafter
@@ -30,9 +31,15 @@ class CloverDrafter(TensorDrafter[CloverConfig]):
         return (target_layers,)  # before the final norm
 
     def advance(self, batch: TreeBatch, features: Tensor, keep: Tensor, pool: PagedKVPool) -> Tensor:
-        kernels, attention = self.kernels, StepAttention(pool, batch, self.backend)
-        hidden = self._regress("clover_head_mlp_rnn", features, self._embed(batch.tokens))
-        rotary = self.rotary(batch.positions, hidden.dtype)
+        return self.run(batch.tokens, features, batch.positions, StepAttention(pool, batch, self.backend), keep)
+
+    def run(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, attention: Attention, keep: Tensor | None
+    ) -> Tensor:
+        """The states ``[K, hidden_size]`` of pairs; ``keep`` ``[K]``: rows, ``None`` for all."""
+        kernels = self.kernels
+        hidden = self._regress("clover_head_mlp_rnn", features, self._embed(tokens))
+        rotary = self.rotary(positions, hidden.dtype)
         for layer in self.decoder:
             x = layer.norm(kernels, "input_layernorm", hidden)
             hidden = layer(kernels, x, hidden, rotary, attention, keep if layer is self.decoder[-1] else None)
@@ -40,14 +47,24 @@ class CloverDrafter(TensorDrafter[CloverConfig]):
 
     def draft(self, rows: DraftRows, tree: Trees) -> DraftedTrees:
         def predict(width: int) -> tuple[Tensor, Tensor]:
-            return self._predict("clover_head_mlp", rows.states, width)
+            return self.vocabulary.top_log_probs(self.first(rows.states), width)
 
         def step(_: int, __: Tensor, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            embedded = self._embed(tokens)
-            states = self._regress("clover_head_mlp_rnn2", states, embedded)
-            return states, *self._predict("clover_head_mlp2", torch.cat([states, embedded], dim=1), tree.width)
+            states, hidden = self.following(states, tokens)
+            return states, *self.vocabulary.top_log_probs(hidden, tree.width)
 
         return grow_recurrent(rows.roots, rows.states, tree, predict, step)
+
+    def first(self, states: Tensor) -> Tensor:
+        """The lm_head's input for the first drafted token behind each state."""
+        return self.norm("clover_head_norm", self.linear("clover_head_mlp", states))
+
+    def following(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The states of drafted ``tokens`` ``[N]`` behind ``states``, and the lm_head's inputs for the tokens after."""
+        embedded = self._embed(tokens)
+        states = self._regress("clover_head_mlp_rnn2", states, embedded)
+        mixed = self.linear("clover_head_mlp2", torch.cat([states, embedded], dim=1))
+        return states, self.norm("clover_head_norm", mixed)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return functional.embedding(tokens, self.tensors["clover_embed_tokens.weight"])
@@ -59,7 +76,3 @@ class CloverDrafter(TensorDrafter[CloverConfig]):
         key, value = (self.linear(f"{name}.{part}", y).view(shape) for part in "kv")
         share = functional.cosine_similarity(query, key, dim=-1, eps=self.eps)
         return x + (share[..., None] * value).flatten(1)
-
-    def _predict(self, name: str, x: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """The best tokens by the head ``name``, ``[N, width]``."""
-        return self.vocabulary.top_log_probs(self.norm("clover_head_norm", self.linear(name, x)), width)

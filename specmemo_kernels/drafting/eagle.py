@@ -41,10 +41,8 @@ class EagleDrafter(TensorDrafter[Eagle3Config | EagleConfig]):
         return self.config.aux_layer_ids or (2, target_layers // 2, target_layers - 3)
 
     def advance(self, batch: TreeBatch, features: Tensor, keep: Tensor, pool: PagedKVPool) -> Tensor:
-        if isinstance(self.config, Eagle3Config):
-            features = self.linear("fc", self._normed(self.config, features))
         attention = StepAttention(pool, batch, self.backend)
-        return self._run(batch.tokens, features, batch.positions, attention, keep)
+        return self.run(batch.tokens, self.combined(features), batch.positions, attention, keep)
 
     def draft(self, rows: DraftRows, tree: Trees) -> DraftedTrees:
         attention = BeamAttention(rows, self.backend)
@@ -52,15 +50,23 @@ class EagleDrafter(TensorDrafter[Eagle3Config | EagleConfig]):
         def step(depth: int, parent: Tensor, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             attention.descend(parent)
             positions = (rows.seq_lens.long() + depth - 1)[:, None].expand_as(parent).flatten()
-            states = self._run(tokens, features, positions, attention, None)
+            states = self.run(tokens, features, positions, attention, None)
             return states, *self._predict(states, tree.width)
 
         return grow_recurrent(rows.roots, rows.states, tree, partial(self._predict, rows.states), step)
 
-    def _run(
+    def combined(self, features: Tensor) -> Tensor:
+        """The target's features ``[N, F]`` as pairs have them, ``[N, hidden_size]``."""
+        return (
+            self.linear("fc", self._normed(self.config, features))
+            if isinstance(self.config, Eagle3Config)
+            else features
+        )
+
+    def run(
         self, tokens: Tensor, features: Tensor, positions: Tensor, attention: Attention, keep: Tensor | None
     ) -> Tensor:
-        """The next features ``[K, hidden_size]`` of pairs."""
+        """The next features ``[K, hidden_size]`` of pairs; ``keep`` ``[K]``: rows, ``None`` for all."""
         own = self.tensors.get("embed_tokens.weight")
         embedded = self.vocabulary.embed(tokens) if own is None else torch.nn.functional.embedding(tokens, own)
         rotary, kernels = self.rotary(positions, features.dtype), self.kernels
@@ -100,12 +106,16 @@ class EagleDrafter(TensorDrafter[Eagle3Config | EagleConfig]):
     def _normed_states(self) -> bool:
         return isinstance(self.config, Eagle3Config) and self.config.norm_output
 
+    def head_input(self, states: Tensor) -> Tensor:
+        """The input of the vocabulary matrix for each state."""
+        if not isinstance(self.config, Eagle3Config):
+            return states
+        hidden = states if self._normed_states else self.norm("norm", states)
+        return hidden if self.config.logit_scale == 1 else hidden * self.config.logit_scale
+
     def _predict(self, states: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """The best tokens behind each state, ``[N, width]``."""
-        hidden = states
-        if isinstance(self.config, Eagle3Config):
-            hidden = states if self._normed_states else self.norm("norm", states)
-            hidden = hidden if self.config.logit_scale == 1 else hidden * self.config.logit_scale
+        hidden = self.head_input(states)
         if self._lm_head is None:
             log_p, tokens = self.vocabulary.top_log_probs(hidden, width)
         else:

@@ -130,6 +130,18 @@ def open_drafter(source: str | Path) -> PublishedDrafter | None:
     return PublishedDrafter(kind, parsed, where, names, _accuracy(str(config_file), config))
 
 
+def config_of(where: str, config: Mapping[str, Any], keys: Collection[str]) -> DrafterConfig:
+    """The parsed ``config.json`` of a drafter whose tensors have these internal keys.
+
+    Raises:
+        HeadsError: no known drafter, or a wrong value.
+    """
+    kind = _recognise(where, config, list(keys))
+    if kind is None:
+        raise HeadsError(f"{where}: Medusa heads have no configuration of their own")
+    return _PARSERS[kind](where, config, keys)
+
+
 def check_target(drafter: PublishedDrafter, hidden_size: int, vocab_size: int) -> None:
     """Check that a drafter fits a target of width ``hidden_size`` with ``vocab_size`` rows in its lm_head.
 

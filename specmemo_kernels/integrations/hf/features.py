@@ -47,7 +47,7 @@ class FeatureTaps:
 
     @contextmanager
     def captured(self) -> Iterator[dict[int, Tensor]]:
-        """Capture states ``[N, size]`` by their index, in this context (thread, task) only.
+        """Capture states ``[B, N, size]`` by their index, in this context (thread, task) only.
 
         The hooks exist during the pass, so that copies and other passes of the model have none.
         """
@@ -72,7 +72,7 @@ class _Input:
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (states := _states.get()) is not None:
-            states[self.index] = (args[0] if args else kwargs["hidden_states"])[0]
+            states[self.index] = args[0] if args else kwargs["hidden_states"]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class _Output:
 
     def __call__(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         if (states := _states.get()) is not None:
-            states[self.index] = (output if isinstance(output, Tensor) else output[0])[0]
+            states[self.index] = output if isinstance(output, Tensor) else output[0]
 
 
 def find_taps(model: Any, ids: Sequence[int]) -> FeatureTaps:

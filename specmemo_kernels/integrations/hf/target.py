@@ -122,7 +122,7 @@ class HFTarget:
 
     def _features(self, states: dict[int, Tensor]) -> Tensor | None:
         """``[N, F]``: the states that the drafter reads, one after the other."""
-        parts = [states[i].to(self.device) for i in self.facts.taps.ids]
+        parts = [states[i][0].to(self.device) for i in self.facts.taps.ids]
         return torch.cat(parts, dim=1) if len(parts) > 1 else next(iter(parts), None)
 
     def argmax(self, output: TargetOutput) -> Tensor:

@@ -1,0 +1,255 @@
+"""``specmemo train``: from files to a drafter that ``patch`` and ``plan`` use; interruptions, processes, errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from selection import ALL_EXAMPLES
+from test_cli import TEMPLATE, run, save_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import specmemo_kernels as sk
+from specmemo_kernels.training.answers import read_answers, read_prompts, write_answers
+from specmemo_kernels.training.windows import DataError, read_documents
+
+TEXT = "def f(x):\n    return x + 1\n\n\nfor i in range(10):\n    print(f(i))\n"
+WEIGHTS = {"medusa": "medusa_lm_head.safetensors", "clover2": "model.safetensors", "eagle3": "model.safetensors"}
+#: Fast settings: a drafter of few tokens on short windows.
+SMALL = ("--tokens", 2000, "--batch-tokens", 128, "--length", 32, "--depth", 2, "--intermediate-size", 32)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with six layers and a chat template."""
+    return save_model(tmp_path_factory.mktemp("model"), TEMPLATE, layers=6)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents in a folder: plain text, and every kind of line."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "code.py").write_text(TEXT * 20)
+    rows = [{"text": TEXT}, {"prompt": "def g", "answer": "(y):\n    pass\n"}, {"tokens": [5, 6, 7]}]
+    rows.append({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def train(model: Path, out: Path, kind: str, *args: object) -> str:
+    sizes = SMALL[:-2] if kind == "medusa" else SMALL
+    result = run("train", "--model", model, "--out", out, "--drafter", kind, *sizes, *args)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_a_trained_drafter_is_used(model: Path, data: Path, tmp_path: Path, kind: str) -> None:
+    """Files, summary, picture, table; patch generates the model's tokens with it; plan reads its accuracy."""
+    output = train(model, tmp_path, kind, "--data", data)
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(
+        ["config.json", WEIGHTS[kind], "training.json", "training.png"]
+    )
+    summary = json.loads((tmp_path / "training.json").read_text())
+    accuracy = summary["held_out"]["accuracy"]
+    assert len(accuracy) == 2
+    assert json.loads((tmp_path / "config.json").read_text())["cumulative_topk_accuracy"] == accuracy
+    assert len(summary["progress"]["losses"]) * 128 == summary["tokens"] == 2048
+    assert "tokens ahead" in output
+    assert f"{summary['expected_tokens_per_step']['8']:.2f} with 8 nodes" in output
+    target = AutoModelForCausalLM.from_pretrained(model)
+    ids = torch.tensor([AutoTokenizer.from_pretrained(model)("def f")["input_ids"]])
+    plain = target.generate(ids, max_new_tokens=12, do_sample=False)
+    with sk.patch(target, tmp_path, tree=6):
+        assert target.generate(ids, max_new_tokens=12, do_sample=False).tolist() == plain.tolist()
+    planned = run("plan", "--model", model, "--heads", tmp_path, "--device", "h100", "--context", 64, "--json")
+    assert planned.exit_code == 0, planned.output
+
+
+def test_documents(data: Path, model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    texts = [tokenizer.decode(ids) for ids in read_documents([data], tokenizer)]
+    assert texts[0] == TEXT * 20
+    assert texts[1:3] == [TEXT, "def g(y):\n    pass\n"]
+    assert texts[3] == tokenizer.decode([5, 6, 7])
+    assert texts[4] == "<user>hi<assistant>yes<assistant>"[: len("<user>hi<assistant>yes")] or "yes" in texts[4]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [("{", "line 1 is not JSON"), ('{"other": 1}', 'line 1 needs "text"'), ('{"text": 5}', 'line 1 needs "text"')],
+)
+def test_lines_that_are_no_documents(tmp_path: Path, model: Path, line: str, says: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(line + "\n")
+    with pytest.raises(DataError, match=says):
+        list(read_documents([tmp_path / "rows.jsonl"], AutoTokenizer.from_pretrained(model)))
+
+
+def test_prompts(tmp_path: Path, model: Path) -> None:
+    """Of conversations, all before the last answer; of turns, the first; plain text in parts."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"prompt": "x y"}, {"turns": ["one", "two"]}, {"messages": messages}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "p.txt").write_text("z" * 300)
+    found = [tokenizer.decode(ids) for ids in read_prompts([tmp_path / "p.jsonl", tmp_path / "p.txt"], tokenizer)]
+    assert found[0] == "x y"
+    assert "<user>one" in found[1]
+    assert found[2] == "<user>a<assistant>"
+    assert "".join(found[3:]) == "z" * 300
+    assert max(map(len, found[3:])) == 128
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_answers(tmp_path: Path, model: Path, temperature: float) -> None:
+    """The model's own answers; after an interruption the missing ones are added, and they are the same."""
+    target = AutoModelForCausalLM.from_pretrained(model)
+    prompts = [[5, 6, 7], [8, 9], [10] * 600, [11, 12, 13, 14]]  # the third is too long
+
+    def write(path: Path) -> int:
+        ticks: list[int] = []
+        write_answers(
+            target, prompts, path, max_new_tokens=9, temperature=temperature, seed=1, memory_budget=None,
+            tick=ticks.append,
+        )  # fmt: skip
+        return sum(ticks)
+
+    assert write(tmp_path / "a") == 4
+    texts = read_answers(tmp_path / "a")
+    assert [row[: len(p)] for row, p in zip(texts, [prompts[0], prompts[1], prompts[3]], strict=True)] == [
+        prompts[0], prompts[1], prompts[3],
+    ]  # fmt: skip
+    if not temperature:
+        for row, prompt in zip(texts, [prompts[0], prompts[1], prompts[3]], strict=True):
+            assert row == target.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False)[0].tolist()
+    lines = (tmp_path / "a").read_text().splitlines(keepends=True)
+    (tmp_path / "b").write_text(lines[1] + lines[0][:10])  # a crash while the second line was written
+    write(tmp_path / "b")
+    assert read_answers(tmp_path / "b") == texts
+    assert not hasattr(target, "specmemo") or target.specmemo is None
+
+
+def test_training_on_own_answers(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text(TEXT * 8)
+    output = train(
+        model, tmp_path / "out", "medusa", "--self-generate", tmp_path / "prompts.txt", "--answer-tokens", 40
+    )
+    assert "writing answers" in output
+    assert (tmp_path / "out" / "medusa_lm_head.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ((), "give text by --data, or prompts by --self-generate"),
+        (("--data", "DATA", "--drafter", "hydra"), "--drafter hydra: expected one of medusa, clover2, eagle3"),
+        (("--data", "DATA", "--dtype", "int8"), "--dtype int8: expected one of"),
+        (("--data", "DATA", "--length", 16, "--depth", 8, "--memory-budget", "10KiB"), "--memory-budget is 10.0 KiB"),
+        (("--data", "DATA", "--memory-budget", "much"), "--memory-budget is 'much'"),
+        (("--data", "DATA", "--length", 100000), "less than a window of 100000 tokens"),
+        (("--data", "DATA", "--drafter", "medusa", "--intermediate-size", 8), "--intermediate-size: Medusa heads have"),
+        (("--data", "DATA", "--feature-layer", 6), "feature layers [6] don't exist"),
+        (("--data", "DATA", "--device", "meta"), "--device meta"),
+    ],
+)
+def test_errors_in_one_line(model: Path, data: Path, tmp_path: Path, args: tuple[object, ...], says: str) -> None:
+    filled = [data if arg == "DATA" else arg for arg in args]
+    result = run("train", "--model", model, "--out", tmp_path / "out", *filled)
+    assert result.exit_code == 2, result.output
+    assert says in " ".join(result.stderr.split())
+    assert len([line for line in result.stderr.splitlines() if line.startswith("specmemo: ")]) == 1
+
+
+def test_folders_of_other_runs_are_kept(model: Path, data: Path, tmp_path: Path) -> None:
+    train(model, tmp_path, "medusa", "--data", data)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    result = run("train", "--model", model, "--out", tmp_path, "--drafter", "medusa", "--data", data)
+    assert result.exit_code == 2
+    assert "has a trained drafter" in result.stderr
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_an_unfinished_run_needs_its_arguments(model: Path, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "arguments.json").write_text('{"drafter": "medusa", "seed": 5}')
+    result = run("train", "--model", model, "--out", tmp_path, "--drafter", "medusa", "--data", data)
+    assert result.exit_code == 2
+    assert "unfinished run with other arguments" in " ".join(result.stderr.split())
+    assert "seed" in result.stderr
+
+
+def start(
+    model: Path, data: Path, out: Path, kind: str, *, ranks: int = 1, every: float = 0.05
+) -> subprocess.Popen[bytes]:
+    """A training process with a checkpoint every ``every`` seconds."""
+    code = (
+        "import sys, specmemo_kernels.training.loop as loop; from specmemo_kernels.cli import app; "
+        f"loop.CHECKPOINT_SECONDS = {every}; app(sys.argv[1:])"
+    )
+    script = out.with_suffix(".py")
+    script.write_text(code.replace("; ", "\n"))
+    command = [sys.executable, str(script)]
+    if ranks > 1:
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nproc-per-node={ranks}",
+            "--standalone",
+            str(script),
+        ]
+    arguments = ["train", "--model", model, "--out", out, "--drafter", kind, "--data", data, *SMALL]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "dumb"}
+    return subprocess.Popen(
+        [*command, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    )
+
+
+def finished(process: subprocess.Popen[bytes]) -> None:
+    out, error = process.communicate(timeout=300)
+    assert process.returncode == 0, (out + error).decode()
+
+
+@pytest.mark.slow
+def test_killed_ten_times(model: Path, data: Path, tmp_path: Path) -> None:
+    """kill -9 at random moments, then the same command: the weights of an undisturbed run, bit by bit."""
+    finished(start(model, data, tmp_path / "plain", "eagle3"))
+    source, killed = random.Random(0), 0
+    while killed < 10:
+        process = start(model, data, tmp_path / "killed", "eagle3")
+        try:
+            process.wait(timeout=source.uniform(4, 9) if killed else 2)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+            killed += 1
+            continue
+        assert process.returncode == 0, process.communicate()
+        break
+    if killed == 10:
+        finished(start(model, data, tmp_path / "killed", "eagle3"))
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "killed"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert killed >= 3
+
+
+@pytest.mark.slow
+def test_two_processes(model: Path, data: Path, tmp_path: Path) -> None:
+    """Under torchrun: the weights of one process, up to the order of sums."""
+    started = time.monotonic()
+    for ranks in (1, 2):
+        finished(start(model, data, tmp_path / str(ranks), "eagle3", ranks=ranks))
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("1", "2"))
+    for key in one:
+        torch.testing.assert_close(two[key], one[key], rtol=5e-3, atol=2e-4)
+    assert ALL_EXAMPLES or time.monotonic() - started < 300

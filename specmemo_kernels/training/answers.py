@@ -1,0 +1,125 @@
+"""Training text that the model writes itself, by batched speculative decoding."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from specmemo_kernels.engine.sampling import Sampling
+from specmemo_kernels.integrations.hf.batch import Request, stream_batch
+from specmemo_kernels.integrations.hf.patch import patch
+from specmemo_kernels.training.windows import DataError, chat_ids
+
+#: Tokens of a prompt that is a part of a plain text.
+PROMPT_TOKENS = 128
+#: Sequences at once, and requests of a batch.
+_BATCH, _REQUESTS = 8, 64
+
+
+def read_prompts(paths: Sequence[Path], tokenizer: Any) -> Iterator[list[int]]:
+    """The token ids of each prompt in files.
+
+    A ``.jsonl`` file has a prompt per line: ``messages`` or ``turns`` (of the chat template; of turns, the first), or
+    ``prompt``. Any other file is cut into prompts of :data:`PROMPT_TOKENS` tokens.
+
+    Raises:
+        DataError: a file or line that has none.
+    """
+    for path in paths:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} is not a UTF-8 text: {error}") from error
+        if path.suffix != ".jsonl":
+            ids = tokenizer(text, verbose=False)["input_ids"]
+            yield from (ids[i : i + PROMPT_TOKENS] for i in range(0, len(ids), PROMPT_TOKENS))
+            continue
+        for number, line in enumerate(text.splitlines(), start=1):
+            if line.strip():
+                yield _of_line(f"{path}, line {number}", line, tokenizer)
+
+
+def _of_line(where: str, line: str, tokenizer: Any) -> list[int]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where} is not JSON: {error}") from error
+    match row:
+        case {"messages": [*messages]}:
+            while messages and messages[-1].get("role") == "assistant":
+                messages.pop()
+            return chat_ids(where, messages, tokenizer, add_generation_prompt=True)
+        case {"turns": [str(first), *_]}:
+            if tokenizer.chat_template is None:
+                ids: list[int] = tokenizer(first)["input_ids"]
+                return ids
+            return chat_ids(where, [{"role": "user", "content": first}], tokenizer, add_generation_prompt=True)
+        case {"prompt": str(prompt)}:
+            ids = tokenizer(prompt)["input_ids"]
+            return ids
+    raise DataError(f'{where} needs "messages", "turns" or "prompt"')
+
+
+def write_answers(
+    model: Any,
+    prompts: list[list[int]],
+    path: Path,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    memory_budget: int | str | None,
+    tick: Callable[[int], None],
+) -> None:
+    """Append a line ``{"index": i, "tokens": [...]}`` to ``path`` for every prompt that has none yet.
+
+    The tokens are the prompt and its answer. Prompts too long for the model are skipped.
+
+    Args:
+        temperature: 0 for greedy answers. seed: with a prompt's index, of its sampling.
+        memory_budget: of generation, see :func:`specmemo_kernels.patch`. tick: called with the number of finished ones.
+    """
+    done = {json.loads(line)["index"] for line in _whole_lines(path)}
+    room = model.config.get_text_config().max_position_embeddings - max_new_tokens
+    waiting = [i for i, prompt in enumerate(prompts) if i not in done and 0 < len(prompt) <= room]
+    tick(len(prompts) - len(waiting))
+    if not waiting:
+        return
+    with patch(model, "prompt-lookup", memory_budget=memory_budget, max_batch_size=_BATCH):
+        for first in range(0, len(waiting), _REQUESTS):
+            part = waiting[first : first + _REQUESTS]
+            requests = [
+                Request(prompts[i], max_new_tokens, sampling=_sampling(temperature, f"{seed}/{i}")) for i in part
+            ]
+            texts = [list(prompts[i]) for i in part]
+            with stream_batch(model, requests) as run, path.open("a") as file:
+                for piece in run:
+                    texts[piece.index] += piece.tokens
+                    if piece.finished:
+                        file.write(json.dumps({"index": part[piece.index], "tokens": texts[piece.index]}) + "\n")
+                        file.flush()
+                        tick(1)
+
+
+def read_answers(path: Path) -> list[list[int]]:
+    """The texts of :func:`write_answers` by index."""
+    rows = [json.loads(line) for line in _whole_lines(path)]
+    return [row["tokens"] for row in sorted(rows, key=lambda row: row["index"])]
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """The lines of a file; one that a crash cut off is removed."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        path.write_text(whole)
+    return whole.splitlines()
+
+
+def _sampling(temperature: float, key: str) -> Sampling | None:
+    return Sampling(temperature=temperature, seed=zlib.crc32(key.encode())) if temperature else None

@@ -1,0 +1,67 @@
+"""The state of a training run in one safetensors file, replaced atomically."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+Tensor = torch.Tensor
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class Progress:
+    """What a run has done so far.
+
+    Attributes:
+        step: number of finished steps.
+        losses: each step's cross-entropy by depth.
+        evaluations: steps with their held-out losses and accuracies.
+        seconds: spent in training, over all starts.
+    """
+
+    step: int = 0
+    losses: list[list[float]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def save_state(
+    path: Path, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, progress: Progress
+) -> None:
+    """Write parameters, AdamW's moments and the progress; a crash leaves the old file or the new one."""
+    tensors = {f"parameter.{name}": value.detach() for name, value in parameters.items()}
+    for name, value in parameters.items():
+        tensors |= {f"{moment}.{name}": optimizer.state[value][moment] for moment in _MOMENTS}
+    metadata = {"progress": json.dumps(vars(progress))}
+    fresh = path.with_suffix(".new")
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, fresh, metadata)
+    with fresh.open("rb") as file:
+        os.fsync(file.fileno())
+    fresh.replace(path)
+
+
+@torch.no_grad()
+def load_state(path: Path, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> Progress:
+    """Read a file of :func:`save_state` into parameters and optimizer."""
+    with safe_open(path, framework="pt") as file:
+        progress = Progress(**json.loads(file.metadata()["progress"]))
+        for name, value in parameters.items():
+            value.copy_(file.get_tensor(f"parameter.{name}"))
+            state = {moment: file.get_tensor(f"{moment}.{name}").to(value.device) for moment in _MOMENTS}
+            optimizer.state[value] = {"step": torch.tensor(float(progress.step)), **state}
+    return progress
+
+
+def trained(parameters: Sequence[Tensor]) -> bool:
+    """Whether all values are finite."""
+    return all(bool(value.isfinite().all()) for value in parameters)

@@ -1,0 +1,174 @@
+"""A training run in a folder: from windows of text to a saved drafter, resumed where it stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from specmemo_kernels.engine.pressure import free_bytes
+from specmemo_kernels.training.loop import Schedule, Training, TrainingError
+from specmemo_kernels.training.memory import windows_within
+from specmemo_kernels.training.objective import HeldOut, Objective, evaluate
+from specmemo_kernels.training.recipes import DrafterSizes, feature_ids, new_drafter
+from specmemo_kernels.training.saved import save_drafter
+from specmemo_kernels.training.target_states import FrozenTarget
+from specmemo_kernels.training.windows import Windows
+
+#: The folder of a run's files inside the drafter's; it is removed at the end.
+RUN_FOLDER = "training"
+SUMMARY = "training.json"
+#: Most windows of the measurement at the end.
+_EVALUATED = 64
+#: Tokens of a forward pass on a CPU: more leave its caches. EAGLE-3 for the demo model, two cores: 3,200 tokens/s with
+#: 2048 tokens a pass, 2,400 with 8192.
+_CPU_TOKENS = 2048
+#: Share of free memory for training without a budget.
+_FREE_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What decides a drafter's weights, besides the text.
+
+    Attributes:
+        drafter: ``"medusa"``, ``"clover2"`` or ``"eagle3"``. sizes: of it.
+        tokens: of training; texts are repeated as often as needed. batch_tokens: per optimiser step.
+        rate: the highest learning rate. seed: of new weights and the order of windows.
+        memory_budget: bytes beside the model, which limits the windows of a forward pass; ``None``: 80 % of what is
+            free.
+    """
+
+    drafter: str
+    sizes: DrafterSizes
+    tokens: int
+    batch_tokens: int
+    rate: float
+    seed: int
+    memory_budget: int | None = None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished run.
+
+    Attributes:
+        held_out: accuracies on text that it wasn't trained on. progress: losses and evaluations on the way.
+        tokens: trained on. parameters: of the drafter. seconds: of training, without evaluation at the end.
+        windows: of a forward pass.
+    """
+
+    held_out: HeldOut
+    progress: dict[str, Any]
+    tokens: int
+    parameters: int
+    windows: int
+
+    @property
+    def seconds(self) -> float:
+        return float(self.progress["seconds"])
+
+
+class Reporter(Protocol):
+    """Receives the progress of a run, for the user's screen."""
+
+    def phase(self, name: str, total: int, done: int = 0) -> None:
+        """A phase of ``total`` units begins, of which ``done`` are finished."""
+
+    def advance(self, note: str = "") -> None:
+        """A unit of the phase is finished."""
+
+
+class RunFolder:
+    """The files of a run, which a later call with the same arguments continues.
+
+    Args:
+        folder: of the drafter. arguments: all that decides the result, as JSON.
+
+    Raises:
+        TrainingError: the folder has a finished drafter, or a run with other arguments.
+    """
+
+    def __init__(self, folder: Path, arguments: dict[str, Any]) -> None:
+        self.folder, self.files = folder, folder / RUN_FOLDER
+        if (folder / SUMMARY).exists():
+            raise TrainingError(f"{folder} has a trained drafter; name another folder with --out, or remove this one")
+        noted = self.files / "arguments.json"
+        if noted.exists() and (stored := json.loads(noted.read_text())) != json.loads(json.dumps(arguments)):
+            changed = [name for name in arguments if stored.get(name) != json.loads(json.dumps(arguments[name]))]
+            raise TrainingError(
+                f"{folder} has an unfinished run with other arguments ({', '.join(changed) or 'fewer of them'}); "
+                "repeat its arguments to continue it, name another folder with --out, or remove this one"
+            )
+        self.files.mkdir(parents=True, exist_ok=True)
+        noted.write_text(json.dumps(arguments, indent=1) + "\n")
+
+    @property
+    def state(self) -> Path:
+        """Checkpoints."""
+        return self.files / "state.safetensors"
+
+    @property
+    def answers(self) -> Path:
+        """Self-generated text."""
+        return self.files / "answers.jsonl"
+
+    def windows(self, make: Callable[[], Windows]) -> Windows:
+        """The stored windows; without any, those of ``make``, stored."""
+        path = self.files / "windows.safetensors"
+        if not path.exists():
+            fresh = path.with_suffix(".new")
+            make().save(fresh)
+            fresh.replace(path)
+        return Windows.load(path)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Write the summary, and remove the run's files."""
+        (self.folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
+        shutil.rmtree(self.files)
+
+
+def train_drafter(
+    model: Any, windows: Windows, recipe: Recipe, folder: Path, state: Path, verifier: str, accelerator: Any,
+    reporter: Reporter,
+) -> Trained:  # fmt: skip
+    """Train a drafter for ``model``, measure it on held-out text and save it in ``folder``.
+
+    Args:
+        state: the checkpoints' file; an existing one is continued. verifier: the model's name in the drafter's files.
+        accelerator: of accelerate.
+
+    Raises:
+        BudgetError: the budget is too small for one window. TrainingError: the loss isn't finite.
+        UnsupportedModel: the model has no floating-point lm_head, or no list of layers.
+    """
+    layers = model.config.get_text_config().num_hidden_layers
+    target = FrozenTarget(model, feature_ids(recipe.drafter, recipe.sizes, layers))
+    drafter = new_drafter(recipe.drafter, target, recipe.sizes, windows.training, recipe.seed)
+    objective = Objective(drafter)
+    length, processes = windows.length, accelerator.num_processes
+    per_step = max(processes, round(recipe.batch_tokens / length / processes) * processes)
+    steps = max(1, round(recipe.tokens / (per_step * length)))
+    budget = recipe.memory_budget or int(_FREE_SHARE * free_bytes(target.device))
+    most = per_step // processes
+    if target.device.type == "cpu":
+        most = min(most, max(1, _CPU_TOKENS // length))
+    micro = windows_within(budget, most, objective, target.states, length, processes)
+    schedule = Schedule(steps, per_step, micro, recipe.rate, recipe.seed)
+    training = Training(accelerator, target, objective, windows, schedule, state)
+    reporter.phase("training", steps, training.progress.step)
+    training.run(lambda losses: reporter.advance(f"loss {losses[0]:.3f}"))
+    if accelerator.is_main_process:
+        training.save()
+    chosen = torch.linspace(0, len(windows.held_out) - 1, min(len(windows.held_out), _EVALUATED)).round().long()
+    reporter.phase("measuring acceptance", len(chosen))
+    held_out = evaluate(objective, windows.held_out[chosen], target.states, reporter.advance)
+    if accelerator.is_main_process:
+        save_drafter(drafter, folder, held_out, verifier)
+    parameters = sum(parameter.numel() for parameter in objective.parameters())
+    return Trained(held_out, asdict(training.progress), steps * per_step * length, parameters, micro)
