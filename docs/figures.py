@@ -9,6 +9,7 @@ A block looks like ``<!-- figure: NAME -->...<!-- end -->``: a number inside a s
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -134,6 +135,62 @@ def drafters() -> str:
     ]
     header = ["drafter", "nodes", "no drafts", "static trees", "dynamic trees", "dynamic / static"]
     return table(header, rows, "drafters_cpu")
+
+
+NAMES = {"medusa": "Medusa heads", "clover2": "Clover-2", "eagle3": "EAGLE-3", "plain generate": "plain `generate`"}
+
+
+def trained() -> str:
+    """Tokens per step and speed of drafters trained by ``specmemo train``, by the size of the tree."""
+    result = load("trained_cpu")
+    sizes = list(dict.fromkeys(row["nodes"] for row in result["rows"]))
+    by_side = {(row["side"], row["nodes"]): row for row in result["rows"]}
+    rows = []
+    for each in result["training"]:
+        name = each["name"]
+        of_side = [by_side[name, size] for size in sizes]
+        rows.append(
+            [NAMES[name], f"{each['tokens'] / 1e6:.1f} M", f"{each['seconds'] / 60:.0f} min",
+             mib(of_side[0]["drafter_bytes"]),
+             *(f"{row['tokens_per_step']:.2f}, {row['tokens_per_s']:.0f} ({row['speedup']:.2f}x)" for row in of_side)]
+        )  # fmt: skip
+    trees = [f"{size} nodes" if size else "chosen by `patch`" for size in sizes]
+    return table(["drafter", "trained on", "in", "float32", *trees], rows, "trained_cpu")
+
+
+def trained_accuracy() -> str:
+    rows = [
+        [NAMES[each["name"]], *(f"{row[0]:.2f}, {row[4]:.2f}" for row in each["accuracy"])]
+        for each in load("trained_cpu")["training"]
+    ]
+    depths = [f"{d} ahead" for d in range(1, len(rows[0]))]
+    return table(["drafter", *depths], rows, "trained_cpu")
+
+
+def scaling_values() -> dict[str, str]:
+    """A fit of ``specmemo train --scaling``: its coefficients, its residuals and what it predicts."""
+    law = load("scaling_cpu")
+    fit, runs = law["tokens_per_step"], law["runs"]
+
+    def predicted(run: Row) -> float:
+        factors = (run["tokens"], run["parameters"], run["batch"])
+        return float(fit["intercept"] + sum(s * math.log(x) for s, x in zip(fit["slopes"], factors, strict=True)))
+
+    errors = [abs(predicted(run) / run["tokens_per_step"] - 1) for run in runs]
+    rows = [
+        [f"{run['tokens']:,}", f"{run['parameters']:,}", run["batch"], f"{predicted(run):.2f}",
+         f"{run['tokens_per_step']:.2f}", f"{predicted(run) / run['tokens_per_step'] - 1:+.1%}".replace("%", "\u00a0%")]
+        for run in law["held_out"]
+    ]  # fmt: skip
+    header = ["training tokens", "parameters", "batch", "predicted", "measured", "error"]
+    formula = " ".join(f"{s:+.3f} ln({name})" for s, name in zip(fit["slopes"], ("T", "N", "B"), strict=True))
+    return {
+        "scaling.formula": f"`{fit['intercept']:.2f} {formula}`",
+        "scaling.residuals": f"{sum(errors) / len(errors):.1%} in the mean, at most {max(errors):.1%}".replace(
+            "%", " %"
+        ),
+        "scaling.held_out": table(header, rows, "scaling_cpu"),
+    }
 
 
 def hybrids() -> str:
@@ -433,6 +490,8 @@ def figures() -> dict[str, str]:
         "steps.parts": step_parts(),
         "drafters": drafters(),
         "hybrids": hybrids(),
+        "train.compared": trained(),
+        "train.accuracy": trained_accuracy(),
         "linear": linear(),
         "engines": engines(),
         "batches": batches(),
@@ -450,6 +509,7 @@ def figures() -> dict[str, str]:
         **quality_values(),
         **ops_values(),
         **compiled(),
+        **scaling_values(),
     }
 
 

@@ -108,6 +108,16 @@ MUTANTS = (
            "host_capture random_functions"),
     Mutant(f"{PACKAGE}/engine/fusion.py", "call.written & names", "False", "fusion not_fused"),
     Mutant(f"{PACKAGE}/engine/fusion.py", "self._uses[value.name] > 1", "False", "fusion not_fused"),
+    Mutant(f"{PACKAGE}/training/distillation.py", "log_p.exp() - target", "target - log_p.exp()",
+           "training test_distillation"),
+    Mutant(f"{PACKAGE}/training/objective.py", "depth - 1 - d : depth", "depth - d : depth",
+           "training test_the_objective"),
+    Mutant(f"{PACKAGE}/training/objective.py", "alive & own[:, d : d + rows]", "alive", "training test_the_objective"),
+    Mutant(f"{PACKAGE}/training/attention.py", ".triu(1)", ".triu(2)", "training test_unrolled"),
+    Mutant(f"{PACKAGE}/training/trainable.py", "positions + step", "positions", "training test_unrolled"),
+    Mutant(f"{PACKAGE}/training/checkpoint.py", "torch.tensor(float(progress.step))", "torch.tensor(0.0)",
+           "training test_an_interrupted"),
+    Mutant(f"{PACKAGE}/training/windows.py", "_mixed(seed, epoch)", "seed", "training test_an_epoch"),
 )  # fmt: skip
 
 

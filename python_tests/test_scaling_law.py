@@ -64,7 +64,7 @@ def test_a_law_is_fitted_saved_and_read(tmp_path: Path) -> None:
     assert law.tokens_per_step.slopes == pytest.approx((0.2, 0.1, -0.15), abs=1e-9)
     assert max(abs(law.residual(run)) for run in law.runs) < 1e-9
     assert law.volumes == (1000, 8000)
-    law.save(tmp_path / "law.json")
+    law.save(tmp_path / "law.json", {"date": "today"})
     assert ScalingLaw.load(tmp_path / "law.json") == law
     noisy = made(noise=0.05)
     residuals = torch.tensor([noisy.residual(run) for run in noisy.runs])
@@ -105,7 +105,7 @@ def test_the_grid(kind: str) -> None:
 
 def test_plan_names_what_is_worth_it(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
-    made().save(tmp_path / "law.json")
+    made().save(tmp_path / "law.json", {"date": "today"})
     result = run("plan", "--model", model, "--scaling", tmp_path / "law.json", "--device", "h100", "--context", 64)
     assert result.exit_code == 0, result.output
     assert "predicted from 12 training runs of 1,000 to 8,000 tokens" in result.output
@@ -117,7 +117,7 @@ def test_plan_names_what_is_worth_it(tmp_path: Path) -> None:
 
 def test_plan_refuses_laws_of_another_model(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", hidden_size=32)
-    made().save(tmp_path / "law.json")
+    made().save(tmp_path / "law.json", {"date": "today"})
     result = run("plan", "--model", model, "--scaling", tmp_path / "law.json", "--device", "h100", "--context", 64)
     assert result.exit_code == 2
     assert "hidden size 64 and 257 tokens" in " ".join(result.stderr.split())

@@ -6,6 +6,7 @@ import contextlib
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from specmemo_kernels.cli.common import (
     terminal,
     torch_device,
 )
+from specmemo_kernels.cli.env import collect_env
 from specmemo_kernels.cli.errors import UserError
 from specmemo_kernels.cli.options import TrainOptions
 from specmemo_kernels.cli.train_scaling import LAW, Grid, fit_laws, show_laws
@@ -107,7 +109,7 @@ def run_train(options: TrainOptions) -> None:
             recipe = _recipe(options, windows)
             if options.scaling:
                 law = _fitted(options, model, name, windows, recipe, accelerator, bars)
-                law.save(options.out / LAW)
+                law.save(options.out / LAW, {"date": date.today().isoformat(), **collect_env()})
                 show_laws(console, law)
                 run.finish({"arguments": _arguments(options), "laws": LAW})
                 return

@@ -147,9 +147,12 @@ class ScalingLaw:
         counts = [drafter.tokens for drafter in self.drafters]
         return min(counts), max(counts)
 
-    def save(self, path: Path) -> None:
-        """Write the runs as JSON. Coefficients are written for readers, and fitted again by :meth:`load`."""
-        values = asdict(self)
+    def save(self, path: Path, environment: Mapping[str, str]) -> None:
+        """Write the runs and where they were measured as JSON.
+
+        Coefficients are written for readers, and fitted again by :meth:`load`.
+        """
+        values = {"environment": dict(environment), **asdict(self)}
         del values["accuracy"]
         path.write_text(json.dumps(values, indent=1) + "\n")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,7 +27,8 @@ class DrafterSizes:
         depth: tokens that it drafts. layers: see :data:`LAYERS`.
         intermediate_size: of its layers' MLP; ``None``: the target's, or four times the hidden size.
         draft_vocab: EAGLE-3: tokens of its own vocabulary matrix; 0: it shares the target's lm_head.
-        feature_layers: EAGLE-3: the target's layers whose inputs it reads; empty: 2, L / 2 and L - 3 of L layers.
+        feature_layers: EAGLE-3: the target's layers whose inputs it reads, L for the last one's output; empty: 2, L / 2
+            and L - 3 of L layers.
     """
 
     depth: int
@@ -46,8 +48,10 @@ def feature_ids(kind: str, sizes: DrafterSizes, layers: int) -> tuple[int, ...]:
         return ()
     if kind == "clover2":
         return (layers,)
-    if wrong := [layer for layer in sizes.feature_layers if not 0 <= layer < layers]:
-        raise ValueError(f"feature layers {wrong} don't exist, the target has layers 0 to {layers - 1}")
+    if wrong := [layer for layer in sizes.feature_layers if not 0 <= layer <= layers]:
+        raise ValueError(
+            f"feature layers {wrong} don't exist, the target has layers 0 to {layers - 1} ({layers}: the last output)"
+        )
     if sizes.feature_layers:
         return sizes.feature_layers
     if layers < 3:
@@ -72,7 +76,18 @@ def new_drafter(kind: str, target: FrozenTarget, sizes: DrafterSizes, training: 
             drafter = TrainableClover(target, sizes.depth, config)
         else:
             drafter = _eagle3(target, sizes, training)
+    if isinstance(drafter, TrainableClover):
+        drafter.assign(drafter.output_norm, final_norm(target.model, training[:1]))
     return drafter.to(target.device)
+
+
+def final_norm(model: Any, tokens: Tensor) -> Tensor:
+    """The weights of the RMSNorm before a model's lm_head, ``[hidden_size]``, fitted to its states of ``tokens``."""
+    target = FrozenTarget(model, (model.config.get_text_config().num_hidden_layers,))
+    states = target.states(tokens.long().to(target.device))
+    before, after = states.features.double().flatten(0, 1), states.hidden.double().flatten(0, 1)
+    normed = before * before.square().mean(dim=1, keepdim=True).rsqrt()
+    return (normed * after).sum(dim=0) / normed.square().sum(dim=0)
 
 
 def _eagle3(target: FrozenTarget, sizes: DrafterSizes, training: Tensor) -> TrainableEagle3:

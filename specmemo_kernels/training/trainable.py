@@ -100,6 +100,8 @@ class _Published(Trainable):
 
     #: Matrices that pass a state on, and its place among their inputs.
     _passed: Mapping[str, int]
+    #: The norm before the vocabulary matrix, which begins as the target's.
+    output_norm: str
 
     def _has(self, key: str) -> bool:
         return True
@@ -119,7 +121,7 @@ class _Published(Trainable):
         for key, place in self._passed.items():
             value = self.tensors()[key]
             size = len(value)
-            value[:, place * size : (place + 1) * size] = torch.eye(size)
+            value.zero_()[:, place * size : (place + 1) * size] = torch.eye(size)
 
     @torch.no_grad()
     def assign(self, key: str, value: Tensor) -> None:
@@ -145,6 +147,7 @@ class TrainableEagle3(_Published):
     """
 
     config: Eagle3Config
+    output_norm = "norm.weight"
 
     def __init__(self, target: FrozenTarget, depth: int, config: Eagle3Config, tokens: Tensor | None) -> None:
         self._passed = {"fc.weight": config.num_aux - 1}
@@ -176,6 +179,7 @@ class TrainableClover(_Published):
 
     config: CloverConfig
     hidden_loss = 10.0  # clover/train: 10 SmoothL1 + cross-entropy
+    output_norm = "clover_head_norm.weight"
     _passed: Mapping[str, int] = {"clover_head_mlp.weight": 0, "clover_head_mlp2.weight": 0}
 
     def __init__(self, target: FrozenTarget, depth: int, config: CloverConfig) -> None:
