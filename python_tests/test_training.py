@@ -194,7 +194,7 @@ def test_the_objective(model: PreTrainedModel, kind: str, tmp_path: Path) -> Non
         for place in range(DEPTH, DEPTH + count):  # the token behind it is predicted
             if best[place] in rows.tolist():
                 goal = logits[place, rows].softmax(-1)
-                total -= float((goal * expected(place - 1 - depth, depth)[rows]).sum())
+                total -= float((goal * expected(place - 1 - depth, depth)[rows]).sum().detach())
         assert float(losses[depth]) == pytest.approx(total / count, rel=1e-4)
         seen = [row for row in range(drafter.rows(length)) if own(tokens[0].tolist(), best, row, depth)]
         found = [
@@ -227,7 +227,7 @@ def test_training_lowers_the_loss(model: PreTrainedModel, kind: str, tmp_path: P
     assert sum(losses[-1]) < sum(losses[0])
     unchanged = [name for name, p in drafter.named_parameters() if torch.equal(p, before[name])]
     assert not unchanged
-    assert len(training.progress.evaluations) == 7
+    assert [e["step"] for e in training.progress.evaluations] == [4, 8, 11, 15, 19, 22, 26, 30]
     assert all(not p.requires_grad and p.grad is None for p in model.parameters())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from specmemo_kernels.training.run import Trained
 from specmemo_kernels.tree.acceptance import Accuracy, best_first_paths, expected_tokens_per_step, extrapolated
@@ -38,10 +37,9 @@ def draw_curves(path: Path, name: str, trained: Trained) -> bool:
     for d in range(depth):
         xs, ys = _smoothed([row[d] for row in losses])
         left.plot([x * per_step / 1e6 for x in xs], ys, color=f"C{d}", label=f"{d + 1}")
-    points: list[dict[str, Any]] = [*evaluations, {"step": len(losses), "accuracy": _first(trained.held_out.accuracy)}]
     for d in range(depth):
-        xs = [point["step"] * per_step / 1e6 for point in points]
-        right.plot(xs, [point["accuracy"][d] for point in points], marker="o", color=f"C{d}", label=f"{d + 1}")
+        xs = [point["step"] * per_step / 1e6 for point in evaluations]
+        right.plot(xs, [point["accuracy"][d] for point in evaluations], marker="o", color=f"C{d}", label=f"{d + 1}")
     left.set_ylabel("training loss in nats")
     right.set_ylabel("held-out accuracy of the best guess")
     right.set_ylim(0, 1)
@@ -53,10 +51,6 @@ def draw_curves(path: Path, name: str, trained: Trained) -> bool:
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     return True
-
-
-def _first(accuracy: Accuracy) -> list[float]:
-    return [row[0] for row in accuracy]
 
 
 def _smoothed(values: Sequence[float]) -> tuple[list[float], list[float]]:

@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 BETAS, CLIP, WARM_UP = (0.9, 0.95), 0.5, 0.1
 #: Seconds between checkpoints: a killed run loses at most these.
 CHECKPOINT_SECONDS = 45.0
-#: Evaluations on the way, and their number of windows.
+#: Evaluations on the way, the last one at the end, and their number of windows.
 EVALUATIONS, EVALUATED = 8, 8
 
 
@@ -84,7 +84,7 @@ class Training:
             TrainingError: the loss isn't finite.
         """
         schedule, saved = self.schedule, time.monotonic()
-        moments = {round((i + 1) * schedule.steps / EVALUATIONS) for i in range(EVALUATIONS - 1)}
+        moments = {round((i + 1) * schedule.steps / EVALUATIONS) for i in range(EVALUATIONS)}
         while self.progress.step < schedule.steps:
             started = time.monotonic()
             losses = self._step(self.progress.step)
