@@ -75,10 +75,11 @@ def test_the_budget_has_one_name() -> None:
         for name, command in commands.items()
     }
     assert {name: list(options) for name, options in found.items() if options} == {
-        name: ["--memory-budget"] for name in ("demo", "chat", "plan")
+        name: ["--memory-budget"] for name in ("demo", "chat", "plan", "train")
     }
     assert "without the model's weights" in found["chat"]["--memory-budget"]
     assert "for the model's weights and generation together" in found["plan"]["--memory-budget"]
+    assert "beside the model" in found["train"]["--memory-budget"]
 
 
 def test_a_plan_takes_the_budget(model: Path) -> None:

@@ -18,6 +18,7 @@ from test_cli import TEMPLATE, run, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specmemo_kernels as sk
+from specmemo_kernels.planning.scaling_law import ScalingLaw
 from specmemo_kernels.training.answers import read_answers, read_prompts, write_answers
 from specmemo_kernels.training.windows import DataError, read_documents
 
@@ -166,6 +167,35 @@ def test_errors_in_one_line(model: Path, data: Path, tmp_path: Path, args: tuple
     assert result.exit_code == 2, result.output
     assert says in " ".join(result.stderr.split())
     assert len([line for line in result.stderr.splitlines() if line.startswith("specmemo: ")]) == 1
+
+
+def test_a_grid_has_one_process(model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = run("train", "--model", model, "--out", tmp_path / "out", "--data", data, "--scaling")
+    assert result.exit_code == 2
+    assert "--scaling: a grid of runs has one process" in " ".join(result.stderr.split())
+
+
+@pytest.mark.slow
+def test_scaling(model: Path, data: Path, tmp_path: Path) -> None:
+    """A grid is trained, measured and fitted; a run that is finished isn't repeated; plan reads the laws."""
+    out = tmp_path / "laws"
+    args = ("train", "--scaling", "--model", model, "--out", out, "--drafter", "medusa", *SMALL[:-2], "--data", data)
+    assert run(*args).exit_code == 0
+    law = ScalingLaw.load(out / "scaling.json")
+    assert len(law.drafters) == 12
+    assert len(law.runs) == 48
+    assert len(law.held_out) == 3
+    assert all(run.nodes * run.batch == 32 for run in law.runs)
+    (out / "training.json").unlink()  # as if the last step had been interrupted
+    weights = {file: file.stat().st_mtime_ns for file in out.rglob("*.safetensors")}
+    again = run(*args)
+    assert again.exit_code == 0, again.output
+    assert {file: file.stat().st_mtime_ns for file in out.rglob("*.safetensors")} == weights
+    assert ScalingLaw.load(out / "scaling.json") == law
+    planned = run("plan", "--model", model, "--scaling", out / "scaling.json", "--device", "h100", "--context", 64)
+    assert planned.exit_code == 0, planned.output
+    assert "worth training" in planned.output
 
 
 def test_folders_of_other_runs_are_kept(model: Path, data: Path, tmp_path: Path) -> None:

@@ -346,8 +346,8 @@ def test_a_new_drafter_continues_the_targets_states(model: PreTrainedModel) -> N
 
 
 def test_frequent_tokens() -> None:
-    assert frequent_tokens(torch.tensor([[5, 5, 9, 9, 9, 7]]), 2).tolist() == [5, 9]
-    assert frequent_tokens(torch.tensor([[5, 5, 9]]), 4).tolist() == [0, 1, 5, 9]
+    assert frequent_tokens(torch.tensor([[5, 5, 9, 9, 9, 7]]), 2, 11).tolist() == [5, 9]
+    assert frequent_tokens(torch.tensor([[5, 5, 9]]), 4, 11).tolist() == [0, 1, 5, 9]
 
 
 @pytest.mark.parametrize("kind", KINDS)

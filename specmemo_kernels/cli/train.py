@@ -6,13 +6,14 @@ import contextlib
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from datetime import date
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -27,6 +28,7 @@ from specmemo_kernels.cli.common import (
     setting_up,
     terminal,
     torch_device,
+    world_size,
 )
 from specmemo_kernels.cli.env import collect_env
 from specmemo_kernels.cli.errors import UserError
@@ -92,7 +94,8 @@ def run_train(options: TrainOptions) -> None:
     _check(options)
     hide_loading_bars()
     device = torch_device(options.device)
-    accelerator = Accelerator(cpu=device.type == "cpu")
+    waiting = InitProcessGroupKwargs(timeout=timedelta(days=7))  # for the process that writes answers
+    accelerator = Accelerator(cpu=device.type == "cpu", kwargs_handlers=[waiting])
     console = terminal(soft_wrap=True, quiet=not accelerator.is_main_process)
     name = existing_or_hub(options.model, "--model takes a hub id or a folder with a model")
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -132,6 +135,8 @@ def _check(options: TrainOptions) -> None:
     if options.memory_budget is not None:
         with setting_up():
             parse_bytes(options.memory_budget, "--memory-budget")
+    if options.scaling and world_size() > 1:
+        raise UserError(f"--scaling: a grid of runs has one process, torchrun started {world_size()}; start one")
     if options.drafter == "medusa" and options.intermediate_size is not None:
         raise UserError("--intermediate-size: Medusa heads have no MLP; leave it out, or use --layers")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +92,7 @@ def final_norm(model: Any, tokens: Tensor) -> Tensor:
 def _eagle3(target: FrozenTarget, sizes: DrafterSizes, training: Tensor) -> TrainableEagle3:
     vocabulary, width = target.weight.shape
     ids = target.taps.ids
-    tokens = frequent_tokens(training, sizes.draft_vocab) if 0 < sizes.draft_vocab < vocabulary else None
+    tokens = frequent_tokens(training, sizes.draft_vocab, vocabulary) if 0 < sizes.draft_vocab < vocabulary else None
     config = Eagle3Config(
         layer=_layer(target, sizes), num_layers=sizes.layers, target_hidden_size=width, vocab_size=vocabulary,
         draft_vocab_size=vocabulary if tokens is None else len(tokens), num_aux=len(ids), aux_layer_ids=ids,
@@ -103,13 +102,10 @@ def _eagle3(target: FrozenTarget, sizes: DrafterSizes, training: Tensor) -> Trai
     return TrainableEagle3(target, sizes.depth, config, None if tokens is None else tokens.to(target.device))
 
 
-def frequent_tokens(training: Tensor, count: int) -> Tensor:
-    """The ``count`` most frequent tokens of a text, ascending; the smallest unseen ones if the text has fewer."""
-    seen = Counter(training.flatten().tolist())
-    chosen = [token for token, _ in sorted(seen.items(), key=lambda item: (-item[1], item[0]))[:count]]
-    unseen = (token for token in range(max(seen) + count + 1) if token not in seen)
-    chosen += [next(unseen) for _ in range(count - len(chosen))]
-    return torch.tensor(sorted(chosen))
+def frequent_tokens(training: Tensor, count: int, vocabulary: int) -> Tensor:
+    """The ``count`` most frequent of ``vocabulary`` tokens in a text, ascending; of equally frequent ones the first."""
+    counts = torch.bincount(training.flatten(), minlength=vocabulary)
+    return counts.argsort(descending=True, stable=True)[:count].sort().values
 
 
 def _layer(target: FrozenTarget, sizes: DrafterSizes, heads_alone: bool = False) -> LayerSpec:
