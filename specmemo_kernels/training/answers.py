@@ -11,7 +11,7 @@ from typing import Any
 from specmemo_kernels.engine.sampling import Sampling
 from specmemo_kernels.integrations.hf.batch import Request, stream_batch
 from specmemo_kernels.integrations.hf.patch import patch
-from specmemo_kernels.training.windows import DataError, chat_ids
+from specmemo_kernels.training.windows import DataError, chat_ids, read_rows, read_text
 
 #: Tokens of a prompt that is a part of a plain text.
 PROMPT_TOKENS = 128
@@ -29,24 +29,15 @@ def read_prompts(paths: Sequence[Path], tokenizer: Any) -> Iterator[list[int]]:
         DataError: a file or line that has none.
     """
     for path in paths:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path} is not a UTF-8 text: {error}") from error
         if path.suffix != ".jsonl":
-            ids = tokenizer(text, verbose=False)["input_ids"]
+            ids = tokenizer(read_text(path), verbose=False)["input_ids"]
             yield from (ids[i : i + PROMPT_TOKENS] for i in range(0, len(ids), PROMPT_TOKENS))
             continue
-        for number, line in enumerate(text.splitlines(), start=1):
-            if line.strip():
-                yield _of_line(f"{path}, line {number}", line, tokenizer)
+        for where, row in read_rows(path):
+            yield _of_row(where, row, tokenizer)
 
 
-def _of_line(where: str, line: str, tokenizer: Any) -> list[int]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where} is not JSON: {error}") from error
+def _of_row(where: str, row: Any, tokenizer: Any) -> list[int]:
     match row:
         case {"messages": [*messages]}:
             while messages and messages[-1].get("role") == "assistant":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,3 @@ def load_state(path: Path, parameters: Mapping[str, Tensor], optimizer: torch.op
             state = {moment: file.get_tensor(f"{moment}.{name}").to(value.device) for moment in _MOMENTS}
             optimizer.state[value] = {"step": torch.tensor(float(progress.step)), **state}
     return progress
-
-
-def trained(parameters: Sequence[Tensor]) -> bool:
-    """Whether all values are finite."""
-    return all(bool(value.isfinite().all()) for value in parameters)

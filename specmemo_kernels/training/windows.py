@@ -72,23 +72,42 @@ def read_documents(paths: Sequence[Path], tokenizer: Any) -> Iterator[list[int]]
     for path in paths:
         files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
         for file in files:
-            try:
-                text = file.read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise DataError(f"{file} is not a UTF-8 text: {error}") from error
             if file.suffix != ".jsonl":
-                yield _ids(tokenizer, text)
+                yield _ids(tokenizer, read_text(file))
                 continue
-            for number, line in enumerate(text.splitlines(), start=1):
-                if line.strip():
-                    yield _of_line(f"{file}, line {number}", line, tokenizer)
+            for where, row in read_rows(file):
+                yield _of_row(where, row, tokenizer)
 
 
-def _of_line(where: str, line: str, tokenizer: Any) -> list[int]:
+def read_text(file: Path) -> str:
+    """A file's text.
+
+    Raises:
+        DataError: it isn't UTF-8.
+    """
     try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where} is not JSON: {error}") from error
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not a UTF-8 text: {error}") from error
+
+
+def read_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a ``.jsonl`` file, each with its place for messages.
+
+    Raises:
+        DataError: a line that isn't JSON.
+    """
+    for number, line in enumerate(read_text(file).splitlines(), start=1):
+        where = f"{file}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            yield where, json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{where} is not JSON: {error}") from error
+
+
+def _of_row(where: str, row: Any, tokenizer: Any) -> list[int]:
     match row:
         case {"tokens": [*ids]} if all(type(token) is int for token in ids):
             return ids
