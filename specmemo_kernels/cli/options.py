@@ -174,8 +174,9 @@ class TrainOptions:
     ] = None
     intermediate_size: Annotated[int | None, Option(help="Of the drafter's MLPs (default: the model's).", min=1)] = None
     draft_vocab: Annotated[
-        int, Option(help="eagle3: tokens of its own vocabulary matrix; 0: the model's lm_head.", min=0)
-    ] = 32000
+        int | None,
+        Option(help="eagle3: tokens of its own vocabulary matrix; 0: the model's lm_head (default: 32000).", min=0),
+    ] = None
     feature_layer: Annotated[
         list[int] | None,
         Option(help="eagle3: a layer whose input it reads, repeatable (default: 2, L / 2 and L - 3 of L layers)."),
@@ -188,8 +189,12 @@ class TrainOptions:
             help="Train a grid of drafters around these options, fit scaling laws, and write scaling.json for plan.",
         ),
     ] = False
-    answer_tokens: Annotated[int, Option(help="With --self-generate: most tokens of an answer.", min=1)] = 256
-    temperature: Annotated[float, Option(help="With --self-generate: 0 for greedy answers.", min=0.0)] = 0.8
+    answer_tokens: Annotated[
+        int | None, Option(help="With --self-generate: most tokens of an answer (default: 256).", min=1)
+    ] = None
+    temperature: Annotated[
+        float | None, Option(help="With --self-generate: 0 for greedy answers (default: 0.8).", min=0.0)
+    ] = None
     seed: Annotated[int, Option(help="Of new weights, the order of the text and sampled answers.", min=0)] = 0
     device: Annotated[str, Option(help="A torch device: cpu, cuda, ...")] = "cpu"
     dtype: Annotated[str, Option(help="Of the model: auto (as stored), float32, bfloat16 or float16.")] = "auto"

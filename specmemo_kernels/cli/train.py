@@ -43,6 +43,8 @@ from specmemo_kernels.training.recipes import LAYERS, DrafterSizes
 from specmemo_kernels.training.run import Recipe, RunFolder, Trained, train_drafter
 from specmemo_kernels.training.windows import Windows, cut_windows, read_documents
 
+#: What options mean that weren't given: tokens of EAGLE-3's vocabulary matrix, and answers to prompts.
+_DRAFT_VOCAB, _ANSWER_TOKENS, _TEMPERATURE = 32000, 256, 0.8
 #: Trees whose expected tokens per step are printed.
 TREES = (8, 16, 32)
 #: A line of progress every so many seconds where there is no terminal.
@@ -137,8 +139,20 @@ def _check(options: TrainOptions) -> None:
             parse_bytes(options.memory_budget, "--memory-budget")
     if options.scaling and world_size() > 1:
         raise UserError(f"--scaling: a grid of runs has one process, torchrun started {world_size()}; start one")
-    if options.drafter == "medusa" and options.intermediate_size is not None:
-        raise UserError("--intermediate-size: Medusa heads have no MLP; leave it out, or use --layers")
+    if options.drafter == "medusa":
+        _refuse(options, ("intermediate_size",), "Medusa heads have no MLP; leave it out, or use --layers")
+    if options.drafter != "eagle3":
+        _refuse(options, ("draft_vocab", "feature_layer"), "only EAGLE-3 has it; leave it out, or use --drafter eagle3")
+    if not options.self_generate:
+        _refuse(options, ("answer_tokens", "temperature"), "only answers have it; leave it out, or use --self-generate")
+
+
+def _refuse(options: TrainOptions, names: Sequence[str], reason: str) -> None:
+    """Raise if one of these options was given."""
+    for name in names:
+        if (value := getattr(options, name)) is not None:
+            shown = " ".join(map(str, value)) if isinstance(value, list) else value
+            raise UserError(f"--{name.replace('_', '-')} {shown}: {reason}")
 
 
 @contextlib.contextmanager
@@ -179,8 +193,9 @@ def _windows(
         prompts = list(read_prompts(options.self_generate or (), tokenizer))
         bars.phase("writing answers", len(prompts))
         write_answers(
-            model, prompts, run.answers, max_new_tokens=options.answer_tokens, temperature=options.temperature,
-            seed=options.seed, memory_budget=options.memory_budget, tick=lambda count: bars.advance(count=count),
+            model, prompts, run.answers, max_new_tokens=options.answer_tokens or _ANSWER_TOKENS,
+            temperature=_TEMPERATURE if options.temperature is None else options.temperature, seed=options.seed,
+            memory_budget=options.memory_budget, tick=lambda count: bars.advance(count=count),
         )  # fmt: skip
         return cut_windows(iter(read_answers(run.answers)), held_out, length, None)
 
@@ -196,7 +211,7 @@ def _recipe(options: TrainOptions, windows: Windows) -> Recipe:
             options.depth,
             options.layers or LAYERS[options.drafter],
             options.intermediate_size,
-            options.draft_vocab,
+            _DRAFT_VOCAB if options.draft_vocab is None else options.draft_vocab,
             tuple(options.feature_layer or ()),
         ),
         tokens=options.tokens or 2 * windows.training.numel(),
