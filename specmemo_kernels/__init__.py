@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     )
     from specmemo_kernels.integrations.hf.chat import ChatSession, LeftOutWarning
     from specmemo_kernels.integrations.hf.draft import DraftModel
+    from specmemo_kernels.integrations.hf.engine import Engine, EngineClosed, QueueFull
+    from specmemo_kernels.integrations.hf.generation import Generation, GenerationFailed
     from specmemo_kernels.integrations.hf.handle import SpecMemo
     from specmemo_kernels.integrations.hf.mask import UnsupportedModel
     from specmemo_kernels.integrations.hf.patch import patch, unpatch
@@ -45,12 +47,17 @@ __all__ = [
     "DraftModelDrafter",
     "DraftTree",
     "Drafter",
+    "Engine",
+    "EngineClosed",
+    "Generation",
+    "GenerationFailed",
     "HeadsError",
     "LeftOutWarning",
     "MedusaHeads",
     "MemoryPlan",
     "Piece",
     "PromptLookupDrafter",
+    "QueueFull",
     "RankError",
     "Request",
     "Sampling",
@@ -75,6 +82,8 @@ _MODULES = {
     "integrations.hf.batch": ("BatchRun", "Completion", "Piece", "Request", "generate_batch", "stream_batch"),
     "integrations.hf.chat": ("ChatSession", "LeftOutWarning"),
     "integrations.hf.draft": ("DraftModel",),
+    "integrations.hf.engine": ("Engine", "EngineClosed", "QueueFull"),
+    "integrations.hf.generation": ("Generation", "GenerationFailed"),
     "integrations.hf.handle": ("SpecMemo",),
     "integrations.hf.mask": ("UnsupportedModel",),
     "integrations.hf.patch": ("patch", "unpatch"),

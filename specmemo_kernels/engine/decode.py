@@ -256,7 +256,7 @@ class SpecDecoder:
         with self._changing_states(running, chunk) as accepted:
             verdict, hidden = tree_pass(
                 self.target, self.pool, self.backend, trees, chunk, verify, self.reader,
-                logits=self.verifier.needs_logits,
+                logits=not self.verifier.is_greedy(emitting),
             )  # fmt: skip
             emitted = [] if verdict is None else verdict.emitted
             finished = self.advance(running, emitted, nodes, depth, hidden.unbind(0), chunk)

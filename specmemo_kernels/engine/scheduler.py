@@ -269,8 +269,9 @@ class Scheduler:
             if not active and self.demand.to_end(sequence) > pool.num_pages:  # after the pool has shrunk
                 self._resize(self.demand.to_end(sequence))
                 self._residency.ensure(level.heads, level.prefill_chunk)
-            if active and not self._fits(sequence):
-                return
+            while active and not self._fits(sequence):
+                if not self._grow():
+                    return
             self.decoder.admit([sequence])
             del self._waiting[0]
 

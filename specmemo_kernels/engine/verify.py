@@ -56,20 +56,16 @@ class DeviceVerdict:
 
 
 class Verifier(Protocol):
-    """Selects the accepted nodes. ``needs_logits``: reads rows of logits, not only argmax tokens."""
-
-    needs_logits: bool
+    """Selects the accepted nodes."""
 
     def __call__(self, batch: TreeBatch, sequences: Sequence[SequenceState], output: TargetOutput) -> Verdict: ...
 
     def is_greedy(self, sequences: Sequence[SequenceState]) -> bool:
-        """Whether the verdict for these sequences depends on the target's best tokens alone."""
+        """Whether the verdict for these sequences depends on the target's best tokens alone, not on rows of logits."""
 
 
 class GreedyVerifier:
     """Accepts the path that greedy decoding would generate."""
-
-    needs_logits = False
 
     def __init__(self, target: TargetModel, backend: str | None) -> None:
         self.target, self.backend = target, backend
@@ -117,9 +113,8 @@ class SampledVerifier:
     for one row at a time, on the walked path only.
     """
 
-    def __init__(self, target: TargetModel, backend: str | None, samplings: Sequence[Sampling | None] = ()) -> None:
+    def __init__(self, target: TargetModel, backend: str | None) -> None:
         self.target, self.greedy = target, GreedyVerifier(target, backend)
-        self.needs_logits = any(sampling is not None for sampling in samplings)
 
     def is_greedy(self, sequences: Sequence[SequenceState]) -> bool:
         return all(sequence.sampling is None for sequence in sequences)

@@ -88,7 +88,7 @@ class BatchRun:
         self._ready: list[Piece] = []
         self._aborted: deque[int] = deque()
         with handle.ranks.guarded():
-            self._sequences = [_sequence(handle, i, request) for i, request in enumerate(requests)]
+            self._sequences = [sequence_of(handle, i, request) for i, request in enumerate(requests)]
         self._sent = [0] * len(self._sequences)
         if not self._sequences:
             return
@@ -98,7 +98,7 @@ class BatchRun:
                 longest = max(len(s.prompt) + s.max_new_tokens for s in self._sequences)
                 if reason := handle.generator.unsupported_model(longest):
                     raise ValueError(f"a batch can't be generated: {reason}")
-                verifier = SampledVerifier(handle.target, handle.backend, [s.sampling for s in self._sequences])
+                verifier = SampledVerifier(handle.target, handle.backend)
                 scheduler = handle.scheduler(self._sequences, verifier)
                 submit_all(scheduler, self._sequences)
                 self._scheduler = scheduler
@@ -191,7 +191,7 @@ class BatchRun:
         """
         if running := sum(not s.finished for s in self._sequences):
             raise RuntimeError(f"{running} of {len(self._sequences)} requests still run; iterate to the end, or close")
-        return [_completion(sequence) for sequence in self._sequences]
+        return [completion_of(sequence) for sequence in self._sequences]
 
     def __enter__(self) -> BatchRun:
         return self
@@ -252,9 +252,7 @@ def stream_batch(
     sampling: Sampling | None = None,
 ) -> BatchRun:
     """:func:`generate_batch` as an iterator of pieces; requests can be aborted meanwhile."""
-    handle = getattr(model, "__dict__", {}).get("specmemo")
-    if handle is None:
-        raise ValueError("the model isn't patched; call specmemo_kernels.patch(model, heads) first")
+    handle = patched_handle(model)
     if not isinstance(sampling, Sampling | None):
         raise wrong_type("sampling", sampling, "a Sampling or None")
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
@@ -267,7 +265,24 @@ def stream_batch(
     return BatchRun(handle, requests)
 
 
-def _sequence(handle: SpecMemo, index: int, request: Request) -> SequenceState:
+def patched_handle(model: Any) -> SpecMemo:
+    """The handle of a patched model.
+
+    Raises:
+        ValueError: the model isn't patched.
+    """
+    handle: SpecMemo | None = getattr(model, "__dict__", {}).get("specmemo")
+    if handle is None:
+        raise ValueError("the model isn't patched; call specmemo_kernels.patch(model, heads) first")
+    return handle
+
+
+def sequence_of(handle: SpecMemo, index: int, request: Request) -> SequenceState:
+    """The state of a request that hasn't begun.
+
+    Raises:
+        TypeError, ValueError: a wrong field, with its value.
+    """
     prompt = integers(request.prompt)
     vocabulary = handle.model.get_input_embeddings().weight.shape[0]
     if not prompt or min(prompt) < 0 or max(prompt) >= vocabulary:
@@ -289,7 +304,8 @@ def _sequence(handle: SpecMemo, index: int, request: Request) -> SequenceState:
     return SequenceState(prompt, max_new_tokens, frozenset(eos_ids), stop, sampling=request.sampling, index=index)
 
 
-def _completion(sequence: SequenceState) -> Completion:
+def completion_of(sequence: SequenceState) -> Completion:
+    """The result of a finished sequence."""
     tokens = sequence.new_tokens
     if sequence.aborted:
         reason = "aborted"

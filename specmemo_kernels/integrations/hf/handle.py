@@ -19,6 +19,7 @@ from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.stats import DecodeStats
 from specmemo_kernels.engine.verify import Verifier
 from specmemo_kernels.integrations.hf.changes import ModelGuard
+from specmemo_kernels.integrations.hf.chat import longest_text
 from specmemo_kernels.integrations.hf.draft import HFDraftModel, Setup, unregister
 from specmemo_kernels.integrations.hf.generate import Generator
 from specmemo_kernels.integrations.hf.pool import GraphUse, PoolCache
@@ -88,15 +89,25 @@ class SpecMemo:
         self._run: weakref.ref[BatchRun] | None = None
         self._unpatched = False
 
-    def scheduler(self, sequences: Sequence[SequenceState], verifier: Verifier) -> Scheduler:
+    def scheduler(
+        self, sequences: Sequence[SequenceState], verifier: Verifier, *, admitting: bool = False
+    ) -> Scheduler:
         """A scheduler for ``sequences``, with a pool and a decoder; the caller submits the sequences.
+
+        ``admitting``: others may be submitted later, so it has all of the plan's rows, and its pages.
 
         Raises:
             BudgetError: a sequence can never fit the plan.
         """
         plan = self.plan
         growing = plan.max_pages is None
-        pool = self._pools.get([slots_to_end(s, self.slots_ahead, growing) for s in sequences])
+        pool = self._pools.get([slots_to_end(s, self.slots_ahead, growing) for s in sequences], admitting=admitting)
+        if admitting:
+            longest = [longest_text(self.model) + self.slots_ahead] * plan.max_sequences
+            rows, max_pages = plan.max_sequences, plan.max_pages or self.pages_for(longest)
+        else:
+            rows = min(len(sequences), plan.max_sequences)
+            max_pages = self.pages_for([slots_to_end(s, self.slots_ahead, growing=False) for s in sequences])
         decoder = SpecDecoder(
             self.target, self.drafter, plan.tree, pool, verifier,
             prefill_chunk=plan.prefill_chunk, backend=self.backend, stats=self.stats, chooser=self.chooser,
@@ -105,9 +116,9 @@ class SpecMemo:
         )  # fmt: skip
         return Scheduler(
             decoder,
-            min(len(sequences), plan.max_sequences),
+            rows,
             memory_pressure=self.memory_pressure,
-            max_pages=self.pages_for([slots_to_end(s, self.slots_ahead, growing=False) for s in sequences]),
+            max_pages=max_pages,
             growing=growing,
         )
 

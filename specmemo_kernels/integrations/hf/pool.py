@@ -142,8 +142,10 @@ class PoolCache:
             )
         return min(sum(pages[: plan.max_sequences]), plan.max_pages or sum(pages))
 
-    def get(self, lengths: Sequence[int]) -> PagedKVPool:
+    def get(self, lengths: Sequence[int], *, admitting: bool = False) -> PagedKVPool:
         """A pool of at least :meth:`pages_for` pages; when memory is low, of the longest sequence's pages.
+
+        ``admitting``: with all of the plan's rows and pages, for sequences that come later.
 
         Returns the last call's pool if it is large enough. Its cached pages stay valid unless the model has changed.
 
@@ -151,6 +153,8 @@ class PoolCache:
             BudgetError: a sequence can never fit the plan.
         """
         total_pages, sequences = self.pages_for(lengths), min(len(lengths), self.plan.max_sequences)
+        if admitting:
+            total_pages, sequences = self.plan.max_pages or total_pages, self.plan.max_sequences
         self._clear_if_changed()
         while True:
             level = self.memory_pressure.level

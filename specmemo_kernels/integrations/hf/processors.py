@@ -56,8 +56,6 @@ class ProcessedVerifier:
         generators: per row, to draw tokens; ``None``: greedy.
     """
 
-    needs_logits = True
-
     def __init__(
         self,
         target: TargetModel,

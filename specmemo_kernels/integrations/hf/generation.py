@@ -1,0 +1,125 @@
+"""A submitted request, as its caller sees it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from queue import SimpleQueue
+
+from specmemo_kernels.engine.sequence import SequenceState
+from specmemo_kernels.integrations.hf.batch import Completion, Piece, completion_of
+
+
+class GenerationFailed(RuntimeError):
+    """A request ended with an error, its ``__cause__``. ``tokens``: what it had generated."""
+
+    def __init__(self, message: str, tokens: list[int]) -> None:
+        super().__init__(message)
+        self.tokens = tokens
+
+
+class Generation(Iterator[Piece]):
+    """A submitted request: an iterator of :class:`Piece`, for one thread.
+
+    Attributes:
+        index: the request's number in its engine, from 0.
+        sequence: its state, which belongs to the engine's thread.
+    """
+
+    def __init__(
+        self,
+        sequence: SequenceState,
+        abort: Callable[[Generation], None],
+        on_piece: Callable[[Piece], None] | None,
+    ) -> None:
+        stop = None if sequence.stop is None else partial(self._guarded, sequence.stop)
+        self.index, self.sequence = sequence.index, replace(sequence, stop=stop)
+        self._abort, self._on_piece = abort, on_piece
+        self._pieces: SimpleQueue[Piece | None] = SimpleQueue()
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._sent, self._read_all = 0, False
+
+    @property
+    def done(self) -> bool:
+        """Whether the request has ended."""
+        return self._done.is_set()
+
+    def __next__(self) -> Piece:
+        """Wait for the next piece.
+
+        Raises:
+            GenerationFailed: the request ended with an error, after the pieces before it.
+        """
+        if self._read_all:
+            raise StopIteration
+        piece = self._pieces.get()
+        self._read_all = piece is None or piece.finished
+        if piece is None:
+            raise self._failed() from self._error
+        return piece
+
+    def abort(self) -> None:
+        """End the request, from any thread, and keep its tokens; its pages are free after the step in progress."""
+        self._abort(self)
+
+    def result(self, timeout: float | None = None) -> Completion:
+        """Wait for the end, from any thread but the engine's.
+
+        Raises:
+            GenerationFailed: the request ended with an error.
+            TimeoutError: it still runs after ``timeout`` seconds.
+        """
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"request {self.index} still runs after {timeout} seconds; wait longer, or abort it")
+        if self._error is not None:
+            raise self._failed() from self._error
+        return completion_of(self.sequence)
+
+    def _failed(self) -> GenerationFailed:
+        error = self._error
+        return GenerationFailed(
+            f"request {self.index} ended with {type(error).__name__}: {error}", self.sequence.new_tokens
+        )
+
+    # What follows belongs to the engine's thread.
+
+    def fail(self, error: BaseException) -> None:
+        """Remember the error that ends the request."""
+        if self._error is None and not self.done:
+            self._error = error
+
+    def _guarded(self, stop: Callable[[list[int]], bool], tokens: list[int]) -> bool:
+        """``stop``, whose exceptions end this request only."""
+        try:
+            return stop(tokens)
+        except Exception as error:
+            self.fail(error)
+            return True
+
+    def deliver(self) -> None:
+        """Pass on the tokens since the last call, and the end."""
+        tokens, finished = self.sequence.new_tokens[self._sent :], self.sequence.finished
+        self._sent += len(tokens)
+        failed = finished and self._error is not None
+        if tokens or finished:
+            piece = Piece(self.index, tokens, finished)
+            if not failed or tokens:
+                self._pieces.put(replace(piece, finished=finished and not failed))
+            if failed:
+                self._pieces.put(None)
+            self._call_back(piece)
+        if finished:
+            self._done.set()
+
+    def _call_back(self, piece: Piece) -> None:
+        if self._on_piece is None:
+            return
+        try:
+            self._on_piece(piece)
+        except Exception as error:
+            self._on_piece = None
+            self.fail(error)
+            self.abort()
