@@ -231,11 +231,15 @@ def test_arguments_of_a_batch(patched: PreTrainedModel, arguments: dict[str, Any
 
 @pytest.mark.parametrize(
     "fields",
-    [{"temperature": value} for value in (0, -1.0, float("nan"), float("inf"), "x", True, None, [1], torch.tensor(1.0))]
+    [{"temperature": value} for value in (-1e-9, float("nan"), float("inf"), "x", True, None, [1], torch.tensor(1.0))]
     + [{"top_p": value} for value in (0, 1.1, -0.5, float("nan"), "x", True, None)]
     + [{"top_k": value} for value in (-1, 1.5, "x", True, None, float("nan"))]
     + [{"seed": value} for value in (1.5, "x", True, None, 2**64, -(2**63) - 1)]
-    + [{"typical": value} for value in (3, True, "x", 0.3)],
+    + [{"typical": value} for value in (3, True, "x", 0.3)]
+    + [{"min_p": value} for value in (-0.1, 1.1, float("nan"), "x", True, None)]
+    + [{"repetition_penalty": value} for value in (0, -1, float("inf"), "x", True, None)]
+    + [{name: v} for name in ("presence_penalty", "frequency_penalty") for v in (float("nan"), "x", True, None)]
+    + [{"logit_bias": value} for value in (3, "x", True, None, [1])],
     ids=str,
 )
 def test_sampling(fields: dict[str, Any]) -> None:
@@ -243,6 +247,20 @@ def test_sampling(fields: dict[str, Any]) -> None:
     with pytest.raises(WRONG, match=f"^{name} is ") as caught:
         sk.Sampling(**fields)
     assert str(value) in str(caught.value)
+
+
+def test_logit_bias(patched: PreTrainedModel) -> None:
+    for bias, message in (
+        ({-1: 1.0}, "a token of logit_bias is -1"),
+        ({"3": 1.0}, "a token of logit_bias is '3'"),
+        ({3: float("inf")}, "logit_bias of token 3 is inf"),
+        ({3: None}, "logit_bias of token 3 is None"),
+    ):
+        with pytest.raises(WRONG, match=message):
+            sk.Sampling(logit_bias=bias)  # type: ignore[arg-type]
+    request = sk.Request([5], 2, sampling=sk.Sampling(logit_bias={10**6: 1.0}))
+    with pytest.raises(WRONG, match="logit_bias of prompt 0 has the token 1000000, the last one is"):
+        sk.generate_batch(patched, [request])
 
 
 @pytest.mark.parametrize("seed", [0, -(2**63), 2**64 - 1])

@@ -217,6 +217,28 @@ def test_errors_of_a_request_are_its_own(model: PreTrainedModel, handle: SpecMem
         assert other.result(WAIT).tokens == wanted(2, 40)
 
 
+def test_a_callback_that_fails_at_the_end(
+    model: PreTrainedModel, handle: SpecMemo, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The result is known when the last piece is delivered, and stays."""
+    results: list[sk.Completion] = []
+
+    def on_piece(piece: sk.Piece) -> None:
+        if piece.finished:
+            results.append(generation.result(0))
+            raise OSError("late")
+
+    gate = Gate()
+    with sk.Engine(model) as engine:
+        first = engine.submit(request(0, 8), on_piece=gate)
+        generation = engine.submit(request(1, 8), on_piece=on_piece)
+        gate.opened.set()
+        assert generation.result(WAIT).tokens == wanted(1, 8)
+        assert first.result(WAIT).tokens == wanted(0, 8)
+    assert results == [generation.result()]
+    assert "request 1, which is complete" in caplog.text
+
+
 def test_a_failed_step(model: PreTrainedModel, handle: SpecMemo, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends the requests that run or wait, with their tokens; the next request is generated."""
     step, calls = SpecDecoder.step, 0

@@ -211,6 +211,25 @@ def test_seeds_of_requests(model: PreTrainedModel, drafter: OracleDrafter) -> No
     assert all(len(c.tokens) == 15 for c in typical)
 
 
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_changed_logits(model: PreTrainedModel, drafter: OracleDrafter, temperature: float) -> None:
+    """Penalties and biases that see the step's own tokens; a temperature of 0 without them is greedy."""
+    fields = {"repetition_penalty": 1.6, "min_p": 0.02}
+    expected = []
+    for i, prompt in enumerate(PROMPTS):
+        torch.manual_seed(i)
+        options = {"do_sample": temperature > 0, "top_k": 0, "sequence_bias": [[[3], 2.5]], **fields}
+        options |= {"temperature": temperature} if temperature else {"min_p": None}
+        expected.append(alone(model, prompt, 20, **options))
+    with sk.patch(model, drafter, tree=CHAIN, max_batch_size=3) as handle:
+        sampling = sk.Sampling(temperature, seed=0, logit_bias={3: 2.5}, **fields)
+        done = sk.generate_batch(model, PROMPTS, max_new_tokens=20, sampling=sampling)
+        handle.target.row_logits = None
+        plain = sk.generate_batch(model, PROMPTS, max_new_tokens=20, sampling=sk.Sampling(0, top_k=3))
+    assert [c.tokens for c in done] == expected
+    assert expected != [alone(model, prompt, 20) for prompt in PROMPTS] == [c.tokens for c in plain]
+
+
 def test_greedy_still_needs_no_logits(model: PreTrainedModel) -> None:
     """Without sampling a batch computes best tokens only."""
     inputs = batch((9, 14), seed=3)

@@ -83,7 +83,7 @@ class Run:
             TARGET.layers, num_pages=self.pages, page_size=4, max_sequences=3, max_nodes=3 * self.tree.size,
             kv_dtype=self.kv_dtype,
         )  # fmt: skip
-        drafter, verifier = self.drafter(answers), SampledVerifier(TARGET, "cpu", self.samplings)
+        drafter, verifier = self.drafter(answers), SampledVerifier(TARGET, "cpu")
         if isinstance(drafter, PagedDrafter):
             drafter.allocate(self.pages, 4, 3, 5)
         spec = SpecDecoder(TARGET, drafter, self.tree, pool, verifier, prefill_chunk=5, backend="cpu")

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from selection import examples, sample
 from test_decode import BUSHY, trees
 from toy_model import PROMPTS, TARGET, VOCAB, ToyDrafter, decoder, plain, same_as_plain
-from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from specmemo_kernels.engine.sampling import Sampling, TypicalAcceptance, draw
 from specmemo_kernels.engine.scheduler import Scheduler, submit_all
@@ -33,18 +40,52 @@ Tensor = torch.Tensor
     temperature=st.sampled_from([0.3, 0.7, 1.0, 1.9]),
     top_k=st.integers(0, 45),
     top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.02, 0.3, 1.0]),
+    penalty=st.sampled_from([1.0, 0.7, 1.4]),
+    data=st.data(),
 )
 def test_distribution_is_that_of_transformers(
-    logits: list[float], temperature: float, top_k: int, top_p: float
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float, penalty: float, data: st.DataObject
 ) -> None:
-    row = torch.tensor(logits)
-    scores = TemperatureLogitsWarper(temperature)(None, row[None])
+    row, token = torch.tensor(logits), st.integers(0, len(logits) - 1)
+    tokens = data.draw(st.lists(token, min_size=1, max_size=9))
+    bias = data.draw(st.dictionaries(token, st.floats(-4, 4, width=32), max_size=3))
+    ids, scores = torch.tensor([tokens]), row[None]
+    if bias:
+        scores = SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()])(ids, scores)
+    scores = RepetitionPenaltyLogitsProcessor(penalty)(ids, scores)
+    scores = TemperatureLogitsWarper(temperature)(ids, scores)
     if top_k:
         scores = TopKLogitsWarper(top_k)(None, scores)
     if top_p < 1:
         scores = TopPLogitsWarper(top_p)(None, scores)
+    if min_p:
+        scores = MinPLogitsWarper(min_p)(ids, scores)
     expected = scores.softmax(1)[0]
-    torch.testing.assert_close(Sampling(temperature, top_k, top_p).probabilities(row), expected, rtol=1e-6, atol=0)
+    sampling = Sampling(temperature, top_k, top_p, min_p=min_p, repetition_penalty=penalty, logit_bias=bias)
+    torch.testing.assert_close(sampling.probabilities(row, tokens, 1), expected, rtol=1e-6, atol=0)
+    assert row.tolist() == logits, "the logits were changed in place"
+    greedy = Sampling(0, repetition_penalty=penalty, logit_bias=bias).probabilities(row, tokens, 1)
+    best = RepetitionPenaltyLogitsProcessor(penalty)(ids, biased(row, bias)[None])[0]
+    assert greedy.sum() == greedy[best.argmax()] == 1
+
+
+def biased(row: Tensor, bias: dict[int, float]) -> Tensor:
+    return row + torch.tensor([bias.get(token, 0.0) for token in range(len(row))])
+
+
+def test_penalties_of_presence_and_frequency() -> None:
+    """OpenAI's formula: ``logit - count * frequency - (count > 0) * presence``, over the answer only."""
+    logits = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    sampling = Sampling(presence_penalty=0.5, frequency_penalty=0.25)
+    expected = (logits - torch.tensor([0.0, 0.75, 0.0, 1.0])).softmax(0)  # once, never, never, twice
+    torch.testing.assert_close(sampling.probabilities(logits, [2, 2, 1, 3, 3], 2), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {"min_p": 0.1}, {"logit_bias": {1: 1.0}}], ids=str)
+def test_typical_acceptance_stands_alone(fields: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="typical acceptance has"):
+        Sampling(typical=TypicalAcceptance(), **fields)
 
 
 class TableTarget:
@@ -66,7 +107,7 @@ class TableTarget:
 def verify(target: TableTarget, tree: DraftTree, drafts: Sequence[int], state: SequenceState) -> list[int]:
     """The tokens that one step over one sequence emits."""
     batch = tree_batch(tree, torch.tensor([drafts]), torch.tensor([4], dtype=torch.int32), torch.zeros(1, 9).int(), 4)
-    verifier = SampledVerifier(target, "reference", [state.sampling])
+    verifier = SampledVerifier(target, "reference")
     return verifier(batch, [state], TargetOutput(torch.arange(tree.size)[:, None].float(), None)).emitted[0]
 
 
@@ -178,7 +219,7 @@ def test_a_seed_decides_alone(
 ) -> None:
     """Tokens are those of plain sampling with the seed, for any tree, drafter or batch; greedy rows stay greedy."""
     spec = decoder(tree, ToyDrafter(drafter, TARGET, greedy=False), num_pages=pages)
-    spec.verifier = SampledVerifier(TARGET, "reference", samplings)
+    spec.verifier = SampledVerifier(TARGET, "reference")
     states = [
         SequenceState(PROMPTS[i % 4], 15, eos, sampling=None if s is None else s.with_seed(first_seed + i))
         for i, s in enumerate(samplings)
@@ -197,7 +238,7 @@ def test_drafts_are_accepted_when_sampling() -> None:
     """A drafter that guesses the most probable tokens saves steps, also at a temperature."""
     spec = decoder(BUSHY, ToyDrafter("right", TARGET, greedy=False))
     sampling = Sampling(temperature=0.3, seed=4)
-    spec.verifier = SampledVerifier(TARGET, "reference", [sampling])
+    spec.verifier = SampledVerifier(TARGET, "reference")
     state = SequenceState(PROMPTS[0], 40, sampling=sampling)
     spec.start([state])
     while spec.sequences:
@@ -256,7 +297,7 @@ def test_typical_acceptance(rule: TypicalAcceptance) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Sampling(temperature=0), "temperature is 0"),
+        (lambda: Sampling(temperature=-0.5), r"temperature is -0\.5, it must be finite and at least 0"),
         (lambda: Sampling(top_k=-1), "top_k is -1"),
         (lambda: Sampling(top_p=0.0), r"top_p is 0\.0"),
         (lambda: Sampling(top_p=1.5), r"top_p is 1\.5"),

@@ -47,6 +47,23 @@ def integer(name: str, value: Any, least: int = 1, most: int | None = None, or_e
     return number
 
 
+def number(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> float:
+    """Check a finite number from ``least`` to ``most``. numpy's numbers are accepted, booleans are not.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: out of range.
+    """
+    limits = [f"at least {least:g}"] * (least > -math.inf) + [f"at most {most:g}"] * (most < math.inf)
+    limit = " and ".join(["finite", *limits])
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise wrong_type(name, value, f"a number, {limit}")
+    checked = float(value)
+    if not (least <= checked <= most and math.isfinite(checked)):
+        raise ValueError(f"{name} is {value}, it must be {limit}")
+    return checked
+
+
 def positive_number(name: str, value: Any, most: float = math.inf, hint: str = "") -> float:
     """Check a finite number above 0 and at most ``most``. numpy's numbers are accepted, booleans are not.
 

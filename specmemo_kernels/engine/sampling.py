@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from specmemo_kernels.arguments import integer, positive_number, wrong_type
+from specmemo_kernels.arguments import as_integer, integer, number, positive_number, wrong_type
 
 Tensor = torch.Tensor
 
@@ -41,12 +42,18 @@ class Sampling:
     """How a request draws its tokens; ``None`` in its place is greedy decoding.
 
     Attributes:
-        temperature: divides the logits, above 0.
+        temperature: divides the logits; 0: always the best token.
         top_k: only this many best tokens; 0 for all.
         top_p: only the best tokens that together have at least this probability.
         seed: of the request's own generator. Tokens depend only on it and on the model, not on the drafter, the tree or
             the batch.
         typical: lossy acceptance by Medusa's rule.
+        min_p: only tokens with at least this share of the best one's probability.
+        repetition_penalty: divides the positive logits of tokens of prompt and answer, multiplies the negative ones
+            (CTRL, arXiv 1909.05858); 1: none.
+        presence_penalty, frequency_penalty: subtracted from the logits of the answer's tokens, once and for each time
+            they occur (OpenAI's parameters).
+        logit_bias: added to the logits of these tokens, before the penalties.
     """
 
     temperature: float = 1.0
@@ -54,14 +61,33 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     typical: TypicalAcceptance | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        positive_number("temperature", self.temperature, hint=" (leave sampling out for greedy decoding)")
+        number("temperature", self.temperature, 0)
         positive_number("top_p", self.top_p, 1)
+        number("min_p", self.min_p, 0, 1)
+        positive_number("repetition_penalty", self.repetition_penalty)
+        number("presence_penalty", self.presence_penalty)
+        number("frequency_penalty", self.frequency_penalty)
+        if not isinstance(self.logit_bias, Mapping):
+            raise wrong_type("logit_bias", self.logit_bias, "a dict of token ids and numbers")
+        bias = {}
+        for token, value in self.logit_bias.items():
+            if (index := as_integer(token)) is None or index < 0:
+                raise wrong_type("a token of logit_bias", token, "an integer, at least 0")
+            bias[index] = number(f"logit_bias of token {index}", value)
+        object.__setattr__(self, "logit_bias", bias)
         object.__setattr__(self, "top_k", integer("top_k", self.top_k, 0, or_else=" (0: all tokens)"))
         object.__setattr__(self, "seed", integer("seed", self.seed, *SEEDS))
         if not isinstance(self.typical, TypicalAcceptance | None):
             raise wrong_type("typical", self.typical, "a TypicalAcceptance or None")
+        if self.typical is not None and (self.changes_logits or not self.temperature or self.min_p):
+            raise ValueError("typical acceptance has a temperature above 0 and no min_p, penalties or logit_bias")
 
     def with_seed(self, seed: int) -> Sampling:
         """A copy with another seed."""
@@ -71,12 +97,34 @@ class Sampling:
         """A new generator with this seed, on the CPU, so that a seed gives the same tokens on every device."""
         return torch.Generator().manual_seed(self.seed)
 
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """``[V]`` float32 from ``logits`` ``[V]``: temperature, then top-k, then top-p, as transformers orders them.
+    @property
+    def penalises(self) -> bool:
+        """Whether the distribution depends on the tokens so far."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
-        All tokens tied with the k-th logit are kept.
+    @property
+    def greedy(self) -> bool:
+        """Whether it always draws the model's best token, as no sampling does."""
+        return not self.temperature and not self.changes_logits
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the best token may be another one than the model's."""
+        return self.penalises or bool(self.logit_bias)
+
+    def probabilities(self, logits: Tensor, tokens: Sequence[int] = (), prompt_length: int = 0) -> Tensor:
+        """``[V]`` float32 from ``logits`` ``[V]``: bias, penalties, temperature, top-k, top-p, min-p.
+
+        That is transformers' order. All tokens tied with the k-th logit are kept.
+
+        Args:
+            tokens: prompt and answer so far, of which ``prompt_length`` are the prompt; read only if it
+                :attr:`penalises`.
         """
-        scores = logits.float() / self.temperature
+        scores = self._changed_logits(logits.float(), tokens, prompt_length) if self.changes_logits else logits.float()
+        if not self.temperature:
+            return torch.zeros_like(scores).index_fill(0, scores.argmax(), 1.0)
+        scores = scores / self.temperature
         if 0 < self.top_k < len(scores):
             scores = scores.masked_fill(scores < scores.topk(self.top_k).values[-1], -math.inf)
         if self.top_p < 1:
@@ -84,7 +132,27 @@ class Sampling:
             below = ascending.softmax(0).cumsum(0) <= 1 - self.top_p
             below[-1] = False
             scores = scores.masked_fill(torch.zeros_like(below).scatter(0, order, below), -math.inf)
-        return scores.softmax(0)
+        probabilities = scores.softmax(0)
+        if self.min_p:
+            scores = scores.masked_fill(probabilities < self.min_p * probabilities.max(), -math.inf)
+            probabilities = scores.softmax(0)
+        return probabilities
+
+    def _changed_logits(self, logits: Tensor, tokens: Sequence[int], prompt_length: int) -> Tensor:
+        """``logits`` with bias and penalties."""
+        if self.logit_bias:
+            index = torch.tensor(list(self.logit_bias), device=logits.device)
+            logits = logits.index_add(0, index, logits.new_tensor(list(self.logit_bias.values())))
+        if self.repetition_penalty != 1:
+            index = torch.tensor(sorted(set(tokens)), device=logits.device)
+            seen = logits[index]
+            penalised = torch.where(seen < 0, seen * self.repetition_penalty, seen / self.repetition_penalty)
+            logits = logits.scatter(0, index, penalised)
+        if self.presence_penalty or self.frequency_penalty:
+            answer = torch.tensor(tokens[prompt_length:], dtype=torch.int64, device=logits.device)
+            counts = torch.bincount(answer, minlength=len(logits))
+            logits = logits - self.frequency_penalty * counts - self.presence_penalty * (counts > 0)
+        return logits
 
 
 def draw(probabilities: Tensor, generator: torch.Generator | None) -> int:

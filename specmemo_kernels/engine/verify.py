@@ -201,9 +201,10 @@ def _nothing_to_choose(node: int, tokens: list[int]) -> int:
 
 
 def _draw_token(
-    sequence: SequenceState, sampling: Sampling, logits: Callable[[int], Tensor], node: int, _: list[int]
+    sequence: SequenceState, sampling: Sampling, logits: Callable[[int], Tensor], node: int, ahead: list[int]
 ) -> int:
-    return draw(sampling.probabilities(logits(node)), sequence.random(sampling))
+    tokens = [*sequence.tokens, *ahead] if sampling.penalises else ()
+    return draw(sampling.probabilities(logits(node), tokens, len(sequence.prompt)), sequence.random(sampling))
 
 
 def _typical(

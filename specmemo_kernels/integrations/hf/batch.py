@@ -298,10 +298,13 @@ def sequence_of(handle: SpecMemo, index: int, request: Request) -> SequenceState
         raise wrong_type(f"eos_token_ids of prompt {index}", eos, "a list of token ids or None")
     if not isinstance(request.sampling, Sampling | None):
         raise wrong_type(f"sampling of prompt {index}", request.sampling, "a Sampling or None")
+    if request.sampling is not None and (high := [t for t in request.sampling.logit_bias if t >= vocabulary]):
+        raise ValueError(f"logit_bias of prompt {index} has the token {high[0]}, the last one is {vocabulary - 1}")
     if request.stop is not None and not callable(request.stop):
         raise wrong_type(f"stop of prompt {index}", request.stop, "a function of the tokens so far, or None")
     stop = None if request.stop is None else handle.ranks.stop(request.stop)
-    return SequenceState(prompt, max_new_tokens, frozenset(eos_ids), stop, sampling=request.sampling, index=index)
+    sampling = None if request.sampling is None or request.sampling.greedy else request.sampling
+    return SequenceState(prompt, max_new_tokens, frozenset(eos_ids), stop, sampling=sampling, index=index)
 
 
 def completion_of(sequence: SequenceState) -> Completion:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -10,6 +11,8 @@ from queue import SimpleQueue
 
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.integrations.hf.batch import Completion, Piece, completion_of
+
+_log = logging.getLogger(__name__)
 
 
 class GenerationFailed(RuntimeError):
@@ -103,16 +106,16 @@ class Generation(Iterator[Piece]):
         """Pass on the tokens since the last call, and the end."""
         tokens, finished = self.sequence.new_tokens[self._sent :], self.sequence.finished
         self._sent += len(tokens)
+        if not (tokens or finished):
+            return
         failed = finished and self._error is not None
-        if tokens or finished:
-            piece = Piece(self.index, tokens, finished)
-            if not failed or tokens:
-                self._pieces.put(replace(piece, finished=finished and not failed))
-            if failed:
-                self._pieces.put(None)
-            self._call_back(piece)
         if finished:
-            self._done.set()
+            self._done.set()  # before the last piece, whose readers may ask for the result
+        if tokens or not failed:
+            self._pieces.put(Piece(self.index, tokens, finished and not failed))
+        if failed:
+            self._pieces.put(None)
+        self._call_back(Piece(self.index, tokens, finished))
 
     def _call_back(self, piece: Piece) -> None:
         if self._on_piece is None:
@@ -121,5 +124,7 @@ class Generation(Iterator[Piece]):
             self._on_piece(piece)
         except Exception as error:
             self._on_piece = None
+            if self.done:
+                _log.exception("on_piece failed with the last piece of request %d, which is complete", self.index)
             self.fail(error)
             self.abort()
