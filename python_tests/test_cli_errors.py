@@ -75,7 +75,7 @@ def test_the_budget_has_one_name() -> None:
         for name, command in commands.items()
     }
     assert {name: list(options) for name, options in found.items() if options} == {
-        name: ["--memory-budget"] for name in ("demo", "chat", "plan", "train")
+        name: ["--memory-budget"] for name in ("demo", "chat", "serve", "plan", "train")
     }
     assert "without the model's weights" in found["chat"]["--memory-budget"]
     assert "for the model's weights and generation together" in found["plan"]["--memory-budget"]
@@ -285,7 +285,7 @@ def test_dtypes_that_nothing_computes_in(model: Path, name: str) -> None:
 def test_options_are_checked_before_a_model_is_loaded(
     model: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, str]
 ) -> None:
-    monkeypatch.setattr("specmemo_kernels.cli.chat.load_model", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("specmemo_kernels.cli.common.load_model", lambda *_: pytest.fail("loaded"))
     monkeypatch.setattr("specmemo_kernels.cli.demo_runs.load_model", lambda *_: pytest.fail("loaded"))
     assert args[1] in the_line(chat_with(model, "", *args))
     assert args[1] in the_line(demo_of(model, *args))

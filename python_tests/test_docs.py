@@ -7,13 +7,16 @@ import runpy
 import shlex
 import shutil
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import torch
 import typer
 from selection import sample
+from server import serving
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specmemo_kernels
@@ -119,9 +122,30 @@ def names(hub: Path, tmp_path: Path, known_device: None, monkeypatch: pytest.Mon
 WITH_CODE = [page for page in PAGES if blocks(page, "python")]
 
 
+@contextmanager
+def client_of_the_bundled_model(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A server that OpenAI's client asks, whatever address it is given."""
+    client = openai.OpenAI
+    with (
+        specmemo_kernels.patch(model, DEMO / "heads"),
+        serving(model, tokenizer, name="specmemo-demo") as address,
+        monkeypatch.context() as patched,
+    ):
+        patched.setattr(openai, "OpenAI", lambda base_url, **rest: client(base_url=f"{address}/v1", **rest))
+        yield
+
+
 @pytest.mark.parametrize("page", sample(WITH_CODE, ["README.md"], name), ids=name)
-def test_blocks_run(page: Path, names: dict[str, Any]) -> None:
+def test_blocks_run(page: Path, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a page run in order; blocks with a ``# needs`` line are only compiled."""
+    context: AbstractContextManager[None] = nullcontext()
+    if name(page) == "docs/serving.md":
+        context = client_of_the_bundled_model(names["model"], names["tokenizer"], monkeypatch)
+    with context:
+        run_blocks(page, names)
+
+
+def run_blocks(page: Path, names: dict[str, Any]) -> None:
     for number, block in enumerate(blocks(page, "python"), start=1):
         code = compile(block, f"{name(page)}, block {number}", "exec")
         if not block.startswith("# needs "):

@@ -10,7 +10,14 @@ import typer
 
 from specmemo_kernels import __version__
 from specmemo_kernels.cli.errors import Commands, importing
-from specmemo_kernels.cli.options import ChatOptions, DemoOptions, PlanOptions, ProbeOptions, TrainOptions
+from specmemo_kernels.cli.options import (
+    ChatOptions,
+    DemoOptions,
+    PlanOptions,
+    ProbeOptions,
+    ServeOptions,
+    TrainOptions,
+)
 
 app = typer.Typer(
     cls=Commands,
@@ -51,6 +58,7 @@ def _add_command(name: str, options: type) -> None:
 _COMMANDS: dict[str, type] = {
     "demo": DemoOptions,
     "chat": ChatOptions,
+    "serve": ServeOptions,
     "probe": ProbeOptions,
     "plan": PlanOptions,
     "train": TrainOptions,

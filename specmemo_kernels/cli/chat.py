@@ -16,12 +16,7 @@ from rich.console import Console
 from transformers import TextStreamer
 
 from specmemo_kernels.cli.common import (
-    check_options,
-    demo_model_folder,
-    existing_or_hub,
-    hide_loading_bars,
-    load_model,
-    load_tokenizer,
+    load_with_heads,
     patch_arguments,
     setting_up,
     terminal,
@@ -32,16 +27,9 @@ from specmemo_kernels.cli.options import ChatOptions
 from specmemo_kernels.integrations.distributed.ranks import RankError
 from specmemo_kernels.integrations.hf.chat import ChatSession, LeftOutWarning, NoTokens, longest_text
 from specmemo_kernels.integrations.hf.patch import patch
-from specmemo_kernels.ops.weight_codes import check_bits
 from specmemo_kernels.planning.memory_plan import BudgetError, format_bytes
 
 HELP = '/reset clears the conversation, /stats shows counters, /exit quits; """ opens and closes text of several lines'
-DTYPES: dict[str, torch.dtype | str] = {
-    "auto": "auto",
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 class Chat:
@@ -197,27 +185,11 @@ def start_chat(options: ChatOptions, console: Console) -> Chat:
     Raises:
         UserError, ValueError, BackendUnavailable: an option, the model or its heads can't be used.
     """
-    if (options.model is None) != (options.heads is None):
-        raise UserError("--model and --heads go together: heads are trained for one model")
-    if options.dtype not in DTYPES:
-        raise UserError(f"--dtype is {options.dtype!r}, expected auto, float32, bfloat16 or float16")
-    dtype = DTYPES[options.dtype]
-    if options.model is None or options.heads is None:
-        hide_loading_bars()
-        folder, heads = str(demo_model_folder()), str(demo_model_folder() / "heads")
-        name = "the bundled demo model, which completes Python code"
-        dtype = torch.float32 if dtype == "auto" else dtype
-    else:
-        name = folder = existing_or_hub(options.model, "--model takes a folder or a hub id")
-        heads = existing_or_hub(options.heads, "--heads takes a folder, a file or a hub id", files=True)
-    check_bits(options.head_bits)
-    device = check_options(options, dtype)
-    tokenizer = load_tokenizer(folder)
-    model = load_model(folder, dtype, device)
-    handle = patch(model, heads, head_bits=options.head_bits, **patch_arguments(options))
-    chat = Chat(model, handle, tokenizer, options.max_new_tokens, console)
+    loaded = load_with_heads(options)
+    handle = patch(loaded.model, loaded.heads, head_bits=options.head_bits, **patch_arguments(options))
+    chat = Chat(loaded.model, handle, loaded.tokenizer, options.max_new_tokens, console)
     mode = "chat" if chat.session.templated else "completion of your text: the tokenizer has no chat template"
-    console.print(f"{name} ({mode}); {HELP}", style="dim")
+    console.print(f"{loaded.name} ({mode}); {HELP}", style="dim")
     return chat
 
 

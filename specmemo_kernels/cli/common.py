@@ -6,6 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,19 @@ from rich.console import Console
 from specmemo_kernels import ops
 from specmemo_kernels.cache.kv_storage import page_dtype
 from specmemo_kernels.cli.errors import UserError
-from specmemo_kernels.cli.options import PatchOptions
+from specmemo_kernels.cli.options import ModelOptions, PatchOptions
 from specmemo_kernels.drafting.head_files import HUB_ID
 from specmemo_kernels.engine.pressure import is_out_of_memory
+from specmemo_kernels.ops.weight_codes import check_bits
 from specmemo_kernels.planning.memory_plan import parse_bytes
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo_model"
+DTYPES: dict[str, torch.dtype | str] = {
+    "auto": "auto",
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 #: Endings of file names, which no hub id has.
 FILES = (".json", ".safetensors", ".pt", ".pth", ".bin", ".gguf")
 
@@ -186,6 +194,41 @@ def load_model(folder: str | Path, dtype: torch.dtype | str, device: torch.devic
     if model.device.type != device.type:
         raise UserError(f"--device {device}: under torchrun this machine's models are on {model.device.type}")
     return model.eval()
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model, its tokenizer, its drafter's folder, and its name for messages."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    heads: str
+
+
+def load_with_heads(options: ModelOptions) -> LoadedModel:
+    """Check the options, and load the model and tokenizer that they name, or the bundled ones.
+
+    Raises:
+        UserError, ValueError, BackendUnavailable: an option, or the model, can't be used.
+    """
+    if (options.model is None) != (options.heads is None):
+        raise UserError("--model and --heads go together: heads are trained for one model")
+    if options.dtype not in DTYPES:
+        raise UserError(f"--dtype is {options.dtype!r}, expected auto, float32, bfloat16 or float16")
+    dtype = DTYPES[options.dtype]
+    if options.model is None or options.heads is None:
+        hide_loading_bars()
+        folder, heads = str(demo_model_folder()), str(demo_model_folder() / "heads")
+        name = "the bundled demo model, which completes Python code"
+        dtype = torch.float32 if dtype == "auto" else dtype
+    else:
+        name = folder = existing_or_hub(options.model, "--model takes a folder or a hub id")
+        heads = existing_or_hub(options.heads, "--heads takes a folder, a file or a hub id", files=True)
+    check_bits(options.head_bits)
+    device = check_options(options, dtype)
+    tokenizer = load_tokenizer(folder)
+    return LoadedModel(name, load_model(folder, dtype, device), tokenizer, heads)
 
 
 def hide_loading_bars() -> None:

@@ -56,16 +56,41 @@ class DemoOptions(PatchOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions(PatchOptions):
-    """Chat with a model and its heads. Without a chat template the model completes your text."""
+class ModelOptions(PatchOptions):
+    """Options of the commands that run any model."""
 
     model: Annotated[str | None, Option(help="A hub id or a folder (default: the bundled demo model).")] = None
     heads: Annotated[
         str | None, Option(help="A drafter for that model, such as Medusa heads: a hub id, a folder or a file.")
     ] = None
     dtype: Annotated[str, Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto"
-    max_new_tokens: Annotated[int, Option(help="Maximum tokens per reply, at most half the context.", min=1)] = 256
     head_bits: HeadBits = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(ModelOptions):
+    """Chat with a model and its heads. Without a chat template the model completes your text."""
+
+    max_new_tokens: Annotated[int, Option(help="Maximum tokens per reply, at most half the context.", min=1)] = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(ModelOptions):
+    """Serve a model by OpenAI's API, within the memory budget: completions and chat completions, streamed or whole."""
+
+    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 for all of this machine's.")] = "127.0.0.1"
+    port: Annotated[int, Option(help="Port to listen on; 0 for any free one.", min=0, max=65535)] = 8000
+    api_key: Annotated[
+        str | None, Option(help="Key that clients must send (default: none).", envvar="SPECMEMO_API_KEY")
+    ] = None
+    served_name: Annotated[str | None, Option(help="The model's name for clients (default: its folder or id).")] = None
+    batch: Annotated[int, Option(help="Most requests generated at once.", min=1)] = 8
+    max_waiting: Annotated[int, Option(help="Most requests that wait; further ones get status 429.", min=1)] = 256
+    keep_free: Annotated[str | None, Option(help="Main or GPU memory to leave to others: 1GiB, ...")] = None
+    max_body: Annotated[int, Option(help="Most bytes of a request's body.", min=1)] = 4 << 20
+    shutdown_seconds: Annotated[
+        float, Option(help="How long running requests may go on after SIGTERM or Ctrl-C.", min=0.0)
+    ] = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from specmemo_kernels import __version__
-from specmemo_kernels.cli.chat import DTYPES
 from specmemo_kernels.cli.common import (
+    DTYPES,
     existing_or_hub,
     hide_loading_bars,
     load_tokenizer,

@@ -45,12 +45,15 @@ class Engine:
         model: patched by :func:`specmemo_kernels.patch`, not tensor parallel.
         max_waiting: most requests that wait for rows or pages; :meth:`submit` refuses more.
 
+    Attributes:
+        handle: the patched model's handle.
+
     Raises:
         ValueError: the model isn't patched, or is tensor parallel.
     """
 
     def __init__(self, model: Any, *, max_waiting: int = 1024) -> None:
-        self._handle = handle = patched_handle(model)
+        self.handle = handle = patched_handle(model)
         if handle.ranks.size > 1:
             raise ValueError(
                 f"the model is divided among {handle.ranks.size} processes; an engine needs a model in one process, "
@@ -84,7 +87,7 @@ class Engine:
             raise wrong_type("request", request, "a Request")
         if on_piece is not None and not callable(on_piece):
             raise wrong_type("on_piece", on_piece, "a function of a Piece, or None")
-        handle = self._handle
+        handle = self.handle
         sequence = sequence_of(handle, self._count, request)
         handle.pages_for([slots_to_end(sequence, handle.slots_ahead, growing=False)])
         if reason := handle.generator.unsupported_model(len(sequence.prompt) + sequence.max_new_tokens):
@@ -170,7 +173,7 @@ class Engine:
     @torch.no_grad()
     def _generate(self) -> None:
         """Lock the model and generate the open requests, and those that arrive meanwhile."""
-        handle = self._handle
+        handle = self.handle
         self._collect()  # those aborted before they began
         if not self._open:
             return

@@ -1,0 +1,37 @@
+"""A server on loopback, in a thread of the test's process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+import specmemo_kernels as sk
+from specmemo_kernels.integrations.serve.answers import Model
+from specmemo_kernels.integrations.serve.app import ServerLimits, make_app
+from specmemo_kernels.integrations.serve.metrics import Metrics
+
+
+@contextmanager
+def serving(
+    model: Any, tokenizer: Any, limits: ServerLimits | None = None, max_waiting: int = 256, name: str = "tiny"
+) -> Iterator[str]:
+    """The address of a server for a patched model, which answers by then."""
+    engine = sk.Engine(model, max_waiting=max_waiting)
+    app = make_app(Model(name, engine, tokenizer, Metrics(engine)), limits or ServerLimits(shutdown_seconds=5))
+    config = uvicorn.Config(app, "127.0.0.1", 0, log_config=None, access_log=False, timeout_graceful_shutdown=5)
+    socket, server = config.bind_socket(), uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([socket],))
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{socket.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(60)

@@ -1,0 +1,382 @@
+"""The server, asked by OpenAI's client and by clients that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from server import serving
+from test_cli import TEMPLATE, make_tokenizer, save_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import specmemo_kernels as sk
+from specmemo_kernels.integrations.serve.app import ServerLimits
+from specmemo_kernels.integrations.serve.text import TextStream
+
+WAIT = 60.0
+PROMPTS = ["def f(x):", "a", "for i in range(", "  \n", "import os, sys\n\n", "ä§€", "xyz" * 30]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Iterator[PreTrainedModel]:
+    """Patched with heads of random weights; four rows."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with sk.patch(model, folder / "heads", tree=6, max_batch_size=4, memory_budget="24MiB"):
+        yield model
+
+
+@pytest.fixture(scope="module")
+def address(model: PreTrainedModel) -> Iterator[str]:
+    with serving(model, make_tokenizer(TEMPLATE)) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(address: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=WAIT) as client:
+        yield client
+
+
+def generated(plain: PreTrainedModel, ids: list[int], count: int, **options: Any) -> str:
+    """The unpatched model's text behind a prompt."""
+    row = torch.tensor([ids])
+    options = {"do_sample": False} | options
+    output = plain.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=count, **options)
+    return make_tokenizer(None).decode(output[0, len(ids) :], skip_special_tokens=True)
+
+
+def encode(text: str) -> list[int]:
+    return make_tokenizer(None)(text)["input_ids"]
+
+
+def post(address: str, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
+    return httpx.post(f"{address}{path}", json=fields, timeout=WAIT)
+
+
+def test_completions(plain: PreTrainedModel, client: openai.OpenAI) -> None:
+    """Texts and token ids, several prompts and answers each, and their counts."""
+    done = client.completions.create(model="tiny", prompt=PROMPTS, max_tokens=20, temperature=0, n=2)
+    expected = [generated(plain, encode(prompt), 20) for prompt in PROMPTS]
+    assert [choice.text for choice in done.choices] == [text for text in expected for _ in range(2)]
+    assert [choice.index for choice in done.choices] == [*range(2 * len(PROMPTS))]
+    assert done.usage is not None
+    assert done.usage.prompt_tokens == sum(len(encode(prompt)) for prompt in PROMPTS)
+    assert done.usage.total_tokens == done.usage.prompt_tokens + done.usage.completion_tokens
+    ids = [encode(prompt) for prompt in PROMPTS]
+    again = client.completions.create(model="tiny", prompt=ids, max_tokens=20, temperature=0)
+    assert [choice.text for choice in again.choices] == expected
+    echoed = client.completions.create(model="tiny", prompt=ids[0], max_tokens=20, temperature=0, echo=True)
+    assert echoed.choices[0].text == PROMPTS[0] + expected[0]
+    assert len(client.completions.create(model="tiny", prompt="a", temperature=0).choices[0].text) > 0
+
+
+def test_chat(plain: PreTrainedModel, client: openai.OpenAI) -> None:
+    """By the tokenizer's template; a part of text is as good as a string."""
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    flat = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
+    prompt = make_tokenizer(TEMPLATE).apply_chat_template(flat, tokenize=False, add_generation_prompt=True)
+    ids = make_tokenizer(None)(prompt, add_special_tokens=False)["input_ids"]
+    done = client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=15, temperature=0)
+    assert done.choices[0].message.content == generated(plain, ids, 15)
+    assert done.choices[0].message.role == "assistant"
+    assert done.usage is not None
+    assert done.usage.prompt_tokens == len(ids)
+    long = client.chat.completions.create(model="tiny", messages=flat, temperature=0, stop="\0never")
+    assert long.usage is not None
+    assert long.choices[0].finish_reason == "stop" or long.usage.total_tokens == 512
+
+
+def test_streams(plain: PreTrainedModel, client: openai.OpenAI) -> None:
+    """The pieces of a stream are the answer, in both endpoints, and the counts come last."""
+    expected = generated(plain, encode(PROMPTS[0]), 40)
+    options = {"include_usage": True}
+    chunks = [*client.completions.create(
+        model="tiny", prompt=PROMPTS[0], max_tokens=40, temperature=0, stream=True, stream_options=options, echo=True
+    )]  # fmt: skip
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == PROMPTS[0] + expected
+    assert [chunk.choices[0].finish_reason is None for chunk in chunks[:-1]] == [True] * (len(chunks) - 2) + [False]
+    assert not chunks[-1].choices
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens <= 40
+    messages = [{"role": "user", "content": "hi"}]
+    whole = client.chat.completions.create(model="tiny", messages=messages, max_tokens=30, temperature=0)
+    stream = [
+        *client.chat.completions.create(model="tiny", messages=messages, max_tokens=30, temperature=0, stream=True)
+    ]
+    assert stream[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in stream) == whole.choices[0].message.content
+    assert stream[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_seeds_alone_and_under_load(plain: PreTrainedModel, address: str, model: PreTrainedModel) -> None:
+    """200 mixed requests from 32 connections: greedy ones as generate, sampled ones as alone."""
+    cases = []
+    for i in range(200):
+        sampled = {"temperature": 0.9, "top_k": 20, "seed": i % 7} if i % 2 else {"temperature": 0}
+        kind = {"repetition_penalty": 1.3} if i % 5 == 3 else {}
+        cases.append({"prompt": PROMPTS[i % len(PROMPTS)], "max_tokens": 5 + i % 11, "stream": False} | sampled | kind)
+    alone: dict[str, str] = {}
+    for case in cases:
+        key = json.dumps(case)
+        if key not in alone:
+            options: dict[str, Any] = {}
+            if case["temperature"]:
+                torch.manual_seed(case["seed"])
+                options = {"do_sample": True, "temperature": 0.9, "top_k": 20, "top_p": 1.0}
+            if penalty := case.get("repetition_penalty"):
+                options["repetition_penalty"] = penalty
+            alone[key] = generated(plain, encode(case["prompt"]), case["max_tokens"], **options)
+
+    with httpx.Client(timeout=WAIT) as session, ThreadPoolExecutor(32) as threads:
+        answers = list(threads.map(lambda case: session.post(f"{address}/v1/completions", json=case).json(), cases))
+    assert [a["choices"][0]["text"] for a in answers] == [alone[json.dumps(case)] for case in cases]
+
+
+def test_stop_strings(plain: PreTrainedModel, client: openai.OpenAI) -> None:
+    """The text ends before the first stop string, in streams too, and the tokens behind it aren't counted."""
+    text = generated(plain, encode(PROMPTS[2]), 60)
+    for stop in (text[7:9], [text[20:24], text[11:13]], "\0never"):
+        strings = [stop] if isinstance(stop, str) else stop
+        end = min((place for s in strings if (place := text.find(s)) >= 0), default=len(text))
+        options = {"model": "tiny", "prompt": PROMPTS[2], "max_tokens": 60, "temperature": 0, "stop": stop}
+        done = client.completions.create(**options)
+        assert done.choices[0].text == text[:end]
+        assert (done.choices[0].finish_reason == "stop") == (end < len(text))
+        assert done.usage is not None
+        assert (done.usage.completion_tokens < 60) == (end < len(text))
+        pieces = [chunk.choices[0].text for chunk in client.completions.create(**options, stream=True)]
+        assert "".join(pieces) == text[:end]
+
+
+def test_logit_bias(client: openai.OpenAI) -> None:
+    token = encode("q")[0]
+    done = client.completions.create(
+        model="tiny", prompt="a", max_tokens=5, temperature=0, logit_bias={str(token): 100}, frequency_penalty=0.0
+    )
+    assert done.choices[0].text == "qqqqq"
+
+
+def test_async_and_aborted_streams(address: str, model: PreTrainedModel) -> None:
+    """Streams that the client closes on the way free their pages; others go on."""
+
+    async def ask() -> str:
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", timeout=WAIT) as client:
+            options = {"model": "tiny", "prompt": "a", "max_tokens": 300, "temperature": 0, "stream": True}
+            options["extra_body"] = {"ignore_eos": True}
+            kept = await client.completions.create(**options)
+            for _ in range(6):
+                closed = await client.completions.create(**options)
+                async for _ in closed:
+                    break
+                await closed.close()
+            return "".join([chunk.choices[0].text async for chunk in kept])
+
+    assert len(asyncio.run(ask())) > 100
+    wait_until_idle(address, model)
+
+
+def wait_until_idle(address: str, model: PreTrainedModel) -> None:
+    """All requests have ended soon, and all pages are free."""
+    deadline = time.monotonic() + WAIT
+    while metric(address, "vllm:num_requests_running") or metric(address, "vllm:num_requests_waiting"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    pool = model.specmemo.pool
+    assert pool.free_pages == pool.num_pages
+
+
+def metric(address: str, name: str) -> float:
+    lines = httpx.get(f"{address}/metrics").text.splitlines()
+    (value,) = [line.split()[-1] for line in lines if line.split(" ")[0] == name]
+    return float(value)
+
+
+def test_clients_that_vanish(address: str, model: PreTrainedModel) -> None:
+    """Sockets closed before, during and after a request, whole or streamed: nothing leaks, the server answers on."""
+    host, port = address.removeprefix("http://").split(":")
+    files = len(os.listdir("/proc/self/fd"))
+    for i in range(60):
+        body = json.dumps({"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": i % 3 > 0}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+        )
+        sent = f"{head}\r\n\r\n".encode() + body
+        with socket.create_connection((host, int(port)), timeout=WAIT) as connection:
+            connection.sendall(sent[: [len(sent) // 2, len(sent), len(sent)][i % 3]])
+            if i % 3 == 2:
+                assert connection.recv(64).startswith(b"HTTP/1.1 200")
+    wait_until_idle(address, model)
+    assert post(address, prompt="a", max_tokens=3).status_code == 200
+    deadline = time.monotonic() + WAIT
+    while len(os.listdir("/proc/self/fd")) > files + 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(os.listdir("/proc/self/fd")) <= files + 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "says"),
+    [
+        (
+            {"prompt": "a", "max_tokens": 600},
+            400,
+            "the prompt has 1 tokens and max_tokens is 600, together they may be 512",
+        ),
+        ({"prompt": "a" * 600}, 400, "the prompt has 600 tokens"),
+        ({"prompt": ""}, 400, "must be one row of token ids"),
+        ({"prompt": []}, 400, "prompt is an empty list"),
+        ({"prompt": [[]]}, 400, "must be one row of token ids"),
+        ({"prompt": [999]}, 400, "from 0 to 256"),
+        ({"prompt": 3}, 400, "prompt"),
+        ({}, 400, "prompt: Field required"),
+        ({"prompt": "a", "temperature": -1}, 400, "temperature: Input should be greater than or equal to 0"),
+        ({"prompt": "a", "best_of": 3}, 400, "best_of: Extra inputs are not permitted"),
+        ({"prompt": "a", "logit_bias": {"999": 1}}, 400, "logit_bias of prompt"),
+        ({"prompt": "a", "n": 0}, 400, "n: "),
+        ({"prompt": "a", "model": "gpt-4"}, 404, "the model 'gpt-4' isn't served, 'tiny' is"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_wrong_requests(address: str, fields: dict[str, Any], status: int, says: str, stream: bool) -> None:
+    response = post(address, **fields, stream=stream)
+    assert response.status_code == status, response.text
+    assert says in response.json()["error"]["message"]
+
+
+def test_wrong_messages(address: str) -> None:
+    path = "/v1/chat/completions"
+    user = {"role": "user", "content": "hi"}
+    for fields, says in (
+        ({"messages": []}, "messages: "),
+        ({"messages": [{"role": "robot", "content": "hi"}]}, "messages.0.role"),
+        ({"messages": [user], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": [user], "tools": []}, "tools: Extra inputs are not permitted"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
+    ):
+        response = post(address, path, **fields)
+        assert response.status_code == 400
+        assert says in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body", [b"{", b"", b"\xff\xfe", b'{"prompt": "\xc3\x28"}', b'{"prompt": "\\ud800"}', b"[]", b"NaN"]
+)
+def test_bodies_of_nonsense(address: str, body: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    response = httpx.post(f"{address}/v1/completions", content=body, headers=headers, timeout=WAIT)
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_limits(model: PreTrainedModel) -> None:
+    """A key, the size of a body, and requests that wait: each with its status; then the server answers again."""
+    limits = ServerLimits(api_key="sesame", max_body=2000, shutdown_seconds=5)
+    with serving(model, make_tokenizer(None), limits, max_waiting=3) as address:
+        assert post(address, prompt="a").status_code == 401
+        assert httpx.get(f"{address}/health").json() == {"status": "ok"}
+        headers = {"authorization": "Bearer sesame", "x-request-id": "mine"}
+        with httpx.Client(base_url=f"{address}/v1", headers=headers, timeout=WAIT) as session:
+            assert session.get("/models").json()["data"][0]["id"] == "tiny"
+            assert session.get("/models/tiny").headers["x-request-id"] == "mine"
+            assert session.get("/models/other").status_code == 404
+            assert session.get("/nothing").status_code == 404
+            assert session.post("/completions", json={"prompt": "a" * 3000}).status_code == 413
+            long = {"prompt": ["a"] * 9, "max_tokens": 200, "ignore_eos": True}
+            refused = session.post("/completions", json=long)
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"] == "1"
+            assert "max_waiting is 3" in refused.json()["error"]["message"]
+            wait_until_idle(address, model)
+            assert session.post("/completions", json={"prompt": "a"}).status_code == 200
+
+
+def test_a_failed_step_is_a_500(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    from specmemo_kernels.engine.decode import SpecDecoder
+
+    def failing(decoder: SpecDecoder) -> object:
+        raise ArithmeticError("on purpose")
+
+    with serving(model, make_tokenizer(None)) as address:
+        with monkeypatch.context() as patched:
+            patched.setattr(SpecDecoder, "step", failing)
+            response = post(address, prompt="a")
+            assert response.status_code == 500
+            assert "on purpose" in response.json()["error"]["message"]
+        assert post(address, prompt="a").status_code == 200
+
+
+def test_metrics(address: str, model: PreTrainedModel) -> None:
+    before = metric(address, "vllm:generation_tokens_total")
+    post(address, prompt=["a", "b"], max_tokens=7, ignore_eos=True, temperature=0)
+    assert metric(address, "vllm:generation_tokens_total") == before + 14
+    assert metric(address, "specmemo:budget_bytes") == 24 << 20
+    assert metric(address, "vllm:time_to_first_token_seconds_count") >= 2
+    assert 0 <= metric(address, "vllm:kv_cache_usage_perc") <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
+def test_the_command(folder: Path, end: signal.Signals) -> None:
+    """From the command line to the last answer: a signal under load finishes what runs first."""
+    arguments = ["--model", str(folder), "--heads", str(folder / "heads"), "--port", "0", "--shutdown-seconds", "20"]
+    command = [sys.executable, "-m", "specmemo_kernels.cli", "serve", *arguments, "--memory-budget", "24MiB"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        assert server.stdout is not None
+        address = server.stdout.readline().split(" on ")[1].removesuffix("/v1\n")
+        case = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+        with httpx.Client(timeout=WAIT) as session, ThreadPoolExecutor(6) as threads:
+            while httpx.get(f"{address}/health").status_code != 200:
+                time.sleep(0.05)
+            answers = [threads.submit(session.post, f"{address}/v1/completions", json=case) for _ in range(6)]
+            while metric(address, "vllm:num_requests_running") < 3:
+                time.sleep(0.02)
+            server.send_signal(end)
+            texts = {answer.result().json()["choices"][0]["text"] for answer in answers}
+        assert len(texts) == 1
+        assert server.wait(WAIT) == (130 if end == signal.SIGINT else -end)
+
+
+@given(st.lists(st.integers(0, 256), min_size=1, max_size=40), st.lists(st.text(max_size=3), max_size=3), st.data())
+def test_text_streams(ids: list[int], stop: list[str], data: st.DataObject) -> None:
+    """Pieces of any sizes make the whole text up to the first stop string; bytes of one character stay together."""
+    tokenizer = make_tokenizer(None)
+    cut = data.draw(st.integers(0, len(ids) - 1))
+    prompt, new = ids[:cut], ids[cut:]
+    context = prompt[-6:]
+    whole = tokenizer.decode(context + new, skip_special_tokens=True)
+    whole = whole[len(tokenizer.decode(context, skip_special_tokens=True)) :]
+    strings = [s for s in stop if s] + ([whole[2:4]] if len(whole) > 4 and data.draw(st.booleans()) else [])
+    stream, text, at = TextStream(tokenizer, prompt, strings), "", 0
+    while at < len(new):
+        size = data.draw(st.integers(1, 5))
+        text += stream.feed(new[at : at + size])
+        at += size
+        assert all(s not in text for s in strings)
+    text += stream.end()
+    if "\ufffd" not in whole:  # broken characters may be decoded otherwise in parts
+        assert text == whole[: min((p for s in strings if (p := whole.find(s)) >= 0), default=len(whole))]

@@ -1,0 +1,52 @@
+"""``specmemo serve``: a patched model behind OpenAI's API."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from specmemo_kernels.cli.common import load_with_heads, patch_arguments, setting_up, terminal, world_size
+from specmemo_kernels.cli.errors import UserError
+from specmemo_kernels.cli.options import ServeOptions
+from specmemo_kernels.integrations.hf.engine import Engine
+from specmemo_kernels.integrations.hf.patch import patch
+
+try:
+    import uvicorn
+
+    from specmemo_kernels.integrations.serve.answers import Model
+    from specmemo_kernels.integrations.serve.app import ServerLimits, make_app
+    from specmemo_kernels.integrations.serve.metrics import Metrics
+except ImportError as error:
+    raise UserError(f"{error.name} isn't installed; pip install fastapi uvicorn prometheus-client") from error
+
+
+def run_serve(options: ServeOptions) -> None:
+    """Serve until SIGTERM or Ctrl-C, then finish running requests.
+
+    Raises:
+        UserError: an option, the model or its heads can't be used, or the port is taken.
+    """
+    if world_size() > 1:
+        raise UserError(f"torchrun started {world_size()} processes; specmemo serve runs in one")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    with setting_up():
+        loaded = load_with_heads(options)
+        arguments = patch_arguments(options) | {"max_batch_size": options.batch, "keep_free": options.keep_free}
+        handle = patch(loaded.model, loaded.heads, head_bits=options.head_bits, **arguments)
+    name = options.served_name or ("specmemo-demo" if options.model is None else Path(options.model).name)
+    engine = Engine(loaded.model, max_waiting=options.max_waiting)
+    model = Model(name, engine, loaded.tokenizer, Metrics(engine))
+    app = make_app(model, ServerLimits(options.api_key, options.max_body, options.shutdown_seconds))
+    config = uvicorn.Config(
+        app, options.host, options.port, log_config=None, access_log=False,
+        timeout_graceful_shutdown=max(1, round(options.shutdown_seconds)),
+    )  # fmt: skip
+    try:
+        socket = config.bind_socket()
+    except SystemExit as error:  # uvicorn has logged the reason
+        raise UserError(f"--port {options.port}: {options.host} can't be listened on; choose another") from error
+    console, (host, port) = terminal(soft_wrap=True), socket.getsockname()[:2]
+    console.print(f"{loaded.name}, served as {name} on http://{host}:{port}/v1", style="dim")
+    console.print(f"{handle.plan}", style="dim")
+    uvicorn.Server(config).run([socket])

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible endpoint over :class:`specmemo_kernels.Engine`."""

@@ -1,0 +1,178 @@
+"""Answers of the engine to one HTTP request: prompts, pieces of text, and their ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+
+from specmemo_kernels.engine.sampling import Sampling
+from specmemo_kernels.integrations.hf.batch import Piece, Request
+from specmemo_kernels.integrations.hf.chat import longest_text
+from specmemo_kernels.integrations.hf.engine import Engine
+from specmemo_kernels.integrations.hf.generation import Generation
+from specmemo_kernels.integrations.serve.metrics import Metrics
+from specmemo_kernels.integrations.serve.protocol import ChatRequest, CompletionRequest
+from specmemo_kernels.integrations.serve.text import TextStream
+
+
+class BadRequest(ValueError):
+    """A request that can't be answered; the message has the value and the limit."""
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """New ``text`` of answer ``index``; ``finish_reason`` with the last one. ``tokens``: how many it took so far."""
+
+    index: int
+    text: str
+    tokens: int
+    finish_reason: str | None = None
+
+
+class Model:
+    """A served model: its engine, its tokenizer and its name."""
+
+    def __init__(self, name: str, engine: Engine, tokenizer: Any, metrics: Metrics) -> None:
+        self.name, self.engine, self.tokenizer, self.metrics = name, engine, tokenizer, metrics
+        self.created = int(time.time())
+        self.longest = longest_text(engine.handle.model)
+
+    def chat_prompt(self, request: ChatRequest) -> list[int]:
+        """The tokens of a conversation; without a chat template its texts, one per line.
+
+        Raises:
+            BadRequest: the template refuses these messages.
+        """
+        if not getattr(self.tokenizer, "chat_template", None):
+            return self.encode("\n".join(message.text for message in request.messages))
+        messages = [
+            {"role": m.role, "content": m.text} | ({} if m.name is None else {"name": m.name}) for m in request.messages
+        ]
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise BadRequest(f"messages: the model's chat template refuses them: {error}") from error
+        return self.encode(text, special=False)
+
+    def prompts(self, request: CompletionRequest) -> list[list[int]]:
+        """The tokens of each prompt."""
+        prompt: Any = request.prompt
+        single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+        return [self.encode(p) if isinstance(p, str) else p for p in ([prompt] if single else prompt)]
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The tokens of a text.
+
+        Raises:
+            BadRequest: it has half of a surrogate pair, which JSON allows and UTF-8 doesn't.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadRequest(f"the text is no Unicode: {error}") from error
+        ids: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def requests(self, request: CompletionRequest | ChatRequest, prompts: Sequence[list[int]]) -> list[Request]:
+        """``n`` requests of the engine for each prompt, with a seed of its own each.
+
+        Raises:
+            BadRequest: a prompt leaves no room for new tokens; the message has the numbers.
+        """
+        if not prompts:
+            raise BadRequest("prompt is an empty list; give a text or token ids")
+        sampling, requests = request.sampling(), []
+        for prompt in prompts:
+            room = self.longest - len(prompt)
+            limit = request.limit or max(1, room)
+            if limit > room:
+                raise BadRequest(
+                    f"the prompt has {len(prompt)} tokens and max_tokens is {limit}, together they may be "
+                    f"{self.longest}; shorten the prompt or lower max_tokens"
+                )
+            requests += [
+                Request(prompt, limit, [] if request.ignore_eos else None, _with_offset(sampling, k))
+                for k in range(request.n)
+            ]
+        return requests
+
+    async def answer(self, requests: Sequence[Request], stop: Sequence[str]) -> AsyncGenerator[TextPiece]:
+        """Generate requests together; their pieces in the order of generation.
+
+        When the iterator is closed, what still runs is aborted.
+
+        Raises:
+            BadRequest, QueueFull, EngineClosed: the engine doesn't take them; nothing runs then.
+            GenerationFailed: a request ended with an error; the others are aborted.
+        """
+        loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Piece]()
+
+        def on_piece(piece: Piece) -> None:
+            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+        started = time.monotonic()
+        texts = [TextStream(self.tokenizer, list(request.prompt), stop) for request in requests]
+        with contextlib.ExitStack() as stack:
+            generations = []
+            for request in requests:
+                try:
+                    generation = self.engine.submit(request, on_piece=on_piece)
+                except ValueError as error:  # BudgetError among them
+                    raise BadRequest(str(error)) from error
+                stack.callback(generation.abort)
+                generations.append(generation)
+            self.metrics.prompt_tokens.inc(sum(len(request.prompt) for request in requests))
+            answers = {g.index: _Answer(i, g, texts[i], started) for i, g in enumerate(generations)}
+            running = len(answers)
+            while running:
+                piece = await pieces.get()
+                answer = answers[piece.index]
+                if answer.finished:
+                    continue
+                self.metrics.generation_tokens.inc(len(piece.tokens))
+                text = answer.take(piece, self.metrics)
+                running -= answer.finished
+                if text is not None:
+                    yield text
+
+
+class _Answer:
+    """One generation, and its text."""
+
+    def __init__(self, index: int, generation: Generation, text: TextStream, started: float) -> None:
+        self._index, self._generation, self._text = index, generation, text
+        self._started, self._first, self.finished = started, 0.0, False
+
+    def take(self, piece: Piece, metrics: Metrics) -> TextPiece | None:
+        """The text of a piece, if there is new one or the answer has finished."""
+        now = time.monotonic()
+        if piece.tokens and not self._first:
+            self._first = now
+            metrics.first_token.observe(now - self._started)
+        new = self._text.feed(piece.tokens)
+        if not self._text.stopped and not piece.finished:
+            return TextPiece(self._index, new, self._text.tokens) if new else None
+        self.finished = True
+        reason = "stop"
+        if self._text.stopped:
+            self._generation.abort()
+        else:
+            ended = self._generation.result(0).finish_reason
+            reason = {"eos": "stop", "aborted": "abort"}.get(ended, ended)
+        new += self._text.end()
+        if self._text.tokens > 1:
+            metrics.between_tokens.observe((now - self._first) / (self._text.tokens - 1))
+        return TextPiece(self._index, new, self._text.tokens, reason)
+
+
+def _with_offset(sampling: Sampling, offset: int) -> Sampling:
+    return sampling.with_seed(sampling.seed + offset) if offset else sampling

@@ -1,0 +1,111 @@
+"""Around every request: its key, its number in the log, the size of its body, and clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any
+
+from fastapi import Request
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specmemo_kernels.integrations.serve.protocol import error_body
+
+_log = logging.getLogger("specmemo.serve")
+
+
+class Access:
+    """Checks the API key of paths below ``/v1``, numbers requests, and logs them without their contents.
+
+    A request's number is the client's ``x-request-id``, or a new one; the response has it too.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self._app, self._key = app, api_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers, path, started = Headers(scope=scope), scope["path"], time.monotonic()
+        number = headers.get("x-request-id", "")[:64] or uuid.uuid4().hex
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = number
+                seconds = time.monotonic() - started
+                _log.info("%r %s %r %d after %.3f s", number, scope["method"], path, message["status"], seconds)
+            await send(message)
+
+        key = headers.get("authorization", "").removeprefix("Bearer ")
+        if self._key is None or not path.startswith("/v1") or secrets.compare_digest(key.encode(), self._key.encode()):
+            return await self._app(scope, receive, sending)
+        body = error_body("the API key is wrong or missing", "authentication_error", code="invalid_api_key")
+        return await JSONResponse(body, 401)(scope, receive, sending)
+
+
+class BodyLimit:
+    """Reads a request's body before the application, and answers 413 beyond ``max_body`` bytes."""
+
+    def __init__(self, app: ASGIApp, max_body: int) -> None:
+        self._app, self._max_body = app, max_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            return await self._app(scope, receive, send)
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self._max_body:
+                text = f"the body has more than {self._max_body} bytes, the most that this server takes"
+                return await JSONResponse(error_body(text, "invalid_request_error"), 413)(scope, receive, send)
+        first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replayed() -> Message:
+            return first.pop() if first else await receive()
+
+        return await self._app(scope, replayed, send)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events whose generator is closed with the connection, not when it is collected."""
+
+    def __init__(self, events: AsyncGenerator[bytes]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+
+
+async def until_disconnected(request: Request, work: Coroutine[Any, Any, None]) -> bool:
+    """Await ``work``; if the client goes away before that, cancel it and return ``False``."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            return False
+        working.result()
+        return True
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

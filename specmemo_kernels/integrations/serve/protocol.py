@@ -1,0 +1,127 @@
+"""Requests of OpenAI's completions and chat completions, and the parts of their responses.
+
+Field names, defaults and limits are those of OpenAI's API reference; ``top_k``, ``min_p``, ``repetition_penalty`` and
+``ignore_eos`` those of vLLM. Fields that aren't implemented are refused.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from specmemo_kernels.engine.sampling import Sampling
+
+TokenIds = list[Annotated[int, Field(ge=0)]]
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class StreamOptions(_Fields):
+    include_usage: bool = False
+
+
+class ResponseFormat(_Fields):
+    """Only text; structured output isn't implemented."""
+
+    type: Literal["text"]
+
+
+class _Generation(_Fields):
+    """What both kinds of request have. ``user`` and ``metadata`` have no effect on the tokens."""
+
+    model: str | None = None
+    n: int = Field(1, ge=1, le=128)
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    temperature: float | None = Field(1.0, ge=0, le=100, allow_inf_nan=False)
+    top_p: float | None = Field(1.0, gt=0, le=1)
+    top_k: int | None = Field(0, ge=-1)
+    min_p: float | None = Field(0.0, ge=0, le=1)
+    repetition_penalty: float | None = Field(1.0, gt=0, allow_inf_nan=False)
+    presence_penalty: float | None = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    ignore_eos: bool = False
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def limit(self) -> int | None:
+        """Most new tokens; ``None``: as many as fit."""
+        return self.max_tokens
+
+    def sampling(self) -> Sampling:
+        """The sampling of the first of ``n`` answers; without ``seed``, of a random one."""
+        defaults = {name: field.default for name, field in type(self).model_fields.items()}
+
+        def value(name: str) -> Any:
+            given = getattr(self, name)
+            return defaults[name] if given is None else given
+
+        names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        seed = secrets.randbits(62) if self.seed is None else self.seed
+        return Sampling(
+            seed=seed, top_k=max(0, value("top_k")), logit_bias=self.logit_bias or {},
+            **{name: value(name) for name in names},
+        )  # fmt: skip
+
+
+class CompletionRequest(_Generation):
+    """``POST /v1/completions``."""
+
+    prompt: str | TokenIds | list[str] | list[TokenIds]
+    echo: bool | None = False
+
+    @property
+    def limit(self) -> int | None:
+        return 16 if self.max_tokens is None else self.max_tokens
+
+
+class TextPart(_Fields):
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Fields):
+    """A message of a conversation: text only."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatRequest(_Generation):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(None, ge=1)
+    response_format: ResponseFormat | None = None
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+def usage(prompt: int, completion: int) -> dict[str, int]:
+    """Token counts of a response."""
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's form of an error."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,77 @@
+"""Text of tokens as they come, up to a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+#: Prompt tokens that are decoded together with the first new ones: some tokenizers write the space before a token only
+#: where another token precedes it.
+_CONTEXT = 6
+#: What decoders write for bytes that aren't a whole character yet.
+_INCOMPLETE = "\ufffd"
+
+
+class TextStream:
+    """Decodes tokens one by one, without special tokens.
+
+    Text that ends inside a character, or that may be the beginning of a stop string, is held back.
+
+    Args:
+        prompt: tokens before the first one.
+        stop: strings that end the text; they aren't part of it.
+
+    Attributes:
+        stopped: a stop string was found.
+        tokens: number of tokens taken, the one that completed the stop string included.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, [text for text in stop if text]
+        self._ids = list(prompt[-_CONTEXT:])
+        # The ids from `_from` to `_to` are decoded as the beginning of what follows them.
+        self._from, self._to = 0, len(self._ids)
+        self._text, self._sent = "", 0
+        self.stopped, self.tokens = False, 0
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """Take tokens until a stop string; returns the text that is certain now."""
+        for token in tokens:
+            if self.stopped:
+                break
+            self.tokens += 1
+            self._ids.append(token)
+            self._extend(_INCOMPLETE)
+        return self._take(self._held())
+
+    def end(self) -> str:
+        """The rest of the text."""
+        if not self.stopped:
+            self._extend("")
+        return self._take(0)
+
+    def _extend(self, incomplete: str) -> None:
+        """Decode what isn't in the text yet, unless it ends with ``incomplete``."""
+        known, text = self._decode(self._to), self._decode(len(self._ids))
+        if len(text) <= len(known) or (incomplete and text.endswith(incomplete)):
+            return
+        self._text += text[len(known) :]
+        self._from, self._to = self._to, len(self._ids)
+        places = [place for stop in self._stop if (place := self._text.find(stop, max(0, self._sent))) >= 0]
+        if places:
+            self._text, self.stopped = self._text[: min(places)], True
+
+    def _decode(self, end: int) -> str:
+        return str(self._tokenizer.decode(self._ids[self._from : end], skip_special_tokens=True))
+
+    def _held(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        if self.stopped:
+            return 0
+        beginnings = (k for stop in self._stop for k in range(len(stop) - 1, 0, -1) if self._text.endswith(stop[:k]))
+        return max(beginnings, default=0)
+
+    def _take(self, held: int) -> str:
+        end = max(self._sent, len(self._text) - held)
+        text, self._sent = self._text[self._sent : end], end
+        return text
