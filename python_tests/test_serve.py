@@ -182,6 +182,56 @@ def test_logit_bias(client: openai.OpenAI) -> None:
     assert done.choices[0].text == "qqqqq"
 
 
+def test_logprobs(plain: PreTrainedModel, client: openai.OpenAI) -> None:
+    """Of prompt and answer as lm-eval asks for them, of messages, and in streams: transformers' own."""
+    for prompt in PROMPTS:
+        ids = encode(prompt)
+        options = {"model": "tiny", "prompt": ids, "max_tokens": 6, "temperature": 0, "echo": True}
+        whole = client.completions.create(**options, logprobs=3).choices[0]
+        assert whole.logprobs is not None
+        found = whole.logprobs
+        answer = client.completions.create(**options | {"echo": False}, logprobs=0).choices[0].logprobs
+        assert answer is not None
+        tokens = ids + encode_answer(plain, ids, 6)
+        with torch.no_grad():
+            expected = plain(torch.tensor([tokens])).logits[0, :-1].double().log_softmax(1)
+        values = [float(row[token]) for row, token in zip(expected, tokens[1:], strict=True)]
+        assert found.token_logprobs is not None
+        assert found.token_logprobs[0] is None
+        assert found.token_logprobs[1:] == pytest.approx(values, abs=1e-4)
+        assert answer.token_logprobs == pytest.approx(values[len(ids) - 1 :], abs=1e-4)
+        assert found.top_logprobs is not None
+        for row, top in zip(expected, found.top_logprobs[1:], strict=True):
+            assert max(top.values()) == pytest.approx(float(row.max()), abs=1e-4)
+        assert len(found.tokens or []) == len(found.text_offset or []) == len(tokens)
+        stream = [*client.completions.create(**options, logprobs=3, stream=True)]
+        parts = [chunk.choices[0].logprobs for chunk in stream if chunk.choices]
+        assert [v for part in parts for v in part.token_logprobs][1:] == pytest.approx(values, abs=1e-4)
+
+
+def encode_answer(plain: PreTrainedModel, ids: list[int], count: int) -> list[int]:
+    row = torch.tensor([ids])
+    output = plain.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=count, do_sample=False)
+    return output[0, len(ids) :].tolist()
+
+
+def test_logprobs_of_messages(client: openai.OpenAI, address: str) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    options = {"model": "tiny", "messages": messages, "max_tokens": 8, "temperature": 0}
+    done = client.chat.completions.create(**options, logprobs=True, top_logprobs=2).choices[0]
+    assert done.logprobs is not None
+    content = done.logprobs.content or []
+    assert len(content) == 8 or done.finish_reason == "stop"
+    for entry in content:
+        assert entry.top_logprobs[0].token == entry.token, "greedy"
+        assert len(entry.top_logprobs) == 2
+        assert bytes(entry.bytes or []).decode() == entry.token
+    assert client.chat.completions.create(**options).choices[0].logprobs is None
+    refused = post(address, "/v1/chat/completions", messages=messages, top_logprobs=2)
+    assert refused.status_code == 400
+    assert "top_logprobs needs logprobs" in refused.json()["error"]["message"]
+
+
 def test_async_and_aborted_streams(address: str, model: PreTrainedModel) -> None:
     """Streams that the client closes on the way free their pages; others go on."""
 
@@ -255,6 +305,7 @@ def test_clients_that_vanish(address: str, model: PreTrainedModel) -> None:
         ({"prompt": 3}, 400, "prompt"),
         ({}, 400, "prompt: Field required"),
         ({"prompt": "a", "temperature": -1}, 400, "temperature: Input should be greater than or equal to 0"),
+        ({"prompt": "a", "logprobs": 21}, 400, "logprobs: "),
         ({"prompt": "a", "best_of": 3}, 400, "best_of: Extra inputs are not permitted"),
         ({"prompt": "a", "logit_bias": {"999": 1}}, 400, "logit_bias of prompt"),
         ({"prompt": "a", "n": 0}, 400, "n: "),

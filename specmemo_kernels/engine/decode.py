@@ -17,9 +17,17 @@ import torch
 from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting.base import AnyDrafter, Drafter, FeatureDrafter, PagedDrafter, StatefulDrafter
 from specmemo_kernels.engine.overlap import OverlappedSteps, slots_ahead
+from specmemo_kernels.engine.scores import TokenScore
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.stats import DecodeStats
-from specmemo_kernels.engine.tree_pass import Chunk, next_chunk, propose, propose_from_features, tree_pass
+from specmemo_kernels.engine.tree_pass import (
+    Chunk,
+    next_chunk,
+    prompt_scores,
+    propose,
+    propose_from_features,
+    tree_pass,
+)
 from specmemo_kernels.engine.verify import Verdict, Verifier
 from specmemo_kernels.forward.batch import TreeBatch
 from specmemo_kernels.forward.target import TargetModel, TargetOutput
@@ -110,7 +118,7 @@ class SpecDecoder:
         try:
             for sequence in sequences:
                 swapped = sequence.swapped  # a swapped sequence writes to its pages, so it shares none
-                sequence.open(*self.pool.open_with(sequence.context if swapped is None else ()))
+                sequence.open(*self.pool.open_with(sequence.shareable if swapped is None else ()))
                 opened.append(sequence)
                 self.pool.reserve(sequence.slot, len(sequence.context))
                 if swapped is not None:
@@ -253,13 +261,23 @@ class SpecDecoder:
         def verify(batch: TreeBatch, output: TargetOutput) -> Verdict:
             return self.verifier(batch, emitting, output)
 
+        scored = [] if chunk is None else chunk.scored
+        new_scores: list[TokenScore] = []
+
+        def score(output: TargetOutput) -> None:
+            assert chunk is not None, "only chunks have rows to score"
+            new_scores.extend(prompt_scores(self.target, chunk, output))
+
         with self._changing_states(running, chunk) as accepted:
             verdict, hidden = tree_pass(
                 self.target, self.pool, self.backend, trees, chunk, verify, self.reader,
-                logits=not self.verifier.is_greedy(emitting),
+                logits=bool(scored) or not self.verifier.is_greedy(emitting), score=score,
             )  # fmt: skip
             emitted = [] if verdict is None else verdict.emitted
-            finished = self.advance(running, emitted, nodes, depth, hidden.unbind(0), chunk)
+            scores = [] if verdict is None else verdict.scores
+            finished = self.advance(running, emitted, nodes, depth, hidden.unbind(0), chunk, scores)
+            for row, each in zip(scored, new_scores, strict=True):
+                row.sequence.take_prompt_score(each)
             if depth and verdict is not None:
                 size = nodes // len(running)
                 verified = enumerate(zip(running, verdict.paths, strict=False))
@@ -289,6 +307,7 @@ class SpecDecoder:
         depth: int,
         hidden: Sequence[Tensor] | None,
         chunk: Chunk | None = None,
+        scores: Sequence[Sequence[TokenScore]] = (),
     ) -> list[SequenceState]:
         """Change the sequences after a pass: all of them, or none if a ``stop`` fails.
 
@@ -296,6 +315,7 @@ class SpecDecoder:
             running: the sequences whose trees were verified. nodes, depth: total nodes and depth of these trees.
             emitted: the tokens of ``running``, then the first tokens of the prompts that ``chunk`` completed.
             hidden: the states that predicted the newest of these tokens; ``None``: a later step returns them.
+            scores: of ``emitted``; empty where no sequence wants them.
 
         Returns the finished sequences, which the caller must release.
         """
@@ -303,7 +323,8 @@ class SpecDecoder:
         emitting = [*running, *fresh]
         lengths = [len(sequence.tokens) for sequence in emitting]
         try:
-            taken = [sequence.take(tokens) for sequence, tokens in zip(emitting, emitted, strict=True)]
+            scored = scores or [()] * len(emitting)
+            taken = [s.take(tokens, each) for s, tokens, each in zip(emitting, emitted, scored, strict=True)]
         except BaseException:
             for sequence, length in zip(emitting, lengths, strict=True):
                 sequence.rollback(length)

@@ -281,7 +281,7 @@ class Scheduler:
         growing = sum(self.demand.to_end(s) > pool.held_pages(s.slot) for s in self.active)
         missing = self.demand.next_step(sequence) + growing - pool.free_pages
         if missing > 0 and sequence.swapped is None:  # a swapped sequence shares no pages
-            missing -= pool.shared_pages(sequence.context)
+            missing -= pool.shared_pages(sequence.shareable)
         return missing <= 0
 
     def _make_room(self) -> None:

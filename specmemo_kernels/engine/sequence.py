@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specmemo_kernels.engine.sampling import Sampling
+from specmemo_kernels.engine.scores import TokenScore
 
 if TYPE_CHECKING:
     from specmemo_kernels.cache.kv_storage import HostPages
@@ -32,6 +33,8 @@ class SequenceState:
         eos_token_ids: emitting one of these ends the sequence (they may occur in the prompt).
         stop: called after each new token with all tokens so far; ``True`` ends the sequence.
         sampling: how tokens are drawn; ``None``: greedily.
+        logprobs: how many of the best tokens each token's score lists; ``None``: no scores.
+        prompt_logprobs: whether the prompt's tokens are scored too.
         index: the caller's row.
         slot: its row of the block table while it is open, else -1.
         tokens: prompt and output so far.
@@ -42,6 +45,7 @@ class SequenceState:
         finished, aborted: the sequence is complete, or was aborted on request.
         arrival: its position in the scheduler's order.
         steps, accepted, preemptions: verification steps, drafts accepted in them, and preemptions.
+        scores, prompt_scores: of the emitted tokens, and of the prompt's tokens from its second on, if they are wanted.
     """
 
     prompt: list[int]
@@ -50,6 +54,8 @@ class SequenceState:
     stop: Callable[[list[int]], bool] | None = None
     sampling: Sampling | None = None
     index: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
     slot: int = field(default=-1, init=False)
     tokens: list[int] = field(init=False)
     computed: int = field(default=0, init=False)
@@ -62,6 +68,8 @@ class SequenceState:
     steps: int = field(default=0, init=False)
     accepted: int = field(default=0, init=False)
     preemptions: int = field(default=0, init=False)
+    scores: list[TokenScore] = field(default_factory=list, init=False, repr=False)
+    prompt_scores: list[TokenScore] = field(default_factory=list, init=False, repr=False)
     _random: torch.Generator | None = field(default=None, init=False, repr=False)
     _memo: list[int] = field(default_factory=list, init=False, repr=False)
     _memo_start: int = field(default=0, init=False, repr=False)
@@ -129,10 +137,33 @@ class SequenceState:
         """Emit nothing more and drop the copy in host memory."""
         self.finished, self.swapped = True, None
 
-    def take(self, emitted: Sequence[int]) -> int:
-        """Append tokens until one ends the sequence; returns how many were taken, 0 for a finished sequence."""
+    @property
+    def unscored(self) -> int:
+        """The first token of the prompt whose score is wanted and not known; the prompt's length if there is none."""
+        return min(len(self.prompt), 1 + len(self.prompt_scores)) if self.prompt_logprobs else len(self.prompt)
+
+    @property
+    def shareable(self) -> list[int]:
+        """The tokens of :attr:`context` whose pages may be another sequence's: not those that will be scored."""
+        return self.context if self.unscored == len(self.prompt) else self.prompt[: self.unscored]
+
+    def take_prompt_score(self, score: TokenScore) -> None:
+        """Append the score of the prompt's token :attr:`unscored`."""
+        self.prompt_scores.append(score)
+
+    def take(self, emitted: Sequence[int], scores: Sequence[TokenScore] = ()) -> int:
+        """Append tokens until one ends the sequence; returns how many were taken, 0 for a finished sequence.
+
+        ``scores``: of these tokens, if they are wanted.
+        """
         if self.finished:
             return 0
+        self.scores.extend(scores)
+        count = self._take(emitted)
+        del self.scores[self.emitted :]
+        return count
+
+    def _take(self, emitted: Sequence[int]) -> int:
         for count, token in enumerate(emitted, start=1):
             self.tokens.append(token)
             stopped = self.stop is not None and self.stop(self.tokens)
@@ -143,7 +174,7 @@ class SequenceState:
 
     def rollback(self, length: int) -> None:
         """Remove all tokens behind the first ``length``, which a failed step appended."""
-        del self.tokens[length:]
+        del self.tokens[length:], self.scores[max(0, length - len(self.prompt)) :]
         self.finished = self.aborted
 
     def record_step(self, drafts: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from specmemo_kernels.arguments import wrong_type
 from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting.base import Drafter, DraftInput, DraftRows, FeatureDrafter
+from specmemo_kernels.engine.scores import TokenScore, token_score
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.verify import DeviceVerdict, Verdict
 from specmemo_kernels.forward.batch import (
@@ -147,6 +148,15 @@ def _without_empty_depths(tree: DraftTree, draft: Tensor) -> tuple[DraftTree, Te
 
 
 @dataclass(frozen=True)
+class ScoredRow:
+    """A ``row`` of a chunk whose logits score the sequence's next ``token``."""
+
+    sequence: SequenceState
+    row: int
+    token: int
+
+
+@dataclass(frozen=True)
 class Chunk:
     """The prompt tokens that one forward pass computes (chunked prefill).
 
@@ -158,6 +168,7 @@ class Chunk:
         last_rows: ``[len(ended)]`` int64, the last row of each of ``ended`` in the chunk.
         first_trees: the last rows of ``fresh`` as single-node trees for the verifier; ``None`` without ``fresh``.
         next_tokens: ``[N]`` int64, the token behind each row; any token behind the last rows of ``fresh``.
+        scored: the rows of prompt tokens whose next token's score is wanted.
     """
 
     parts: list[tuple[SequenceState, int]]
@@ -167,6 +178,7 @@ class Chunk:
     last_rows: Tensor
     first_trees: TreeBatch | None
     next_tokens: Tensor
+    scored: list[ScoredRow] = field(default_factory=list)
 
 
 def next_chunk(prefilling: Sequence[SequenceState], room: int, pool: PagedKVPool, device: torch.device) -> Chunk:
@@ -186,7 +198,21 @@ def next_chunk(prefilling: Sequence[SequenceState], room: int, pool: PagedKVPool
     fresh = [s for s, _ in done if not s.emitted]
     first = _first_trees(fresh, pool, device) if fresh else None
     following = [token for s, size in parts for token in _behind(s.tokens, s.computed, size)]
-    return Chunk(parts, batch, fresh, [s for s, _ in done], rows, first, torch.tensor(following, device=device))
+    scored = [row for (s, size), end in zip(parts, ends, strict=True) for row in _scored_rows(s, size, end - size)]
+    return Chunk(parts, batch, fresh, [s for s, _ in done], rows, first, torch.tensor(following, device=device), scored)
+
+
+def _scored_rows(sequence: SequenceState, size: int, first_row: int) -> list[ScoredRow]:
+    """The rows, of a sequence's next ``size`` tokens, that predict prompt tokens whose scores are wanted."""
+    start = sequence.computed
+    places = range(max(sequence.unscored, start + 1), min(len(sequence.prompt), start + size + 1))
+    return [ScoredRow(sequence, first_row + place - 1 - start, sequence.prompt[place]) for place in places]
+
+
+def prompt_scores(target: TargetModel, chunk: Chunk, output: TargetOutput) -> list[TokenScore]:
+    """The scores of ``chunk.scored``, whose rows ``output`` has."""
+    rows = enumerate(chunk.scored)
+    return [token_score(target.row_logits(output, i), row.token, row.sequence.logprobs or 0) for i, row in rows]
 
 
 def _behind(tokens: list[int], start: int, size: int) -> list[int]:
@@ -212,6 +238,7 @@ def tree_pass(
     reader: FeatureDrafter | None = None,
     *,
     logits: bool = False,
+    score: Callable[[TargetOutput], None] | None = None,
 ) -> tuple[AnyVerdict | None, Tensor]:
     """Compute trees and a prompt chunk in one forward pass, verify the trees, and commit their accepted nodes.
 
@@ -223,7 +250,8 @@ def tree_pass(
         trees, chunk: at most one is ``None``.
         verify: called with the trees and the target's output for their nodes. Behind ``trees`` it gets a single-node
             tree for each prompt that the chunk completes, in the order of ``chunk.fresh``.
-        logits: ``verify`` reads rows of logits.
+        logits: ``verify`` or ``score`` reads rows of logits.
+        score: called with the output of the rows ``chunk.scored``, if there are any.
 
     Returns:
         The verdict (``None`` where there was nothing to verify), and states ``[num_trees + len(chunk.ended), size]`` at
@@ -235,9 +263,14 @@ def tree_pass(
     assert batch is not None, "there is nothing to compute"
     nodes, keep = 0 if trees is None else trees.num_tree_nodes, None
     if chunk is not None:
-        keep = torch.cat([torch.arange(nodes, device=target.device), nodes + chunk.last_rows])
+        extra = torch.tensor([scored.row for scored in chunk.scored], dtype=torch.int64, device=target.device)
+        keep = torch.cat([torch.arange(nodes, device=target.device), nodes + chunk.last_rows, nodes + extra])
     attention = StepAttention(pool, batch, backend, target.invariant)
     output = target.forward(batch, attention, keep, logits=logits)
+    if chunk is not None and chunk.scored and score is not None:
+        kept = nodes + len(chunk.ended)
+        score(output.rows(len(chunk.scored), kept))
+        output = replace(output.rows(kept), features=output.features)
     verdict = None if verified is None else verify(verified, output.rows(len(verified.tokens)))
     committed = None
     if trees is not None and verdict is not None and trees.max_depth:  # the roots of single-node trees were appended

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -11,6 +11,7 @@ import torch
 
 from specmemo_kernels import ops
 from specmemo_kernels.engine.sampling import Sampling, TypicalAcceptance, draw
+from specmemo_kernels.engine.scores import TokenScore, token_score
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.forward.batch import TreeBatch
 from specmemo_kernels.forward.target import TargetModel, TargetOutput
@@ -26,7 +27,8 @@ class Verdict:
 
     ``accept_index``, ``accept_length``: as of :func:`specmemo_kernels.ops.verify_tree_greedy`, on the device.
     ``tokens``: ``[B, max_depth + 1]`` int64 on the device, the target's token at each accepted node. ``emitted``: the
-    same on the host, without padding. ``paths``: the accepted nodes of each sequence, root first.
+    same on the host, without padding. ``paths``: the accepted nodes of each sequence, root first. ``scores``: of the
+    emitted tokens of each sequence, empty for one without; no list at all where no sequence wants them.
     """
 
     accept_index: Tensor
@@ -34,6 +36,7 @@ class Verdict:
     tokens: Tensor
     emitted: list[list[int]]
     paths: list[list[int]]
+    scores: list[list[TokenScore]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ class SampledVerifier:
         self.target, self.greedy = target, GreedyVerifier(target, backend)
 
     def is_greedy(self, sequences: Sequence[SequenceState]) -> bool:
-        return all(sequence.sampling is None for sequence in sequences)
+        return all(sequence.sampling is None and sequence.logprobs is None for sequence in sequences)
 
     def __call__(self, batch: TreeBatch, sequences: Sequence[SequenceState], output: TargetOutput) -> Verdict:
         if self.is_greedy(sequences):
@@ -139,7 +142,18 @@ class SampledVerifier:
             else:
                 choose = partial(_draw_token, sequence, sequence.sampling, logits)
                 paths.append(walk(sequence, *tree, batch.max_depth, choose))
-        return verdict_of(batch, paths)
+        verdict = verdict_of(batch, paths)
+        if any(sequence.logprobs is not None for sequence in sequences):
+            scores = [self._scores(s, output, bounds[row], paths[row]) for row, s in enumerate(sequences)]
+            verdict = replace(verdict, scores=scores)
+        return verdict
+
+    def _scores(self, sequence: SequenceState, output: TargetOutput, first: int, path: Path) -> list[TokenScore]:
+        """Of the tokens behind the nodes of a path; ``first`` is the first row of its sequence."""
+        if sequence.logprobs is None:
+            return []
+        pairs = zip(*path, strict=True)
+        return [token_score(self._logits(output, first, node), token, sequence.logprobs) for node, token in pairs]
 
     def _logits(self, output: TargetOutput, first: int, node: int) -> Tensor:
         """``[V]``, the logits of a node; ``first`` is the first row of its sequence."""

@@ -25,9 +25,10 @@ class TargetOutput:
     logits: Tensor | None
     features: Tensor | None = None
 
-    def rows(self, count: int) -> TargetOutput:
-        """``hidden`` and ``logits`` of the first ``count`` rows."""
-        return TargetOutput(self.hidden[:count], None if self.logits is None else self.logits[:count])
+    def rows(self, count: int, first: int = 0) -> TargetOutput:
+        """``hidden`` and ``logits`` of ``count`` rows from ``first`` on."""
+        part = slice(first, first + count)
+        return TargetOutput(self.hidden[part], None if self.logits is None else self.logits[part])
 
 
 class TargetModel(Protocol):

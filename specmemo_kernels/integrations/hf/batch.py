@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specmemo_kernels.arguments import as_integer, integer, integers, shown, wrong_type
+from specmemo_kernels.arguments import as_integer, flag, integer, integers, shown, wrong_type
 from specmemo_kernels.engine.sampling import Sampling
 from specmemo_kernels.engine.scheduler import Scheduler, submit_all
+from specmemo_kernels.engine.scores import TokenScore
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.verify import SampledVerifier
 
@@ -32,6 +33,9 @@ class Request:
         eos_token_ids: tokens that end the request; ``None``: those of the model's generation config.
         sampling: sampling parameters; ``None``: greedy.
         stop: called after each new token with all tokens so far; ``True`` ends the request.
+        logprobs: score every new token by the model's logits, with this many of the best tokens beside it.
+        prompt_logprobs: score the prompt's tokens too, from the second on; needs ``logprobs``. Their keys and values
+            are computed again, even if an earlier request has left them.
     """
 
     prompt: Prompt
@@ -39,15 +43,21 @@ class Request:
     eos_token_ids: Sequence[int] | None = None
     sampling: Sampling | None = None
     stop: Callable[[list[int]], bool] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The new ``tokens`` of request ``index`` from one step, and whether the request has ``finished``."""
+    """The new ``tokens`` of request ``index`` from one step, and whether the request has ``finished``.
+
+    ``scores``: of the tokens, if the request has ``logprobs``.
+    """
 
     index: int
     tokens: list[int]
     finished: bool
+    scores: list[TokenScore] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,7 @@ class Completion:
         tokens: new tokens, the ending token included.
         finish_reason: ``"eos"``, ``"length"``, ``"stop"`` or ``"aborted"``.
         steps: verification steps. accepted: accepted drafts. preemptions: number of preemptions.
+        scores, prompt_scores: of the tokens, and of the prompt's from the second on, if the request asked for them.
     """
 
     tokens: list[int]
@@ -65,6 +76,8 @@ class Completion:
     steps: int
     accepted: int
     preemptions: int
+    scores: list[TokenScore] = field(default_factory=list)
+    prompt_scores: list[TokenScore] = field(default_factory=list)
 
     @property
     def tokens_per_step(self) -> float:
@@ -143,7 +156,7 @@ class BatchRun:
         for index, sequence in enumerate(self._sequences):
             sent = self._sent[index]
             if sent >= 0 and (sequence.finished or sequence.emitted > sent):
-                self._ready.append(Piece(index, sequence.new_tokens[sent:], sequence.finished))
+                self._ready.append(Piece(index, sequence.new_tokens[sent:], sequence.finished, sequence.scores[sent:]))
                 self._sent[index] = -1 if sequence.finished else sequence.emitted
 
     def abort(self, index: int) -> None:
@@ -304,7 +317,20 @@ def sequence_of(handle: SpecMemo, index: int, request: Request) -> SequenceState
         raise wrong_type(f"stop of prompt {index}", request.stop, "a function of the tokens so far, or None")
     stop = None if request.stop is None else handle.ranks.stop(request.stop)
     sampling = None if request.sampling is None or request.sampling.greedy else request.sampling
-    return SequenceState(prompt, max_new_tokens, frozenset(eos_ids), stop, sampling=sampling, index=index)
+    flag(f"prompt_logprobs of prompt {index}", request.prompt_logprobs)
+    logprobs = request.logprobs
+    if logprobs is not None:
+        logprobs = integer(f"logprobs of prompt {index}", logprobs, 0, vocabulary, or_else=" or None")
+    elif request.prompt_logprobs:
+        raise ValueError(f"prompt {index} has prompt_logprobs and no logprobs; give logprobs, 0 for no other tokens")
+    if request.prompt_logprobs and not handle.facts.exact_lm_head:
+        raise ValueError(
+            f"prompt_logprobs of prompt {index}: {type(handle.model).__name__} changes its lm_head's logits, so that "
+            "all rows of a prompt would have logits at once; leave prompt_logprobs out"
+        )
+    return SequenceState(
+        prompt, max_new_tokens, frozenset(eos_ids), stop, sampling, index, logprobs, request.prompt_logprobs
+    )
 
 
 def completion_of(sequence: SequenceState) -> Completion:
@@ -316,4 +342,5 @@ def completion_of(sequence: SequenceState) -> Completion:
         reason = "eos"
     else:
         reason = "length" if sequence.remaining <= 0 else "stop"
-    return Completion(tokens, reason, sequence.steps, sequence.accepted, sequence.preemptions)
+    counts = sequence.steps, sequence.accepted, sequence.preemptions
+    return Completion(tokens, reason, *counts, list(sequence.scores), list(sequence.prompt_scores))

@@ -105,17 +105,17 @@ class Generation(Iterator[Piece]):
     def deliver(self) -> None:
         """Pass on the tokens since the last call, and the end."""
         tokens, finished = self.sequence.new_tokens[self._sent :], self.sequence.finished
-        self._sent += len(tokens)
+        scores, self._sent = self.sequence.scores[self._sent :], self._sent + len(tokens)
         if not (tokens or finished):
             return
         failed = finished and self._error is not None
         if finished:
             self._done.set()  # before the last piece, whose readers may ask for the result
         if tokens or not failed:
-            self._pieces.put(Piece(self.index, tokens, finished and not failed))
+            self._pieces.put(Piece(self.index, tokens, finished and not failed, scores))
         if failed:
             self._pieces.put(None)
-        self._call_back(Piece(self.index, tokens, finished))
+        self._call_back(Piece(self.index, tokens, finished, scores))
 
     def _call_back(self, piece: Piece) -> None:
         if self._on_piece is None:

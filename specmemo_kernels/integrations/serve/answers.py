@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jinja2 import TemplateError
 
 from specmemo_kernels.engine.sampling import Sampling
+from specmemo_kernels.engine.scores import TokenScore
 from specmemo_kernels.integrations.hf.batch import Piece, Request
 from specmemo_kernels.integrations.hf.chat import longest_text
 from specmemo_kernels.integrations.hf.engine import Engine
@@ -27,12 +28,26 @@ class BadRequest(ValueError):
 
 @dataclass(frozen=True)
 class TextPiece:
-    """New ``text`` of answer ``index``; ``finish_reason`` with the last one. ``tokens``: how many it took so far."""
+    """New ``text`` of answer ``index``; ``finish_reason`` with the last one. ``tokens``: how many it took so far.
+
+    ``scores``: of the tokens since the last piece. ``prompt_scores``: of the prompt's, with the first piece.
+    """
 
     index: int
     text: str
     tokens: int
     finish_reason: str | None = None
+    scores: list[TokenScore] = field(default_factory=list)
+    prompt_scores: list[TokenScore] = field(default_factory=list)
+
+    def behind(self, text: str) -> TextPiece:
+        """The piece with ``text`` before its own."""
+        return replace(self, text=text + self.text)
+
+    def joined(self, next_piece: TextPiece) -> TextPiece:
+        """Both pieces of one answer as one."""
+        scores = [*self.scores, *next_piece.scores]
+        return replace(next_piece, text=self.text + next_piece.text, scores=scores, prompt_scores=self.prompt_scores)
 
 
 class Model:
@@ -100,7 +115,14 @@ class Model:
                     f"{self.longest}; shorten the prompt or lower max_tokens"
                 )
             requests += [
-                Request(prompt, limit, [] if request.ignore_eos else None, _with_offset(sampling, k))
+                Request(
+                    prompt,
+                    limit,
+                    [] if request.ignore_eos else None,
+                    _with_offset(sampling, k),
+                    logprobs=request.top,
+                    prompt_logprobs=request.scores_prompt,
+                )
                 for k in range(request.n)
             ]
         return requests
@@ -151,6 +173,8 @@ class _Answer:
     def __init__(self, index: int, generation: Generation, text: TextStream, started: float) -> None:
         self._index, self._generation, self._text = index, generation, text
         self._started, self._first, self.finished = started, 0.0, False
+        self._scores: list[TokenScore] = []
+        self._taken = 0
 
     def take(self, piece: Piece, metrics: Metrics) -> TextPiece | None:
         """The text of a piece, if there is new one or the answer has finished."""
@@ -159,8 +183,9 @@ class _Answer:
             self._first = now
             metrics.first_token.observe(now - self._started)
         new = self._text.feed(piece.tokens)
+        self._scores += piece.scores
         if not self._text.stopped and not piece.finished:
-            return TextPiece(self._index, new, self._text.tokens) if new else None
+            return self._piece(new, None) if new else None
         self.finished = True
         reason = "stop"
         if self._text.stopped:
@@ -171,7 +196,14 @@ class _Answer:
         new += self._text.end()
         if self._text.tokens > 1:
             metrics.between_tokens.observe((now - self._first) / (self._text.tokens - 1))
-        return TextPiece(self._index, new, self._text.tokens, reason)
+        return self._piece(new, reason)
+
+    def _piece(self, text: str, reason: str | None) -> TextPiece:
+        """The text since the last piece, with the scores of the tokens since then."""
+        first, self._taken = self._taken, self._text.tokens
+        scores = self._scores[first : self._taken]
+        prompt_scores = list(self._generation.sequence.prompt_scores) if not first else []
+        return TextPiece(self._index, text, self._taken, reason, scores, prompt_scores)
 
 
 def _with_offset(sampling: Sampling, offset: int) -> Sampling:

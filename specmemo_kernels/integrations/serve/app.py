@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import time
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +15,10 @@ from starlette.exceptions import HTTPException
 
 from specmemo_kernels.integrations.hf.engine import EngineClosed, QueueFull
 from specmemo_kernels.integrations.hf.generation import GenerationFailed
-from specmemo_kernels.integrations.serve.answers import BadRequest, Model, TextPiece
-from specmemo_kernels.integrations.serve.limits import Access, BodyLimit, EventStream, until_disconnected
-from specmemo_kernels.integrations.serve.protocol import ChatRequest, CompletionRequest, error_body, usage
+from specmemo_kernels.integrations.serve.answers import BadRequest, Model
+from specmemo_kernels.integrations.serve.limits import Access, BodyLimit
+from specmemo_kernels.integrations.serve.protocol import ChatRequest, CompletionRequest, error_body
+from specmemo_kernels.integrations.serve.responses import respond
 
 
 @dataclass(frozen=True)
@@ -36,29 +34,6 @@ class ServerLimits:
     api_key: str | None = None
     max_body: int = 4 << 20
     shutdown_seconds: float = 30.0
-
-
-@dataclass(frozen=True)
-class _Form:
-    """How an endpoint writes its answers."""
-
-    kind: str
-    chunk_kind: str
-    prefix: str
-    choice: Callable[[TextPiece], dict[str, Any]]
-    chunk: Callable[[TextPiece], dict[str, Any]]
-
-
-_COMPLETION = _Form(
-    "text_completion", "text_completion", "cmpl",
-    lambda piece: {"text": piece.text, "logprobs": None},
-    lambda piece: {"text": piece.text, "logprobs": None},
-)  # fmt: skip
-_CHAT = _Form(
-    "chat.completion", "chat.completion.chunk", "chatcmpl",
-    lambda piece: {"message": {"role": "assistant", "content": piece.text, "refusal": None}, "logprobs": None},
-    lambda piece: {"delta": {"content": piece.text} if piece.text else {}, "logprobs": None},
-)  # fmt: skip
 
 
 def make_app(model: Model, limits: ServerLimits) -> FastAPI:
@@ -93,83 +68,15 @@ def make_app(model: Model, limits: ServerLimits) -> FastAPI:
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         _check_name(model, body.model)
-        prompts = model.prompts(body)
-        echoed = [model.decode(prompt) if body.echo else "" for prompt in prompts for _ in range(body.n)]
-        return await _respond(model, body, prompts, request, _COMPLETION, echoed)
+        return await respond(model, body, model.prompts(body), request)
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         _check_name(model, body.model)
-        return await _respond(model, body, [model.chat_prompt(body)], request, _CHAT, [""] * body.n)
+        return await respond(model, body, [model.chat_prompt(body)], request)
 
     _handle_errors(app)
     return app
-
-
-async def _respond(
-    model: Model, body: CompletionRequest | ChatRequest, prompts: list[list[int]], request: Request, form: _Form,
-    echoed: list[str],
-) -> Response:  # fmt: skip
-    """The response with all answers, or a stream of them."""
-    requests = model.requests(body, prompts)
-    pieces = model.answer(requests, body.stop_strings)
-    head = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model.name}
-    prompt_tokens = sum(map(len, prompts))
-    if body.stream:
-        first = await anext(pieces)  # errors of submitting have a status
-        events = _events(pieces, first, head | {"object": form.chunk_kind}, form, body, prompt_tokens, echoed)
-        return EventStream(events)
-    texts, last = list(echoed), dict[int, TextPiece]()
-
-    async def collect() -> None:
-        async for piece in pieces:
-            texts[piece.index] += piece.text
-            last[piece.index] = piece
-
-    if not await until_disconnected(request, collect()):
-        return Response(status_code=499)  # nobody reads it
-    ends = [TextPiece(i, text, last[i].tokens, last[i].finish_reason) for i, text in enumerate(texts)]
-    choices = [{"index": end.index, **form.choice(end), "finish_reason": end.finish_reason} for end in ends]
-    counts = usage(prompt_tokens, sum(end.tokens for end in ends))
-    return JSONResponse(head | {"object": form.kind, "choices": choices, "usage": counts})
-
-
-async def _events(
-    pieces: AsyncGenerator[TextPiece], first: TextPiece, head: dict[str, Any], form: _Form,
-    body: CompletionRequest | ChatRequest, prompt_tokens: int, echoed: list[str],
-) -> AsyncGenerator[bytes]:  # fmt: skip
-    """Server-sent events: a chunk per piece, the token counts if they were asked for, and ``[DONE]``."""
-    counts = [0] * len(echoed)
-    with_usage = body.stream_options is not None and body.stream_options.include_usage
-    empty = {"usage": None} if with_usage else {}
-
-    def event(piece: TextPiece) -> bytes:
-        choice = {"index": piece.index, **form.chunk(piece), "finish_reason": piece.finish_reason}
-        return _event(head | {"choices": [choice]} | empty)
-
-    try:
-        for index, text in enumerate(echoed):
-            if form is _CHAT:
-                choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
-                yield _event(head | {"choices": [choice | {"finish_reason": None}]} | empty)
-            elif text:
-                yield event(TextPiece(index, text, 0))
-        piece: TextPiece | None = first
-        while piece is not None:
-            counts[piece.index] = piece.tokens
-            yield event(piece)
-            piece = await anext(pieces, None)
-        if with_usage:
-            yield _event(head | {"choices": [], "usage": usage(prompt_tokens, sum(counts))})
-    except GenerationFailed as error:
-        yield _event(error_body(str(error), "server_error"))
-    finally:
-        await pieces.aclose()
-    yield b"data: [DONE]\n\n"
-
-
-def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 def _card(model: Model) -> dict[str, Any]:

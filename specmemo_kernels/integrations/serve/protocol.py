@@ -7,9 +7,9 @@ Field names, defaults and limits are those of OpenAI's API reference; ``top_k``,
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from specmemo_kernels.engine.sampling import Sampling
 
@@ -82,6 +82,17 @@ class CompletionRequest(_Generation):
 
     prompt: str | TokenIds | list[str] | list[TokenIds]
     echo: bool | None = False
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the prompt's tokens are scored."""
+        return bool(self.echo) and self.logprobs is not None
+
+    @property
+    def top(self) -> int | None:
+        """How many of the best tokens each token's score lists; ``None``: no scores."""
+        return self.logprobs
 
     @property
     def limit(self) -> int | None:
@@ -111,6 +122,23 @@ class ChatRequest(_Generation):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1)
     response_format: ResponseFormat | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    @model_validator(mode="after")
+    def _logprobs_first(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return self
+
+    @property
+    def scores_prompt(self) -> bool:
+        return False
+
+    @property
+    def top(self) -> int | None:
+        """As in :class:`CompletionRequest`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def limit(self) -> int | None:

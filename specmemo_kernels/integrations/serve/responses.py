@@ -1,0 +1,111 @@
+"""Responses of both endpoints, whole or as server-sent events."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from specmemo_kernels.integrations.hf.generation import GenerationFailed
+from specmemo_kernels.integrations.serve.answers import Model, TextPiece
+from specmemo_kernels.integrations.serve.limits import EventStream, until_disconnected
+from specmemo_kernels.integrations.serve.logprobs import chat_logprobs, completion_logprobs
+from specmemo_kernels.integrations.serve.protocol import ChatRequest, CompletionRequest, error_body, usage
+
+
+async def respond(
+    model: Model, body: CompletionRequest | ChatRequest, prompts: list[list[int]], request: Request
+) -> Response:
+    """The response to a request with these prompts.
+
+    Raises:
+        BadRequest, QueueFull, EngineClosed, GenerationFailed: before the response has begun.
+    """
+    pieces = model.answer(model.requests(body, prompts), body.stop_strings)
+    answers = _Answers(model, body, [prompt for prompt in prompts for _ in range(body.n)])
+    if body.stream:
+        return EventStream(answers.events(pieces, await anext(pieces)))
+
+    async def collect() -> None:
+        async for piece in pieces:
+            answers.add(piece)
+
+    if not await until_disconnected(request, collect()):
+        return Response(status_code=499)  # nobody reads it
+    return JSONResponse(answers.whole())
+
+
+class _Answers:
+    """The answers to one request so far, in the form of its endpoint."""
+
+    def __init__(self, model: Model, body: CompletionRequest | ChatRequest, prompts: list[list[int]]) -> None:
+        self._model, self._body, self._prompts = model, body, prompts
+        self._chat = isinstance(body, ChatRequest)
+        self._echo = isinstance(body, CompletionRequest) and bool(body.echo)
+        self._pieces: list[TextPiece | None] = [None] * len(prompts)
+        name = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._head = {"id": name, "created": int(time.time()), "model": model.name}
+
+    def add(self, piece: TextPiece) -> TextPiece:
+        """Add a piece to its answer; returns it, with an echo of the prompt if it is the first."""
+        before = self._pieces[piece.index]
+        if before is None and self._echo:
+            piece = piece.behind(self._model.decode(self._prompts[piece.index]))
+        self._pieces[piece.index] = piece if before is None else before.joined(piece)
+        return piece
+
+    def whole(self) -> dict[str, Any]:
+        """The whole response."""
+        choices = []
+        for piece in self._pieces:
+            assert piece is not None, "every answer has a piece"
+            message = {"role": "assistant", "content": piece.text, "refusal": None}
+            choices.append(self._choice(piece, {"message": message} if self._chat else {"text": piece.text}, echo=True))
+        kind = "chat.completion" if self._chat else "text_completion"
+        return self._head | {"object": kind, "choices": choices, "usage": self._usage()}
+
+    async def events(self, pieces: AsyncGenerator[TextPiece], first: TextPiece) -> AsyncGenerator[bytes]:
+        """A chunk per piece, the token counts if they were asked for, and ``[DONE]``."""
+        options = self._body.stream_options
+        with_usage = options is not None and options.include_usage
+        head = self._head | {"object": "chat.completion.chunk" if self._chat else "text_completion"}
+        chunk = head | ({"usage": None} if with_usage else {})
+        try:
+            piece: TextPiece | None = first
+            while piece is not None:
+                begins = self._pieces[piece.index] is None
+                piece = self.add(piece)
+                delta = ({"role": "assistant"} if begins else {}) | ({"content": piece.text} if piece.text else {})
+                content = {"delta": delta} if self._chat else {"text": piece.text}
+                yield _event(chunk | {"choices": [self._choice(piece, content, echo=begins)]})
+                piece = await anext(pieces, None)
+            if with_usage:
+                yield _event(head | {"choices": [], "usage": self._usage()})
+        except GenerationFailed as error:
+            yield _event(error_body(str(error), "server_error"))
+        finally:
+            await pieces.aclose()
+        yield b"data: [DONE]\n\n"
+
+    def _choice(self, piece: TextPiece, content: dict[str, Any], *, echo: bool) -> dict[str, Any]:
+        """A choice with its log-probabilities; with ``echo`` the prompt's too, if it is echoed."""
+        logprobs = None
+        if self._body.top is not None and self._chat:
+            logprobs = chat_logprobs(self._model, piece.scores)
+        elif self._body.top is not None:
+            prompt = self._prompts[piece.index] if echo and self._echo else []
+            logprobs = completion_logprobs(self._model, piece.scores, prompt, piece.prompt_scores if prompt else [])
+        return {"index": piece.index, **content, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+
+    def _usage(self) -> dict[str, int]:
+        prompts = sum(map(len, self._prompts[:: self._body.n]))
+        return usage(prompts, sum(piece.tokens for piece in self._pieces if piece is not None))
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
