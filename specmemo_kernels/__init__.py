@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from specmemo_kernels.drafting.load_heads import HeadsError, load_heads
     from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
     from specmemo_kernels.engine.sampling import Sampling, TypicalAcceptance
+    from specmemo_kernels.engine.scores import TokenScore
     from specmemo_kernels.integrations.distributed.ranks import RankError
     from specmemo_kernels.integrations.hf.batch import (
         BatchRun,
@@ -62,6 +63,7 @@ __all__ = [
     "Request",
     "Sampling",
     "SpecMemo",
+    "TokenScore",
     "TreeBudget",
     "TypicalAcceptance",
     "UnsupportedModel",
@@ -78,6 +80,7 @@ _MODULES = {
     "drafting.load_heads": ("HeadsError", "load_heads"),
     "drafting.prompt_lookup": ("PromptLookupDrafter",),
     "engine.sampling": ("Sampling", "TypicalAcceptance"),
+    "engine.scores": ("TokenScore",),
     "integrations.distributed.ranks": ("RankError",),
     "integrations.hf.batch": ("BatchRun", "Completion", "Piece", "Request", "generate_batch", "stream_batch"),
     "integrations.hf.chat": ("ChatSession", "LeftOutWarning"),

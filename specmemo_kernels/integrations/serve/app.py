@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from specmemo_kernels.integrations.hf.engine import EngineClosed, QueueFull
 from specmemo_kernels.integrations.hf.generation import GenerationFailed
 from specmemo_kernels.integrations.serve.answers import BadRequest, Model
-from specmemo_kernels.integrations.serve.limits import Access, BodyLimit
+from specmemo_kernels.integrations.serve.limits import Access, BodyLimit, ClientGone
 from specmemo_kernels.integrations.serve.protocol import ChatRequest, CompletionRequest, error_body
 from specmemo_kernels.integrations.serve.responses import respond
 
@@ -112,6 +112,10 @@ def _handle_errors(app: FastAPI) -> None:
         code = "model_not_found" if error.status_code == 404 else None
         return JSONResponse(error_body(str(error.detail), "invalid_request_error", code=code), error.status_code)
 
+    async def gone(_: Request, __: Exception) -> Response:
+        return Response(status_code=499)  # nginx's status for it, for the log
+
+    app.add_exception_handler(ClientGone, gone)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(BadRequest, refused(400, "invalid_request_error"))

@@ -8,7 +8,7 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specmemo_kernels.integrations.serve.protocol import error_body
 
 _log = logging.getLogger("specmemo.serve")
+Result = TypeVar("Result")
 
 
 class Access:
@@ -90,16 +91,23 @@ class EventStream(StreamingResponse):
             await self._events.aclose()
 
 
-async def until_disconnected(request: Request, work: Coroutine[Any, Any, None]) -> bool:
-    """Await ``work``; if the client goes away before that, cancel it and return ``False``."""
+class ClientGone(Exception):
+    """The client has closed its connection; nobody reads a response."""
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of ``work``, which is cancelled when the client goes away.
+
+    Raises:
+        ClientGone: it has gone away.
+    """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            return False
-        working.result()
-        return True
+            raise ClientGone
+        return working.result()
     finally:
         for task in (working, watching):
             task.cancel()

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 
 from specmemo_kernels.integrations.hf.generation import GenerationFailed
 from specmemo_kernels.integrations.serve.answers import Model, TextPiece
-from specmemo_kernels.integrations.serve.limits import EventStream, until_disconnected
+from specmemo_kernels.integrations.serve.limits import EventStream, unless_gone
 from specmemo_kernels.integrations.serve.logprobs import chat_logprobs, completion_logprobs
 from specmemo_kernels.integrations.serve.protocol import ChatRequest, CompletionRequest, error_body, usage
 
@@ -24,19 +24,21 @@ async def respond(
     """The response to a request with these prompts.
 
     Raises:
-        BadRequest, QueueFull, EngineClosed, GenerationFailed: before the response has begun.
+        BadRequest, QueueFull, EngineClosed, GenerationFailed, ClientGone: before the response has begun.
     """
     pieces = model.answer(model.requests(body, prompts), body.stop_strings)
     answers = _Answers(model, body, [prompt for prompt in prompts for _ in range(body.n)])
-    if body.stream:
-        return EventStream(answers.events(pieces, await anext(pieces)))
+
+    async def first() -> TextPiece:
+        return await anext(pieces)
 
     async def collect() -> None:
         async for piece in pieces:
             answers.add(piece)
 
-    if not await until_disconnected(request, collect()):
-        return Response(status_code=499)  # nobody reads it
+    if body.stream:
+        return EventStream(answers.events(pieces, await unless_gone(request, first())))
+    await unless_gone(request, collect())
     return JSONResponse(answers.whole())
 
 
