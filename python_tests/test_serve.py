@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -388,6 +389,23 @@ def test_metrics(address: str, model: PreTrainedModel) -> None:
     assert metric(address, "specmemo:budget_bytes") == 24 << 20
     assert metric(address, "vllm:time_to_first_token_seconds_count") >= 2
     assert 0 <= metric(address, "vllm:kv_cache_usage_perc") <= 1
+
+
+def test_the_page(address: str) -> None:
+    """Its files name no other place, and what it shows is there. (Looked at in a browser by hand.)"""
+    page = httpx.get(address)
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    for path in ("/", "/page.css", "/page.js"):
+        file = httpx.get(address + path)
+        assert file.status_code == 200
+        assert "http://" not in file.text
+        assert "https://" not in file.text
+    script, state = httpx.get(f"{address}/page.js").text, httpx.get(f"{address}/stats").json()
+    assert set(re.findall(r"state\.(\w+)", script)) == set(state)
+    ids = set(re.findall(r'id="([\w-]+)"', page.text))
+    assert set(re.findall(r'(?:\$|rows)\("([\w-]+)"', script)) <= ids
+    assert state["budget"] == 24 << 20
+    assert set(state["held"]) >= {"kv_pages", "heads"}
 
 
 @pytest.mark.slow

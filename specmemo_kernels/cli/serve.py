@@ -48,5 +48,6 @@ def run_serve(options: ServeOptions) -> None:
         raise UserError(f"--port {options.port}: {options.host} can't be listened on; choose another") from error
     console, (host, port) = terminal(soft_wrap=True), socket.getsockname()[:2]
     console.print(f"{loaded.name}, served as {name} on http://{host}:{port}/v1", style="dim")
+    console.print(f"chat at http://{host}:{port}/", style="dim")
     console.print(f"{handle.plan}", style="dim")
     uvicorn.Server(config).run([socket])

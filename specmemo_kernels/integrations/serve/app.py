@@ -17,6 +17,7 @@ from specmemo_kernels.integrations.hf.engine import EngineClosed, QueueFull
 from specmemo_kernels.integrations.hf.generation import GenerationFailed
 from specmemo_kernels.integrations.serve.answers import BadRequest, Model
 from specmemo_kernels.integrations.serve.limits import Access, BodyLimit, ClientGone
+from specmemo_kernels.integrations.serve.page import add_page
 from specmemo_kernels.integrations.serve.protocol import ChatRequest, CompletionRequest, error_body
 from specmemo_kernels.integrations.serve.responses import respond
 
@@ -75,6 +76,7 @@ def make_app(model: Model, limits: ServerLimits) -> FastAPI:
         _check_name(model, body.model)
         return await respond(model, body, [model.chat_prompt(body)], request)
 
+    add_page(app, model)
     _handle_errors(app)
     return app
 
