@@ -94,8 +94,18 @@ def main(
             row = {"nodes": size, "side": name, "tokens_per_s": len(timed) * new / value}
             rows.append(row | {"speedup": times["plain generate"] / value} | found.get(name, {}))
     print_rows(rows, ["nodes", "side", "tokens_per_step", "drafter_bytes", "tokens_per_s", "speedup"])
-    setup = {"dtype": "float32", "count": count, "prompt_tokens": prompt, "new_tokens": new, "seed": seed}
-    write_result(json_, {**setup, "training": [trained(Path(path)) for path in drafters.split(",")], "rows": rows})
+    setup = {
+        "dtype": "float32",
+        "count": count,
+        "prompt_tokens": prompt,
+        "new_tokens": new,
+        "seed": seed,
+    }
+    summary = Path(folder) / SUMMARY
+    text = json.loads(summary.read_text()) if summary.exists() else None
+    write_result(
+        json_, {**setup, "model": text, "training": [trained(Path(path)) for path in drafters.split(",")], "rows": rows}
+    )
 
 
 if __name__ == "__main__":
