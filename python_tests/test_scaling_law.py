@@ -52,6 +52,23 @@ def test_fits_recover_the_coefficients(intercept: float, slopes: tuple[float, ..
     assert law.at(*rows[3]) == pytest.approx(values[3], abs=1e-6)
 
 
+def test_a_relative_fit_has_the_least_relative_errors() -> None:
+    source = random.Random(1)
+    rows = [[source.uniform(1, 1e6), source.choice([1, 2, 4, 8])] for _ in range(30)]
+    values = [source.uniform(0.5, 8) for _ in rows]
+
+    def loss(law: LogLinear) -> float:
+        return sum((law.at(*row) / value - 1) ** 2 for row, value in zip(rows, values, strict=True))
+
+    law = LogLinear.fitted(rows, values, relative=True)
+    assert loss(law) < loss(LogLinear.fitted(rows, values))
+    for change in (-1e-3, 1e-3):
+        assert loss(law) < loss(LogLinear(law.intercept + change, law.slopes))
+        for i, slope in enumerate(law.slopes):
+            slopes = (*law.slopes[:i], slope + change, *law.slopes[i + 1 :])
+            assert loss(law) < loss(LogLinear(law.intercept, slopes))
+
+
 @pytest.mark.parametrize("rows", [[[2.0, 3.0]] * 3, [[2.0, 4.0], [4.0, 16.0], [8.0, 64.0]], [[2.0, 3.0], [3.0, 5.0]]])
 def test_factors_that_dont_vary_are_refused(rows: list[list[float]]) -> None:
     """Constant factors, factors that vary together, too few rows."""

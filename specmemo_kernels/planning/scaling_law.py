@@ -26,8 +26,12 @@ class LogLinear:
     slopes: tuple[float, ...]
 
     @classmethod
-    def fitted(cls, factors: Sequence[Sequence[float]], values: Sequence[float]) -> LogLinear:
+    def fitted(
+        cls, factors: Sequence[Sequence[float]], values: Sequence[float], *, relative: bool = False
+    ) -> LogLinear:
         """The least-squares fit to ``values`` at ``factors``, one row of positive factors per value.
+
+        ``relative``: the errors relative to the values, which are positive, have the least squares.
 
         Raises:
             ValueError: fewer rows than coefficients, or factors that don't vary independently.
@@ -35,7 +39,9 @@ class LogLinear:
         rows = torch.tensor([[1.0, *map(math.log, row)] for row in factors], dtype=torch.float64)
         if len(rows) < rows.shape[1] or torch.linalg.matrix_rank(rows) < rows.shape[1]:
             raise ValueError(f"{len(rows)} points don't determine {rows.shape[1]} coefficients; vary every factor")
-        solution = torch.linalg.lstsq(rows, torch.tensor(values, dtype=torch.float64)[:, None]).solution
+        wanted = torch.tensor(values, dtype=torch.float64)[:, None]
+        weights = 1 / wanted if relative else torch.ones_like(wanted)
+        solution = torch.linalg.lstsq(rows * weights, wanted * weights).solution
         intercept, *slopes = solution[:, 0].tolist()
         return cls(intercept, tuple(slopes))
 
@@ -118,7 +124,8 @@ class ScalingLaw:
         Raises:
             ValueError: too few runs, or a factor that doesn't vary.
         """
-        law = LogLinear.fitted([run.factors for run in runs], [run.tokens_per_step for run in runs])
+        # Relative, as :meth:`residual`: a plan compares speeds by their ratios.
+        law = LogLinear.fitted([run.factors for run in runs], [run.tokens_per_step for run in runs], relative=True)
         factors = [(drafter.tokens, drafter.parameters) for drafter in drafters]
         first = drafters[0].accuracy
         accuracy = tuple(
