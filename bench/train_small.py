@@ -55,7 +55,7 @@ def build_model() -> LlamaForCausalLM:
 def main(
     data: Annotated[Path, typer.Option(help="a .jsonl file with a text per line")],
     out: Annotated[Path, typer.Option(help="the model's folder")],
-    steps: Annotated[int, typer.Option(help="optimiser steps")] = 160,
+    steps: Annotated[int, typer.Option(help="optimiser steps")] = 130,
     batch: Annotated[int, typer.Option(help="windows per step")] = 24,
     length: Annotated[int, typer.Option(help="tokens of a window")] = 256,
     seed: Annotated[int, typer.Option(help="of weights and order")] = 0,

@@ -167,6 +167,18 @@ def trained_accuracy() -> str:
     return table(["drafter", *depths], rows, "trained_cpu")
 
 
+def small_values() -> dict[str, str]:
+    """A model trained from scratch, and heads for it: minutes, tokens per step and speed with what ``patch`` chooses."""
+    result = load("small_cpu")
+    (heads,), model = result["training"], result["model"]
+    chosen = next(row for row in result["rows"] if row["side"] == heads["name"] and not row["nodes"])
+    return {
+        "small.minutes": f"{(model['seconds'] + heads['seconds']) / 60:.0f}",
+        "small.tokens_per_step": f"{chosen['tokens_per_step']:.2f}",
+        "small.speedup": f"{chosen['speedup']:.1f}",
+    }
+
+
 def scaling_values() -> dict[str, str]:
     """A fit of ``specmemo train --scaling``: its coefficients, its residuals and what it predicts."""
     law = load("scaling_cpu")
@@ -510,6 +522,7 @@ def figures() -> dict[str, str]:
         **ops_values(),
         **compiled(),
         **scaling_values(),
+        **small_values(),
     }
 
 
