@@ -168,7 +168,7 @@ def trained_accuracy() -> str:
 
 
 def small_values() -> dict[str, str]:
-    """A model trained from scratch, and heads for it: minutes, tokens per step and speed with what ``patch`` chooses."""
+    """A model trained from scratch, and heads for it: minutes, and what ``patch`` chooses: tokens per step, speed."""
     result = load("small_cpu")
     (heads,), model = result["training"], result["model"]
     chosen = next(row for row in result["rows"] if row["side"] == heads["name"] and not row["nodes"])
