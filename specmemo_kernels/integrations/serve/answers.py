@@ -11,7 +11,6 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from specmemo_kernels.engine.sampling import Sampling
 from specmemo_kernels.engine.scores import TokenScore
 from specmemo_kernels.integrations.hf.batch import Piece, Request
 from specmemo_kernels.integrations.hf.chat import longest_text
@@ -119,7 +118,7 @@ class Model:
                     prompt,
                     limit,
                     [] if request.ignore_eos else None,
-                    _with_offset(sampling, k),
+                    sampling.with_seed(sampling.seed + k),
                     logprobs=request.top,
                     prompt_logprobs=request.scores_prompt,
                 )
@@ -204,7 +203,3 @@ class _Answer:
         scores = self._scores[first : self._taken]
         prompt_scores = list(self._generation.sequence.prompt_scores) if not first else []
         return TextPiece(self._index, text, self._taken, reason, scores, prompt_scores)
-
-
-def _with_offset(sampling: Sampling, offset: int) -> Sampling:
-    return sampling.with_seed(sampling.seed + offset) if offset else sampling

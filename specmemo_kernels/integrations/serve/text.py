@@ -57,7 +57,7 @@ class TextStream:
             return
         self._text += text[len(known) :]
         self._from, self._to = self._to, len(self._ids)
-        places = [place for stop in self._stop if (place := self._text.find(stop, max(0, self._sent))) >= 0]
+        places = [place for stop in self._stop if (place := self._text.find(stop, self._sent)) >= 0]
         if places:
             self._text, self.stopped = self._text[: min(places)], True
 
