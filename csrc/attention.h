@@ -1,4 +1,6 @@
 // Tree attention over pages: per task and split, an online softmax over blocks of 64 keys.
+// In invariant mode, blocks with new rows are computed per run (visibility.h), whose own ancestors follow the committed
+// tokens: a key is at its position in the block, before and after its commit, so that its node sums in the same order.
 //
 // For each block: pack keys, then for each group of tiles of rows: scores = q k (registers), mask, running maximum,
 // weights, output = output * factor + weights * v (registers), with values packed where more than one tile reads them.
@@ -6,8 +8,8 @@
 #pragma once
 
 #include "blocks.h"
-#include "dequantise.h"
 #include "few_rows.h"
+#include "packed_rows.h"
 #include "threads.h"
 #include "visibility.h"
 
@@ -26,7 +28,7 @@ class Attention {
     rows_ = nodes * group_;
     k_words_ = round_up(args.k_dim, Dot::kPerWord) / Dot::kPerWord;
     columns_ = round_up(args.v_dim, kLanes);
-    max_nodes_ = args.window == 0 ? 0 : most_nodes(args);
+    max_nodes_ = args.window == 0 && !args.invariant ? 0 : most_nodes(args);
   }
 
   int64_t state_floats() const { return round_up(States{nullptr, heads_, rows_, columns_}.floats(), 16); }
@@ -71,14 +73,15 @@ class Attention {
     Workspace(const Attention& a, char* memory) {
       const int64_t rows = a.heads_ * a.rows_;
       const int64_t v_words = a.columns_ / Dot::kPerWord;
-      take(memory, packed_keys, (a.k_words_ > v_words ? a.k_words_ : v_words) * kBlockKeys);  // values too
-      take(memory, packed_values, v_words * kBlockKeys);
+      take(memory, packing.keys, (a.k_words_ > v_words ? a.k_words_ : v_words) * kBlockKeys);  // values too
+      take(memory, packing.values, v_words * kBlockKeys);
       take(memory, query, rows * a.k_words_);
       take(memory, zero_row, a.widest_row());
-      take(memory, staged_keys, a.quantised() ? kBlockKeys * a.args_.k_dim : 0);
-      take(memory, staged_values, a.values_staged() ? kBlockKeys * a.columns_ : 0);
+      take(memory, packing.staged_keys, is_quantised(a.args_) ? kBlockKeys * a.args_.k_dim : 0);
+      take(memory, packing.staged_values, values_are_staged(a.args_) ? kBlockKeys * a.columns_ : 0);
       take(memory, scores, kGroupRows * kBlockKeys);
       take(memory, depths, a.max_nodes_);
+      take(memory, path, a.max_nodes_);
       take(memory, lane_sums, rows * kLanes);
       take(memory, visible, a.rows_);
       take(memory, total, a.state_floats());
@@ -92,22 +95,16 @@ class Attention {
     }
 
     int64_t bytes = 0;
-    float *packed_keys, *packed_values;
+    PackingBuffers<Raw> packing;
     Word* query;
     Raw* zero_row;
-    Raw *staged_keys, *staged_values;  // [kBlockKeys][k_dim], [kBlockKeys][columns]
     float *scores, *lane_sums;
-    int32_t* depths;
+    int32_t *depths, *path;
     uint64_t* visible;  // [nodes], mask bits of the block
     float *total, *part;
   };
 
   int64_t widest_row() const { return args_.k_dim > columns_ ? args_.k_dim : columns_; }
-
-  bool quantised() const { return args_.kv != KVType::kSame; }
-
-  // Whether values must be copied first: they are codes, or their rows aren't whole vectors.
-  bool values_staged() const { return quantised() || args_.v_dim % kLanes != 0; }
 
   // Whether rows of keys are whole vectors of words.
   bool whole_key_vectors() const { return args_.k_dim % (kLanes * Dot::kPerWord) == 0; }
@@ -145,45 +142,15 @@ class Attention {
         }
   }
 
-  // Dequantises rows into the workspace and prefetches the next block's codes.
-  void stage(const Block& block, int64_t head, HeadRows& now, const HeadRows& ahead, const Workspace& w) const {
-    const int64_t k_dim = args_.k_dim, v_dim = args_.v_dim;
-    for (int i = 0; i < kBlockKeys; ++i) {
-      const int64_t scale = block.scales[i] + head * args_.order.next_head();
-      Raw *k = w.staged_keys + i * k_dim, *v = w.staged_values + i * columns_;
-      if (quantised()) {
-        prefetch_lines(ahead.keys.at[i], k_dim);
-        prefetch_lines(ahead.values.at[i], v_dim);
-      }
-      if (quantised() && i < block.paged) {
-        dequantise_row<T>(args_.kv, reinterpret_cast<const uint8_t*>(now.keys.at[i]), args_.k_scales[scale], k_dim, k);
-        dequantise_row<T>(args_.kv, reinterpret_cast<const uint8_t*>(now.values.at[i]), args_.v_scales[scale], v_dim,
-                          v);
-        now.keys.at[i] = reinterpret_cast<const char*>(k);
-      } else {
-        std::memcpy(v, now.values.at[i], static_cast<size_t>(v_dim * kRawBytes));
-      }
-      now.values.at[i] = reinterpret_cast<const char*>(v);
-    }
-  }
-
   // Number of keys to multiply of a block with `left` keys: rounded up to whole vectors and words.
   static int64_t used_keys(int64_t left) {
     return left < kBlockKeys ? round_up(left, kLanes * Dot::kPerWord) : kBlockKeys;
   }
 
-  // Prefetch of the next rows, spread evenly over the work of this block; codes were prefetched before.
-  Fetch fetch_ahead(const Upcoming& next, int64_t rows, int64_t keys) const {
-    const int64_t wider = args_.k_dim > args_.v_dim ? args_.k_dim : args_.v_dim;
-    const int64_t vectors = k_words_ / kLanes * keys;
-    const int64_t steps = Tiles(rows).count * (k_words_ * strips(keys) + keys / Dot::kPerWord * strips(columns_));
-    return Fetch(next, quantised() ? 0 : wider * kRawBytes, vectors, steps);
-  }
-
   void run_split(const AttentionTask& task, int split, const Visibility& visibility, const Workspace& w,
                  const States& states) const {
     const int64_t rows = task.nodes * group_;
-    const bool in_place = !values_staged() && whole_key_vectors() && has_few_rows(args_, task.sequence);
+    const bool in_place = !values_are_staged(args_) && whole_key_vectors() && has_few_rows(args_, task.sequence);
     for (int64_t h = 0; h < task.heads; ++h) {
       const State state = states.of(h);
       std::memset(state.output, 0, static_cast<size_t>(rows * columns_) * 4);
@@ -199,80 +166,44 @@ class Attention {
     Block one, other, *now = &one, *ahead = &other;
     blocks.locate(begin, *now);
     HeadRows read = now->head(0);
-    const HeadsOfRows<Word> few{task.heads, rows, w.query, states, w.lane_sums, w.visible, w.scores};
+    const HeadsOfRows<Word> all{task.heads, rows, w.query, states, w.lane_sums, w.visible, w.scores};
     const FewRows<T, Dot> direct(args_, k_words_, columns_);
+    const PackedRows<T, Dot> packed(args_, k_words_, columns_, w.packing);
     if (in_place) direct.begin(*now);
-    for (int64_t b = begin; b < end; ++b) {
+    const int64_t shared = args_.invariant ? args_.seq_lens[task.sequence] / kBlockKeys : end;  // without new rows
+    for (int64_t b = begin; b < end && b < shared; ++b) {
       blocks.locate(b + 1, *ahead);  // also past the split's end, for the next split
       for (int64_t i = 0; i < task.nodes; ++i)
         w.visible[i] = blocks.in_order(visibility.word(task.first_node + i, b), b);
       const int64_t used = used_keys(keys - b * kBlockKeys);
       if (in_place) {
-        direct.run_block(*now, *ahead, used, few);
+        direct.run_block(*now, *ahead, used, all);
       } else {
-        run_packed(task, *now, *ahead, used, read, w, states);
+        packed.run_block(*now, *ahead, used, Run{0, task.nodes}, read, all);
       }
       Block* done = now;
       now = ahead, ahead = done;
     }
+    for (int64_t b = begin < shared ? shared : begin; b < end; ++b)
+      run_paths(task, b, blocks, visibility, w, packed, all);
     for (int64_t h = 0; h < task.heads; ++h)
       for (int64_t r = 0; r < rows; ++r) states.of(h).sum[r] = sum(load<VecF>(w.lane_sums + (h * rows + r) * kLanes));
   }
 
-  // All heads of a task in turn. `read`: the first head's rows of this block, replaced by those of the next block.
-  void run_packed(const AttentionTask& task, const Block& block, const Block& ahead, int64_t keys, HeadRows& read,
-                  const Workspace& w, const States& states) const {
-    const int64_t rows = task.nodes * group_;
-    for (int64_t h = 0; h < task.heads; ++h) {
-      const HeadRows next = h + 1 < task.heads ? block.head(h + 1) : ahead.head(0);
-      const Upcoming upcoming(values_staged() ? next : read, next);
-      if (values_staged()) stage(block, h, read, next, w);
-      Fetch fetch = fetch_ahead(upcoming, rows, keys);
-      pack_keys<T, Dot>(read.keys.at, keys, args_.k_dim, w.packed_keys, fetch);
-      run_block(rows, read, keys, w, w.query + h * rows * k_words_, w.lane_sums + h * rows * kLanes, states.of(h),
-                fetch);
-      read = next;
-    }
-  }
-
-  // One head's rows over the first `keys` keys of the block; the others are masked.
-  void run_block(int64_t rows, const HeadRows& block, int64_t keys, const Workspace& w, const Word* query,
-                 float* lane_sums, const State& state, Fetch& fetch) const {
-    const Tiles tiles(rows);
-    // With one group the keys aren't needed when values are packed: the shared buffer saves L1 cache.
-    float* values = tiles.count <= kGroupTiles ? w.packed_keys : w.packed_values;
-    bool packed = tiles.count == 1;  // a single tile reads values in place
-    for (int64_t begin = 0; begin < tiles.count; begin += kGroupTiles) {
-      const int64_t end = begin + kGroupTiles < tiles.count ? begin + kGroupTiles : tiles.count;
-      const int64_t first = tiles.first(begin), last = tiles.first(end) - 1;
-      uint64_t any = 0, all = ~uint64_t{0};
-      for (int64_t node = first / group_; node <= last / group_; ++node) {
-        any |= w.visible[node];
-        all &= w.visible[node];
-      }
-      if (any == 0) continue;
-      for (int64_t t = begin; t < end; ++t)
-        multiply<Dot>(tiles.height(t), query + tiles.first(t) * k_words_, k_words_,
-                      PackedColumns{w.packed_keys, kBlockKeys}, k_words_,
-                      w.scores + (tiles.first(t) - first) * kBlockKeys, kBlockKeys, nullptr, keys / kLanes, fetch);
-      alignas(64) float factors[kGroupRoom];
-      const Scores scores{w.scores, first, static_cast<int>(last + 1 - first), w.visible, group_, all == ~uint64_t{0}};
-      const Word* weights = Weights<T, Dot>(args_).weigh(scores, state, lane_sums, factors);
-      if (!packed) pack_values<T, Dot>(block.values.at, keys, columns_, values);
-      packed = true;
-      for (int64_t t = begin; t < end; ++t) {
-        const int64_t row = tiles.first(t);
-        const auto add = [&](const auto& columns) {
-          multiply<Dot>(tiles.height(t), weights + (row - first) * kBlockKeys, kBlockKeys, columns,
-                        keys / Dot::kPerWord, state.output + row * columns_, columns_, factors + (row - first),
-                        columns_ / kLanes, fetch);
-        };
-        if (tiles.count == 1) {
-          add(ValueRows<T, Dot>{block.values.at});
-        } else {
-          add(PackedColumns{values, columns_});
-        }
-      }
+  // Block `b`, for each run of the task's nodes as if only the run's own path followed the committed tokens.
+  void run_paths(const AttentionTask& task, int64_t b, const Blocks& blocks, const Visibility& visibility,
+                 const Workspace& w, const PackedRows<T, Dot>& packed, const HeadsOfRows<Word>& all) const {
+    Block block;
+    for (Run run{0, 0}; run.first < task.nodes; run.first += run.nodes) {
+      run.nodes = visibility.run(task.first_node + run.first, task.nodes - run.first);
+      const int64_t length = visibility.path(task.first_node + run.first + run.nodes - 1, w.path);
+      const int64_t keys = args_.seq_lens[task.sequence] + length - b * kBlockKeys;
+      if (keys <= 0) continue;
+      blocks.locate(b, block, Path{w.path, length});
+      for (int64_t i = 0; i < run.nodes; ++i)
+        w.visible[run.first + i] = visibility.path_word(length - run.nodes + i, b);
+      HeadRows read = block.head(0);
+      packed.run_block(block, block, used_keys(keys), run, read, all);
     }
   }
 

@@ -45,6 +45,14 @@ struct Block {
   }
 };
 
+// The new rows that follow the committed tokens: `nodes`, or all in order if null.
+struct Path {
+  const int32_t* nodes;
+  int64_t count;
+
+  int64_t node(int64_t i) const { return i >= count ? -1 : nodes == nullptr ? i : nodes[i]; }
+};
+
 // The blocks of a task's sequence. `zeros`: the row for missing keys.
 class Blocks {
  public:
@@ -52,7 +60,11 @@ class Blocks {
       : a_(args), task_(task), bytes_(element_bytes), zeros_(static_cast<const char*>(zeros)), streams_(streams) {}
 
   void locate(int64_t block, Block& rows) const {
-    const int64_t length = a_.seq_lens[task_.sequence], end = length + task_.first_node + task_.nodes;
+    locate(block, rows, Path{nullptr, int64_t{task_.first_node} + task_.nodes});
+  }
+
+  void locate(int64_t block, Block& rows, const Path& path) const {
+    const int64_t length = a_.seq_lens[task_.sequence];
     int64_t position = block * kBlockKeys;
     const bool streams = in_streams(block);
     rows.paged = 0;
@@ -65,7 +77,7 @@ class Blocks {
         i += static_cast<int>(run), position += run;
         rows.paged = i;
       } else {
-        fresh(position < end ? position - length : -1, i, rows);
+        fresh(path.node(position - length), i, rows);
         ++i, ++position;
       }
     }

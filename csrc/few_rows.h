@@ -16,17 +16,6 @@ constexpr bool kManyRegisters = kTileRows == 6;
 constexpr int kRowsAtOnce = kManyRegisters ? 4 : 2;
 static_assert(kFewRows <= kGroupRows, "the scores of a head's rows have room");
 
-// All heads of a task with `rows` rows each; states and lane_sums as in attention.h.
-template <class Word>
-struct HeadsOfRows {
-  int64_t heads, rows;
-  const Word* query;  // [heads][rows][k_words]
-  const States& states;
-  float* lane_sums;         // [heads][rows][kLanes]
-  const uint64_t* visible;  // [nodes]
-  float* scores;            // [kGroupRows][kBlockKeys]
-};
-
 template <class T, class Dot>
 class FewRows {
   typedef typename T::Raw Raw;

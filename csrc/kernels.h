@@ -48,7 +48,7 @@ struct AttentionArgs {
   float scale;
   float softcap;   // 0: none
   int64_t window;  // 0: none
-  bool invariant;  // a node's result doesn't depend on the number of nodes
+  bool invariant;  // a node's result is that of decoding its path's tokens one by one
 };
 
 // x @ weight^T + bias

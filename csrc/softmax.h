@@ -18,6 +18,8 @@ constexpr int kGroupRoom = (kGroupRows + kLanes - 1) / kLanes * kLanes;  // in w
 // Softmax state of one head's rows: output [rows][columns] before division by `sum`, scores in base 2.
 struct State {
   float *output, *max, *sum;
+
+  State from(int64_t row, int64_t columns) const { return {output + row * columns, max + row, sum + row}; }
 };
 
 // States of a task's heads: all outputs, then all maxima, then all sums.
@@ -32,6 +34,22 @@ struct States {
 
   // Padded, because a whole vector is read from a row's maximum on.
   int64_t floats() const { return heads * rows * (columns + 2) + kLanes; }
+};
+
+// All heads of a task with `rows` rows each; of all its nodes.
+template <class Word>
+struct HeadsOfRows {
+  int64_t heads, rows;
+  const Word* query;  // [heads][rows][k_words]
+  const States& states;
+  float* lane_sums;         // [heads][rows][kLanes]
+  const uint64_t* visible;  // [nodes]
+  float* scores;            // [kGroupRows][kBlockKeys]
+};
+
+// Some nodes of a task.
+struct Run {
+  int64_t first, nodes;
 };
 
 inline float exp2_scalar(float x) { return exp2_nonpositive(splat(x))[0]; }

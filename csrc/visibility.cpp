@@ -68,4 +68,34 @@ uint64_t Visibility::word(int64_t node, int64_t block) const {
   return committed | fresh;
 }
 
+int64_t Visibility::run(int64_t first, int64_t count) const {
+  int64_t nodes = 1;
+  while (nodes < count && is_child(first + nodes)) ++nodes;
+  return nodes;
+}
+
+// Whether a node is the child of the node before it.
+bool Visibility::is_child(int64_t node) const {
+  if (causal(node) || causal(node - 1)) return causal(node) && causal(node - 1);
+  for (int64_t w = 0; w < words_; ++w) {
+    const uint64_t own = node / 64 == w ? uint64_t{1} << (node % 64) : 0;
+    const auto *row = mask_ + node * words_ + w, *before = row - words_;
+    if (static_cast<uint64_t>(*row) != (static_cast<uint64_t>(*before) | own)) return false;
+  }
+  return true;
+}
+
+int64_t Visibility::path(int64_t node, int32_t* nodes) const {
+  int64_t count = 0;
+  const bool all = causal(node);
+  for (int64_t i = 0; i <= node; ++i)
+    if (all || (mask_[node * words_ + i / 64] >> (i % 64) & 1) != 0) nodes[count++] = static_cast<int32_t>(i);
+  return count;
+}
+
+uint64_t Visibility::path_word(int64_t depth, int64_t block) const {
+  const int64_t end = length_ + depth + 1 - block * 64;
+  return window_ == 0 ? lowest(end) : lowest(end) & ~lowest(end - window_);
+}
+
 }  // namespace specmemo

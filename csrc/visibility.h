@@ -21,8 +21,18 @@ class Visibility {
   // Bits of block `block` for one node.
   uint64_t word(int64_t node, int64_t block) const;
 
+  // A run: nodes from `first` on, at most `count`, each the child of the one before. Returns their number.
+  int64_t run(int64_t first, int64_t count) const;
+
+  // Writes a node's ancestors and itself, the root first; returns their number.
+  int64_t path(int64_t node, int32_t* nodes) const;
+
+  // Bits of block `block` for the last of `depth` + 1 new rows, if only a node's path follows the committed tokens.
+  uint64_t path_word(int64_t depth, int64_t block) const;
+
  private:
   bool causal(int64_t node) const;
+  bool is_child(int64_t node) const;
   uint64_t mask_bits(int64_t node, int64_t offset) const;
 
   const int64_t* mask_;  // the sequence's rows, or null

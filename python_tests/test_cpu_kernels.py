@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -11,7 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ATTENTION_CASES, QUANTISED_CASES, AttentionCase, attention_inputs, case_budget, one_sequence
+from cases import (
+    ATTENTION_CASES,
+    QUANTISED_CASES,
+    AttentionCase,
+    attention_inputs,
+    case_budget,
+    mask_words,
+    one_sequence,
+)
 from op_cases import PAGED_CASES, PagedCase, append_inputs, commit_inputs
 from selection import sample
 
@@ -108,31 +117,67 @@ def test_the_number_of_threads_changes_no_bit(
         assert torch.equal(lse, results[0][1])
 
 
-@pytest.mark.parametrize("length", [0, 60, 500, 511])
+def with_room(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """The inputs of one sequence with pages for ``tokens`` more, ids in order."""
+    page_size, length = inputs["k_pages"].shape[1], int(inputs["seq_lens"][0])
+    pages = -(-(length + tokens) // page_size)
+    used = inputs["block_table"][0, : -(-length // page_size)].long()
+    result = inputs | {"block_table": torch.arange(pages, dtype=torch.int32)[None]}
+    for name in ("k_pages", "v_pages"):
+        result[name] = inputs[name].new_full((pages, *inputs[name].shape[1:]), math.nan)
+        result[name][: len(used)] = inputs[name][used]
+    return result
+
+
+def one_after_another(inputs: dict[str, Any], path: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results of a path's nodes, each alone after the earlier ones were appended to the pages."""
+    bounds, results = torch.tensor([0, 1], dtype=torch.int32), []
+    inputs = inputs | {name: inputs[name].clone() for name in ("k_pages", "v_pages")}
+    for depth, node in enumerate(path):
+        row = {name: inputs[name][node : node + 1] for name in ("q", "k_new", "v_new")}
+        row |= {"seq_lens": inputs["seq_lens"] + depth, "qo_indptr": bounds}
+        results.append(ops.tree_attention(**inputs | row | {"tree_mask": None}, backend="cpu"))
+        pages = (inputs["k_pages"], inputs["v_pages"], inputs["block_table"])
+        ops.append_paged_kv(row["k_new"], row["v_new"], *pages, row["seq_lens"], bounds, backend="cpu")
+    return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
+
+
+PATHS = [
+    AttentionCase("path", (0,), (20,)),
+    AttentionCase("across_blocks", (60,), (20,)),
+    AttentionCase("across_splits", (500,), (70,), num_qo_heads=6, num_kv_heads=2),
+    AttentionCase("at_a_split", (511,), (20,), head_dim=40, v_head_dim=24, page_size=5),
+    AttentionCase("extras", (130,), (30,), window=9, softcap=8.0, sinks=True),
+    AttentionCase("window_of_new_rows", (62,), (66,), num_qo_heads=3, num_kv_heads=3, window=3),
+    AttentionCase("tasks", (90,), (40,), num_qo_heads=64, num_kv_heads=2, head_dim=16),
+]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_chain_is_the_same_bits_as_one_token_after_another(isa: str, length: int, dtype: torch.dtype) -> None:
-    """Attention of a chunk, of a chain of drafts and of single steps: keys keep their positions in the blocks."""
-    nodes = 20
-    case = AttentionCase("chain", (length,), (nodes,), tree=False, page_size=16)
-    inputs = attention_inputs(case, dtype)
-    pages = -(-(length + nodes) // 16)
-    room = torch.zeros(pages + 1, *inputs["k_pages"].shape[1:], dtype=dtype)
-    k_pages, v_pages = room.clone(), room.clone()
-    used = inputs["block_table"][0, : -(-length // 16)].long()
-    k_pages[1 : len(used) + 1], v_pages[1 : len(used) + 1] = inputs["k_pages"][used], inputs["v_pages"][used]
-    table = torch.arange(1, pages + 1, dtype=torch.int32)[None]
-    common = {**inputs, "k_pages": k_pages, "v_pages": v_pages, "block_table": table, "invariant": True}
-    chunk, _ = ops.tree_attention(**common, backend="cpu")
-    words = torch.tensor([[(2 << i) - 1] for i in range(nodes)], dtype=torch.int64)
-    chain, _ = ops.tree_attention(**{**common, "tree_mask": words}, backend="cpu")
-    assert torch.equal(chunk, chain)
-    for i in range(nodes):
-        at = torch.tensor([length + i], dtype=torch.int32)
-        step = {name: inputs[name][i : i + 1] for name in ("q", "k_new", "v_new")}
-        bounds = torch.tensor([0, 1], dtype=torch.int32)
-        one, _ = ops.tree_attention(**{**common, **step, "seq_lens": at, "qo_indptr": bounds}, backend="cpu")
-        assert torch.equal(one[0], chunk[i])
-        ops.append_paged_kv(step["k_new"], step["v_new"], k_pages, v_pages, table, at, bounds, backend="cpu")
+@pytest.mark.parametrize("case", PATHS, ids=lambda c: c.name)
+@pytest.mark.parametrize("shape", ["tree", "chain", "chunk", "root and leaves"])
+def test_a_path_is_the_same_bits_as_one_token_after_another(
+    isa: str, case: AttentionCase, shape: str, dtype: torch.dtype
+) -> None:
+    """In invariant mode every node's key is at its position, whatever other nodes are in the pass."""
+    nodes = case.nodes[0]
+    inputs = with_room(attention_inputs(case, dtype), nodes) | {"invariant": True}
+    parents = list(range(-1, nodes - 1))
+    if shape == "tree":
+        g = torch.Generator().manual_seed(nodes)
+        parents = [-1] + [int(torch.randint(max(0, i - 5), i, (), generator=g)) for i in range(1, nodes)]
+    elif shape == "root and leaves":
+        parents = [-1] + [0] * (nodes - 1)
+    mask = mask_words(torch.tensor(parents, dtype=torch.int32), (nodes + 63) // 64)
+    inputs["tree_mask"] = None if shape == "chunk" else mask
+    out, lse = ops.tree_attention(**inputs, backend="cpu")
+    for leaf in sorted(set(range(nodes)) - set(parents))[-8:]:
+        path = [leaf]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        expected = one_after_another(inputs, path)
+        assert torch.equal(out[path], expected[0])
+        assert torch.equal(lse[path], expected[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -141,7 +186,7 @@ def test_a_chain_is_the_same_bits_as_one_token_after_another(isa: str, length: i
 )
 def test_few_nodes_have_a_kernel_of_their_own(isa: str, length: int, nodes: int, few: bool, dtype: torch.dtype) -> None:
     """This kernel sums in another order, which shows that both kernels are tested."""
-    case = AttentionCase("few", (length,), (nodes,), num_qo_heads=32, num_kv_heads=32, head_dim=128)
+    case = AttentionCase("few", (length,), (nodes,), num_qo_heads=32, num_kv_heads=32, head_dim=128, tree=False)
     inputs = attention_inputs(case, dtype)
     lse, packed = (ops.tree_attention(**{**inputs, "invariant": on}, backend="cpu")[1] for on in (False, True))
     assert torch.equal(lse, packed) is not few

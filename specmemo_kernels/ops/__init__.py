@@ -114,10 +114,10 @@ def tree_attention(
         sinks: ``[num_qo_heads]``, a logit per head that joins the softmax without a value (gpt-oss).
         max_qo_len, max_seq_len: upper bounds of ``diff(qo_indptr)`` and ``seq_lens`` known to the caller, so that a
             GPU launch is sized without a synchronisation; ``None``: the bounds that the shapes imply.
-        invariant: verifying a chain gives the same bits as decoding its tokens one by one. One kernel then serves all
-            sequences: on cpu the one that packs keys, which is slower for one or two nodes; on triton one set of block
-            sizes; reference raises ``ValueError``. Not with quantised pages: verification reads the chain's own keys
-            unquantised, decoding reads their codes.
+        invariant: a node's bits are those of decoding its path's tokens one by one: on cpu in any tree, on triton in a
+            chain. One kernel then serves all sequences: on cpu the one that packs keys, which is slower for one or two
+            nodes; on triton one set of block sizes; reference raises ``ValueError``. Not with quantised pages: a pass
+            reads its own keys unquantised, decoding reads their codes.
         k_scales, v_scales: with quantised pages, one scale per token and head; else ``None``.
         min_qo_len: a lower bound of ``diff(qo_indptr)`` that holds for the call and for all replays of a graph that
             captures it. It avoids launches of kernels for fewer nodes. Captured calls need it on triton, and the call
