@@ -1,6 +1,7 @@
 """Tokens per second of models with recurrent or convolution layers, patched and plain, in turns.
 
     python bench/bench_hybrids.py --json out.json
+    python bench/bench_hybrids.py --memory --dtype fp32 --batch 4
 
 Random weights of about 100M parameters. The drafter knows the answer, and its k-th guess at a depth is right as often
 as Medusa's published heads' on Vicuna-7B: acceptance is replayed, drafting costs nothing. In float32 the tokens of each
@@ -9,6 +10,9 @@ otherwise.
 
 ``planned``: what ``patch`` chooses. ``chain``: a chain of two drafts. ``tree``: 8 nodes. ``no drafts``: steps of one
 node.
+
+``--memory`` compares the peak of live tensors of a call, 8 nodes, with the plan for the pages that it uses; the
+libraries' workspace isn't a tensor.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import specmemo_kernels as sk
 from specmemo_kernels.drafting import DraftInput
+from specmemo_kernels.planning.memory_tracker import MemoryTracker
 from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY
 
 _COMMON = {
@@ -119,6 +124,28 @@ def measure(shape: str, dtype: str, batch: int, prompt: int, new: int, seconds: 
     return rows
 
 
+def memory(shape: str, dtype: str, batch: int, prompt: int, new: int) -> dict[str, Any]:
+    """Peak and planned bytes of a call whose prompts fill a chunk, with a budget of about four times its pages."""
+    source = random.Random(1)
+    prompts = [[source.randrange(5, 32000) for _ in range(prompt)] for _ in range(batch)]
+    model = model_of(shape, DTYPES[dtype])
+    drafter, budget = KnowingDrafter(generated(model, prompts, new)), 2**30
+    for _ in range(2):
+        with sk.patch(
+            model, drafter, tree=8, max_batch_size=batch, prefill_chunk=prompt, memory_budget=budget
+        ) as handle:
+            generated(model, prompts, 4)  # allocates what is kept between calls
+            handle.release()
+            with MemoryTracker() as tracker:
+                generated(model, prompts, new)
+            parts, held = handle.plan.parts, handle.bytes_by_part
+        fixed = sum(parts[name] for name in ("tree_scratch", "activations", "states"))
+        budget = fixed + parts["workspace"] + 4 * held["kv_pages"] + 2**18
+    planned = fixed + parts["metadata"] + held["kv_pages"]
+    row = {"shape": shape, "dtype": dtype, "batch": batch, "peak_bytes": tracker.peak, "planned_bytes": planned}
+    return row | {"peak/plan": tracker.peak / planned, "state_bytes": parts["states"], "budget": budget}
+
+
 def learnt(handle: Any, prompts: list[list[int]], new: int) -> None:
     """Generate, and let the drafter know the text: near ties in shorter dtypes depend on the tree."""
     texts = generated(handle.model, prompts, new)
@@ -140,6 +167,7 @@ def main(
     prompt: Annotated[int, typer.Option(help="tokens of a prompt")] = 128,
     new: Annotated[int, typer.Option(help="tokens to write")] = 64,
     seconds: Annotated[float, typer.Option(help="for each shape and dtype")] = 60.0,
+    memory_: Annotated[bool, typer.Option("--memory", help="bytes instead of times")] = False,
     json_: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
 ) -> None:
     """Measure, print a table and write JSON."""
@@ -147,7 +175,10 @@ def main(
     for shape in shapes.split(","):
         for kind in dtype.split(","):
             for size in map(int, batch.split(",")):
-                rows += measure(shape, kind, size, prompt, new, seconds)
+                if memory_:
+                    rows.append(memory(shape, kind, size, prompt, new))
+                else:
+                    rows += measure(shape, kind, size, prompt, new, seconds)
     print_rows(rows, title="models with recurrent layers")
     write_result(json_, {"prompt": prompt, "new_tokens": new, "rows": rows})
 
