@@ -66,6 +66,7 @@ def outputs(model: Any) -> dict[str, Any]:
     done = specmemo_kernels.generate_batch(model, prompts(), max_new_tokens=NEW, sampling=sampling)
     found["sampled batch"] = [completion.tokens for completion in done]
     found["aborted"] = aborted_batch(model)
+    found["engine"] = engine_requests(model)
     found["stopped"] = model.generate(**one, **length, do_sample=False, stopping_criteria=[FirstRankStops()]).tolist()
     return found
 
@@ -77,6 +78,43 @@ def aborted_batch(model: Any) -> list[list[Any]]:
             if piece.index == 2 and rank_here() == 0:
                 run.abort(2)
         return [[completion.tokens, completion.finish_reason] for completion in run.completions()]
+
+
+def engine_requests(model: Any) -> list[list[Any]]:
+    """What rank 0's engine answers: requests one after the other, together, sampled, and one that is aborted."""
+    found: list[Any] = [None]
+    with specmemo_kernels.Engine(model) as engine:
+        if engine.handle.ranks.rank == 0:
+            found = [rank_0_requests(engine)]
+        elif refusal(lambda: engine.submit(specmemo_kernels.Request([1], 1))) != "rank 1 can't submit requests":
+            raise AssertionError("only rank 0 takes requests")
+    if engine.handle.ranks.size > 1:
+        torch.distributed.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def refusal(call: Any) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error).split(";")[0]
+    return ""
+
+
+def rank_0_requests(engine: specmemo_kernels.Engine) -> list[list[Any]]:
+    if engine.handle.ranks.size > 1:
+        request = specmemo_kernels.Request([1], 1, stop=bool)
+        assert refusal(lambda: engine.submit(request)) == "stop is a function, which other ranks don't have"
+    first = engine.submit(specmemo_kernels.Request(prompts()[0], NEW))
+    done = [first.result(), engine.submit(specmemo_kernels.Request(prompts()[1], NEW)).result()]
+    sampling = specmemo_kernels.Sampling(temperature=0.8, seed=3)
+    rest = [engine.submit(specmemo_kernels.Request(prompt, NEW, sampling=sampling)) for prompt in prompts()]
+    endless = engine.submit(specmemo_kernels.Request(prompts()[2], 200, []))
+    next(endless)
+    endless.abort()
+    done += [generation.result() for generation in rest]
+    assert endless.result().finish_reason == "aborted"
+    return [[completion.tokens, completion.finish_reason] for completion in done]
 
 
 def rank_here() -> int:

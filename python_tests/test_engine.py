@@ -157,7 +157,7 @@ def test_what_is_refused(model: PreTrainedModel, handle: SpecMemo) -> None:
     waiting = [engine.submit(request(i)) for i in (1, 2)]
     with pytest.raises(sk.QueueFull, match="2 requests wait, max_waiting is 2"):
         engine.submit(request(3))
-    with pytest.raises(ValueError, match="prompt 3 must be one row of token ids"):
+    with pytest.raises(ValueError, match="prompt 4 must be one row of token ids"):
         engine.submit(sk.Request([], 4))
     with pytest.raises(TypeError, match="request"):
         engine.submit(PROMPTS[0])  # type: ignore[arg-type]

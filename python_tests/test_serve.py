@@ -327,7 +327,9 @@ def test_wrong_messages(address: str) -> None:
         ({"messages": []}, "messages: "),
         ({"messages": [{"role": "robot", "content": "hi"}]}, "messages.0.role"),
         ({"messages": [user], "response_format": {"type": "json_object"}}, "response_format"),
-        ({"messages": [user], "tools": []}, "tools: Extra inputs are not permitted"),
+        ({"messages": [user], "tool_choice": "required"}, "tool_choice: "),
+        ({"messages": [user], "tools": [{"type": "function"}]}, "tools.0.function: Field required"),
+        ({"messages": [{"role": "user"}]}, "content is missing"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
     ):
         response = post(address, path, **fields)

@@ -8,11 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import transformers
 from drafter_oracles import write_clover2, write_dflash, write_eagle1, write_eagle3
@@ -20,6 +23,7 @@ from filelock import FileLock
 from mtp_models import FAMILIES, random_mtp, save_with_mtp
 from packaging.version import Version
 from selection import ALL_EXAMPLES, sample
+from served_process import served_process
 from tiny_models import VOCAB, tiny_model
 from transformers import AutoConfig
 
@@ -31,7 +35,7 @@ from specmemo_kernels.planning.model_spec import ModelSpec
 SCRIPT = Path(__file__).with_name("tensor_parallel_session.py")
 #: Length at which the session's criteria end a sequence.
 PLACE = 22
-KINDS = ("greedy", "greedy batch", "sampled", "sampled batch", "aborted", "stopped", "plain")
+KINDS = ("greedy", "greedy batch", "sampled", "sampled batch", "aborted", "stopped", "engine", "plain")
 MODELS = {
     "model-llama-gqa": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}),
     "model-llama-mha": ("llama", {"num_key_value_heads": 4}),
@@ -380,6 +384,27 @@ def test_chat_under_torchrun(tmp_path: Path) -> None:
         outputs.append(done.stdout)
     assert outputs[0].count("\n") > 3
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.slow
+def test_serve_under_torchrun() -> None:
+    """Rank 0 serves for both: the answers of one process; SIGTERM ends running requests first, then both ranks."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    answers = []
+    for together in ([], launch):
+        with served_process("--memory-budget", "32MiB", launch=together) as server:
+            bodies = [{"prompt": p, "max_tokens": 20, "temperature": 0} for p in ("import os", "def f(", "a = [")]
+            with httpx.Client(base_url=f"{server.address}/v1", timeout=60) as client, ThreadPoolExecutor(4) as threads:
+                first = [client.post("/completions", json=body).json()["choices"][0]["text"] for body in bodies]
+                later = {"max_tokens": 300, "ignore_eos": True}
+                running = [threads.submit(client.post, "/completions", json=body | later) for body in bodies]
+                while server.state["running"] < 2:
+                    time.sleep(0.01)
+                os.kill(server.pid, signal.SIGTERM)
+                answers.append((first, [each.result().json()["choices"][0]["text"] for each in running]))
+            server.wait_until_gone()
+    assert answers[0] == answers[1]
+    assert all(len(text) > 300 for text in answers[0][1])
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from specmemo_kernels.integrations.hf.batch import (
         BatchRun,
         Completion,
-        Piece,
         Request,
         generate_batch,
         stream_batch,
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from specmemo_kernels.integrations.hf.handle import SpecMemo
     from specmemo_kernels.integrations.hf.mask import UnsupportedModel
     from specmemo_kernels.integrations.hf.patch import patch, unpatch
+    from specmemo_kernels.integrations.hf.run import Piece
     from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan
     from specmemo_kernels.tree.draft_tree import DraftTree
     from specmemo_kernels.tree.tree_budget import TreeBudget
@@ -82,7 +82,7 @@ _MODULES = {
     "engine.sampling": ("Sampling", "TypicalAcceptance"),
     "engine.scores": ("TokenScore",),
     "integrations.distributed.ranks": ("RankError",),
-    "integrations.hf.batch": ("BatchRun", "Completion", "Piece", "Request", "generate_batch", "stream_batch"),
+    "integrations.hf.batch": ("BatchRun", "Completion", "Request", "generate_batch", "stream_batch"),
     "integrations.hf.chat": ("ChatSession", "LeftOutWarning"),
     "integrations.hf.draft": ("DraftModel",),
     "integrations.hf.engine": ("Engine", "EngineClosed", "QueueFull"),
@@ -90,6 +90,7 @@ _MODULES = {
     "integrations.hf.handle": ("SpecMemo",),
     "integrations.hf.mask": ("UnsupportedModel",),
     "integrations.hf.patch": ("patch", "unpatch"),
+    "integrations.hf.run": ("Piece",),
     "planning.memory_plan": ("BudgetError", "MemoryPlan"),
     "tree.draft_tree": ("DraftTree",),
     "tree.tree_budget": ("TreeBudget",),

@@ -10,17 +10,16 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from jinja2 import TemplateError
 from rich.console import Console
 from transformers import TextStreamer
 
 from specmemo_kernels.cli.common import (
+    leave_ranks,
     load_with_heads,
     patch_arguments,
     setting_up,
     terminal,
-    world_size,
 )
 from specmemo_kernels.cli.errors import UserError, show_error
 from specmemo_kernels.cli.options import ChatOptions
@@ -218,5 +217,4 @@ def run_chat(options: ChatOptions) -> None:
     except RankError as error:
         raise UserError(str(error)) from error
     finally:
-        if world_size() > 1 and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()  # its threads must not outlive the interpreter
+        leave_ranks()

@@ -154,6 +154,12 @@ def world_size() -> int:
     return int(size)
 
 
+def leave_ranks() -> None:
+    """Destroy torchrun's process group, whose threads must not outlive the interpreter."""
+    if world_size() > 1 and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def torch_device(name: str) -> torch.device:
     """The device of an option; ``cuda`` is each rank's own device under torchrun.
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import signal
 from pathlib import Path
 
-from specmemo_kernels.cli.common import load_with_heads, patch_arguments, setting_up, terminal, world_size
+from specmemo_kernels.cli.common import leave_ranks, load_with_heads, patch_arguments, setting_up, terminal
 from specmemo_kernels.cli.errors import UserError
 from specmemo_kernels.cli.options import ServeOptions
+from specmemo_kernels.integrations.distributed.ranks import RankError
 from specmemo_kernels.integrations.hf.engine import Engine
 from specmemo_kernels.integrations.hf.patch import patch
 
@@ -22,20 +24,32 @@ except ImportError as error:
 
 
 def run_serve(options: ServeOptions) -> None:
-    """Serve until SIGTERM or Ctrl-C, then finish running requests.
+    """Serve until SIGTERM or Ctrl-C, then finish running requests. Under torchrun rank 0 serves, the others follow it.
 
     Raises:
         UserError: an option, the model or its heads can't be used, or the port is taken.
     """
-    if world_size() > 1:
-        raise UserError(f"torchrun started {world_size()} processes; specmemo serve runs in one")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    try:
+        _serve(options)
+    except RankError as error:
+        raise UserError(str(error)) from error
+    finally:
+        leave_ranks()
+
+
+def _serve(options: ServeOptions) -> None:
     with setting_up():
         loaded = load_with_heads(options)
         arguments = patch_arguments(options) | {"max_batch_size": options.batch, "keep_free": options.keep_free}
         handle = patch(loaded.model, loaded.heads, head_bits=options.head_bits, **arguments)
     name = options.served_name or ("specmemo-demo" if options.model is None else Path(options.model).name)
     engine = Engine(loaded.model, max_waiting=options.max_waiting)
+    if handle.ranks.rank:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # rank 0 has it too, and finishes running requests first
+        engine.join()
+        return
     model = Model(name, engine, loaded.tokenizer, Metrics(engine))
     app = make_app(model, ServerLimits(options.api_key, options.max_body, options.shutdown_seconds))
     config = uvicorn.Config(

@@ -12,10 +12,10 @@ import torch
 
 from specmemo_kernels.arguments import as_integer, flag, integer, integers, shown, wrong_type
 from specmemo_kernels.engine.sampling import Sampling
-from specmemo_kernels.engine.scheduler import Scheduler, submit_all
 from specmemo_kernels.engine.scores import TokenScore
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.verify import SampledVerifier
+from specmemo_kernels.integrations.hf.run import Piece, PieceReader, SequenceRun
 
 if TYPE_CHECKING:
     from specmemo_kernels.integrations.hf.handle import SpecMemo
@@ -45,19 +45,6 @@ class Request:
     stop: Callable[[list[int]], bool] | None = None
     logprobs: int | None = None
     prompt_logprobs: bool = False
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The new ``tokens`` of request ``index`` from one step, and whether the request has ``finished``.
-
-    ``scores``: of the tokens, if the request has ``logprobs``.
-    """
-
-    index: int
-    tokens: list[int]
-    finished: bool
-    scores: list[TokenScore] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -94,7 +81,7 @@ class BatchRun:
 
     def __init__(self, handle: SpecMemo, requests: Sequence[Request]) -> None:
         self._handle = handle
-        self._scheduler: Scheduler | None = None
+        self._running: SequenceRun | None = None
         # Locked during a step and while closing: one thread at a time uses the scheduler. `abort` needs no lock.
         self._scheduler_lock = threading.RLock()
         self._stepping = self._closing = False
@@ -102,7 +89,7 @@ class BatchRun:
         self._aborted: deque[int] = deque()
         with handle.ranks.guarded():
             self._sequences = [sequence_of(handle, i, request) for i, request in enumerate(requests)]
-        self._sent = [0] * len(self._sequences)
+        self._readers = [PieceReader(sequence) for sequence in self._sequences]
         if not self._sequences:
             return
         handle.lock(self)
@@ -111,10 +98,7 @@ class BatchRun:
                 longest = max(len(s.prompt) + s.max_new_tokens for s in self._sequences)
                 if reason := handle.generator.unsupported_model(longest):
                     raise ValueError(f"a batch can't be generated: {reason}")
-                verifier = SampledVerifier(handle.target, handle.backend)
-                scheduler = handle.scheduler(self._sequences, verifier)
-                submit_all(scheduler, self._sequences)
-                self._scheduler = scheduler
+                self._running = SequenceRun(handle, self._sequences, SampledVerifier(handle.target, handle.backend))
         except BaseException:
             handle.unlock()
             raise
@@ -126,38 +110,28 @@ class BatchRun:
     def __next__(self) -> Piece:
         with self._scheduler_lock:
             while not self._ready:
-                scheduler = self._scheduler
-                if scheduler is None or self._closing:
+                running = self._running
+                if running is None or self._closing:
                     raise StopIteration
                 try:
-                    self._step(scheduler)
+                    self._step(running)
                 except BaseException:
                     self.close()
                     raise
-                self._collect()
-                if scheduler.idle:
+                self._ready += [piece for reader in self._readers if (piece := reader.read()) is not None]
+                if running.scheduler.idle:
                     self.close()
             return self._ready.pop(0)
 
-    def _step(self, scheduler: Scheduler) -> None:
+    def _step(self, running: SequenceRun) -> None:
         self._stepping = True
         try:
             with self._handle.ranks.guarded():
-                new_aborts = [self._aborted.popleft() for _ in range(len(self._aborted))]
-                for index in self._handle.ranks.step(self._sequences, scheduler.decoder.pool, new_aborts):
-                    scheduler.abort(self._sequences[index])
-                scheduler.step()
-                if scheduler.idle:
+                running.step(self._sequences, [self._aborted.popleft() for _ in range(len(self._aborted))])
+                if running.scheduler.idle:
                     self._handle.ranks.finish(self._sequences)
         finally:
             self._stepping = False
-
-    def _collect(self) -> None:
-        for index, sequence in enumerate(self._sequences):
-            sent = self._sent[index]
-            if sent >= 0 and (sequence.finished or sequence.emitted > sent):
-                self._ready.append(Piece(index, sequence.new_tokens[sent:], sequence.finished, sequence.scores[sent:]))
-                self._sent[index] = -1 if sequence.finished else sequence.emitted
 
     def abort(self, index: int) -> None:
         """Abort a request, from any thread. Its pages are freed, and the next step yields its last piece.
@@ -169,11 +143,11 @@ class BatchRun:
             TypeError, ValueError: there is no such request.
         """
         sequence = self._sequences[integer("index", index, 0, len(self._sequences) - 1)]
-        scheduler = self._scheduler
+        running = self._running
         if self._handle.ranks.size > 1:
             self._aborted.append(index)
-        elif scheduler is not None:  # a closed batch has nothing to abort
-            scheduler.abort(sequence)
+        elif running is not None:  # a closed batch has nothing to abort
+            running.scheduler.abort(sequence)
 
     def close(self) -> None:
         """Abort the unfinished requests and unlock the model, from any thread; waits for another thread's step.
@@ -182,17 +156,16 @@ class BatchRun:
         """
         self._closing = True
         with self._scheduler_lock:
-            scheduler = self._scheduler
-            if scheduler is None:
+            running = self._running
+            if running is None:
                 return
             if self._stepping:
                 for sequence in self._sequences:
-                    scheduler.abort(sequence)
+                    running.scheduler.abort(sequence)
                 return
-            self._scheduler = None
+            self._running = None
             try:
-                scheduler.close()
-                self._handle.record_bytes()
+                running.close()
             finally:
                 self._handle.unlock()
 
@@ -211,13 +184,13 @@ class BatchRun:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         try:
-            if error is not None and self._scheduler is not None:
+            if error is not None and self._running is not None:
                 self._handle.ranks.fail(error)
         finally:
             self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_scheduler", None) is not None:
+        if getattr(self, "_running", None) is not None:
             self.close()
 
 

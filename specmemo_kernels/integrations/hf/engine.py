@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from specmemo_kernels.arguments import integer, wrong_type
 from specmemo_kernels.engine.page_demand import slots_to_end
-from specmemo_kernels.engine.scheduler import Scheduler
+from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.verify import SampledVerifier
-from specmemo_kernels.integrations.hf.batch import (
-    Piece,
-    Request,
-    patched_handle,
-    sequence_of,
-)
+from specmemo_kernels.integrations.distributed.ranks import RankError
+from specmemo_kernels.integrations.hf.batch import Request, patched_handle, sequence_of
 from specmemo_kernels.integrations.hf.generation import Generation
+from specmemo_kernels.integrations.hf.run import Piece, SequenceRun
 
 
 class QueueFull(RuntimeError):
@@ -41,38 +38,37 @@ class Engine:
     thread's ``generate`` waits until then. Requests start in the order of submission, as many at once as the plan
     holds. While it has requests, the engine holds all of the plan's pages.
 
+    Of a tensor parallel model every rank makes an engine; rank 0's takes the requests, the others follow it until it
+    is closed, or until ``rank_timeout`` without a message.
+
     Args:
-        model: patched by :func:`specmemo_kernels.patch`, not tensor parallel.
+        model: patched by :func:`specmemo_kernels.patch`.
         max_waiting: most requests that wait for rows or pages; :meth:`submit` refuses more.
 
     Attributes:
         handle: the patched model's handle.
 
     Raises:
-        ValueError: the model isn't patched, or is tensor parallel.
+        ValueError: the model isn't patched.
     """
 
     def __init__(self, model: Any, *, max_waiting: int = 1024) -> None:
-        self.handle = handle = patched_handle(model)
-        if handle.ranks.size > 1:
-            raise ValueError(
-                f"the model is divided among {handle.ranks.size} processes; an engine needs a model in one process, "
-                "generate_batch takes both"
-            )
+        self.handle = patched_handle(model)
         self.max_waiting = integer("max_waiting", max_waiting, 1)
         self._changed = threading.Condition()
         self._arrived: deque[Generation] = deque()
         self._aborts: deque[Generation] = deque()
-        self._count, self._closed, self._deadline = 0, False, float("inf")
+        self._numbers = itertools.count()
+        self._closed, self._deadline = False, float("inf")
         # Of the engine's thread.
-        self._open: list[Generation] = []
-        self._scheduler: Scheduler | None = None
+        self._open: dict[int, Generation] = {}
+        self._running: SequenceRun | None = None
         self._thread = threading.Thread(target=self._run, name="specmemo-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close, 0.0)
 
     def submit(self, request: Request, *, on_piece: Callable[[Piece], None] | None = None) -> Generation:
-        """Queue a request, from any thread.
+        """Queue a request, from any thread; of a tensor parallel model on rank 0.
 
         Args:
             on_piece: called with each :class:`Piece` by the engine's thread, so it must return at once; the last one is
@@ -88,7 +84,12 @@ class Engine:
         if on_piece is not None and not callable(on_piece):
             raise wrong_type("on_piece", on_piece, "a function of a Piece, or None")
         handle = self.handle
-        sequence = sequence_of(handle, self._count, request)
+        if handle.ranks.rank:
+            raise ValueError(f"rank {handle.ranks.rank} can't submit requests; submit them on rank 0")
+        if handle.ranks.size > 1 and request.stop is not None:
+            raise ValueError("stop is a function, which other ranks don't have; leave it out and abort the request")
+        generation = self._generation(next(self._numbers), request, on_piece)
+        sequence = generation.sequence
         handle.pages_for([slots_to_end(sequence, handle.slots_ahead, growing=False)])
         if reason := handle.generator.unsupported_model(len(sequence.prompt) + sequence.max_new_tokens):
             raise ValueError(f"the request can't be generated: {reason}")
@@ -97,8 +98,6 @@ class Engine:
                 raise EngineClosed("the engine is closed; make a new one")
             if self.waiting >= self.max_waiting:
                 raise QueueFull(f"{self.waiting} requests wait, max_waiting is {self.max_waiting}; submit again later")
-            generation = Generation(replace(sequence, index=self._count), self._abort, on_piece)
-            self._count += 1
             self._arrived.append(generation)
             self._changed.notify()
         return generation
@@ -111,13 +110,13 @@ class Engine:
     @property
     def running(self) -> int:
         """Requests with pages."""
-        scheduler = self._scheduler
-        return 0 if scheduler is None else len(scheduler.active)
+        running = self._running
+        return 0 if running is None else len(running.scheduler.active)
 
     def close(self, timeout: float = 30.0) -> None:
         """Take no more requests, finish the others within ``timeout`` seconds, and abort what runs then.
 
-        From a callback of this engine it doesn't wait.
+        From a callback of this engine it doesn't wait. On other ranks than 0 it waits for rank 0's.
         """
         with self._changed:
             self._closed, self._deadline = True, min(self._deadline, time.monotonic() + timeout)
@@ -125,6 +124,10 @@ class Engine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
         atexit.unregister(self.close)
+
+    def join(self) -> None:
+        """Wait until the engine is closed and its requests have ended; on other ranks than 0 until rank 0's is."""
+        self._thread.join()
 
     def __enter__(self) -> Engine:
         return self
@@ -138,76 +141,123 @@ class Engine:
             self._aborts.append(generation)
             self._changed.notify()
 
-    def _run(self) -> None:
-        """The engine's thread: wait for requests, then generate until there are none."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._arrived or self._closed)
-                if not self._arrived:
-                    return
-            self._take_arrived()
-            try:
-                self._generate()
-            except BaseException as error:
-                traceback.clear_frames(error.__traceback__)  # they hold the failed pass's tensors
-                for generation in self._open:
-                    generation.fail(error)
-                    generation.sequence.finish()
-                self._collect()
+    # What follows belongs to the engine's thread, on every rank.
 
-    def _take_arrived(self) -> list[Generation]:
-        """The requests that have arrived, which are open now; ends those that were aborted."""
+    def _run(self) -> None:
+        """Wait for requests, then generate until there are none."""
+        try:
+            while self.handle.ranks.broadcast_input(self._wait):
+                try:
+                    self._generate()
+                except RankError:
+                    raise
+                except BaseException as error:
+                    self._fail(error)
+        except RankError as error:
+            with self._changed:
+                self._closed = True
+                self._open |= {generation.index: generation for generation in self._arrived}
+            self._fail(error)
+
+    def _wait(self) -> bool:
+        """Wait for a request; ``False``: there will be none. On rank 0."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._arrived or self._closed)
+            return bool(self._arrived)
+
+    def _fail(self, error: BaseException) -> None:
+        """End the open requests with an error."""
+        traceback.clear_frames(error.__traceback__)  # they hold the failed pass's tensors
+        for generation in self._open.values():
+            generation.fail(error)
+            generation.sequence.finish()
+        self._deliver()
+
+    def _generation(self, index: int, request: Request, on_piece: Callable[[Piece], None] | None = None) -> Generation:
+        return Generation(request, sequence_of(self.handle, index, request), self._abort, on_piece)
+
+    def _news(self) -> tuple[list[Generation], list[int]]:
+        """The requests that have arrived since the last call, and the indices of those to abort. On rank 0."""
         with self._changed:
             arrived = list(self._arrived)
             self._arrived.clear()
-            self._open += arrived
-            aborts = list(self._aborts) if time.monotonic() < self._deadline else list(self._open)
+            aborts = [generation.index for generation in self._aborts]
             self._aborts.clear()
-        for generation in aborts:
-            if self._scheduler is not None and generation not in arrived:
-                self._scheduler.abort(generation.sequence)
-            elif not generation.done:
+            late = time.monotonic() >= self._deadline
+        return arrived, [*self._open, *(generation.index for generation in arrived)] if late else aborts
+
+    def _take_news(self) -> list[Generation]:
+        """The requests that have arrived, which are open now; ends those to abort."""
+        ranks = self.handle.ranks
+        if ranks.size == 1:
+            arrived, aborts = self._news()
+        else:
+            arrived, aborts = self._shared_news()
+        known = dict(self._open)
+        self._open |= {generation.index: generation for generation in arrived}
+        for index in aborts:
+            generation = self._open.get(index)
+            if generation is None or generation.done:
+                continue
+            if self._running is not None and index in known:
+                self._running.scheduler.abort(generation.sequence)
+            else:
                 generation.sequence.abort()
         return arrived
 
+    def _shared_news(self) -> tuple[list[Generation], list[int]]:
+        """:meth:`_news` of rank 0, on every rank."""
+        own: list[Generation] = []
+
+        def requests() -> tuple[list[tuple[int, Request]], list[int]]:
+            arrived, aborts = self._news()
+            own.extend(arrived)
+            return [(generation.index, generation.request) for generation in arrived], aborts
+
+        ranks = self.handle.ranks
+        sent, aborts = ranks.broadcast_result(requests)
+        if ranks.rank:
+            own = [self._generation(index, request) for index, request in sent]
+        return own, aborts
+
     @torch.no_grad()
     def _generate(self) -> None:
-        """Lock the model and generate the open requests, and those that arrive meanwhile."""
-        handle = self.handle
-        self._collect()  # those aborted before they began
+        """Lock the model and generate the requests that have arrived, and those that arrive meanwhile."""
+        handle, ranks = self.handle, self.handle.ranks
+        self._take_news()
+        self._deliver()  # those aborted before they began
         if not self._open:
             return
-        with handle.locked():
+        with handle.locked(), ranks.guarded():
+            verifier = SampledVerifier(handle.target, handle.backend)
+            running = self._running = SequenceRun(handle, self._sequences(), verifier, admitting=True)
             try:
-                verifier = SampledVerifier(handle.target, handle.backend)
-                sequences = [generation.sequence for generation in self._open]
-                scheduler = handle.scheduler(sequences, verifier, admitting=True)
-                self._scheduler = scheduler
-                self._submit(scheduler, self._open)
-                while not scheduler.idle:
-                    scheduler.step()
-                    self._collect()
-                    self._submit(scheduler, self._take_arrived())
-                    self._collect()
+                self._submit(running, list(self._open.values()))
+                while not running.scheduler.idle:
+                    running.step(self._sequences())
+                    self._deliver()
+                    self._submit(running, self._take_news())
+                    self._deliver()
             finally:
-                last, self._scheduler = self._scheduler, None
-                if last is not None:
-                    last.close()
-                handle.record_bytes()
+                self._running = None
+                running.close()
 
-    def _submit(self, scheduler: Scheduler, arrived: list[Generation]) -> None:
+    def _sequences(self) -> list[SequenceState]:
+        return [generation.sequence for generation in self._open.values()]
+
+    def _submit(self, running: SequenceRun, arrived: list[Generation]) -> None:
         """Queue requests; one that is refused fails, the others don't."""
         for generation in arrived:
             if generation.sequence.finished:
                 continue
             try:
-                scheduler.submit(generation.sequence)
+                running.scheduler.submit(generation.sequence)
             except (RuntimeError, ValueError) as error:
                 generation.fail(error)
                 generation.sequence.finish()
 
-    def _collect(self) -> None:
+    def _deliver(self) -> None:
         """Deliver new tokens; requests that have ended are no longer open."""
-        for generation in self._open:
+        for generation in self._open.values():
             generation.deliver()
-        self._open = [generation for generation in self._open if not generation.done]
+        self._open = {index: generation for index, generation in self._open.items() if not generation.done}

@@ -12,7 +12,6 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from specmemo_kernels.engine.scheduler import submit_all
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.verify import GreedyVerifier, Verifier
 from specmemo_kernels.integrations.hf.cache_argument import CACHE_ARGUMENT
@@ -24,6 +23,7 @@ from specmemo_kernels.integrations.hf.processors import (
     row_processors,
     update_default_generator,
 )
+from specmemo_kernels.integrations.hf.run import SequenceRun
 
 if TYPE_CHECKING:
     from specmemo_kernels.integrations.hf.handle import SpecMemo
@@ -145,17 +145,14 @@ class Generator:
         verifier = self._verifier(call, generators)
         scores = verifier.scores if isinstance(verifier, ProcessedVerifier) and call.returns("output_scores") else None
         sequences = self._sequences(call, scores)
-        scheduler = self.handle.scheduler(sequences, verifier)
         columns = _Columns(call, sequences)
+        running = SequenceRun(self.handle, sequences, verifier)
         try:
-            submit_all(scheduler, sequences)
-            while not scheduler.idle:
-                self.handle.ranks.step(sequences, scheduler.decoder.pool)
-                scheduler.step()
+            while not running.scheduler.idle:
+                running.step(sequences)
                 columns.put()
         finally:
-            scheduler.close()
-            self.handle.record_bytes()
+            running.close()
             if generators is not None:
                 update_default_generator(generators[0])
         columns.end()

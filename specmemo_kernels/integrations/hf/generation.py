@@ -10,7 +10,8 @@ from functools import partial
 from queue import SimpleQueue
 
 from specmemo_kernels.engine.sequence import SequenceState
-from specmemo_kernels.integrations.hf.batch import Completion, Piece, completion_of
+from specmemo_kernels.integrations.hf.batch import Completion, Request, completion_of
+from specmemo_kernels.integrations.hf.run import Piece, PieceReader
 
 _log = logging.getLogger(__name__)
 
@@ -27,23 +28,26 @@ class Generation(Iterator[Piece]):
     """A submitted request: an iterator of :class:`Piece`, for one thread.
 
     Attributes:
-        index: the request's number in its engine, from 0.
+        request: as submitted.
+        index: the request's number in its engine.
         sequence: its state, which belongs to the engine's thread.
     """
 
     def __init__(
         self,
+        request: Request,
         sequence: SequenceState,
         abort: Callable[[Generation], None],
         on_piece: Callable[[Piece], None] | None,
     ) -> None:
         stop = None if sequence.stop is None else partial(self._guarded, sequence.stop)
-        self.index, self.sequence = sequence.index, replace(sequence, stop=stop)
+        self.request, self.index, self.sequence = request, sequence.index, replace(sequence, stop=stop)
+        self._reader = PieceReader(self.sequence)
         self._abort, self._on_piece = abort, on_piece
         self._pieces: SimpleQueue[Piece | None] = SimpleQueue()
         self._done = threading.Event()
         self._error: BaseException | None = None
-        self._sent, self._read_all = 0, False
+        self._read_all = False
 
     @property
     def done(self) -> bool:
@@ -104,18 +108,17 @@ class Generation(Iterator[Piece]):
 
     def deliver(self) -> None:
         """Pass on the tokens since the last call, and the end."""
-        tokens, finished = self.sequence.new_tokens[self._sent :], self.sequence.finished
-        scores, self._sent = self.sequence.scores[self._sent :], self._sent + len(tokens)
-        if not (tokens or finished):
+        piece = self._reader.read()
+        if piece is None:
             return
-        failed = finished and self._error is not None
-        if finished:
+        failed = piece.finished and self._error is not None
+        if piece.finished:
             self._done.set()  # before the last piece, whose readers may ask for the result
-        if tokens or not failed:
-            self._pieces.put(Piece(self.index, tokens, finished and not failed, scores))
+        if piece.tokens or not failed:
+            self._pieces.put(replace(piece, finished=piece.finished and not failed))
         if failed:
             self._pieces.put(None)
-        self._call_back(Piece(self.index, tokens, finished, scores))
+        self._call_back(piece)
 
     def _call_back(self, piece: Piece) -> None:
         if self._on_piece is None:

@@ -12,10 +12,12 @@ from typing import Any
 from jinja2 import TemplateError
 
 from specmemo_kernels.engine.scores import TokenScore
-from specmemo_kernels.integrations.hf.batch import Piece, Request
+from specmemo_kernels.integrations.hf.batch import Request
 from specmemo_kernels.integrations.hf.chat import longest_text
 from specmemo_kernels.integrations.hf.engine import Engine
 from specmemo_kernels.integrations.hf.generation import Generation
+from specmemo_kernels.integrations.hf.run import Piece
+from specmemo_kernels.integrations.serve.messages import has_template, template_messages
 from specmemo_kernels.integrations.serve.metrics import Metrics
 from specmemo_kernels.integrations.serve.protocol import ChatRequest, CompletionRequest
 from specmemo_kernels.integrations.serve.text import TextStream
@@ -56,6 +58,7 @@ class Model:
         self.name, self.engine, self.tokenizer, self.metrics = name, engine, tokenizer, metrics
         self.created = int(time.time())
         self.longest = longest_text(engine.handle.model)
+        self.parses_messages = has_template(engine.handle.model, tokenizer)
 
     def chat_prompt(self, request: ChatRequest) -> list[int]:
         """The tokens of a conversation; without a chat template its texts, one per line.
@@ -63,13 +66,15 @@ class Model:
         Raises:
             BadRequest: the template refuses these messages.
         """
+        tools = request.template_tools
         if not getattr(self.tokenizer, "chat_template", None):
+            if tools:
+                raise BadRequest("tools: the model has no chat template, so it can't be told about them")
             return self.encode("\n".join(message.text for message in request.messages))
-        messages = [
-            {"role": m.role, "content": m.text} | ({} if m.name is None else {"name": m.name}) for m in request.messages
-        ]
         try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(
+                template_messages(request), tools=tools, tokenize=False, add_generation_prompt=True
+            )
         except TemplateError as error:
             raise BadRequest(f"messages: the model's chat template refuses them: {error}") from error
         return self.encode(text, special=False)
@@ -126,10 +131,15 @@ class Model:
             ]
         return requests
 
-    async def answer(self, requests: Sequence[Request], stop: Sequence[str]) -> AsyncGenerator[TextPiece]:
+    async def answer(
+        self, requests: Sequence[Request], stop: Sequence[str], *, special: bool = False
+    ) -> AsyncGenerator[TextPiece]:
         """Generate requests together; their pieces in the order of generation.
 
         When the iterator is closed, what still runs is aborted.
+
+        Args:
+            special: special tokens are part of the text.
 
         Raises:
             BadRequest, QueueFull, EngineClosed: the engine doesn't take them; nothing runs then.
@@ -141,7 +151,7 @@ class Model:
             loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
         started = time.monotonic()
-        texts = [TextStream(self.tokenizer, list(request.prompt), stop) for request in requests]
+        texts = [TextStream(self.tokenizer, list(request.prompt), stop, special=special) for request in requests]
         with contextlib.ExitStack() as stack:
             generations = []
             for request in requests:

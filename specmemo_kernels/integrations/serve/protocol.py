@@ -104,16 +104,53 @@ class TextPart(_Fields):
     text: str
 
 
+class FunctionCall(_Fields):
+    """``arguments``: a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Fields):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Function(_Fields):
+    """``strict`` would need structured output, which isn't implemented."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(_Fields):
+    type: Literal["function"]
+    function: Function
+
+
 class Message(_Fields):
-    """A message of a conversation: text only."""
+    """A message of a conversation: text, and tool calls of the assistant."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None = None
     name: str | None = None
+    refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("content is missing; only an assistant's message with tool_calls may have none")
+        return self
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
 
 
 class ChatRequest(_Generation):
@@ -124,6 +161,16 @@ class ChatRequest(_Generation):
     response_format: ResponseFormat | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+
+    @property
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        """The tools that the model is told about."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
     @model_validator(mode="after")
     def _logprobs_first(self) -> Self:

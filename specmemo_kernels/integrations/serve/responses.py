@@ -6,6 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request, Response
@@ -15,6 +16,7 @@ from specmemo_kernels.integrations.hf.generation import GenerationFailed
 from specmemo_kernels.integrations.serve.answers import Model, TextPiece
 from specmemo_kernels.integrations.serve.limits import EventStream, unless_gone
 from specmemo_kernels.integrations.serve.logprobs import chat_logprobs, completion_logprobs
+from specmemo_kernels.integrations.serve.messages import MessageParser
 from specmemo_kernels.integrations.serve.protocol import ChatRequest, CompletionRequest, error_body, usage
 
 
@@ -26,7 +28,8 @@ async def respond(
     Raises:
         BadRequest, QueueFull, EngineClosed, GenerationFailed, ClientGone: before the response has begun.
     """
-    pieces = model.answer(model.requests(body, prompts), body.stop_strings)
+    special = isinstance(body, ChatRequest) and model.parses_messages
+    pieces = model.answer(model.requests(body, prompts), body.stop_strings, special=special)
     answers = _Answers(model, body, [prompt for prompt in prompts for _ in range(body.n)])
 
     async def first() -> TextPiece:
@@ -50,24 +53,40 @@ class _Answers:
         self._chat = isinstance(body, ChatRequest)
         self._echo = isinstance(body, CompletionRequest) and bool(body.echo)
         self._pieces: list[TextPiece | None] = [None] * len(prompts)
+        self._messages: list[MessageParser] = []
+        if isinstance(body, ChatRequest):
+            served = model.engine.handle.model
+            self._messages = [MessageParser.of(served, model.tokenizer, prompt, body) for prompt in prompts]
         name = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {"id": name, "created": int(time.time()), "model": model.name}
 
-    def add(self, piece: TextPiece) -> TextPiece:
-        """Add a piece to its answer; returns it, with an echo of the prompt if it is the first."""
+    def add(self, piece: TextPiece) -> tuple[TextPiece, dict[str, Any]]:
+        """Add a piece to its answer; returns it and its content in a stream.
+
+        A completion's first piece has the echo of the prompt. A message that calls tools ends with this reason.
+        """
         before = self._pieces[piece.index]
         if before is None and self._echo:
             piece = piece.behind(self._model.decode(self._prompts[piece.index]))
+        content: dict[str, Any] = {"text": piece.text}
+        if self._chat:
+            parser = self._messages[piece.index]
+            delta = parser.feed(piece.text, last=piece.finish_reason is not None)
+            content = {"delta": ({"role": "assistant"} if before is None else {}) | delta}
+            if parser.calls_tools and piece.finish_reason == "stop":
+                piece = replace(piece, finish_reason="tool_calls")
         self._pieces[piece.index] = piece if before is None else before.joined(piece)
-        return piece
+        return piece, content
 
     def whole(self) -> dict[str, Any]:
         """The whole response."""
         choices = []
         for piece in self._pieces:
             assert piece is not None, "every answer has a piece"
-            message = {"role": "assistant", "content": piece.text, "refusal": None}
-            choices.append(self._choice(piece, {"message": message} if self._chat else {"text": piece.text}, echo=True))
+            content: dict[str, Any] = {"text": piece.text}
+            if self._chat:
+                content = {"message": {"role": "assistant", "refusal": None} | self._messages[piece.index].message}
+            choices.append(self._choice(piece, content, echo=True))
         kind = "chat.completion" if self._chat else "text_completion"
         return self._head | {"object": kind, "choices": choices, "usage": self._usage()}
 
@@ -81,9 +100,7 @@ class _Answers:
             piece: TextPiece | None = first
             while piece is not None:
                 begins = self._pieces[piece.index] is None
-                piece = self.add(piece)
-                delta = ({"role": "assistant"} if begins else {}) | ({"content": piece.text} if piece.text else {})
-                content = {"delta": delta} if self._chat else {"text": piece.text}
+                piece, content = self.add(piece)
                 yield _event(chunk | {"choices": [self._choice(piece, content, echo=begins)]})
                 piece = await anext(pieces, None)
             if with_usage:

@@ -13,21 +13,24 @@ _INCOMPLETE = "\ufffd"
 
 
 class TextStream:
-    """Decodes tokens one by one, without special tokens.
+    """Decodes tokens one by one.
 
     Text that ends inside a character, or that may be the beginning of a stop string, is held back.
 
     Args:
         prompt: tokens before the first one.
         stop: strings that end the text; they aren't part of it.
+        special: special tokens are part of the text.
 
     Attributes:
         stopped: a stop string was found.
         tokens: number of tokens taken, the one that completed the stop string included.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, [text for text in stop if text]
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = (), *, special: bool = False
+    ) -> None:
+        self._tokenizer, self._stop, self._special = tokenizer, [text for text in stop if text], special
         self._ids = list(prompt[-_CONTEXT:])
         # The ids from `_from` to `_to` are decoded as the beginning of what follows them.
         self._from, self._to = 0, len(self._ids)
@@ -62,7 +65,7 @@ class TextStream:
             self._text, self.stopped = self._text[: min(places)], True
 
     def _decode(self, end: int) -> str:
-        return str(self._tokenizer.decode(self._ids[self._from : end], skip_special_tokens=True))
+        return str(self._tokenizer.decode(self._ids[self._from : end], skip_special_tokens=not self._special))
 
     def _held(self) -> int:
         """Length of the longest end of the text that begins a stop string."""

@@ -1,0 +1,111 @@
+"""Messages of a chat: the text of an answer as content, reasoning and tool calls, by the model's response template."""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers.cli.serving.utils import (
+    ReasoningText,
+    ToolCall,
+    build_response_parser,
+    response_events_to_chunks,
+)
+
+from specmemo_kernels.integrations.serve.protocol import ChatRequest
+
+_log = logging.getLogger("specmemo.serve")
+
+
+def has_template(model: Any, tokenizer: Any) -> bool:
+    """Whether the tokenizer, or transformers for the model's type, says how answers are parsed.
+
+    Raises:
+        ValueError: the tokenizer's response template is wrong.
+    """
+    return build_response_parser(tokenizer, model, [], None) is not None
+
+
+def template_messages(request: ChatRequest) -> list[dict[str, Any]]:
+    """The messages as chat templates take them: plain text, and arguments of tool calls as objects."""
+    messages = []
+    for message in request.messages:
+        entry: dict[str, Any] = {"role": message.role, "content": message.text}
+        entry |= message.model_dump(include={"name", "tool_call_id", "reasoning_content"}, exclude_none=True)
+        if message.tool_calls:
+            entry["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+            for call in entry["tool_calls"]:
+                call["function"]["arguments"] = _object(call["function"]["arguments"])
+        messages.append(entry)
+    return messages
+
+
+def _object(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+@dataclass
+class MessageParser:
+    """Divides the text of one answer, piece by piece.
+
+    Without a response template, or from the first text on that doesn't fit it, all text is content.
+
+    Attributes:
+        message: OpenAI's message so far, without a role.
+    """
+
+    parser: Any = None
+    message: dict[str, Any] = field(default_factory=lambda: {"content": None})
+    _held: str = ""  # text that is in no part yet, such as the beginning of a tool call
+
+    @staticmethod
+    def of(model: Any, tokenizer: Any, prompt: list[int], request: ChatRequest) -> MessageParser:
+        """For the answer to ``prompt``."""
+        return MessageParser(build_response_parser(tokenizer, model, prompt, request.template_tools))
+
+    def feed(self, text: str, *, last: bool) -> dict[str, Any]:
+        """The changes of the message by more ``text``, as the ``delta`` of a stream."""
+        self._held += text
+        parts: list[Any] = []
+        try:
+            if self.parser is not None:
+                events = self.parser.feed(text)
+                if last:
+                    events += self.parser.finalize()[1]
+                parts = response_events_to_chunks(events)
+        except (ValueError, TypeError, KeyError) as error:
+            _log.warning("an answer doesn't fit the response template: %s", type(error).__name__)
+            self.parser = None
+        if self.parser is None and self._held:
+            parts = [self._held]
+        if parts:
+            self._held = ""
+        delta = self._add(parts)
+        if last and not self.calls_tools:
+            self.message["content"] = self.message["content"] or ""
+        return delta
+
+    @property
+    def calls_tools(self) -> bool:
+        return "tool_calls" in self.message
+
+    def _add(self, parts: list[Any]) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        for part in parts:
+            if isinstance(part, ToolCall):
+                function = {"name": part.name, "arguments": part.arguments}
+                call = {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+                calls = self.message.setdefault("tool_calls", [])
+                delta.setdefault("tool_calls", []).append({"index": len(calls)} | call)
+                calls.append(call)
+                continue
+            name = "reasoning_content" if isinstance(part, ReasoningText) else "content"
+            for target in (delta, self.message):
+                target[name] = (target.get(name) or "") + str(part)
+        return delta
