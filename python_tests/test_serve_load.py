@@ -176,22 +176,27 @@ def test_a_thousand_at_once(server: ServedProcess, texts: dict[str, str]) -> Non
 
 
 def test_memory_taken_away(texts: dict[str, str]) -> None:
-    """An address space that is closed under load: answers are right or errors; with memory again, all are right."""
+    """A limit on the process's data under load: answers are right or errors; afterwards all are right."""
     with served_process("--memory-budget", "64MiB", "--batch", "8") as server:
-        bodies = bodies_of(300)
-        assert check_texts(asyncio.run(ask_all(server, bodies[:20], 8)), bodies[:20], texts) == {200: 20}
+        short = [body("#")] * 8
+        assert check_texts(asyncio.run(ask_all(server, short, 8)), short, texts) == {200: 8}
+        bodies, levels = bodies_of(300), []
 
         async def run() -> list[httpx.Response | None]:
+            # Before the first prompt that is longer than a few tokens.
+            resource.prlimit(server.pid, resource.RLIMIT_DATA, (server.status("VmData"), -1))
             load = asyncio.create_task(ask_all(server, bodies, 16))
-            await asyncio.sleep(0.3)
-            for spare in (8, 1, 0):
-                resource.prlimit(server.pid, resource.RLIMIT_AS, (server.status("VmSize") + spare * MIB, -1))
-                await asyncio.sleep(0.5)
-            resource.prlimit(server.pid, resource.RLIMIT_AS, (-1, -1))
+            async with httpx.AsyncClient(timeout=WAIT) as client:
+                for _ in range(8):
+                    await asyncio.sleep(0.25)
+                    resource.prlimit(server.pid, resource.RLIMIT_DATA, (server.status("VmData") - MIB, -1))
+                    levels.append((await client.get(f"{server.address}/stats")).json()["pressure"])
+            resource.prlimit(server.pid, resource.RLIMIT_DATA, (-1, -1))
             return await load
 
         statuses = check_texts(asyncio.run(run()), bodies, texts)
-        print(statuses)
+        print(statuses, levels)
+        assert max(levels) > 0, "the limit wasn't felt"
         assert set(statuses) <= {200, 429, 500, 503}
         server.wait_until_idle()
         assert check_texts(asyncio.run(ask_all(server, bodies[:60], 8)), bodies[:60], texts) == {200: 60}
