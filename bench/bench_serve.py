@@ -3,9 +3,9 @@
     python bench/bench_serve.py --widths 1,2,4,8,16,32 --json bench/results/serve_cpu.json
 
 ``specmemo serve`` and ``transformers serve``, the latter with and without continuous batching, serve the bundled model
-in float32. Each connection asks for one streamed completion after the other, greedy, of beginnings of Python files that
-the model hasn't been trained on. The servers run side by side and are loaded in turns. The answers of all are compared
-before anything is timed.
+in float32. Each connection asks for one streamed completion after the other, greedy, of parts of Python files that the
+model hasn't been trained on, each part once per server, so that no server finds a prompt in its cache. The servers run
+side by side and are loaded in turns. The answers of all are compared before anything is timed.
 
 Columns: ``tokens_per_s`` over all connections, the median over rounds; ``first_ms`` and ``token_ms``, seconds to the
 first token and per further token of a request, median and 99th percentile over all requests.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 import statistics
@@ -122,6 +123,13 @@ async def load(address: str, prompts: Sequence[str], tokens: int, width: int) ->
     return seconds, [answers[number] for number in range(len(prompts))]
 
 
+def held_out_parts(characters: int) -> Iterator[str]:
+    """Consecutive parts of the library files that the model hasn't been trained on, the first of each file first."""
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in library_files() if is_held_out(file)]
+    for begin in range(0, max(map(len, texts)), characters):
+        yield from (text[begin : begin + characters] for text in texts if len(text) >= begin + characters)
+
+
 def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
@@ -135,23 +143,25 @@ def main(
     json_: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
 ) -> None:
     """Start the servers, compare their answers, and load them in turns."""
-    files = [file for file in library_files() if is_held_out(file)]
-    texts = [file.read_text(encoding="utf-8", errors="replace")[:300] for file in files[:64]]
+    texts = iter(held_out_parts(300))
     names = servers.split(";")
     rows = []
     with contextlib.ExitStack() as stack:
         addresses = {name: stack.enter_context(server(name)) for name in names}
         for name, address in addresses.items():
             MODEL_NAMES[address] = "specmemo-demo" if name == "specmemo" else str(demo_model_folder())
-        answers = {name: asyncio.run(load(address, texts[:8], tokens, 4))[1] for name, address in addresses.items()}
+        first = list(itertools.islice(texts, 8))
+        answers = {name: asyncio.run(load(address, first, tokens, 4))[1] for name, address in addresses.items()}
         for name in names:
             same = [a.text == b.text for a, b in zip(answers[name], answers[names[0]], strict=True)]
             if not all(same):
                 raise typer.BadParameter(f"{name} answers {same.count(False)} of {len(same)} prompts otherwise")
         for width in map(int, widths.split(",")):
             found: dict[str, list[tuple[float, list[Answer]]]] = {name: [] for name in names}
-            prompts = [texts[i % len(texts)] for i in range(max(4, requests * width))]
             for _ in range(rounds):
+                prompts = list(itertools.islice(texts, max(4, requests * width)))
+                if not prompts:
+                    raise typer.BadParameter("there are no parts of files left; fewer widths, requests or rounds")
                 for name in names:
                     found[name].append(asyncio.run(load(addresses[name], prompts, tokens, width)))
             for name, runs in found.items():

@@ -259,6 +259,27 @@ def engines() -> str:
     return table(header, rows, "engines_cpu")
 
 
+# --- servers ---------------------------------------------------------------------------------------------------------
+
+
+def servers() -> str:
+    found: dict[int, dict[str, Row]] = {}
+    for row in load("serve_cpu")["rows"]:
+        found.setdefault(row["connections"], {})[row["server"]] = row
+    names = ("specmemo", "transformers", "transformers, continuous batching")
+    rows = [
+        [str(connections)]
+        + [f"{by_name[name]['tokens_per_s']:,.0f}" for name in names]
+        + [f"{by_name[name]['first_ms']:,.0f} / {by_name[name]['first_p99_ms']:,.0f}" for name in names]
+        + [f"{by_name[name]['token_ms']:.1f} / {by_name[name]['token_p99_ms']:.1f}" for name in names]
+        for connections, by_name in found.items()
+    ]
+    header = ["connections"]
+    for column in ("tokens/s", "first token, ms", "per token, ms"):
+        header += [f"{column}: {name}" for name in ("specmemo", "transformers", "with continuous batching")]
+    return table(header, rows, "serve_cpu")
+
+
 # --- invariant mode --------------------------------------------------------------------------------------------------
 
 
@@ -502,6 +523,7 @@ def figures() -> dict[str, str]:
         "steps.parts": step_parts(),
         "drafters": drafters(),
         "hybrids": hybrids(),
+        "servers": servers(),
         "train.compared": trained(),
         "train.accuracy": trained_accuracy(),
         "linear": linear(),

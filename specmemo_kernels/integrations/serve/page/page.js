@@ -39,6 +39,7 @@ async function* events(response) {
 async function send(text) {
   messages.push({ role: "user", content: text });
   const asked = entry("user", text);
+  const reasoning = entry("reasoning", "");
   const reply = entry("assistant", "");
   running = new AbortController();
   $("send").textContent = "Stop";
@@ -55,6 +56,7 @@ async function send(text) {
     }
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
+      reasoning.textContent += event.choices[0]?.delta.reasoning_content ?? "";
       reply.textContent += event.choices[0]?.delta.content ?? "";
       reply.scrollIntoView({ block: "end" });
     }
@@ -65,6 +67,7 @@ async function send(text) {
     else { // there is no answer: the message goes back to its field
       messages.pop();
       reply.remove();
+      reasoning.remove();
       asked.remove();
       if (!$("text").value) $("text").value = text;
     }
