@@ -66,5 +66,6 @@ PYBIND11_MODULE(_cpu, m) {
       "Use one of isas() from now on.");
   m.def("fill_new_tensors", &fill_new_tensors, "Fill new tensors with NaN from now on, or no longer (for tests).");
   m.def("arena_bytes", &arena_bytes, "Bytes that the kernels hold in all threads, between calls too.");
+  m.def("release_threads", &release_threads, "End the OpenMP workers of the calling thread until its next loop.");
   m.def("thread_runtime", [] { return std::string(thread_runtime()); });
 }

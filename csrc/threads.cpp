@@ -19,9 +19,11 @@ namespace {
 // No OpenMP runtime is linked, because a second one besides torch's would spin on the same cores. The loaded runtime is
 // used: GNU's, LLVM's and Intel's all export GOMP_parallel.
 using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+using PauseResources = int (*)(int kind);
 
 struct Runtime {
   GompParallel parallel = nullptr;
+  PauseResources pause = nullptr;
   const char* name = "std::thread";
 };
 
@@ -47,7 +49,11 @@ int look_into(dl_phdr_info* info, size_t, void* data) {
     return 0;
   }
   found->parallel = reinterpret_cast<GompParallel>(symbol);
-  found->name = contains("libgomp") ? "libgomp" : "libomp";
+  found->name = "libomp";
+  if (contains("libgomp")) {
+    found->name = "libgomp";
+    found->pause = reinterpret_cast<PauseResources>(dlsym(library, "omp_pause_resource_all"));
+  }
   return 1;  // the handle stays open, so the runtime stays loaded
 }
 #endif
@@ -102,6 +108,11 @@ struct Arena {
 };
 
 }  // namespace
+
+void release_threads() {
+  constexpr int kSoft = 1;
+  if (runtime().pause != nullptr) runtime().pause(kSoft);
+}
 
 void parallel_for(int64_t count, int threads, Task task, void* context) {
   if (threads > count) threads = static_cast<int>(count);

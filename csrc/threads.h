@@ -14,6 +14,11 @@ void parallel_for(int64_t count, int threads, Task task, void* context);
 // The OpenMP runtime that parallel_for found in the process, or "std::thread".
 const char* thread_runtime();
 
+// End the worker threads that GNU's OpenMP keeps for the calling thread; its next loop starts them again. With more
+// workers in the process than cores, those of every thread sleep between loops instead of spinning, and a loop begins
+// later.
+void release_threads();
+
 // A buffer of the calling thread that only grows; valid until the thread's next call with the same slot. 64-byte
 // aligned. Nested users take different slots.
 constexpr int kArenaSlots = 2;

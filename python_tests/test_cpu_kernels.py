@@ -6,6 +6,8 @@ import math
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -335,3 +337,33 @@ def test_kernels_run_on_the_threads_that_torch_has() -> None:
     loaded = Path("/proc/self/maps").read_text() if sys.platform == "linux" else ""
     expected = "libgomp" if "libgomp" in loaded else "libomp" if "omp" in loaded else "std::thread"
     assert _cpu.thread_runtime() == expected
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists() or _cpu.thread_runtime() != "libgomp", reason="libgomp, /proc")
+def test_a_thread_gives_its_workers_back(threads: Any) -> None:
+    """OpenMP's workers of the calling thread end, those of others stay, and the next loop has new ones."""
+    threads(3)
+    inputs = attention_inputs(AttentionCase("threads", (600,), (4,), num_qo_heads=12, num_kv_heads=12), torch.float32)
+    counts = []
+
+    def compute() -> torch.Tensor:
+        return ops.tree_attention(**inputs, backend="cpu")[0]
+
+    def in_a_thread() -> None:
+        torch.set_num_threads(3)
+        compute()
+        counts.append(len(os.listdir("/proc/self/task")))
+        _cpu.release_threads()
+        deadline = time.monotonic() + 60
+        while len(os.listdir("/proc/self/task")) > counts[0] - 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        counts.append(len(os.listdir("/proc/self/task")))
+        assert torch.equal(compute(), expected)
+        counts.append(len(os.listdir("/proc/self/task")))
+
+    expected = compute()
+    other = threading.Thread(target=in_a_thread)
+    other.start()
+    other.join()
+    assert counts == [counts[0], counts[0] - 2, counts[0]]
+    assert torch.equal(compute(), expected)

@@ -35,6 +35,12 @@ def isa() -> str:
     return f"{_cpu.isa()} on {_cpu.thread_runtime()}"
 
 
+#: End the worker threads that OpenMP keeps for the calling thread, until its next loop. libgomp's workers spin between
+#: loops only while the process has no more of them than cores: with a second thread's workers, a pass of 100 rows
+#: takes 29 ms instead of 21 (8 layers of 256, 2 cores).
+release_threads = _cpu.release_threads
+
+
 def check_device(tensor: Tensor) -> None:
     """Raise ``ValueError`` for a dtype that the kernels don't have."""
     if tensor.dtype not in _DTYPES:

@@ -105,6 +105,13 @@ def linear_workspace(name: str, dtype: torch.dtype, inputs: int, middle: int = 0
     return 0 if hook is None else int(hook(dtype, inputs, middle))
 
 
+def release_threads(name: str) -> None:
+    """End the worker threads that backend ``name`` keeps for the calling thread, until its next operator."""
+    hook = getattr(_load(name), "release_threads", None)
+    if hook is not None:
+        hook()
+
+
 def kernel_configs(
     name: str, layer: LayerKV, num_qo_heads: int, page_dtype: torch.dtype | None = None
 ) -> tuple[Any, ...] | None:

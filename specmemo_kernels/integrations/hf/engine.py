@@ -21,6 +21,7 @@ from specmemo_kernels.integrations.distributed.ranks import RankError
 from specmemo_kernels.integrations.hf.batch import Request, patched_handle, sequence_of
 from specmemo_kernels.integrations.hf.generation import Generation
 from specmemo_kernels.integrations.hf.run import Piece, SequenceRun
+from specmemo_kernels.ops.dispatch import release_threads
 
 
 class QueueFull(RuntimeError):
@@ -63,6 +64,9 @@ class Engine:
         # Of the engine's thread.
         self._open: dict[int, Generation] = {}
         self._running: SequenceRun | None = None
+        release_threads(
+            self.handle.backend
+        )  # of this thread, which has patched the model: the engine's thread computes
         self._thread = threading.Thread(target=self._run, name="specmemo-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close, 0.0)
