@@ -280,6 +280,17 @@ def servers() -> str:
     return table(header, rows, "serve_cpu")
 
 
+def serving_gain() -> str:
+    """Throughput over that of continuous batching, least and most over numbers of connections."""
+    rates = {(row["connections"], row["server"]): row["tokens_per_s"] for row in load("serve_cpu")["rows"]}
+    gains = [
+        rate / rates[connections, "transformers, continuous batching"]
+        for (connections, name), rate in rates.items()
+        if name == "specmemo"
+    ]
+    return f"{min(gains):.1f} to {max(gains):.1f} times"
+
+
 # --- invariant mode --------------------------------------------------------------------------------------------------
 
 
@@ -524,6 +535,7 @@ def figures() -> dict[str, str]:
         "drafters": drafters(),
         "hybrids": hybrids(),
         "servers": servers(),
+        "headline.serve": serving_gain(),
         "train.compared": trained(),
         "train.accuracy": trained_accuracy(),
         "linear": linear(),
