@@ -18,11 +18,17 @@ from specmemo_kernels.integrations.serve.metrics import Metrics
 
 @contextmanager
 def serving(
-    model: Any, tokenizer: Any, limits: ServerLimits | None = None, max_waiting: int = 256, name: str = "tiny"
+    model: Any,
+    tokenizer: Any,
+    limits: ServerLimits | None = None,
+    max_waiting: int = 256,
+    name: str = "tiny",
+    max_seconds: float | None = None,
 ) -> Iterator[str]:
     """The address of a server for a patched model, which answers by then."""
     engine = sk.Engine(model, max_waiting=max_waiting)
-    app = make_app(Model(name, engine, tokenizer, Metrics(engine)), limits or ServerLimits(shutdown_seconds=5))
+    served = Model(name, engine, tokenizer, Metrics(engine), max_seconds)
+    app = make_app(served, limits or ServerLimits(shutdown_seconds=5))
     config = uvicorn.Config(app, "127.0.0.1", 0, log_config=None, access_log=False, timeout_graceful_shutdown=5)
     socket, server = config.bind_socket(), uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([socket],))

@@ -369,6 +369,31 @@ def test_limits(model: PreTrainedModel) -> None:
             assert session.post("/completions", json={"prompt": "a"}).status_code == 200
 
 
+def test_answers_that_take_too_long(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They end with a 504, or an error in the stream behind the text so far; their pages are free."""
+    from specmemo_kernels.engine.decode import SpecDecoder
+
+    step = SpecDecoder.step
+
+    def slow(decoder: SpecDecoder) -> object:
+        time.sleep(0.05)
+        return step(decoder)
+
+    with serving(model, make_tokenizer(None), max_seconds=1.5) as address:
+        case = {"prompt": "a", "max_tokens": 500, "ignore_eos": True}
+        with monkeypatch.context() as patched:
+            patched.setattr(SpecDecoder, "step", slow)
+            response = post(address, **case)
+            assert response.status_code == 504
+            assert "more than 1.5 seconds" in response.json()["error"]["message"]
+            lines = post(address, **case, stream=True).text.split("\n\n")
+        assert "choices" in lines[0]
+        assert "more than 1.5 seconds" in lines[-3]
+        assert lines[-2] == "data: [DONE]"
+        wait_until_idle(address, model)
+        assert post(address, prompt="a", max_tokens=1).status_code == 200
+
+
 def test_a_failed_step_is_a_500(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     from specmemo_kernels.engine.decode import SpecDecoder
 

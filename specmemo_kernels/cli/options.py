@@ -88,6 +88,9 @@ class ServeOptions(ModelOptions):
     max_waiting: Annotated[int, Option(help="Most requests that wait; further ones get status 429.", min=1)] = 256
     keep_free: Annotated[str | None, Option(help="Main or GPU memory to leave to others: 1GiB, ...")] = None
     max_body: Annotated[int, Option(help="Most bytes of a request's body.", min=1)] = 4 << 20
+    max_seconds: Annotated[
+        float | None, Option(help="How long an answer may take, waiting included (default: no limit).", min=0.001)
+    ] = None
     shutdown_seconds: Annotated[
         float, Option(help="How long running requests may go on after SIGTERM or Ctrl-C.", min=0.0)
     ] = 30.0

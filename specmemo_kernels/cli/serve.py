@@ -51,7 +51,7 @@ def _serve(options: ServeOptions) -> None:
             signal.signal(number, signal.SIG_IGN)  # rank 0 has it too, and finishes running requests first
         engine.join()
         return
-    model = Model(name, engine, loaded.tokenizer, Metrics(engine))
+    model = Model(name, engine, loaded.tokenizer, Metrics(engine), options.max_seconds)
     app = make_app(model, ServerLimits(options.api_key, options.max_body, options.shutdown_seconds))
     config = uvicorn.Config(
         app, options.host, options.port, log_config=None, access_log=False,

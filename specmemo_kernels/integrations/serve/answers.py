@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,10 @@ from specmemo_kernels.integrations.serve.text import TextStream
 
 class BadRequest(ValueError):
     """A request that can't be answered; the message has the value and the limit."""
+
+
+class TookTooLong(RuntimeError):
+    """A request whose answer wasn't complete in time; it was aborted."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,17 @@ class TextPiece:
 
 
 class Model:
-    """A served model: its engine, its tokenizer and its name."""
+    """A served model: its engine, its tokenizer and its name.
 
-    def __init__(self, name: str, engine: Engine, tokenizer: Any, metrics: Metrics) -> None:
+    Args:
+        max_seconds: how long an answer may take, waiting included; ``None``: no limit.
+    """
+
+    def __init__(
+        self, name: str, engine: Engine, tokenizer: Any, metrics: Metrics, max_seconds: float | None = None
+    ) -> None:
         self.name, self.engine, self.tokenizer, self.metrics = name, engine, tokenizer, metrics
+        self.max_seconds = max_seconds
         self.created = int(time.time())
         self.longest = longest_text(engine.handle.model)
         self.parses_messages = has_template(engine.handle.model, tokenizer)
@@ -144,6 +155,7 @@ class Model:
         Raises:
             BadRequest, QueueFull, EngineClosed: the engine doesn't take them; nothing runs then.
             GenerationFailed: a request ended with an error; the others are aborted.
+            TookTooLong: they weren't complete in time, and are aborted.
         """
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Piece]()
 
@@ -165,7 +177,7 @@ class Model:
             answers = {g.index: _Answer(i, g, texts[i], started) for i, g in enumerate(generations)}
             running = len(answers)
             while running:
-                piece = await pieces.get()
+                piece = await self._in_time(pieces.get(), started)
                 answer = answers[piece.index]
                 if answer.finished:
                     continue
@@ -174,6 +186,15 @@ class Model:
                 running -= answer.finished
                 if text is not None:
                     yield text
+
+    async def _in_time(self, work: Coroutine[Any, Any, Piece], started: float) -> Piece:
+        limit = self.max_seconds
+        try:
+            return await asyncio.wait_for(work, None if limit is None else started + limit - time.monotonic())
+        except TimeoutError as error:
+            raise TookTooLong(
+                f"the answer took more than {limit:g} seconds, this server's limit; ask for fewer tokens"
+            ) from error
 
 
 class _Answer:

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 
 from specmemo_kernels.integrations.hf.engine import EngineClosed, QueueFull
 from specmemo_kernels.integrations.hf.generation import GenerationFailed
-from specmemo_kernels.integrations.serve.answers import BadRequest, Model
+from specmemo_kernels.integrations.serve.answers import BadRequest, Model, TookTooLong
 from specmemo_kernels.integrations.serve.limits import Access, BodyLimit, ClientGone
 from specmemo_kernels.integrations.serve.page import add_page
 from specmemo_kernels.integrations.serve.protocol import ChatRequest, CompletionRequest, error_body
@@ -124,3 +124,4 @@ def _handle_errors(app: FastAPI) -> None:
     app.add_exception_handler(QueueFull, refused(429, "rate_limit_error", headers={"retry-after": "1"}))
     app.add_exception_handler(EngineClosed, refused(503, "server_error"))
     app.add_exception_handler(GenerationFailed, refused(500, "server_error"))
+    app.add_exception_handler(TookTooLong, refused(504, "server_error"))

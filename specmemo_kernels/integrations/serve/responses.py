@@ -13,7 +13,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from specmemo_kernels.integrations.hf.generation import GenerationFailed
-from specmemo_kernels.integrations.serve.answers import Model, TextPiece
+from specmemo_kernels.integrations.serve.answers import Model, TextPiece, TookTooLong
 from specmemo_kernels.integrations.serve.limits import EventStream, unless_gone
 from specmemo_kernels.integrations.serve.logprobs import chat_logprobs, completion_logprobs
 from specmemo_kernels.integrations.serve.messages import MessageParser
@@ -26,7 +26,7 @@ async def respond(
     """The response to a request with these prompts.
 
     Raises:
-        BadRequest, QueueFull, EngineClosed, GenerationFailed, ClientGone: before the response has begun.
+        BadRequest, QueueFull, EngineClosed, GenerationFailed, TookTooLong, ClientGone: before the response has begun.
     """
     special = isinstance(body, ChatRequest) and model.parses_messages
     pieces = model.answer(model.requests(body, prompts), body.stop_strings, special=special)
@@ -105,7 +105,7 @@ class _Answers:
                 piece = await anext(pieces, None)
             if with_usage:
                 yield _event(head | {"choices": [], "usage": self._usage()})
-        except GenerationFailed as error:
+        except (GenerationFailed, TookTooLong) as error:
             yield _event(error_body(str(error), "server_error"))
         finally:
             await pieces.aclose()
