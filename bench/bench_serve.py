@@ -143,7 +143,7 @@ def main(
     json_: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
 ) -> None:
     """Start the servers, compare their answers, and load them in turns."""
-    texts = iter(held_out_parts(300))
+    texts = held_out_parts(300)
     names = servers.split(";")
     rows = []
     with contextlib.ExitStack() as stack:
@@ -159,8 +159,9 @@ def main(
         for width in map(int, widths.split(",")):
             found: dict[str, list[tuple[float, list[Answer]]]] = {name: [] for name in names}
             for _ in range(rounds):
-                prompts = list(itertools.islice(texts, max(4, requests * width)))
-                if not prompts:
+                count = max(4, requests * width)
+                prompts = list(itertools.islice(texts, count))
+                if len(prompts) < count:
                     raise typer.BadParameter("there are no parts of files left; fewer widths, requests or rounds")
                 for name in names:
                     found[name].append(asyncio.run(load(addresses[name], prompts, tokens, width)))

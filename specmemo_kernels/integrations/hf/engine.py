@@ -64,9 +64,8 @@ class Engine:
         # Of the engine's thread.
         self._open: dict[int, Generation] = {}
         self._running: SequenceRun | None = None
-        release_threads(
-            self.handle.backend
-        )  # of this thread, which has patched the model: the engine's thread computes
+        # This thread has usually patched the model; from now on the engine's thread computes.
+        release_threads(self.handle.backend)
         self._thread = threading.Thread(target=self._run, name="specmemo-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close, 0.0)
@@ -180,55 +179,46 @@ class Engine:
     def _generation(self, index: int, request: Request, on_piece: Callable[[Piece], None] | None = None) -> Generation:
         return Generation(request, sequence_of(self.handle, index, request), self._abort, on_piece)
 
-    def _news(self) -> tuple[list[Generation], list[int]]:
-        """The requests that have arrived since the last call, and the indices of those to abort. On rank 0."""
+    def _drain(self) -> tuple[list[Generation], list[int]]:
+        """The requests since the last call, which are open now, and the indices of those to abort. On rank 0."""
         with self._changed:
             arrived = list(self._arrived)
             self._arrived.clear()
-            aborts = [generation.index for generation in self._aborts]
-            self._aborts.clear()
+            self._open |= {generation.index: generation for generation in arrived}
             late = time.monotonic() >= self._deadline
-        return arrived, [*self._open, *(generation.index for generation in arrived)] if late else aborts
+            aborts = list(self._open) if late else [generation.index for generation in self._aborts]
+            self._aborts.clear()
+        return arrived, aborts
 
-    def _take_news(self) -> list[Generation]:
-        """The requests that have arrived, which are open now; ends those to abort."""
+    def _take_arrived(self) -> list[Generation]:
+        """The requests that have arrived, which are open now, on every rank; ends those to abort."""
         ranks = self.handle.ranks
-        if ranks.size == 1:
-            arrived, aborts = self._news()
-        else:
-            arrived, aborts = self._shared_news()
-        known = dict(self._open)
-        self._open |= {generation.index: generation for generation in arrived}
+        arrived: list[Generation] = []
+
+        def drained() -> tuple[list[tuple[int, Request]], list[int]]:
+            new, aborts = self._drain()
+            arrived.extend(new)
+            return [(generation.index, generation.request) for generation in new], aborts
+
+        requests, aborts = ranks.broadcast_result(drained)
+        if ranks.rank:
+            arrived = [self._generation(index, request) for index, request in requests]
+            self._open |= {generation.index: generation for generation in arrived}
         for index in aborts:
             generation = self._open.get(index)
             if generation is None or generation.done:
                 continue
-            if self._running is not None and index in known:
+            if self._running is not None and generation not in arrived:
                 self._running.scheduler.abort(generation.sequence)
             else:
                 generation.sequence.abort()
         return arrived
 
-    def _shared_news(self) -> tuple[list[Generation], list[int]]:
-        """:meth:`_news` of rank 0, on every rank."""
-        own: list[Generation] = []
-
-        def requests() -> tuple[list[tuple[int, Request]], list[int]]:
-            arrived, aborts = self._news()
-            own.extend(arrived)
-            return [(generation.index, generation.request) for generation in arrived], aborts
-
-        ranks = self.handle.ranks
-        sent, aborts = ranks.broadcast_result(requests)
-        if ranks.rank:
-            own = [self._generation(index, request) for index, request in sent]
-        return own, aborts
-
     @torch.no_grad()
     def _generate(self) -> None:
         """Lock the model and generate the requests that have arrived, and those that arrive meanwhile."""
         handle, ranks = self.handle, self.handle.ranks
-        self._take_news()
+        self._take_arrived()
         self._deliver()  # those aborted before they began
         if not self._open:
             return
@@ -240,7 +230,7 @@ class Engine:
                 while not running.scheduler.idle:
                     running.step(self._sequences())
                     self._deliver()
-                    self._submit(running, self._take_news())
+                    self._submit(running, self._take_arrived())
                     self._deliver()
             finally:
                 self._running = None
