@@ -130,11 +130,14 @@ def test_messages_in_pieces(parts: list[tuple[str, Any]], data: st.DataObject) -
     assert parser.calls_tools == bool(calls)
 
 
-@pytest.mark.parametrize("text", ['<tool_call>{"name": "add", "argum', "<tool_call>no JSON</tool_call> and more"])
-def test_broken_calls_are_text(text: str) -> None:
-    """A call that was cut off or isn't JSON is the message's content; nothing is lost."""
+@pytest.mark.parametrize("size", [1, 5, 14, 100])
+@pytest.mark.parametrize(
+    "text", ['Sure. <tool_call>{"name": "add", "argum', "Sure.<tool_call>no JSON</tool_call> and more"]
+)
+def test_broken_calls_are_text(text: str, size: int) -> None:
+    """A call that was cut off or isn't JSON is the message's content; nothing is lost, whatever the pieces."""
     request = ChatRequest(messages=[{"role": "user", "content": "?"}], tools=[TOOL])
     parser = MessageParser.of(None, tokenizer_with(RESPONSES), [], request)
-    for end in range(1, len(text) + 1):
-        parser.feed(text[end - 1 : end], last=end == len(text))
+    for begin in range(0, len(text), size):
+        parser.feed(text[begin : begin + size], last=begin + size >= len(text))
     assert parser.message == {"content": text}

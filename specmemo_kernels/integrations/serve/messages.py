@@ -71,14 +71,22 @@ class MessageParser:
 
     def feed(self, text: str, *, last: bool) -> dict[str, Any]:
         """The changes of the message by more ``text``, as the ``delta`` of a stream."""
+        # Single characters: what precedes a call is emitted before the call begins, so that only the call is held.
+        parts = [part for some in ([text] if self.parser is None else text) for part in self._take(some)]
+        if last:
+            parts += self._take("", last=True)
+        delta = self._add(parts)
+        if last and not self.calls_tools:
+            self.message["content"] = self.message["content"] or ""
+        return delta
+
+    def _take(self, text: str, *, last: bool = False) -> list[Any]:
+        """The parts that ``text`` completes; from the first error of the parser on, all text that isn't in a part."""
         self._held += text
         parts: list[Any] = []
         try:
             if self.parser is not None:
-                events = self.parser.feed(text)
-                if last:
-                    events += self.parser.finalize()[1]
-                parts = response_events_to_chunks(events)
+                parts = response_events_to_chunks(self.parser.finalize()[1] if last else self.parser.feed(text))
         except (ValueError, TypeError, KeyError) as error:
             _log.warning("an answer doesn't fit the response template: %s", type(error).__name__)
             self.parser = None
@@ -86,10 +94,7 @@ class MessageParser:
             parts = [self._held]
         if parts:
             self._held = ""
-        delta = self._add(parts)
-        if last and not self.calls_tools:
-            self.message["content"] = self.message["content"] or ""
-        return delta
+        return parts
 
     @property
     def calls_tools(self) -> bool:
