@@ -14,14 +14,14 @@ from gpu_model import GPUS, Case, Kernel, bytes_in_flight, predicted_fraction
 
 from specmemo_kernels.backends import kernel_config as config
 from specmemo_kernels.backends.kernel_target import TARGETS
-from specmemo_kernels.backends.triton import attention, layers, lm_head, paged, runtime, verify
+from specmemo_kernels.backends.triton import attention, layers, lm_head, paged, products, runtime, verify
 from specmemo_kernels.ops.weight_codes import GROUP
 
 KV_TYPES = {None: 0, "int8": 1, "fp8": 2}
 NO_SCALES = {"k_scales_ptr": None, "v_scales_ptr": None}
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 #: Kernels that must use the target's matrix instructions.
-MATRIX_KERNELS = ("tree_attention", "lm_head")
+MATRIX_KERNELS = ("tree_attention", "lm_head", "linear")
 
 
 @dataclass(frozen=True)
@@ -225,6 +225,21 @@ def lm_head_job(target: str, shape: Shape, k: int, group: int = 0, log_probs: bo
     return _simple(name, lm_head.lm_head_block_kernel, shape, chosen, types, constants, frozenset(["stride_hidden"]))
 
 
+def coded_linear_job(target: str, shape: Shape) -> Job:
+    """A linear layer of ``hidden_size`` inputs in 4-bit codes, for ``nodes`` rows."""
+    element = f"*{TYPES[shape.dtype]}"
+    chosen = config.lm_head_config(target, shape.nodes, shape.dtype)
+    chosen = replace(chosen, block_n=min(chosen.block_n, products.OUTPUTS))
+    types = dict.fromkeys(("out_ptr", "x_ptr", "bias_ptr"), element) | {"codes_ptr": "*u8", "scales_ptr": "*fp16"}
+    types |= dict.fromkeys(("stride_x", "rows", "outputs"), "i32")
+    constants = {
+        "INPUTS": shape.hidden_size, "HAS_BIAS": True, "GROUP": GROUP, "BLOCK_M": chosen.block_m,
+        "BLOCK_N": chosen.block_n, "UPCAST": False,
+    }  # fmt: skip
+    kernel = products.coded_linear_kernel
+    return _simple("linear_of_codes", kernel, shape, chosen, types, constants, frozenset(["stride_x"]))
+
+
 def reduce_job(shape: Shape, k: int) -> Job:
     """The kernel that merges the K best tokens of several blocks."""
     element = f"*{TYPES[shape.dtype]}"
@@ -296,4 +311,4 @@ def all_jobs(
         for k in (1, 10):
             shape = Shape(nodes=rows, dtype=dtype)
             yield from (lm_head_job(target, shape, k), lm_head_job(target, shape, k, GROUP), reduce_job(shape, k))
-        yield lm_head_job(target, shape, 10, log_probs=True)
+        yield from (lm_head_job(target, shape, 10, log_probs=True), coded_linear_job(target, shape))

@@ -5,7 +5,8 @@
 ``specmemo serve`` and ``transformers serve``, the latter with and without continuous batching, serve the bundled model
 in float32. Each connection asks for one streamed completion after the other, greedy, of parts of Python files that the
 model hasn't been trained on, each part once per server, so that no server finds a prompt in its cache. The servers run
-side by side and are loaded in turns. The answers of all are compared before anything is timed.
+side by side and are loaded in turns, each first with two requests per connection that don't count. The answers of all
+are compared before anything is timed.
 
 Columns: ``tokens_per_s`` over all connections, the median over rounds; ``first_ms`` and ``token_ms``, seconds to the
 first token and per further token of a request, median and 99th percentile over all requests.
@@ -136,7 +137,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def main(
     widths: Annotated[str, typer.Option(help="numbers of connections")] = "1,2,4,8,16,32",
-    requests: Annotated[int, typer.Option(help="requests per connection and round, at least 4 in all")] = 2,
+    requests: Annotated[int, typer.Option(help="requests per connection and round")] = 2,
+    least: Annotated[int, typer.Option(help="requests per round at least, whatever the connections")] = 40,
     tokens: Annotated[int, typer.Option(help="new tokens of a request")] = 48,
     rounds: Annotated[int, typer.Option(help="rounds, each with all servers in turn")] = 3,
     servers: Annotated[str, typer.Option(help="of " + "; ".join(NAMES))] = ";".join(NAMES),
@@ -157,9 +159,12 @@ def main(
             if not all(same):
                 raise typer.BadParameter(f"{name} answers {same.count(False)} of {len(same)} prompts otherwise")
         for width in map(int, widths.split(",")):
+            warm = list(itertools.islice(texts, 2 * width))
+            for name in names:
+                asyncio.run(load(addresses[name], warm, tokens, width))
             found: dict[str, list[tuple[float, list[Answer]]]] = {name: [] for name in names}
             for _ in range(rounds):
-                count = max(4, requests * width)
+                count = max(least, requests * width)
                 prompts = list(itertools.islice(texts, count))
                 if len(prompts) < count:
                     raise typer.BadParameter("there are no parts of files left; fewer widths, requests or rounds")

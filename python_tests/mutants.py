@@ -53,7 +53,7 @@ MUTANTS = (
     Mutant(f"{TRITON}/verify.py", "start = node + 1", "start = node + 2", "triton_steps test_verify"),
     Mutant(f"{TRITON}/lm_head.py", "bits < 0, -magnitude", "bits < 0, magnitude", "triton_steps test_lm_head"),
     Mutant(f"{TRITON}/lm_head.py", "base + tl.log(total)", "base", "triton_steps log_probs"),
-    Mutant(f"{TRITON}/lm_head.py", "weight_values(codes & 15", "weight_values(codes >> 4", "triton_steps of_codes"),
+    Mutant(f"{TRITON}/products.py", "weight_values(codes & 15", "weight_values(codes >> 4", "triton_steps of_codes"),
     Mutant(f"{PACKAGE}/backends/reference.py", "[None, :] < window", "[None, :] <= window", "attention is_attention"),
     Mutant(f"{PACKAGE}/backends/reference.py", "<= accept_length[:, None]", "< accept_length[:, None]", "ops commit"),
     Mutant(f"{PACKAGE}/backends/reference.py", "rows.abs().amax(-1)", "rows.amax(-1)", "quantised_kv codes"),

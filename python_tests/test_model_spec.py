@@ -137,7 +137,7 @@ def test_heads() -> None:
     from specmemo_kernels import MedusaHeads
 
     spec = ModelSpec.from_config(meta_model("Llama-2-7B").config)
-    for heads, layers, own, bits in ((5, 1, True, None), (3, 2, False, None), (2, 1, True, 4)):
+    for heads, layers, own, bits in ((5, 1, True, None), (3, 2, False, None), (2, 1, True, 4), (4, 3, False, 4)):
         with torch.device("meta"):
             module = MedusaHeads(4096, 32000, heads, layers, own_lm_head=own, head_bits=bits).half()
         sizes = HeadsSpec(5, layers, own, bits)

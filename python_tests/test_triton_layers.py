@@ -9,9 +9,11 @@ import torch
 from interpreter import INTERPRETING
 from selection import sample
 from test_fusion import operators_per_layer, recorded, rotary
+from test_linear import check_linear
 
 from specmemo_kernels.backends import reference
 from specmemo_kernels.engine import host_capture
+from specmemo_kernels.ops import weight_codes
 
 pytest.importorskip("triton")
 __all__ = ["recorded"]
@@ -86,10 +88,28 @@ class TestInterpreter:
         arguments: Any = (x, gate, up, down, *biases, activation, False)
         close(triton.gated_mlp(*arguments), reference.gated_mlp(*arguments), 4)
 
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize(
+        ("shape", "outputs", "bias"), [((5, 72), 50, True), ((2, 9, 130), 33, False), ((64,), 1, True)]
+    )
+    def test_linear_of_codes(self, shape: tuple[int, ...], outputs: int, bias: bool, dtype: torch.dtype) -> None:
+        """Partial groups, with NaN behind the last column of strided rows; partial blocks of rows and outputs."""
+        from specmemo_kernels.backends import triton
+
+        wide = torch.full((*shape[:-1], shape[-1] + 7), float("nan"), dtype=dtype)
+        x = wide[..., : shape[-1]]
+        x.copy_(random(*shape, dtype=dtype))
+        codes, scales = weight_codes.pack(random(outputs, shape[-1], dtype=torch.float32, seed=1))
+        added = random(outputs, dtype=dtype, seed=2) if bias else None
+        matrix = weight_codes.unpack(codes, scales, shape[-1])
+        check_linear(x, matrix, added, triton.linear(x, codes, added, scales, False))
+
     def test_nothing_to_do(self) -> None:
         from specmemo_kernels.backends import triton
 
         assert triton.rms_norm(torch.empty(0, 5), torch.ones(5), 1e-6, 0.0, True).shape == (0, 5)
+        codes, scales = weight_codes.pack(torch.ones(3, 5))
+        assert triton.linear(torch.empty(0, 5), codes, None, scales, False).shape == (0, 3)
         assert triton.rotary(torch.empty(0, 2, 4), torch.empty(0, 4), torch.empty(0, 4)).shape == (0, 2, 4)
 
     def test_invariant_products_are_refused(self) -> None:
@@ -98,6 +118,8 @@ class TestInterpreter:
         matrix = torch.ones(4, 4)
         with pytest.raises(ValueError, match="invariant is True"):
             triton.gated_mlp(matrix, matrix, matrix, matrix, None, None, None, "silu", True)
+        with pytest.raises(ValueError, match="invariant is True"):
+            triton.linear(matrix, matrix, None, None, True)
 
     @pytest.mark.slow
     def test_operators_of_a_layer(self, monkeypatch: pytest.MonkeyPatch, recorded: list[str]) -> None:

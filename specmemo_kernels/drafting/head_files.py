@@ -46,7 +46,7 @@ class Layout:
 
 
 MEDUSA = Layout(
-    re.compile(r"(?P<head>\d{1,4})\.(?P<layer>\d{1,4})\.linear\.(?P<part>weight|bias)"),
+    re.compile(r"(?P<head>\d{1,4})\.(?P<layer>\d{1,4})\.linear\.(?P<part>weight|bias|codes|scales)"),
     re.compile(r"(?P<head>\d{1,4})\.(?P<layer>\d{1,4})\.(?P<part>weight|codes|scales)"),
     "{head}.{layer}.linear.{part}",
     "{head}.{layer}.{part}",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from specmemo_kernels.drafting.head_files import CONFIG_NAME, MEDUSA, VLLM, HeadsError, Stored, first_few, layout_of
-from specmemo_kernels.ops.weight_codes import CODE_BITS, GROUP, check_bits, groups_of, pack
+from specmemo_kernels.ops.weight_codes import CODE_BITS, GROUP, groups_of, pack
 
 _FLOATING = re.compile(r"B?F\d+.*|torch\.b?float\w+")  # names of safetensors and torch
 _BYTES = re.compile(r"U8|torch\.uint8")
@@ -21,7 +21,7 @@ class StoredHeads:
     """Stored heads: their sizes by the keys, and the source key of each tensor.
 
     Attributes:
-        head_bits: 4 if own lm_heads are stored as codes.
+        head_bits: 4 if matrices are stored as codes.
         names: key of the state dict -> key of the source; ``None``: a bias of zeros.
     """
 
@@ -60,8 +60,7 @@ class StoredHeads:
             HeadsError: vocab_size is in neither.
         """
         entries, config = self.stored.entries, self.stored.config
-        part = "weight" if self.head_bits is None else "codes"
-        lm_head = self.names[f"0.{self.num_layers}.{part}"] if self.own_lm_head else "lm_head.weight"
+        lm_head = self._first_matrix(f"0.{self.num_layers}") if self.own_lm_head else "lm_head.weight"
         vocab_size = config.get("vocab_size")
         if lm_head in entries and "token_map" not in entries:
             vocab_size = (*entries[lm_head].shape, 0)[0]
@@ -70,7 +69,11 @@ class StoredHeads:
                 f"{self.stored.where}: the vocabulary's size is neither in the weights nor in {CONFIG_NAME} "
                 f"(vocab_size: {vocab_size!r}); use load_heads(source, hidden_size, vocab_size)"
             )
-        return (0, *entries[str(self.names["0.0.linear.weight"])].shape)[-1], vocab_size
+        return (*entries[self._first_matrix("0.0.linear")].shape, 0)[0], vocab_size
+
+    def _first_matrix(self, layer: str) -> str:
+        """The source key of a layer's matrix or codes."""
+        return str(self.names.get(f"{layer}.weight") or self.names[f"{layer}.codes"])
 
     def check(self, hidden_size: int, vocab_size: int, dtype: torch.dtype | None) -> None:
         """Check shapes and dtypes against the model's, without reading a tensor.
@@ -92,7 +95,7 @@ class StoredHeads:
             expected = (hidden_size if is_block else vocab_size, hidden_size)[: 1 if key.endswith("bias") else 2]
             if _is_coded(target):
                 groups = groups_of(hidden_size)
-                expected = (vocab_size, groups if key.endswith("scales") else groups * (GROUP // 2))
+                expected = (expected[0], groups if key.endswith("scales") else groups * (GROUP // 2))
             is_codes = _is_coded(target) and key.endswith("codes")
             if not (_BYTES if is_codes else _FLOATING).fullmatch(entry.dtype):
                 needed = "uint8 for codes" if is_codes else "floating-point tensors"
@@ -117,37 +120,40 @@ class StoredHeads:
     def read(
         self, hidden_size: int, dtype: torch.dtype | None, device: torch.device | str | None, head_bits: int | None
     ) -> dict[str, torch.Tensor]:
-        """The state dict of :class:`MedusaHeads`, own lm_heads as codes if ``head_bits`` is 4.
+        """The state dict of :class:`MedusaHeads`, matrices as codes if ``head_bits`` is 4.
 
         Raises:
             HeadsError: a matrix that 4-bit codes can't hold.
         """
         state: dict[str, torch.Tensor] = {}
+        matrix_dtype: torch.dtype | None = None
         for target, key in self.names.items():
-            if key is None:
-                state[target] = state[target.replace("bias", "weight")].new_zeros(hidden_size)
+            if key is None:  # a bias, behind its matrix
+                state[target] = torch.zeros(hidden_size, dtype=dtype or matrix_dtype, device=device)
                 continue
             entry = self.stored.entries[key]
-            if head_bits is not None and target.endswith(f".{self.num_layers}.weight"):
-                stem = target.removesuffix("weight")
-                try:
-                    state[f"{stem}codes"], state[f"{stem}scales"] = pack(entry.read(), device)
-                except ValueError as error:
-                    raise HeadsError(f"{entry.where}: {entry.name}: {error}") from error
-                continue
+            tensor = entry.read()
+            if target.endswith(".weight"):
+                matrix_dtype = tensor.dtype
+                if head_bits is not None:
+                    stem = target.removesuffix("weight")
+                    try:
+                        state[f"{stem}codes"], state[f"{stem}scales"] = pack(tensor, device)
+                    except ValueError as error:
+                        raise HeadsError(f"{entry.where}: {entry.name}: {error}") from error
+                    continue
             kind = dtype if not _is_coded(target) else torch.float16 if target.endswith("scales") else None
             # Tensors of a mapped file are copied, so that later changes of the file have no effect.
-            state[target] = entry.read().to(device=device, dtype=kind, copy=entry.mapped).contiguous()
+            state[target] = tensor.to(device=device, dtype=kind, copy=entry.mapped).contiguous()
         return state
 
 
-def stored_heads(stored: Stored, head_bits: int | None = None) -> StoredHeads:
-    """Count heads and layers by their keys. ``head_bits`` is the requested value.
+def stored_heads(stored: Stored) -> StoredHeads:
+    """Count heads and layers by their keys.
 
     Raises:
-        HeadsError: a missing or unknown key, or ``head_bits`` without own lm_heads.
+        HeadsError: a missing or unknown key.
     """
-    check_bits(head_bits)
     entries, layout = stored.entries, layout_of(stored.entries, stored.where)
     ignored = set(_VLLM_EXTRAS) if layout is VLLM else set()
     num_heads = num_layers = 1
@@ -156,6 +162,7 @@ def stored_heads(stored: Stored, head_bits: int | None = None) -> StoredHeads:
         if match := layout.block.fullmatch(key):
             num_layers = max(num_layers, int(match["layer"]) + 1)
             biased |= match["part"] == "bias"
+            coded |= match["part"] == "codes"
         elif not (match := layout.lm_head.fullmatch(key)):
             continue
         elif layout is VLLM and stored.config.get("original_lm_head"):
@@ -163,7 +170,7 @@ def stored_heads(stored: Stored, head_bits: int | None = None) -> StoredHeads:
             continue
         else:
             own_lm_head = True
-            coded |= match["part"] != "weight"
+            coded |= match["part"] == "codes"
             num_layers = max(num_layers, int(match.groupdict().get("layer", 0)))
         num_heads = max(num_heads, int(match["head"]) + 1)
     summary = f"its keys are of {num_heads} head(s), {num_layers} layer(s) each" + ", own lm_heads" * own_lm_head
@@ -176,24 +183,23 @@ def stored_heads(stored: Stored, head_bits: int | None = None) -> StoredHeads:
             raise HeadsError(f"{stored.where}: {prefix}{key} is missing ({summary})")
         names[target] = key
 
+    def take_matrix(target: str, key: str) -> None:
+        """Codes and scales if there are codes, else the matrix."""
+        for part in ("codes", "scales") if f"{key}codes" in entries else ("weight",):
+            take(f"{target}.{part}", f"{key}{part}")
+
     for head in range(num_heads):
         for layer in range(num_layers):
-            for part in ("weight", "bias"):
-                target = f"{head}.{layer}.linear.{part}"
-                if part == "bias" and not biased:
-                    names[target] = None
-                else:
-                    take(target, layout.block_key.format(head=head, layer=layer, part=part))
-        for part in ("codes", "scales") if coded else ("weight",) if own_lm_head else ():
-            take(f"{head}.{num_layers}.{part}", layout.lm_head_key.format(head=head, layer=num_layers, part=part))
+            target, key = f"{head}.{layer}.linear", layout.block_key.format(head=head, layer=layer, part="")
+            take_matrix(target, key)
+            names[f"{target}.bias"] = None
+            if biased:
+                take(f"{target}.bias", f"{key}bias")
+        if own_lm_head:
+            take_matrix(f"{head}.{num_layers}", layout.lm_head_key.format(head=head, layer=num_layers, part=""))
     unknown = [entry.name for key, entry in entries.items() if key not in ignored and key not in names.values()]
     if unknown:
         raise HeadsError(f"{stored.where}: unknown keys {first_few(unknown)} ({summary})")
-    if head_bits is not None and not own_lm_head:
-        raise HeadsError(
-            f"{stored.where}: head_bits is {head_bits}, but these heads share the model's lm_head and have no "
-            "vocabulary matrix of their own; leave head_bits out"
-        )
     return StoredHeads(stored, num_heads, num_layers, own_lm_head, CODE_BITS if coded else None, names)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from specmemo_kernels.drafting.head_files import HeadsError, HeadsSource, open_path, open_source
 from specmemo_kernels.drafting.head_tensors import StoredHeads, stored_heads
 from specmemo_kernels.drafting.medusa_heads import MedusaHeads, build_heads
+from specmemo_kernels.ops.weight_codes import check_bits
 
 __all__ = ["HeadsError", "HeadsSource", "describe_heads", "load_heads"]
 
@@ -34,7 +35,7 @@ def load_heads(
     - vLLM: ``blocks.{h}.layers.{l}.weight`` (and ``.bias``), ``lm_heads.{h}.weight``; shared if the config has
       ``original_lm_head`` or no ``lm_heads.*`` exist (a single ``lm_head.weight`` is the model's, so it isn't read).
       ``token_map`` isn't needed with whole lm_heads; lm_heads cut down to it are refused;
-    - heads in 4 bits by ``save_pretrained``: Medusa-1 with ``{h}.{num_layers}.codes`` and ``.scales``.
+    - heads in 4 bits by ``save_pretrained``: ``.codes`` and ``.scales`` in the place of each matrix's ``.weight``.
 
     Args:
         source: a folder, a file, a hub id, a :class:`MedusaHeads`, another module (Medusa's own ``ModuleList``) or a
@@ -42,20 +43,22 @@ def load_heads(
             ``medusa_lm_head.pt``, ``model.safetensors``, its ``.index.json``, ``pytorch_model.bin``, its
             ``.index.json``. Pickles are only read with ``weights_only=True``. Only the needed files are downloaded.
         dtype, device: of the result; ``None`` keeps the source's.
-        head_bits: 4 packs own lm_heads into 4-bit codes, a few rows at a time; ``None``: as stored.
+        head_bits: 4 packs all matrices into 4-bit codes, a few rows at a time; ``None``: as stored.
 
     Returns:
         The heads. A :class:`MedusaHeads` that needs no conversion is returned itself; unconverted tensors of another
         module or dict are shared. Files are copied tensor by tensor; no file stays mapped.
 
     Raises:
-        HeadsError: no heads, a missing or unknown key, a wrong shape or dtype, ``head_bits`` without own lm_heads.
+        HeadsError: no heads, a missing or unknown key, a wrong shape or dtype, a matrix that 4-bit codes can't hold.
+        ValueError: ``head_bits`` other than 4.
     """
+    check_bits(head_bits)
     stored = open_source(source)
     if isinstance(source, MedusaHeads):
         names = ("vocab_size", "own_lm_head", "cumulative_topk_accuracy")
         stored = replace(stored, config={name: getattr(source, name) for name in names})
-    parsed = stored_heads(stored, head_bits)
+    parsed = stored_heads(stored)
     parsed.check(hidden_size, vocab_size, dtype)
     if isinstance(source, MedusaHeads):
         same = all(p.to(device=device, dtype=dtype) is p for p in source.parameters())

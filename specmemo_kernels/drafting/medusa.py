@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
 
 from specmemo_kernels import ops
 from specmemo_kernels.drafting.base import DraftInput, candidate_columns, fill_tree
-from specmemo_kernels.drafting.medusa_heads import MedusaHeads
+from specmemo_kernels.drafting.medusa_heads import MedusaHeads, matrix_tensors
+
+
+@dataclass(frozen=True)
+class BlockStack:
+    """A layer's residual blocks of all heads.
+
+    Attributes:
+        matrices: ``[num_heads, H, H]``, or codes ``[num_heads, H, 32 * G]``.
+        scales: of codes, ``[num_heads, H, G]``; else ``None``.
+        biases: ``[num_heads, H]``.
+    """
+
+    matrices: torch.Tensor
+    scales: torch.Tensor | None
+    biases: torch.Tensor
+
+    def apply(self, x: torch.Tensor, backend: str | None) -> torch.Tensor:
+        """The blocks of the first heads on their inputs ``[heads, B, H]``; one product without codes."""
+        if self.scales is None:
+            heads = slice(len(x))
+            sums = torch.baddbmm(self.biases[heads, None], x, self.matrices[heads].transpose(1, 2))
+        else:
+            parts = zip(x, self.matrices, self.biases, self.scales, strict=False)
+            rows = [ops.linear(own, codes, bias, scales=scales, backend=backend) for own, codes, bias, scales in parts]
+            sums = torch.stack(rows)
+        return x + nn.functional.silu(sums)
+
+    def to(self, device: torch.device) -> BlockStack:
+        scales = None if self.scales is None else self.scales.to(device)
+        return BlockStack(self.matrices.to(device), scales, self.biases.to(device))
 
 
 class MedusaDrafter:
@@ -31,8 +63,8 @@ class MedusaDrafter:
     ) -> None:
         self.heads, self.backend, self._topk = heads, backend, topk
         self._lm_head = lm_head
-        self._weights, self._biases = _stack_blocks(heads)
-        self._home = self._weights[0].device
+        self._blocks = _stack_blocks(heads)
+        self._home = self._blocks[0].biases.device
 
     def truncated(self, num_heads: int) -> MedusaDrafter:
         """A drafter with the first ``num_heads`` heads."""
@@ -49,12 +81,11 @@ class MedusaDrafter:
 
     @property
     def coded_nbytes(self) -> int | None:
-        """Bytes with own vocabulary matrices in 4 bits; ``None`` if there is nothing to pack."""
+        """Bytes with all matrices in 4 bits; ``None`` if they are already."""
         coded_bytes = self.heads.coded_bytes()
         if coded_bytes is None:
             return None
-        matrix_bytes = sum(self.heads.own_tensors(head)[0].nbytes for head in range(self.heads.num_heads))
-        return sum(tensor.nbytes for tensor in self._tensors) - matrix_bytes + coded_bytes
+        return coded_bytes + sum(blocks.biases.nbytes for blocks in self._blocks)
 
     @property
     def _tensors(self) -> list[torch.Tensor]:
@@ -73,16 +104,17 @@ class MedusaDrafter:
 
     def _move(self, device: torch.device) -> None:
         """Move all tensors or none: the old ones are freed after the last copy."""
-        if self._weights and self._weights[0].device == device:
+        if self._blocks[0].biases.device == device:
             return
-        stacks = [[tensor.to(device) for tensor in kind] for kind in (self._weights, self._biases)]
+        blocks = [layer.to(device) for layer in self._blocks]
         count = self.heads.num_heads if self.heads.own_lm_head else 0
         lm_heads = [tensor for head in range(count) for tensor in self.heads.own_tensors(head) if tensor is not None]
         moved = [tensor.data.to(device) for tensor in lm_heads]
         for tensor, data in zip(lm_heads, moved, strict=True):
             tensor.data = data
-        self._weights, self._biases = stacks
-        _point_into(self.heads, *stacks)
+        self._blocks = blocks
+        for layer, stack in enumerate(blocks):
+            _point_into(self.heads, layer, stack)
 
     def propose(self, inputs: DraftInput) -> torch.Tensor:
         tree = inputs.tree
@@ -94,8 +126,8 @@ class MedusaDrafter:
     def candidates(self, hidden: torch.Tensor, depth: int, width: int) -> torch.Tensor:
         """``[B, depth * width]`` int64: the ``width`` best tokens of each of the first ``depth`` heads."""
         x = hidden.expand(depth, *hidden.shape)
-        for weight, bias in zip(self._weights, self._biases, strict=True):
-            x = x + nn.functional.silu(torch.baddbmm(bias[:depth], x, weight[:depth].transpose(1, 2)))
+        for blocks in self._blocks:
+            x = blocks.apply(x, self.backend)
         shared, shared_bias = self._lm_head
         if self.heads.own_lm_head:
             rows = []
@@ -109,25 +141,28 @@ class MedusaDrafter:
         return tokens.view(depth, len(hidden), width).transpose(0, 1).flatten(1)
 
 
-def _stack_blocks(heads: MedusaHeads) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Stack each layer's matrices of all heads to ``[num_heads, H, H]``: a step computes one product per layer.
-
-    The module's parameters become views of the stack, without a second copy.
-    """
-    weights, biases = [], []
+def _stack_blocks(heads: MedusaHeads) -> list[BlockStack]:
+    """Stack each layer's matrices of all heads; the module's tensors become views, without a second copy."""
+    stacks = []
     for layer in range(heads.num_layers):
         linears = [heads.linear(head, layer) for head in range(heads.num_heads)]
-        weight = torch.stack([linear.weight.data for linear in linears])
-        bias = torch.stack([linear.bias.data for linear in linears])[:, None]
-        weights.append(weight)
-        biases.append(bias)
-        _point_into(heads, weights, biases)  # frees this layer's old matrices before the next stack
-    return weights, biases
+        matrices, scales = zip(*(matrix_tensors(linear) for linear in linears), strict=True)
+        stack = BlockStack(
+            torch.stack([matrix.data for matrix in matrices]),
+            None if scales[0] is None else torch.stack(scales),
+            torch.stack([cast(torch.Tensor, linear.bias).data for linear in linears]),
+        )
+        stacks.append(stack)
+        _point_into(heads, layer, stack)  # frees this layer's old matrices before the next stack
+    return stacks
 
 
-def _point_into(heads: MedusaHeads, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> None:
-    """Make the first layers' parameters views of their stacks."""
-    for layer, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        for head in range(heads.num_heads):
-            linear = heads.linear(head, layer)
-            linear.weight.data, linear.bias.data = weight[head], bias[head, 0]
+def _point_into(heads: MedusaHeads, layer: int, stack: BlockStack) -> None:
+    """Make a layer's tensors views of its stack."""
+    for head in range(heads.num_heads):
+        linear = heads.linear(head, layer)
+        matrix, scales = matrix_tensors(linear)
+        matrix.data = stack.matrices[head]
+        cast(torch.Tensor, linear.bias).data = stack.biases[head]
+        if scales is not None and stack.scales is not None:
+            scales.data = stack.scales[head]

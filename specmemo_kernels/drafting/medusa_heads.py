@@ -1,4 +1,4 @@
-"""Medusa heads as a module: residual SiLU blocks and own lm_heads (optionally in 4 bits) or the model's."""
+"""Medusa heads as a module: residual SiLU blocks, and own lm_heads or the model's; matrices optionally in 4 bits."""
 
 from __future__ import annotations
 
@@ -16,22 +16,6 @@ from specmemo_kernels.drafting.head_tensors import StoredHeads, stored_heads
 from specmemo_kernels.ops.weight_codes import GROUP, check_bits, groups_of, packed_bytes, unpack
 
 
-class ResidualBlock(nn.Module):
-    """``x + silu(W x + b)``, the block of Medusa (arXiv 2401.10774, section 2.1.1).
-
-    The weights start at zero: a new head predicts the same token as the model's lm_head.
-    """
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(hidden_size, hidden_size)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + nn.functional.silu(self.linear(hidden))
-
-
 class Int4Linear(nn.Module):
     """A linear layer with a matrix of 4-bit codes (:mod:`specmemo_kernels.ops.weight_codes`), for inference only.
 
@@ -40,17 +24,51 @@ class Int4Linear(nn.Module):
 
     codes: torch.Tensor
     scales: torch.Tensor
+    bias: nn.Parameter | None
 
-    def __init__(self, in_features: int, out_features: int) -> None:
+    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__()
         self.in_features = in_features
         groups = groups_of(in_features)
         self.register_buffer("codes", torch.zeros(out_features, groups * (GROUP // 2), dtype=torch.uint8))
         self.register_buffer("scales", torch.zeros(out_features, groups, dtype=torch.float16))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(out_features), requires_grad=False) if bias else None)
 
     def matrix(self) -> torch.Tensor:
         """The dequantised matrix, ``[out_features, in_features]`` float32."""
         return unpack(self.codes, self.scales, self.in_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """For tests; drafting uses :func:`specmemo_kernels.ops.linear`."""
+        return nn.functional.linear(x, self.matrix().to(x.dtype), self.bias)
+
+
+class ResidualBlock(nn.Module):
+    """``x + silu(W x + b)``, the block of Medusa (arXiv 2401.10774, section 2.1.1).
+
+    The weights start at zero: a new head predicts the same token as the model's lm_head.
+    """
+
+    linear: nn.Linear | Int4Linear
+
+    def __init__(self, hidden_size: int, *, coded: bool = False) -> None:
+        super().__init__()
+        if coded:
+            self.linear = Int4Linear(hidden_size, hidden_size, bias=True)
+            return
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + nn.functional.silu(self.linear(hidden))
+
+
+def matrix_tensors(linear: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The tensors of a layer's matrix: itself and ``None``, or codes and scales."""
+    if isinstance(linear, Int4Linear):
+        return linear.codes, linear.scales
+    return cast(nn.Linear, linear).weight, None
 
 
 class MedusaHeads(nn.ModuleList):
@@ -63,10 +81,10 @@ class MedusaHeads(nn.ModuleList):
         num_layers: residual blocks per head.
         own_lm_head: each head has a ``[vocab_size, hidden_size]`` matrix (Medusa-1). ``False``: the heads share the
             model's lm_head (Medusa "v2"), which saves most of the memory.
-        head_bits: 4 for own matrices in 4-bit codes, an eighth of float32's bytes; ``None``: in the heads' dtype.
+        head_bits: 4 for all matrices in 4-bit codes, an eighth of float32's bytes; ``None``: in the heads' dtype.
 
     The state dict has the published names: ``{h}.{l}.linear.weight``, ``{h}.{l}.linear.bias`` and, with
-    an own lm_head, ``{h}.{num_layers}.weight``, or ``{h}.{num_layers}.codes`` and ``.scales``.
+    an own lm_head, ``{h}.{num_layers}.weight``. In 4 bits, ``.codes`` and ``.scales`` replace each ``.weight``.
 
     Attributes:
         cumulative_topk_accuracy: ``[h][k]``, the share of tokens among head ``h``'s best ``k + 1`` guesses, from which
@@ -84,10 +102,6 @@ class MedusaHeads(nn.ModuleList):
         head_bits: int | None = None,
     ) -> None:
         check_bits(head_bits)
-        if head_bits is not None and not own_lm_head:
-            raise ValueError(
-                f"MedusaHeads: head_bits is {head_bits}, it needs own_lm_head=True; without own matrices leave it out"
-            )
         super().__init__()
         self.hidden_size = integer("MedusaHeads: hidden_size", hidden_size)
         self.vocab_size = integer("MedusaHeads: vocab_size", vocab_size)
@@ -96,13 +110,11 @@ class MedusaHeads(nn.ModuleList):
         self.own_lm_head = own_lm_head
         self.head_bits = head_bits
         self.cumulative_topk_accuracy: list[list[float]] | None = None
+        coded = head_bits is not None
         for _ in range(num_heads):
-            layers: list[nn.Module] = [ResidualBlock(hidden_size) for _ in range(num_layers)]
+            layers: list[nn.Module] = [ResidualBlock(hidden_size, coded=coded) for _ in range(num_layers)]
             if own_lm_head:
-                coded = head_bits is not None
-                layers.append(
-                    Int4Linear(hidden_size, vocab_size) if coded else nn.Linear(hidden_size, vocab_size, bias=False)
-                )
+                layers.append((Int4Linear if coded else nn.Linear)(hidden_size, vocab_size, bias=False))
             self.append(nn.Sequential(*layers))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -125,24 +137,26 @@ class MedusaHeads(nn.ModuleList):
             return shared
         lm_head = self._layers(head)[self.num_layers]
         if isinstance(lm_head, Int4Linear):
-            return lm_head.matrix().to(self.linear(head, 0).weight.dtype)
+            return lm_head.matrix().to(self.dtype)
         return cast(nn.Linear, lm_head).weight
 
     def own_tensors(self, head: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The tensors of head ``head``'s own lm_head: matrix and ``None``, or codes and scales."""
-        lm_head = self._layers(head)[self.num_layers]
-        if isinstance(lm_head, Int4Linear):
-            return lm_head.codes, lm_head.scales
-        return cast(nn.Linear, lm_head).weight, None
+        return matrix_tensors(self._layers(head)[self.num_layers])
 
     def coded_bytes(self) -> int | None:
-        """Bytes of the own matrices if packed into 4 bits; ``None`` without own matrices, or if already packed."""
-        if not self.own_lm_head or self.head_bits is not None:
+        """Bytes of the matrices if packed into 4 bits; ``None`` if they are already."""
+        if self.head_bits is not None:
             return None
-        rows = self.own_tensors(0)[0].shape[0]
-        return self.num_heads * packed_bytes(rows, self.hidden_size)
+        rows = self.own_tensors(0)[0].shape[0] if self.own_lm_head else 0
+        return self.num_heads * packed_bytes(self.num_layers * self.hidden_size + rows, self.hidden_size)
 
-    def linear(self, head: int, layer: int) -> nn.Linear:
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the hidden states that the blocks take."""
+        return cast(torch.Tensor, self.linear(0, 0).bias).dtype
+
+    def linear(self, head: int, layer: int) -> nn.Linear | Int4Linear:
         """The linear layer ``[hidden_size, hidden_size]`` of a residual block."""
         return cast(ResidualBlock, self._layers(head)[layer]).linear
 
@@ -202,7 +216,7 @@ class MedusaHeads(nn.ModuleList):
             linear.weight = nn.Parameter(rows, requires_grad=False)
             return linear
         with torch.device("meta"):
-            coded = Int4Linear(self.hidden_size, len(rows))
+            coded = Int4Linear(self.hidden_size, len(rows), bias=False)
         coded.codes, coded.scales = rows, scales[first:last].to(device, copy=True)
         return coded
 
@@ -221,12 +235,13 @@ class MedusaHeads(nn.ModuleList):
         Args:
             source: a path or a hub id.
             dtype, device: of the result; ``None`` keeps the file's dtype and the CPU.
-            head_bits: 4 for own vocabulary matrices in 4-bit codes; ``None``: as stored.
+            head_bits: 4 for all matrices in 4-bit codes; ``None``: as stored.
 
         Raises:
             HeadsError: no usable heads, or an unknown ``vocab_size``; the message has the file and the key.
         """
-        parsed = stored_heads(open_path(source), head_bits)
+        check_bits(head_bits)
+        parsed = stored_heads(open_path(source))
         hidden_size, vocab_size = parsed.sizes()
         parsed.check(hidden_size, vocab_size, dtype)
         return build_heads(parsed, hidden_size, vocab_size, dtype, device, head_bits)

@@ -128,10 +128,10 @@ class _StaticDrafter:
 class HeadsSpec(_StaticDrafter):
     """Sizes of Medusa heads: ``num_layers`` residual blocks each, and a vocabulary matrix if ``own_lm_head``.
 
-    ``head_bits``: 4 for vocabulary matrices in 4-bit codes, ``None`` for the model's dtype.
+    ``head_bits``: 4 for matrices in 4-bit codes, ``None`` for the model's dtype.
 
     Raises:
-        ValueError: other ``head_bits``, or ``head_bits`` without ``own_lm_head``.
+        ValueError: other ``head_bits``.
     """
 
     num_heads: int = 5
@@ -143,10 +143,6 @@ class HeadsSpec(_StaticDrafter):
 
     def __post_init__(self) -> None:
         check_bits(self.head_bits)
-        if self.head_bits is not None and not self.own_lm_head:
-            raise ValueError(
-                f"head_bits is {self.head_bits}, but heads that share the model's lm_head have no matrix of their own"
-            )
 
     @property
     def max_depth(self) -> int:
@@ -159,24 +155,32 @@ class HeadsSpec(_StaticDrafter):
         Ranks exchange a value and a token, 16 bytes, per candidate: one message per matrix.
         """
         sequences, depth = drafts.sequences, drafts.depth
-        blocks = depth * self.num_layers * spec.hidden_size**2
+        blocks = depth * self.num_layers
         matrices, rows = (depth, sequences) if self.own_lm_head else (1, depth * sequences)
         vocabulary = matrices * spec.vocab_weights / tp
         products = (
-            Product(blocks, blocks * spec.dtype_bytes, sequences, depth * self.num_layers),
+            Product(blocks * spec.hidden_size**2, blocks * self.block_bytes(spec), sequences, blocks),
             Product(vocabulary, matrices * self.vocab_bytes(spec, tp), rows, matrices),
         )
         return DraftWork(products, gathered=(16 * rows * drafts.width,) * matrices)
 
+    def block_bytes(self, spec: ModelSpec) -> int:
+        """A residual block's matrix. Codes take 34 bytes per 64 elements of a row."""
+        return self._matrix_bytes(spec.hidden_size, spec)
+
     def vocab_bytes(self, spec: ModelSpec, tp: int = 1) -> int:
-        """One vocabulary matrix's share on one rank. Codes take 34 bytes per 64 elements of a row."""
+        """The vocabulary matrix that a head multiplies with: its share on one rank."""
+        rows = -(-spec.vocab_size // tp)
+        return self._matrix_bytes(rows, spec) if self.own_lm_head else rows * spec.hidden_size * spec.dtype_bytes
+
+    def _matrix_bytes(self, rows: int, spec: ModelSpec) -> int:
         if self.head_bits is not None:
-            return packed_bytes(-(-spec.vocab_size // tp), spec.hidden_size)
-        return -(-spec.vocab_weights // tp) * spec.dtype_bytes
+            return packed_bytes(rows, spec.hidden_size)
+        return rows * spec.hidden_size * spec.dtype_bytes
 
     def nbytes(self, spec: ModelSpec, heads: int, tp: int = 1) -> int:
         """Bytes of the first ``heads`` heads on one rank; the vocabulary is sharded, blocks are not."""
-        block = spec.hidden_size * (spec.hidden_size + 1) * spec.dtype_bytes
+        block = self.block_bytes(spec) + spec.hidden_size * spec.dtype_bytes
         return heads * (self.num_layers * block + (self.vocab_bytes(spec, tp) if self.own_lm_head else 0))
 
 

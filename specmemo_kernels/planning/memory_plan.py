@@ -70,7 +70,7 @@ class MemoryPlan:
         parts: maximum bytes of each part; their sum is within the budget. A call with more rows than
             ``max_sequences`` also holds their ids, 24 bytes per padded token.
         drafter: its kind, if chosen by the plan. heads: Medusa heads to load, if chosen by the plan.
-        head_bits: 4 if their own vocabulary matrices are in 4-bit codes, ``None``: as stored.
+        head_bits: 4 if their matrices are in 4-bit codes, ``None``: as stored.
         kv_dtype: ``"int8"`` or ``"fp8"`` for pages of codes with scales; ``None``: the model's dtype.
         tokens_per_step, tokens_per_second, step_seconds: predicted, for a known device.
         reasons: explanation of the choice, in sentences.
@@ -132,7 +132,7 @@ class MemoryPlan:
                 f"budget {'none' if self.budget is None else format_bytes(self.budget)}",
                 f"tree of {counted(self.tree.size, 'node')}, depth {self.tree.max_depth}",
                 f"KV: {pages}" + (f" in {self.kv_dtype}" if self.kv_dtype in ("int8", "fp8") else ""),
-                *((f"the heads' own lm_heads in {self.head_bits} bits",) if self.head_bits is not None else ()),
+                *((f"the heads in {self.head_bits} bits",) if self.head_bits is not None else ()),
                 f"prefill chunk {self.prefill_chunk}",
                 f"at most {counted(self.max_sequences, 'sequence')} at once",
                 ", ".join(f"{name} {format_bytes(size)}" for name, size in self.parts.items()),

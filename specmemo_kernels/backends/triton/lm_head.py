@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from specmemo_kernels.backends.kernel_config import LM_HEAD_REDUCE_CONFIG, lm_head_config
-from specmemo_kernels.backends.triton.primitives import matmul
+from specmemo_kernels.backends.triton.products import code_products, row_products
 from specmemo_kernels.backends.triton.runtime import INTERPRETED, entry_point, launch_options, target_of
 
 Tensor = torch.Tensor
@@ -44,76 +44,6 @@ def unpack_key(key):
     order = (key >> 32).to(tl.int32)
     bits = tl.where(order < 0, -order | -2147483648, order)
     return bits.to(tl.float32, bitcast=True), 2147483647 - (key & 0xFFFFFFFF)
-
-
-@triton.jit
-def row_products(
-    hidden_row_ptr, weight_ptr, token, valid, in_vocab, HIDDEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """[BLOCK_M, BLOCK_V] float32: hidden rows times the weights of these tokens."""
-    h = tl.arange(0, BLOCK_H)
-    weight_row_ptr = weight_ptr + token.to(tl.int64) * HIDDEN
-    acc = tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32)
-    for start in range(0, HIDDEN, BLOCK_H):
-        column = start + h
-        if HIDDEN % BLOCK_H == 0:
-            a_mask, b_mask = valid[:, None], in_vocab[:, None]
-        else:
-            inside = (column < HIDDEN)[None, :]
-            a_mask, b_mask = valid[:, None] & inside, in_vocab[:, None] & inside
-        a = tl.load(hidden_row_ptr[:, None] + column[None, :], mask=a_mask, other=0.0)
-        b = tl.load(weight_row_ptr[:, None] + column[None, :], mask=b_mask, other=0.0)
-        acc = matmul(a, tl.trans(b), acc, UPCAST)
-    return acc
-
-
-@triton.jit
-def weight_values(code, like, UPCAST: tl.constexpr):
-    """``code - 8`` in ``like``'s dtype, by inserting the code into the bits of a power of two."""
-    if UPCAST:
-        value = code.to(tl.float32) - 8.0
-    elif like.dtype == tl.float16:
-        value = (code.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
-    elif like.dtype == tl.bfloat16:
-        value = (code.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0
-    else:
-        value = (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
-    return value.to(like.dtype)
-
-
-@triton.jit
-def code_products(
-    hidden_row_ptr, codes_ptr, scales_ptr, token, valid, in_vocab, HIDDEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """:func:`row_products` of weights in 4-bit codes, one group at a time.
-
-    A group's first half is in the low halves of its bytes. Sums, not weights, are multiplied by the scale in float32,
-    so no weight is rounded.
-    """
-    HALF: tl.constexpr = GROUP // 2
-    GROUPS: tl.constexpr = (HIDDEN + GROUP - 1) // GROUP
-    half = tl.arange(0, HALF)
-    codes_row_ptr = codes_ptr + token.to(tl.int64) * (GROUPS * HALF)
-    scales_row_ptr = scales_ptr + token.to(tl.int64) * GROUPS
-    acc = tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32)
-    for group in range(0, GROUPS):
-        column = group * GROUP + half
-        if HIDDEN % GROUP == 0:
-            low_mask, high_mask = valid[:, None], valid[:, None]
-        else:
-            low_mask = valid[:, None] & (column < HIDDEN)[None, :]
-            high_mask = valid[:, None] & (column + HALF < HIDDEN)[None, :]
-        low = tl.load(hidden_row_ptr[:, None] + column[None, :], mask=low_mask, other=0.0)
-        high = tl.load(hidden_row_ptr[:, None] + (column + HALF)[None, :], mask=high_mask, other=0.0)
-        codes = tl.load(codes_row_ptr[:, None] + (group * HALF + half)[None, :], mask=in_vocab[:, None], other=0)
-        scale = tl.load(scales_row_ptr + group, mask=in_vocab, other=0.0).to(tl.float32)
-        part = tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32)
-        part = matmul(low, tl.trans(weight_values(codes & 15, low, UPCAST)), part, UPCAST)
-        part = matmul(high, tl.trans(weight_values(codes >> 4, high, UPCAST)), part, UPCAST)
-        acc += part * scale[None, :]
-    return acc
 
 
 @triton.jit(do_not_specialize=["rows", "vocabulary"])

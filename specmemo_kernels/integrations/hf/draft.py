@@ -92,7 +92,7 @@ def make_drafter(
     """The drafter for ``patch``'s ``heads``, and its accuracies, from which a tree is built.
 
     Raises:
-        ValueError: ``head_bits`` for anything but Medusa heads with vocabulary matrices of their own.
+        ValueError: ``head_bits`` for anything but Medusa heads.
     """
     lookup = isinstance(heads, str) and heads == PROMPT_LOOKUP
     custom = isinstance(heads, AnyDrafter) and not isinstance(heads, nn.ModuleList)

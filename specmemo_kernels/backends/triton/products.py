@@ -1,0 +1,133 @@
+"""Products of few rows with a matrix, in the inputs' dtype or in 4-bit codes; linear layers of codes."""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn import functional
+
+from specmemo_kernels.backends.kernel_config import lm_head_config
+from specmemo_kernels.backends.layers import refuse_invariant
+from specmemo_kernels.backends.triton.primitives import matmul
+from specmemo_kernels.backends.triton.runtime import INTERPRETED, entry_point, launch_options, target_of
+
+Tensor = torch.Tensor
+
+#: Most outputs of a program: a matrix of 4096 rows has 128 programs, as many as large GPUs have multiprocessors.
+OUTPUTS = 32
+
+
+@triton.jit
+def row_products(
+    x_row_ptr, weight_ptr, n, valid, inside, INPUTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """``[BLOCK_M, BLOCK_N]`` float32: rows of x times the weights of outputs ``n``."""
+    h = tl.arange(0, BLOCK_K)
+    weight_row_ptr = weight_ptr + n.to(tl.int64) * INPUTS
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, INPUTS, BLOCK_K):
+        column = start + h
+        if INPUTS % BLOCK_K == 0:
+            x_mask, w_mask = valid[:, None], inside[:, None]
+        else:
+            filled = (column < INPUTS)[None, :]
+            x_mask, w_mask = valid[:, None] & filled, inside[:, None] & filled
+        a = tl.load(x_row_ptr[:, None] + column[None, :], mask=x_mask, other=0.0)
+        b = tl.load(weight_row_ptr[:, None] + column[None, :], mask=w_mask, other=0.0)
+        acc = matmul(a, tl.trans(b), acc, UPCAST)
+    return acc
+
+
+@triton.jit
+def weight_values(code, like, UPCAST: tl.constexpr):
+    """``code - 8`` in ``like``'s dtype, by inserting the code into the bits of a power of two."""
+    if UPCAST:
+        value = code.to(tl.float32) - 8.0
+    elif like.dtype == tl.float16:
+        value = (code.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
+    elif like.dtype == tl.bfloat16:
+        value = (code.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0
+    else:
+        value = (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
+    return value.to(like.dtype)
+
+
+@triton.jit
+def code_products(
+    x_row_ptr, codes_ptr, scales_ptr, n, valid, inside, INPUTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """:func:`row_products` of weights in 4-bit codes, one group at a time.
+
+    A group's first half is in the low halves of its bytes. Sums, not weights, are multiplied by the scale in float32,
+    so no weight is rounded.
+    """
+    HALF: tl.constexpr = GROUP // 2
+    GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
+    half = tl.arange(0, HALF)
+    codes_row_ptr = codes_ptr + n.to(tl.int64) * (GROUPS * HALF)
+    scales_row_ptr = scales_ptr + n.to(tl.int64) * GROUPS
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for group in range(0, GROUPS):
+        column = group * GROUP + half
+        if INPUTS % GROUP == 0:
+            low_mask, high_mask = valid[:, None], valid[:, None]
+        else:
+            low_mask = valid[:, None] & (column < INPUTS)[None, :]
+            high_mask = valid[:, None] & (column + HALF < INPUTS)[None, :]
+        low = tl.load(x_row_ptr[:, None] + column[None, :], mask=low_mask, other=0.0)
+        high = tl.load(x_row_ptr[:, None] + (column + HALF)[None, :], mask=high_mask, other=0.0)
+        codes = tl.load(codes_row_ptr[:, None] + (group * HALF + half)[None, :], mask=inside[:, None], other=0)
+        scale = tl.load(scales_row_ptr + group, mask=inside, other=0.0).to(tl.float32)
+        part = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        part = matmul(low, tl.trans(weight_values(codes & 15, low, UPCAST)), part, UPCAST)
+        part = matmul(high, tl.trans(weight_values(codes >> 4, high, UPCAST)), part, UPCAST)
+        acc += part * scale[None, :]
+    return acc
+
+
+@triton.jit(do_not_specialize=["rows", "outputs"])
+def coded_linear_kernel(
+    out_ptr, x_ptr, codes_ptr, scales_ptr, bias_ptr, stride_x, rows, outputs,
+    INPUTS: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Grid: (row blocks, output blocks). ``x @ matrix.T + bias`` of a matrix in codes, ``GROUP`` of them per scale."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    valid, inside = m < rows, n < outputs
+    x_row_ptr = x_ptr + m.to(tl.int64) * stride_x
+    acc = code_products(x_row_ptr, codes_ptr, scales_ptr, n, valid, inside, INPUTS, BLOCK_M, BLOCK_N, GROUP, UPCAST)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+    out_row_ptr = out_ptr + m.to(tl.int64) * outputs
+    tl.store(out_row_ptr[:, None] + n[None, :], acc.to(out_ptr.dtype.element_ty), mask=valid[:, None] & inside[None, :])
+
+
+@entry_point
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, invariant: bool) -> Tensor:
+    """``x @ weight.T + bias``: torch's product, or one kernel for a matrix in 4-bit codes.
+
+    Raises:
+        ValueError: ``invariant`` is true, or an unsupported device or dtype.
+    """
+    refuse_invariant(invariant)
+    if scales is None:
+        return functional.linear(x, weight, bias)
+    inputs, outputs = x.reshape(-1, x.shape[-1]).contiguous(), weight.shape[0]
+    rows = len(inputs)
+    out = x.new_empty(*x.shape[:-1], outputs)
+    if out.numel() == 0:
+        return out
+    config = lm_head_config(target_of(x.device), rows, x.dtype)
+    block_n = min(config.block_n, OUTPUTS)
+    coded_linear_kernel[(triton.cdiv(rows, config.block_m), triton.cdiv(outputs, block_n))](
+        out, inputs, weight, scales, bias, inputs.stride(0), rows, outputs, INPUTS=inputs.shape[1],
+        HAS_BIAS=bias is not None, GROUP=2 * weight.shape[1] // max(1, scales.shape[1]), BLOCK_M=config.block_m,
+        BLOCK_N=block_n, UPCAST=INTERPRETED, **launch_options(x.device, config),
+    )  # fmt: skip
+    return out
