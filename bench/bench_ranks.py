@@ -31,8 +31,8 @@ from timing import write_result
 import specmemo_kernels
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.cost import Message, decode_pass, pass_seconds, step_messages
-from specmemo_kernels.planning.device import known_device
 from specmemo_kernels.planning.drafter_spec import HeadsSpec
+from specmemo_kernels.planning.known_devices import known_device
 from specmemo_kernels.planning.model_spec import ModelSpec
 
 PROMPT, HEADS = 128, 3

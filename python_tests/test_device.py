@@ -16,8 +16,9 @@ import torch
 
 from specmemo_kernels.backends.kernel_target import TARGETS
 from specmemo_kernels.planning import device_probe
-from specmemo_kernels.planning.device import GIB, KNOWN_DEVICES, DeviceProfile, known_device
+from specmemo_kernels.planning.device import GIB, DeviceProfile
 from specmemo_kernels.planning.device_probe import probe, profile_of
+from specmemo_kernels.planning.known_devices import KNOWN_DEVICES, known_device
 
 CURVE = {"float32": ((1, 1e-9), (8, 2e-9))}
 TOY = DeviceProfile("toy", 8 * GIB, 1e9, {"float32": 1e10, "float16": 4e10}, 1e-3)

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import specmemo_kernels
 from specmemo_kernels import MedusaHeads
 from specmemo_kernels.cli import app
-from specmemo_kernels.planning import device, device_probe
+from specmemo_kernels.planning import device_probe, known_devices
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -83,7 +83,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def known_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plan trees for a known device, so that this one isn't measured."""
-    monkeypatch.setattr(device_probe, "probe", lambda *_, **__: device.known_device("cpu"))
+    monkeypatch.setattr(device_probe, "probe", lambda *_, **__: known_devices.known_device("cpu"))
     device_probe.profile_of.cache_clear()
     yield
     device_probe.profile_of.cache_clear()

@@ -11,8 +11,8 @@ from test_planner import TOY, TOY_DEVICE, VICUNA
 from specmemo_kernels.backends.kernel_config import attention_configs
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.cost import Pass, pass_seconds
-from specmemo_kernels.planning.device import known_device
 from specmemo_kernels.planning.drafter_spec import HeadsSpec
+from specmemo_kernels.planning.known_devices import known_device
 from specmemo_kernels.planning.memory_plan import BudgetError, parse_bytes
 from specmemo_kernels.planning.planner import plan_memory
 

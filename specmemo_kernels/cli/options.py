@@ -113,10 +113,19 @@ class PlanOptions:
     the default, and --device cuda use a device of this machine.
     """
 
-    model: Annotated[str, Option(help="A config.json, a folder with one, or a hub id; no weights are needed.")]
+    model: Annotated[
+        str,
+        Option(
+            help="A known name (llama-3.1-8b, qwen3-4b, ...), a config.json, a folder with one, a .gguf file or a hub "
+            "id; no weights are read."
+        ),
+    ]
     device: Annotated[
         str | None,
-        Option(help="titan-rtx, rtx-3060, ..., a file of specmemo probe, cuda, or this (default: this machine's CPU)."),
+        Option(
+            help='A known device (rtx-4060, m2-16gb, ...), a description such as "8GiB, 100GB/s, 5TFLOP/s fp16", a '
+            "file of specmemo probe, cuda, or this (default: this machine's CPU)."
+        ),
     ] = None
     devices: Annotated[
         str | None, Option(help="A device and the number of ranks, as in mi250:8; replaces --device and --tp.")
@@ -153,7 +162,8 @@ class PlanOptions:
     kv_dtype: KVDtype = None
     head_bits: HeadBits = None
     weight_bits: Annotated[
-        float | None, Option(help="Plan for layers quantised to this many bits, scales included.", min=1, max=32)
+        float | None,
+        Option(help="Plan for layers in this many bits, scales included, whatever the model has.", min=1, max=32),
     ] = None
     as_json: Annotated[bool, Option("--json", help="Print JSON, for programs.")] = False
     plot: Annotated[Path | None, Option(help="Also draw speed over memory to this .png or .svg.")] = None

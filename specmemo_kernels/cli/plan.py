@@ -18,14 +18,18 @@ from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
 from specmemo_kernels.drafting.published import check_target, open_drafter
 from specmemo_kernels.drafting.published_spec import drafter_spec
 from specmemo_kernels.planning.baselines import Workload
-from specmemo_kernels.planning.device import KNOWN_DEVICES, DeviceProfile, known_device
+from specmemo_kernels.planning.described_device import described_device, is_description
+from specmemo_kernels.planning.device import DeviceProfile
 from specmemo_kernels.planning.device_probe import profile_of
 from specmemo_kernels.planning.drafter_spec import DrafterSpec, HeadsSpec, PromptLookupSpec
+from specmemo_kernels.planning.known_devices import KNOWN_DEVICES, known_device
 from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.planning.mtp_spec import mtp_spec
 from specmemo_kernels.planning.planner import choose, plan_request
 from specmemo_kernels.planning.search import candidates
 from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, Accuracy
+
+MODEL_HELP = "--model takes a known name (llama-3.1-8b), a config.json, a folder with one, a .gguf file or a hub id"
 
 
 def run_plan(options: PlanOptions) -> None:
@@ -37,16 +41,14 @@ def run_plan(options: PlanOptions) -> None:
     """
     if options.plot is not None:
         check_plot(options.plot)
-    model = existing_or_hub(options.model, "--model takes a config.json, a folder with one, or a hub id", files=True)
+    model = existing_or_hub(options.model, MODEL_HELP, files=True)
     with setting_up():
-        spec = ModelSpec.load(model)
+        spec = ModelSpec.load(model, options.weight_bits)
         if spec.recurrent:
             # Imported here, because transformers' caches and models take a second.
             from specmemo_kernels.integrations.hf.hybrid_sizes import recurrent_spec
 
             spec = recurrent_spec(spec, model)
-        if options.weight_bits is not None:
-            spec = spec.with_weights(options.weight_bits)
         if options.dtype is not None:
             spec = spec.with_dtype(options.dtype)
         workload = Workload(options.context, options.batch, options.prompt or 0)
@@ -69,13 +71,28 @@ def run_plan(options: PlanOptions) -> None:
 
 
 def device_profile(name: str) -> DeviceProfile:
-    """The profile of a known device, of a file of ``specmemo probe``, or of this machine (``this``, ``cuda``)."""
-    if name in KNOWN_DEVICES:
+    """The profile of a known or described device, of a file of ``specmemo probe``, or of this machine.
+
+    Raises:
+        UserError, ValueError: none of these, or a device that this machine doesn't have.
+    """
+    if name.casefold() in KNOWN_DEVICES:
         return known_device(name)
-    if name == "this" or name.split(":")[0] == "cuda":
-        return profile_of("cpu" if name == "this" else str(torch_device(name)))
+    kind = name.split(":")[0]
+    if kind in ("mps", "xpu"):
+        raise UserError(f"--device {name}: its rates can't be measured; name it (m2-16gb, arc-b580) or {_DESCRIBE}")
+    if name == "this" or kind == "cuda":
+        try:
+            return profile_of("cpu" if name == "this" else str(torch_device(name)))
+        except UserError as error:
+            raise UserError(f"{error}; for a GPU that isn't here, name it (rtx-3060) or {_DESCRIBE}") from error
     path = Path(os.path.expanduser(name))
-    return DeviceProfile.load(path) if path.suffix == ".json" or path.is_file() else known_device(name)
+    if path.suffix == ".json" or path.is_file():
+        return DeviceProfile.load(path)
+    return described_device(name) if is_description(name) else known_device(name)
+
+
+_DESCRIBE = 'describe it: --device "8GiB, 100GB/s, 5TFLOP/s fp16"'
 
 
 def devices_of(options: PlanOptions) -> tuple[DeviceProfile, int]:

@@ -61,13 +61,17 @@ def plain_parts(spec: ModelSpec, workload: Workload, tp: int = 1) -> dict[str, i
     concatenated; the logits of a step, in the model's dtype and in float32. ``tp`` as in :func:`page_token_bytes` and
     :func:`pass_row_bytes`.
     """
-    batch, row = workload.batch, pass_row_bytes(spec, tp)
+    batch, row, unpacked = workload.batch, pass_row_bytes(spec, tp), -(-spec.unpacked_matrix_bytes // tp)
     kv = page_token_bytes(spec, None, tp)
     full = batch * workload.context * kv
     logits = batch * spec.vocab_size * (spec.dtype_bytes + 4)
     moments = (
-        {"kv_cache": batch * workload.prompt * kv, "activations": batch * workload.prompt * row, "logits": 0},
-        {"kv_cache": full + full // (2 * spec.num_layers), "activations": batch * row, "logits": 0},
+        {
+            "kv_cache": batch * workload.prompt * kv,
+            "activations": unpacked + batch * workload.prompt * row,
+            "logits": 0,
+        },
+        {"kv_cache": full + full // (2 * spec.num_layers), "activations": unpacked + batch * row, "logits": 0},
         {"kv_cache": full, "activations": 3 * batch * spec.hidden_size * spec.dtype_bytes, "logits": logits},
     )
     return max(moments, key=lambda parts: sum(parts.values()))
@@ -91,11 +95,12 @@ def medusa_parts(spec: ModelSpec, workload: Workload, run: MedusaRun | None = No
     gathered = run.leaves * (run.depth + 1) * vocab_row * (1 + heads)
     step = batch * (run.nodes * vocab_row * (1 + 2 * heads) + gathered)
     hidden = batch * length * 3 * spec.hidden_size * size
+    unpacked = -(-spec.unpacked_matrix_bytes // tp)
     moments = (
         {"attention_scores": scores, "activations": hidden + batch * length * 4 * spec.hidden_size * size},
         {"logits": logits, "activations": hidden},
-        {"logits": step, "activations": batch * run.nodes * pass_row_bytes(spec, tp)},
-        {"activations": batch * length * pass_row_bytes(spec, tp)},
+        {"logits": step, "activations": unpacked + batch * run.nodes * pass_row_bytes(spec, tp)},
+        {"activations": unpacked + batch * length * pass_row_bytes(spec, tp)},
     )
     static = {
         "kv_cache": batch * max(spec.max_context, workload.context) * page_token_bytes(spec, None, tp),

@@ -113,7 +113,7 @@ def _mixer_seconds(spec: ModelSpec, mixers: MixerSizes, device: DeviceProfile, r
     seconds = 2 * paths * run.sequences * mixers.state_bytes / device.read_rate
     if run.heads:
         dtype, rows = device.compute_dtype(spec.dtype), 2 * run.sequences
-        nbytes = mixers.weights * spec.bytes_per_weight
+        nbytes = mixers.weights * spec.quantised.attention.per_element(spec.dtype_bytes)
         seconds += device.linear_seconds(mixers.weights, nbytes, rows, dtype, mixers.matrices)
     return seconds
 
@@ -124,6 +124,7 @@ def pass_seconds(
     """Predicted seconds of a forward pass with its heads, on each of ``tp`` devices.
 
     - the layers' matrices: read once, multiplied with every row (experts: with their share of rows);
+    - matrices that are dequantised in each pass: written and read once in the model's dtype;
     - attention (:func:`_attention_seconds`);
     - states of recurrent layers (:func:`_mixer_seconds`);
     - the lm_head on ``lm_rows``;
@@ -133,14 +134,15 @@ def pass_seconds(
     - operator launches on the host.
     """
     dtype = device.compute_dtype(spec.dtype)
-    size = spec.dtype_bytes
     read = spec.read_weights(run.rows)
     rows_per_matrix = max(1, round(run.rows * spec.active_weights / read))
     share = spec.layer_weights_of_rank(tp, read)
-    seconds = device.linear_seconds(share, share * spec.bytes_per_weight, rows_per_matrix, dtype, spec.layer_matrices)
+    nbytes = share * spec.read_bytes(run.rows) / read
+    seconds = device.linear_seconds(share, nbytes, rows_per_matrix, dtype, spec.layer_matrices)
+    seconds += 2 * spec.unpacked_bytes(run.rows, run.lm_rows > 0) / tp / device.read_rate
     vocabulary = spec.vocab_weights / tp
     if run.lm_rows:
-        seconds += device.linear_seconds(vocabulary, vocabulary * size, run.lm_rows, dtype, 1)
+        seconds += device.linear_seconds(vocabulary, spec.lm_head_bytes / tp, run.lm_rows, dtype, 1)
     width = spec.num_qo_heads * (spec.head_dim + spec.v_head_dim) / tp * spec.attention_layers
     paged, new = page_token_bytes(spec, kv_dtype, tp), page_token_bytes(spec, None, tp)
     seconds += _attention_seconds(device, dtype, run, run.rows, width, paged, new)

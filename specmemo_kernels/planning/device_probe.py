@@ -17,8 +17,9 @@ import torch
 
 from specmemo_kernels import ops
 from specmemo_kernels.backends.kernel_target import target_of_gpu
-from specmemo_kernels.planning.device import KNOWN_DEVICES, Curve, DeviceProfile, same_name
+from specmemo_kernels.planning.device import Curve, DeviceProfile
 from specmemo_kernels.planning.host_memory import host_memory
+from specmemo_kernels.planning.known_devices import KNOWN_DEVICES, same_name
 
 Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -67,8 +68,8 @@ def probe(device: str = "cpu", seconds: float = 3.0) -> DeviceProfile:
         return DeviceProfile(_machine(), host_memory(), overlaps=False, source="measured", **common)
     properties = torch.cuda.get_device_properties(torch_device)
     shared = int(getattr(properties, "shared_memory_per_block_optin", 0))
-    common |= {"shared_memory": shared, "kernel_target": _kernel_target(torch_device), "source": "measured"}
-    return DeviceProfile(properties.name, properties.total_memory, **common)
+    common |= {"shared_memory": shared, "kernel_target": _kernel_target(torch_device), "backend": "triton"}
+    return DeviceProfile(properties.name, properties.total_memory, source="measured", **common)
 
 
 def _kernel_target(torch_device: torch.device) -> str | None:

@@ -158,9 +158,10 @@ class HeadsSpec(_StaticDrafter):
         blocks = depth * self.num_layers
         matrices, rows = (depth, sequences) if self.own_lm_head else (1, depth * sequences)
         vocabulary = matrices * spec.vocab_weights / tp
+        read = self.vocab_bytes(spec, tp) if self.own_lm_head else spec.lm_head_bytes / tp
         products = (
             Product(blocks * spec.hidden_size**2, blocks * self.block_bytes(spec), sequences, blocks),
-            Product(vocabulary, matrices * self.vocab_bytes(spec, tp), rows, matrices),
+            Product(vocabulary, matrices * read, rows, matrices),
         )
         return DraftWork(products, gathered=(16 * rows * drafts.width,) * matrices)
 
@@ -169,9 +170,8 @@ class HeadsSpec(_StaticDrafter):
         return self._matrix_bytes(spec.hidden_size, spec)
 
     def vocab_bytes(self, spec: ModelSpec, tp: int = 1) -> int:
-        """The vocabulary matrix that a head multiplies with: its share on one rank."""
-        rows = -(-spec.vocab_size // tp)
-        return self._matrix_bytes(rows, spec) if self.own_lm_head else rows * spec.hidden_size * spec.dtype_bytes
+        """An own vocabulary matrix: its share on one rank."""
+        return self._matrix_bytes(-(-spec.vocab_size // tp), spec)
 
     def _matrix_bytes(self, rows: int, spec: ModelSpec) -> int:
         if self.head_bits is not None:

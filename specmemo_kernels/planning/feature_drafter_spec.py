@@ -121,7 +121,8 @@ class FeatureDrafterSpec:
         parts = [(self.advance, sequences * (drafts.depth + 1)), *((self.draft, rows) for rows in passes)]
         products = [_product(spec, part, rows) for part, rows in (*parts, (self.state, sequences))]
         vocabulary = self.vocab_rows * self.hidden_size or spec.vocab_weights / tp
-        products += [Product(vocabulary, vocabulary * spec.dtype_bytes, rows, 1) for rows in predicted]
+        read = vocabulary * spec.dtype_bytes if self.vocab_rows else spec.lm_head_bytes / tp
+        products += [Product(vocabulary, read, rows, 1) for rows in predicted]
         merges = self.num_layers * max(0, drafts.depth - 2) if self._has_ancestors else 0
         growing = _OPERATORS + _OPERATORS_PER_DEPTH * (drafts.depth - 1) + _OPERATORS_PER_MERGE * merges
         best = [

@@ -225,12 +225,8 @@ def weight_bytes(spec: ModelSpec, tp: int = 1) -> int:
     Layers and the rows of embedding and lm_head are sharded; vectors are replicated, and so are KV heads where there
     are more ranks. (transformers up to 5.17 replicates the embedding.)
     """
-    vocabularies = 1 if spec.tied else 2
-    vectors = spec.parameters - spec.layer_weights - vocabularies * spec.vocab_weights
-    layers = spec.weight_bytes - (vectors + vocabularies * spec.vocab_weights) * spec.dtype_bytes
-    rows = -(-spec.vocab_size // tp) * spec.hidden_size
-    share = math.ceil(layers * (spec.layer_weights_of_rank(tp) / spec.layer_weights))
-    return (vectors + vocabularies * rows) * spec.dtype_bytes + share
+    share = math.ceil(spec.layer_bytes() * (spec.layer_weights_of_rank(tp) / spec.layer_weights))
+    return math.ceil(spec.vocab_bytes(tp)) + spec.vector_weights * spec.dtype_bytes + share
 
 
 def page_token_bytes(spec: ModelSpec, kv_dtype: str | None = None, tp: int = 1) -> int:
@@ -304,7 +300,7 @@ def predicted_shape(
     target_row, hidden_size = pass_row_bytes(spec, tp), spec.hidden_size
     if depth:
         hidden_size = max(hidden_size, heads.hidden_size)
-    mixers = spec.mixers
+    mixers, unpacked = spec.mixers, -(-spec.unpacked_matrix_bytes // tp)
     # A path to each leaf, at most one per two nodes in the best trees; a state before and behind it.
     states = 0 if mixers is None else 2 * max(1, nodes // 2) * mixers.largest_state
     return GenerationShape(
@@ -313,9 +309,9 @@ def predicted_shape(
         scratch_bytes_per_node=page_token_bytes(spec, None, tp) + (0 if mixers is None else mixers.row_bytes),
         mixer_state_bytes=0 if mixers is None else mixers.state_bytes,
         mixers=PassBytes(0, states),
-        beside_mixers=PassBytes(0, 0 if mixers is None else 4 * spec.hidden_size * spec.dtype_bytes),
+        beside_mixers=PassBytes(unpacked, 0 if mixers is None else 4 * spec.hidden_size * spec.dtype_bytes),
         head_bytes=heads.nbytes(spec, depth, tp),
-        forward=PassBytes(0, heads.row_bytes(spec, target_row) if depth else target_row),
+        forward=PassBytes(unpacked, heads.row_bytes(spec, target_row) if depth else target_row),
         draft=PassBytes(0, heads.sequence_bytes(spec, depth, nodes) if depth else 0),
         state_bytes=3 * hidden_size * spec.dtype_bytes,
         workspace_bytes=workspace_bytes,

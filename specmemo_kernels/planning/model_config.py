@@ -43,7 +43,8 @@ def read_sizes(text: Mapping[str, Any], name: str) -> dict[str, Any]:
         "shared_size": shared if experts else 0,
         "ffn_tensors": _ffn_tensors(str(text.get("model_type"))),
         "expert_tensors": 9 if text.get("model_type") == "gpt_oss" else 4,
-        "norm_weights": hidden * (4 if text.get("model_type") in _FOUR_NORMS else 2),
+        "norm_weights": hidden * (4 if text.get("model_type") in _FOUR_NORMS else 2)
+        + (2 * attention["head_dim"] if text.get("model_type") in _HEAD_NORMS else 0),
         "tied": bool(text.get("tie_word_embeddings", text.get("model_type") in _TIED)), "dtype": dtype,
         "max_context": get("max_position_embeddings", "n_positions") or 1 << 20,
         "mtp_layers": _size_or_0(text, name, "num_nextn_predict_layers", "num_mtp_layers"),
@@ -68,6 +69,8 @@ def _is_recurrent(text: Mapping[str, Any]) -> bool:
 _UNGATED = {"gpt2", "gpt_neox", "phi", "opt", "starcoder2", "nemotron"}
 _FOUR_NORMS = {"gemma2", "gemma3", "gemma3_text"}
 _FUSED = {"phi3", "glm", "glm4"}
+#: Families with norms of queries and keys, one per head size.
+_HEAD_NORMS = {"qwen3", "qwen3_moe", "gemma3", "gemma3_text"}
 _TIED = {"gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "cohere", "cohere2"}
 
 
@@ -113,30 +116,3 @@ def _attention(text: Mapping[str, Any], name: str, hidden: int, heads: int) -> d
         "attention_weights": hidden * dim * (2 * heads + 2 * kv_heads),
         "bias_weights": dim * (heads + 2 * kv_heads) if biased else 0,
     }
-
-
-def quantised_bits(config: Mapping[str, Any]) -> tuple[float, str]:
-    """Bits per weight of a ``quantization_config``, scales and zero points included, and the quantised part.
-
-    gptq and awq: a 16-bit scale and a zero point per group. bitsandbytes: in 4 bits a float32 scale per 64 weights
-    (with double quantisation 8 bits, and a float32 per 256 scales), in 8 bits a scale per row. fp8: a float32 scale per
-    block of 128 x 128. mxfp4: an 8-bit scale per 32 weights of experts (gpt-oss).
-
-    Raises:
-        ValueError: unknown method; the message lists the known ones.
-    """
-    method = str(config.get("quant_method", "")).lower()
-    if method in ("gptq", "awq"):
-        bits, group = int(config.get("bits", 4)), int(config.get("group_size", config.get("q_group_size", 128)))
-        return bits + (16 + bits) / group if group > 0 else float(bits), "layers"
-    if method == "bitsandbytes" or "load_in_4bit" in config or "load_in_8bit" in config:
-        if config.get("load_in_8bit"):
-            return 8.0, "layers"
-        double = config.get("bnb_4bit_use_double_quant")
-        return 4 + (8 / 64 + 32 / (64 * 256) if double else 32 / 64), "layers"
-    if method in ("fp8", "fbgemm_fp8"):
-        return 8 + 32 / 128**2, "layers"
-    if method == "mxfp4":
-        return 4 + 8 / 32, "experts"
-    known = "gptq, awq, bitsandbytes, fp8, fbgemm_fp8, mxfp4"
-    raise ValueError(f"quantization_config has quant_method={method!r}; sizes are known for {known}")

@@ -8,7 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from specmemo_kernels.planning.model_config import DTYPE_BYTES, quantised_bits, read_sizes
+from specmemo_kernels.planning.decoder_matrices import decoder_matrices
+from specmemo_kernels.planning.gguf_file import read_gguf
+from specmemo_kernels.planning.gguf_header import is_gguf
+from specmemo_kernels.planning.known_models import known_model
+from specmemo_kernels.planning.model_config import DTYPE_BYTES, read_sizes
+from specmemo_kernels.planning.quantised_weights import UNQUANTISED, QuantisedWeights
 
 #: Maximum of bytes read from a configuration; typical ones have up to 100 KB.
 _LONGEST_CONFIG = 16 << 20
@@ -51,9 +56,8 @@ class ModelSpec:
         norm_weights, bias_weights: vector elements of one layer.
         tied: whether the lm_head is the embedding.
         dtype: of activations, keys, values, and weights that aren't quantised.
-        weight_bits: bits per quantised element, scales and zero points included; ``None``: as ``dtype``.
-        quantised: ``"layers"``: the layers' matrices; ``"experts"``: only those of experts.
         max_context: the model's maximum of positions. mtp_layers: its layers for multi-token prediction.
+        quantised: which matrices are stored as codes.
         layers_without_keys: layers that have no keys and values. other_weights: matrix elements of all layers besides
             attention and feed-forward layers (of recurrent layers). recurrent: there are layers with a state per
             sequence. mixers: their sizes; ``None``: there are none, or their sizes aren't known yet
@@ -82,10 +86,9 @@ class ModelSpec:
     bias_weights: int
     tied: bool
     dtype: str
-    weight_bits: float | None
-    quantised: str
     max_context: int
     mtp_layers: int = 0
+    quantised: QuantisedWeights = UNQUANTISED
     layers_without_keys: int = 0
     other_weights: int = 0
     recurrent: bool = False
@@ -163,42 +166,77 @@ class ModelSpec:
         return self.vocab_size * self.hidden_size
 
     @property
+    def vector_weights(self) -> int:
+        """Elements of norms and biases."""
+        return self.num_layers * (self.norm_weights + self.bias_weights) + self.hidden_size
+
+    @property
     def parameters(self) -> int:
         """Elements of the model."""
-        vectors = self.num_layers * (self.norm_weights + self.bias_weights) + self.hidden_size
-        return self.layer_weights + self.vocab_weights * (1 if self.tied else 2) + vectors
+        return self.layer_weights + self.vocab_weights * (1 if self.tied else 2) + self.vector_weights
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the model; embeddings, lm_head and norms are never quantised."""
-        return int(self._stored_bytes(self.parameters))
+        """Bytes of the model; norms are never quantised."""
+        return int(self.vocab_bytes() + self.vector_weights * self.dtype_bytes + self.layer_bytes())
+
+    def vocab_bytes(self, tp: int = 1) -> float:
+        """Bytes of the embedding and the lm_head on one of ``tp`` ranks, which have equal shares of the rows.
+
+        A tied lm_head that is stored otherwise than the embedding takes its own bytes.
+        """
+        weights = self.quantised
+        size = weights.embedding.per_element(self.dtype_bytes)
+        if not self.tied or weights.lm_head != weights.embedding:
+            size += weights.lm_head.per_element(self.dtype_bytes)
+        return -(-self.vocab_size // tp) * self.hidden_size * size
 
     @property
-    def _quantised_weights(self) -> int:
-        if self.weight_bits is None:
-            return 0
-        experts = self.moe_layers * self.num_experts * self.expert_weights
-        return self.layer_weights if self.quantised == "layers" else experts
+    def lm_head_bytes(self) -> float:
+        """Bytes of the lm_head's matrix, read in each product with it."""
+        return self.vocab_weights * self.quantised.lm_head.per_element(self.dtype_bytes)
 
     @property
     def bytes_per_weight(self) -> float:
         """Mean over the layers' matrices."""
-        return self._stored_bytes(self.layer_weights) / self.layer_weights
+        return self.layer_bytes() / self.layer_weights
 
-    def _stored_bytes(self, elements: int) -> float:
-        """Bytes of ``elements``, all quantised ones among them."""
-        quantised = self._quantised_weights
-        return (elements - quantised) * self.dtype_bytes + quantised * (self.weight_bits or 0) / 8
+    def layer_bytes(self, experts: float | None = None) -> float:
+        """Bytes of all layers' matrices, with ``experts`` experts per mixture (``None``: all)."""
+        size, weights = self.dtype_bytes, self.quantised
+        attention = self.attention_layers * self.attention_weights + self.other_weights
+        dense = self.dense_layers * self.dense_ffn_weights + self.moe_layers * self.shared_weights
+        expert = self.moe_layers * (self.num_experts if experts is None else experts) * self.expert_weights
+        parts = ((attention, weights.attention), (dense, weights.feed_forward), (expert, weights.experts))
+        return sum(elements * part.per_element(size) for elements, part in parts)
+
+    @property
+    def unpacked_matrix_bytes(self) -> int:
+        """Bytes of the largest matrix that each pass dequantises, 0 if kernels read the codes."""
+        return self.quantised.largest * self.dtype_bytes
+
+    def unpacked_bytes(self, rows: int, lm_head: bool = True) -> float:
+        """Bytes that a pass over ``rows`` rows dequantises, perhaps with the lm_head; 0 if kernels read the codes."""
+        if not self.quantised.largest:
+            return 0.0
+        coded = replace(self, quantised=self.quantised.only_coded())
+        return coded.read_bytes(rows) + (coded.lm_head_bytes if lm_head else 0.0)
 
     def read_weights(self, rows: int) -> float:
         """Matrix elements of the layers that a pass over ``rows`` rows reads.
 
         With ``k`` of ``E`` equally likely experts per token, a pass uses ``E * (1 - (1 - k/E)**rows)`` on average.
         """
-        experts = 0.0
-        if self.num_experts:
-            experts = self.num_experts * (1 - (1 - self.experts_per_token / self.num_experts) ** rows)
-        return self._layer_weights(experts)
+        return self._layer_weights(self._read_experts(rows))
+
+    def read_bytes(self, rows: int) -> float:
+        """Bytes of :meth:`read_weights`, as stored."""
+        return self.layer_bytes(self._read_experts(rows))
+
+    def _read_experts(self, rows: int) -> float:
+        if not self.num_experts:
+            return 0.0
+        return self.num_experts * (1 - (1 - self.experts_per_token / self.num_experts) ** rows)
 
     @property
     def active_weights(self) -> int:
@@ -206,8 +244,8 @@ class ModelSpec:
         return int(self._layer_weights(self.experts_per_token))
 
     def with_weights(self, bits: float) -> ModelSpec:
-        """A copy with the layers' matrices in ``bits`` bits, scales included."""
-        return replace(self, weight_bits=bits, quantised="layers")
+        """A copy with the layers' matrices in ``bits`` bits, scales included, which kernels read as they are."""
+        return replace(self, quantised=QuantisedWeights.uniform(bits))
 
     def with_dtype(self, dtype: str) -> ModelSpec:
         """A copy in ``dtype``.
@@ -223,26 +261,39 @@ class ModelSpec:
         return asdict(self)
 
     @classmethod
-    def load(cls, source: str | Path) -> Self:
-        """Read a ``config.json``, a folder with one, or a hub id (by transformers).
+    def load(cls, source: str | Path, weight_bits: float | None = None) -> Self:
+        """Read a known model's name, a ``config.json``, a folder with one, a ``.gguf`` file, or a hub id.
+
+        A path has precedence over a known name, a known name over the hub's file (by transformers).
+
+        Args:
+            weight_bits: bits of the layers' weights, instead of the source's quantisation.
 
         Raises:
             ValueError: not a configuration of a decoder; the message has source and field.
             OSError: no such file, folder or id.
         """
         path = Path(source)
+        if path.suffix == ".gguf" or (path.is_file() and is_gguf(path)):
+            spec = cls(**read_gguf(path))
+            return spec if weight_bits is None else replace(spec, quantised=QuantisedWeights.uniform(weight_bits))
         file = path / "config.json" if path.is_dir() else path
         if file.is_file():
-            return cls.from_config(_read_json(file), name=str(source))
+            return cls.from_config(_read_json(file), str(source), weight_bits)
         if path.suffix == ".json" or path.is_dir():
             raise FileNotFoundError(f"there is no {file}; give a config.json, a folder with one, or a hub id")
+        if (config := known_model(str(source))) is not None:
+            return cls.from_config(config, str(source), weight_bits)
         from transformers import AutoConfig
 
-        return cls.from_config(AutoConfig.from_pretrained(source), name=str(source))
+        return cls.from_config(AutoConfig.from_pretrained(source), str(source), weight_bits)
 
     @classmethod
-    def from_config(cls, config: Any, name: str | None = None) -> Self:
+    def from_config(cls, config: Any, name: str | None = None, weight_bits: float | None = None) -> Self:
         """From a transformers configuration, or the dict of a ``config.json``.
+
+        Args:
+            weight_bits: bits of the layers' weights, instead of the configuration's quantisation.
 
         Raises:
             ValueError: a missing field or an unknown quantisation; the message has its name.
@@ -254,9 +305,14 @@ class ModelSpec:
             raise ValueError(f"text_config of {name or 'the configuration'} is {text!r}, expected an object")
         source = name or str(text.get("model_type", "model"))
         try:
+            sizes = read_sizes(text, source)
             quantisation = config.get("quantization_config") or text.get("quantization_config")
-            bits, part = quantised_bits(quantisation) if quantisation else (None, "layers")
-            return cls(**read_sizes(text, source), weight_bits=bits, quantised=part)
+            if weight_bits is not None:
+                sizes["quantised"] = QuantisedWeights.uniform(weight_bits)
+            elif quantisation:
+                matrices = decoder_matrices(text, sizes)
+                sizes["quantised"] = QuantisedWeights.read(quantisation, matrices, DTYPE_BYTES[sizes["dtype"]])
+            return cls(**sizes)
         except (ArithmeticError, AttributeError, KeyError, TypeError) as error:  # a field of another type
             raise ValueError(f"the configuration of {source} can't be read: {type(error).__name__}: {error}") from error
 

@@ -12,9 +12,10 @@ import torch
 from specmemo_kernels.backends.kernel_config import KernelConfig, attention_configs, max_state_bytes
 from specmemo_kernels.backends.kernel_target import TARGETS
 from specmemo_kernels.planning.baselines import Workload
-from specmemo_kernels.planning.device import DeviceProfile, known_device
+from specmemo_kernels.planning.device import DeviceProfile
 from specmemo_kernels.planning.drafter_spec import CHAIN_ACCURACY, DrafterSpec, HeadsSpec
 from specmemo_kernels.planning.footprint import check_ranks, page_token_bytes, weight_bytes
+from specmemo_kernels.planning.known_devices import known_device
 from specmemo_kernels.planning.memory_plan import (
     BudgetError,
     MemoryPlan,
@@ -206,7 +207,9 @@ def _reasons(
         lines.append(f"keys and values are kept in {request.kv_dtype}: tokens may differ from the model's own")
     if given > device.memory:
         lines.append(f"{device.name} has {format_bytes(device.memory)}, less than the budget")
-    return lines
+    if device.backend is None:
+        lines.append(f"{device.name}: {device.without_kernels}")
+    return [*lines, *request.spec.quantised.notes]
 
 
 def _nothing_fits(request: PlanRequest, choices: list[PlanCandidate], limit: int) -> str:
@@ -220,7 +223,7 @@ def _nothing_fits(request: PlanRequest, choices: list[PlanCandidate], limit: int
     generation_bytes = least.total_bytes - parts["weights"]
     for bits in (8.0, 4.5):
         smaller = spec.with_weights(bits)
-        if spec.weight_bits is None and weight_bytes(smaller, request.tp) + generation_bytes <= limit:
+        if not spec.quantised.method and weight_bytes(smaller, request.tp) + generation_bytes <= limit:
             advice.append(f"weights in {bits:g} bits ({format_bytes(smaller.weight_bytes)})")
             break
     if generation_bytes and limit > least.total_bytes - parts["kv_pages"]:

@@ -17,6 +17,7 @@ from specmemo_kernels.planning.footprint import (
     predicted_shape,
     weight_bytes,
 )
+from specmemo_kernels.planning.memory_plan import format_bytes
 from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.tree.acceptance import (
     DEFAULT_ACCURACY,
@@ -93,14 +94,23 @@ class PlanCandidate:
 
 
 def on_device(spec: ModelSpec, device: DeviceProfile) -> ModelSpec:
-    """The model in the device's compute dtype: float32 on a CPU without a known 16-bit rate.
+    """The model as it computes on a device.
 
-    GPU kernels accept the model's dtype or raise (:mod:`specmemo_kernels.backends.kernel_config`).
+    In the device's compute dtype: float32 on a CPU without a known 16-bit rate. GPU kernels accept the model's dtype or
+    raise (:mod:`specmemo_kernels.backends.kernel_config`). Quantised weights as stored, or dequantised where the
+    method's package does that when loading.
     """
-    if device.kernel_target is not None:
-        return spec
-    dtype = device.compute_dtype(spec.dtype)
-    return spec if dtype == spec.dtype else replace(spec, dtype=dtype)
+    if device.kernel_target is None:
+        spec = replace(spec, dtype=device.compute_dtype(spec.dtype))
+    used = replace(spec, quantised=spec.quantised.on(device.kernel_target, device.backend == "cpu"))
+    if used.weight_bytes == spec.weight_bytes:
+        return used
+    stored, loaded = format_bytes(spec.weight_bytes), format_bytes(used.weight_bytes)
+    note = (
+        f"{spec.quantised.method} weights of {stored} become {loaded} in transformers, which dequantises all of them "
+        f"once; for a runtime that keeps the codes: --weight-bits {8 * spec.bytes_per_weight:.3g}"
+    )
+    return replace(used, quantised=replace(used.quantised, notes=(*used.quantised.notes, note)))
 
 
 def tree_paths(request: PlanRequest, heads: int, size: int) -> list[tuple[int, ...]]:
