@@ -168,13 +168,15 @@ def modelopt(config: Config, matrices: Sequence[Matrix], dtype_bits: int) -> Sch
 def torchao(config: Config, matrices: Sequence[Matrix], dtype_bits: int) -> Scheme:
     """``quant_type`` has one configuration, or one per module name (``FqnToConfig``).
 
+    ``include_input_output_embeddings`` adds the lm_head, and an embedding only if configurations are by name.
     Codes are converted to the activations' dtype in each call, except with dynamic activations and in int4 kernels.
     """
     chosen = config["quant_type"]
     chosen = chosen.get("default", chosen)
     embeddings = bool(config.get("include_input_output_embeddings"))
     left_out = linear_scheme(config, matrices, Codec(8), NEVER)
-    entries: Mapping[str, Any] = {_DEFAULT: chosen}
+    single: Mapping[str, Any] = {_DEFAULT: chosen}
+    entries = single
     if chosen["_type"] in ("FqnToConfig", "ModuleFqnToConfig"):
         data = chosen["_data"]
         entries = data.get("fqn_to_config") or data.get("module_fqn_to_config") or {}
@@ -182,8 +184,12 @@ def torchao(config: Config, matrices: Sequence[Matrix], dtype_bits: int) -> Sche
     codecs = {name: _torchao_codec(entry, dtype_bits) for name, entry in entries.items() if entry}
 
     def select(matrix: Matrix) -> Codec | None:
-        inside = left_out.codec(matrix) is not None or (embeddings and matrix.part in ("embedding", "lm_head"))
-        codec = codecs.get(_torchao_name(entries, matrix.name))
+        name = _torchao_name(entries, matrix.name)
+        if matrix.part == "embedding":
+            inside = entries is not single and (embeddings or name != _DEFAULT)
+        else:
+            inside = left_out.codec(matrix) is not None or (embeddings and matrix.part == "lm_head")
+        codec = codecs.get(name)
         return codec(matrix) if inside and codec is not None else None
 
     converts = any(entries[name]["_type"] in _AO_CONVERTED for name in codecs)
