@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from tiny_models import VOCAB, OracleDrafter, tiny_model
 
 import specmemo_kernels as sk
 from specmemo_kernels.integrations.hf import plan as hf_plan
+from specmemo_kernels.ops import dispatch
 from specmemo_kernels.planning.device import GIB, DeviceProfile
 
 #: The model's 2 layers launch 243 operators: 0.2 ms, beside which a row is nothing (or everything).
@@ -133,3 +135,16 @@ def test_the_plan_leaves_room_above_the_fastest_tree(monkeypatch: pytest.MonkeyP
     assert plan.tree.max_depth == plan.tree.pruned(fastest).max_depth
     assert handle.chooser is not None
     assert handle.chooser.tree is plan.tree
+
+
+def test_no_kernels_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default falls back to the reference with a warning, as on Apple's GPUs; a named backend doesn't warn."""
+    heads = sk.MedusaHeads(32, VOCAB, 1)
+    monkeypatch.setattr(dispatch, "_default", lambda _: "reference")
+    model = tiny_model("llama", seed=40)
+    with pytest.warns(UserWarning, match="no kernels for cpu here, so the reference backend computes"):
+        sk.patch(model, heads, tree=2)
+    sk.unpatch(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sk.patch(model, heads, tree=2, backend="reference").target.backend == "reference"

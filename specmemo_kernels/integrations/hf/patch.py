@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -118,7 +119,8 @@ def patch(
             The device is known by name, or measured once per process in one to two seconds (``specmemo probe`` saves
             the result). Heads that this tree doesn't use are dropped. Each step verifies the fastest part of the tree,
             by recent acceptance and measured times. Prompt lookup and draft models get a chain, unless a tree is given.
-        backend: ``"reference"``, ``"cpu"``, ``"triton"`` or ``None`` (by device).
+        backend: ``"reference"``, ``"cpu"``, ``"triton"`` or ``None``: by device, with a warning where that is the
+            reference (Apple's and Intel's GPUs, an installation without the C++ module).
         page_size: tokens per page of the KV cache.
         prefill_chunk: most prompt tokens per forward pass; the plan may lower it to keep the budget.
         max_batch_size: most sequences decoded at once; the plan may lower it. Further rows are queued.
@@ -178,7 +180,15 @@ def patch(
     free = None if keep_free is None else parse_bytes(keep_free, "keep_free")
     page_dtype(kv_dtype)
     check_bits(head_bits)
-    name = ops.backend_name(backend, model.get_input_embeddings().weight.device)
+    device = model.get_input_embeddings().weight.device
+    name = ops.backend_name(backend, device)
+    if backend is None and name == "reference":
+        warnings.warn(
+            f"specmemo: there are no kernels for {device} here, so the reference backend computes, which is slow; "
+            'backend="reference" accepts it without this warning',
+            UserWarning,
+            stacklevel=2,
+        )
     if invariant:
         check_invariant_arguments(name, fuse, kv_dtype)
     ranks = ranks_of(model, rank_timeout)

@@ -277,6 +277,8 @@ def _largest_tree(setup: Setup, kv_dtype: str | None) -> tuple[Trees, int, dict[
         return _small_tree(heads, accuracy, f"there is no profile for {dtype} on {facts.device}")
     spec = with_mixers(dataclasses.replace(spec, dtype=dtype), setup.model, facts.mixers, len(facts.layers))
     profile = profile_of(str(facts.device))
+    weights = spec.quantised.on(profile.kernel_target, profile.backend == "cpu")
+    spec = dataclasses.replace(spec, quantised=weights)
     if profile.compute_dtype(dtype) != dtype:
         rates = dict(profile.matmul_rate) | {dtype: min(profile.matmul_rate.values())}
         profile = dataclasses.replace(profile, matmul_rate=rates)
