@@ -40,7 +40,9 @@ def read_gguf(path: Path) -> dict[str, Any]:
     header = read_header(path)
     try:
         return _sizes(header, str(path))
-    except (ArithmeticError, KeyError, TypeError) as error:
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+        if str(path) in str(error):
+            raise
         raise ValueError(f"{path} has unusual metadata ({type(error).__name__}: {error}); {_REMEDY}") from error
 
 

@@ -36,8 +36,13 @@ from specmemo_kernels.planning.quantisation_scheme import (
 Matrices = Sequence[Matrix]
 
 
-def scheme_of(config: Config, matrices: Matrices, dtype_bits: int) -> Scheme:
-    """The scheme of a ``quantization_config``, for matrices of a model in a dtype of ``dtype_bits``.
+def stored_matrices(
+    config: Config, matrices: Matrices, dtype_bits: int
+) -> tuple[Scheme, list[tuple[Matrix, float | None]]]:
+    """The scheme of a ``quantization_config``, and each matrix's bytes; ``None`` for one in the model's dtype.
+
+    Args:
+        matrices: of the model. dtype_bits: of its dtype.
 
     Raises:
         ValueError: an unknown method or setting; the message names ``--weight-bits``.
@@ -51,7 +56,9 @@ def scheme_of(config: Config, matrices: Matrices, dtype_bits: int) -> Scheme:
             "number of bits"
         )
     try:
-        return READERS[method](config, matrices, dtype_bits)
+        scheme = READERS[method](config, matrices, dtype_bits)
+        codecs = [(matrix, scheme.codec(matrix)) for matrix in matrices]
+        return scheme, [(matrix, None if codec is None else codec.nbytes(matrix)) for matrix, codec in codecs]
     except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         what = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(

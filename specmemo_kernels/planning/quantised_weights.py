@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from specmemo_kernels.planning.decoder_matrices import Matrix
-from specmemo_kernels.planning.quantisation_methods import scheme_of
+from specmemo_kernels.planning.quantisation_methods import stored_matrices
 from specmemo_kernels.planning.quantisation_scheme import NEVER, Unpacking
 
 PARTS = ("attention", "feed_forward", "experts", "lm_head", "embedding")
@@ -69,9 +69,7 @@ class QuantisedWeights:
         Raises:
             ValueError: unknown method or setting; the message names ``--weight-bits``.
         """
-        scheme = scheme_of(config, matrices, 8 * dtype_bytes)
-        codes = [(matrix, scheme.codec(matrix)) for matrix in matrices]
-        stored = [(matrix, None if codec is None else codec.nbytes(matrix)) for matrix, codec in codes]
+        scheme, stored = stored_matrices(config, matrices, 8 * dtype_bytes)
         return cls.of_matrices(scheme.method, stored, scheme.unpacking, scheme.notes)
 
     @classmethod
