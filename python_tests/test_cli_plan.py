@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from meta_models import CONFIGS
 from transformers import CONFIG_MAPPING
 from typer.testing import CliRunner, Result
@@ -232,7 +233,7 @@ def test_one_line_errors(vicuna: Path, args: tuple[str, ...], message: str) -> N
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     result = run("plan", "--model", tmp_path / "config.json", "--device", "titan-rtx")
     assert result.exit_code == 2
-    assert "config.json, a folder with one, or a hub id" in result.output
+    assert "a config.json, a folder with one, a .gguf file or a hub id" in result.output
 
 
 def test_probe_and_plan_for_what_it_found(vicuna: Path, tmp_path: Path) -> None:
@@ -253,3 +254,35 @@ def test_probe_of_no_device() -> None:
     result = run("probe", "--device", "gpu7")
     assert result.exit_code == 2
     assert "gpu7" in result.output
+
+
+def test_known_model_on_a_described_device() -> None:
+    """Without a file, a network or a table's entry; the result names what isn't counted."""
+    data = plan_json("--model", "Qwen3-4B", "--device", "8GiB, 100GB/s, 5TFLOP/s fp16", "--weight-bits", 4.5)
+    assert data["device"]["read_rate"] == 1e11
+    assert data["model"]["quantised"]["method"] == "4.5 bits"
+    assert data["plan"]["total_bytes"] < 8 << 30
+    assert "its family isn't given" in " ".join(data["plan"]["reasons"])
+
+
+def test_a_quantisation_that_is_not_known(llama: Path, tmp_path: Path) -> None:
+    """One line with the remedy, which works."""
+    config = json.loads((llama / "config.json").read_text()) | {"quantization_config": {"quant_method": "vptq"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run("plan", "--model", tmp_path, "--device", "rtx-3060")
+    assert result.exit_code == 2
+    assert "quant_method='vptq'; its codebooks differ from layer to layer; --weight-bits" in result.output
+    assert plan_json("--model", tmp_path, "--device", "rtx-3060", "--weight-bits", 2.5)["model"]["quantised"]["method"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("cuda", "for a GPU that isn't here, name it (rtx-3060) or describe it"), ("mps", "name it (m2-16gb, arc-b580)"),
+     ("xpu:0", "its rates can't be measured"), ("8GiB", "lacks bandwidth and a rate")],
+)  # fmt: skip
+def test_devices_that_are_not_here(device: str, message: str) -> None:
+    result = run("plan", "--model", "llama-3.2-1b", "--device", device)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert len(result.output.strip().splitlines()) == 1

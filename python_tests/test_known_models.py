@@ -14,7 +14,8 @@ from specmemo_kernels.planning.model_spec import ModelSpec
 #: Parameters in billions on the models' cards (Gemma's without the vision tower and with the tied embedding once).
 PUBLISHED = {
     "Llama-3.1-8B": 8.03, "Llama-3.1-70B": 70.6, "Llama-3.3-70B-Instruct": 70.6, "Llama-3.2-1B": 1.24,
-    "Llama-3.2-3B": 3.21, "Meta-Llama-3-8B": 8.03, "Llama-2-7b-hf": 6.74, "Llama-2-13b-hf": 13.0, "Llama-2-70b-hf": 69.0,
+    "Llama-3.2-3B": 3.21, "Meta-Llama-3-8B": 8.03, "Llama-2-7b-hf": 6.74, "Llama-2-13b-hf": 13.0,
+    "Llama-2-70b-hf": 69.0,
     "vicuna-7b-v1.3": 6.74, "vicuna-7b-v1.5": 6.74, "vicuna-13b-v1.3": 13.0, "vicuna-13b-v1.5": 13.0,
     "TinyLlama-1.1B-Chat-v1.0": 1.1, "SmolLM2-135M": 0.135, "SmolLM2-360M": 0.362, "SmolLM2-1.7B": 1.71,
     "SmolLM3-3B": 3.08, "Qwen3-0.6B": 0.596, "Qwen3-1.7B": 1.72, "Qwen3-4B": 4.02, "Qwen3-4B-Instruct-2507": 4.02,
