@@ -81,10 +81,10 @@ def test_bytes_of_a_file(kinds: tuple[int, int, int], tmp_path: Path) -> None:
     """Matrices have exactly the file's bytes; sizes are those of the same configuration."""
     metadata, tensors = llama(kinds)
     spec = ModelSpec.load(write(tmp_path / "m.gguf", metadata, tensors))
-    assert spec.weight_bytes == stored(tensors) + 2 * spec.vector_weights
+    assert spec.weight_bytes == stored(tensors) + 4 * spec.vector_weights
     config = {
         "model_type": "llama", "hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 1000,
-        "num_key_value_heads": 2, "intermediate_size": 1024, "max_position_embeddings": 4096, "dtype": "float16",
+        "num_key_value_heads": 2, "intermediate_size": 1024, "max_position_embeddings": 4096, "dtype": "float32",
     }  # fmt: skip
     assert spec.with_weights(4) == ModelSpec.from_config(config, spec.name, weight_bits=4)
 
@@ -102,15 +102,17 @@ def test_tied_embeddings_and_experts(tmp_path: Path) -> None:
     spec = ModelSpec.load(write(tmp_path / "m.gguf", metadata, tensors))
     assert spec.tied
     assert (spec.num_experts, spec.experts_per_token, spec.expert_size) == (4, 2, 1024)
-    assert spec.weight_bytes == pytest.approx(stored(tensors) + 2 * spec.vector_weights, abs=1)
+    assert spec.weight_bytes == pytest.approx(stored(tensors) + 4 * spec.vector_weights, abs=1)
     assert spec.quantised.experts.coded == DENSITY[Q4_K]
 
 
 def test_a_plan_says_what_transformers_does(tmp_path: Path) -> None:
-    """It dequantises the file; --weight-bits plans for another runtime."""
+    """It dequantises the file, to float32 by default; --weight-bits plans for another runtime."""
     path = write(tmp_path / "m.gguf", *llama())
     plan = plan_memory(path, "rtx-4060", None, Workload(128))
-    assert plan.parts["weights"] == 2 * ModelSpec.load(path).parameters
+    assert plan.parts["weights"] == 4 * ModelSpec.load(path).parameters
+    half = plan_memory(ModelSpec.load(path).with_dtype("float16"), "rtx-4060", None, Workload(128))
+    assert half.parts["weights"] == plan.parts["weights"] / 2
     assert any("dequantises all of them once" in line and "--weight-bits" in line for line in plan.reasons)
     coded = plan_memory(ModelSpec.load(path, weight_bits=4.5), "rtx-4060", None, Workload(128))
     assert coded.parts["weights"] < 0.6 * plan.parts["weights"]

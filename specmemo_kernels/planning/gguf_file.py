@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specmemo_kernels.planning.decoder_matrices import Matrix
-from specmemo_kernels.planning.gguf_header import PLAIN_TYPES, GgufHeader, GgufTensor, read_header
+from specmemo_kernels.planning.gguf_header import FLOAT32, GgufHeader, GgufTensor, read_header
 from specmemo_kernels.planning.model_config import read_sizes
 from specmemo_kernels.planning.quantisation_scheme import AT_LOAD
 from specmemo_kernels.planning.quantised_weights import QuantisedWeights
@@ -31,7 +31,7 @@ _RECURRENT = (".ssm.", ".wkv.", ".shortconv.", ".time_mix_")
 
 
 def read_gguf(path: Path) -> dict[str, Any]:
-    """The fields of a ``ModelSpec``. Matrices have the file's bytes exactly; the dtype is float16.
+    """The fields of a ``ModelSpec``. Matrices have the file's bytes exactly; the dtype is float32, as in transformers.
 
     Raises:
         ValueError: not a whole gguf file of a decoder, or one with recurrent layers.
@@ -66,14 +66,15 @@ def _sizes(header: GgufHeader, name: str) -> dict[str, Any]:
     embedding = tensors["token_embd.weight"]
     text |= {
         "model_type": _MODEL_TYPES.get(architecture, architecture), "vocab_size": embedding.shape[0],
-        "tie_word_embeddings": "output.weight" not in tensors, "dtype": "float16",
+        "tie_word_embeddings": "output.weight" not in tensors, "dtype": "float32",
         "attention_bias": "blk.0.attn_q.bias" in tensors,
     }  # fmt: skip
     parts = [(part, tensor) for tensor in header.tensors if (part := _part(tensor)) is not None]
     if "output.weight" not in tensors:
         parts.append(("lm_head", embedding))
     stored = [(_matrix(tensor, part), _coded_bytes(tensor)) for part, tensor in parts]
-    return read_sizes(text, name) | {"quantised": QuantisedWeights.of_matrices("gguf", stored, AT_LOAD)}
+    note = "transformers loads a .gguf file in float32 unless from_pretrained gets a dtype (here: --dtype)"
+    return read_sizes(text, name) | {"quantised": QuantisedWeights.of_matrices("gguf", stored, AT_LOAD, (note,))}
 
 
 def _one(value: Any) -> int:
@@ -112,5 +113,5 @@ def _matrix(tensor: GgufTensor, part: str) -> Matrix:
 
 
 def _coded_bytes(tensor: GgufTensor) -> float | None:
-    """Stored bytes, ``None`` for 16-bit floats, which are in the model's dtype."""
-    return None if tensor.kind in PLAIN_TYPES and tensor.kind != 0 else float(tensor.nbytes)
+    """Stored bytes, ``None`` for float32."""
+    return None if tensor.kind == FLOAT32 else float(tensor.nbytes)

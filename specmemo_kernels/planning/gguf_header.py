@@ -20,8 +20,7 @@ BLOCKS: dict[int, tuple[int, int]] = {
     26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2), 34: (256, 54), 35: (256, 66), 39: (32, 17),
     40: (64, 36), 41: (128, 18),
 }  # fmt: skip
-#: Float types, which aren't codes: F32, F16, BF16.
-PLAIN_TYPES = (0, 1, 30)
+FLOAT32 = 0
 #: struct formats of metadata values; 8 is a string, 9 an array.
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9

@@ -241,4 +241,5 @@ def _nothing_fits(request: PlanRequest, choices: list[PlanCandidate], limit: int
         f"{format_bytes(limit)} is too small for {spec.name} on {request.device.name}: the smallest plan needs "
         f"{needed}; {format_bytes(least.total_bytes - limit)} missing, the largest part is {largest}. What would fit: "
         + "; or ".join(advice)
+        + "".join(f". Note: {note}" for note in spec.quantised.notes)
     )
