@@ -265,6 +265,15 @@ def test_known_model_on_a_described_device() -> None:
     assert "its family isn't given" in " ".join(data["plan"]["reasons"])
 
 
+def test_weights_of_the_plan(llama: Path, tmp_path: Path) -> None:
+    """The table has the quantisation, and whether the codes are kept."""
+    config = json.loads((llama / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for device, expected in (("rtx-4090", "fp8, others bfloat16"), ("rtx-3090", "fp8, dequantised to bfloat16")):
+        result = run("plan", "--model", tmp_path, "--device", device, "--context", 256)
+        assert expected in result.output
+
+
 def test_a_quantisation_that_is_not_known(llama: Path, tmp_path: Path) -> None:
     """One line with the remedy, which works."""
     config = json.loads((llama / "config.json").read_text()) | {"quantization_config": {"quant_method": "vptq"}}

@@ -64,6 +64,15 @@ def test_memory_and_time_of_dequantisation() -> None:
     assert extra == pytest.approx(2 * 2 * spec.layer_weights / profile.read_rate, rel=1e-6)
 
 
+def test_copies_of_a_dequantised_matrix() -> None:
+    """torchao's float8 goes through float32: 5.9 matrices were measured; its int8 converts once."""
+    kinds = {"Float8WeightOnlyConfig": 5.9, "Int8WeightOnlyConfig": 1.2, "Float8DynamicActivationFloat8WeightConfig": 0}
+    for kind, copies in kinds.items():
+        spec = quantised({"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_data": {}}}})
+        used = on_device(spec, known_device("rtx-4060"))
+        assert used.unpacked_matrix_bytes == int(copies * 2 * 3072 * 8192)
+
+
 def test_lm_head_in_codes() -> None:
     """A step reads fewer bytes of it, and drafts that share it as well."""
     config = {"quant_method": "gptq", "bits": 4}

@@ -15,6 +15,7 @@ from specmemo_kernels.planning.cost import Message, Speed, decode_pass, medusa_s
 from specmemo_kernels.planning.drafter_spec import HeadsSpec
 from specmemo_kernels.planning.footprint import weight_bytes
 from specmemo_kernels.planning.memory_plan import MemoryPlan, format_bytes
+from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.planning.planner import smallest_budget
 from specmemo_kernels.planning.search import (
     MAX_NODES,
@@ -106,7 +107,7 @@ def show(
         soft_wrap=True,
     )
     chosen = Table("chosen", "value")
-    for name, value in (_chosen(plan, spec.dtype) | _communication(request, rows[0])).items():
+    for name, value in (_chosen(plan, spec) | _communication(request, rows[0])).items():
         chosen.add_row(name, value)
     parts = Table("part", "bytes")
     for name, size in plan.parts.items():
@@ -189,13 +190,15 @@ def _communication(request: PlanRequest, row: Row) -> dict[str, str]:
     return {"messages of a step": size, "of its time": f"{1e3 * totals['seconds']:.2f} ms"}
 
 
-def _chosen(plan: MemoryPlan, dtype: str) -> dict[str, str]:
+def _chosen(plan: MemoryPlan, spec: ModelSpec) -> dict[str, str]:
     bits = f", in {plan.head_bits} bits" if plan.head_bits and plan.heads else ""
     drafter = {"drafter": f"{plan.drafter}"} if plan.heads is None else {"heads": f"{plan.heads}{bits}"}
     dynamic = "dynamic, " if isinstance(plan.tree, TreeBudget) else ""
-    return drafter | {
+    rest = f"others {spec.dtype}" if spec.quantised.in_codes else f"dequantised to {spec.dtype}"
+    weights = {"weights": f"{spec.quantised.method}, {rest}"} if spec.quantised.method else {}
+    return weights | drafter | {
         "tree": f"{dynamic}{plan.tree.size} nodes, depth {plan.tree.max_depth}",
-        "pages": f"{plan.max_pages} of {plan.page_size} tokens, {plan.kv_dtype or dtype}",
+        "pages": f"{plan.max_pages} of {plan.page_size} tokens, {plan.kv_dtype or spec.dtype}",
         "prefill chunk": f"{plan.prefill_chunk} tokens",
         "sequences at once": str(plan.max_sequences),
         "tokens per step": f"{plan.tokens_per_step:.2f}",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+#: Maximum of bytes read from a configuration; typical ones have up to 100 KB.
+_LONGEST_CONFIG = 16 << 20
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -116,3 +120,20 @@ def _attention(text: Mapping[str, Any], name: str, hidden: int, heads: int) -> d
         "attention_weights": hidden * dim * (2 * heads + 2 * kv_heads),
         "bias_weights": dim * (heads + 2 * kv_heads) if biased else 0,
     }
+
+
+def read_json(file: Path) -> Mapping[str, Any]:
+    """The object of a ``config.json``.
+
+    Raises:
+        ValueError: no JSON, or no object; the message has the file.
+    """
+    with file.open("rb") as stream:
+        content = stream.read(_LONGEST_CONFIG)  # might be a file of weights
+    try:
+        config = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, Mapping):
+        raise ValueError(f"{file} holds a {type(config).__name__}, expected the JSON object of a config.json")
+    return config

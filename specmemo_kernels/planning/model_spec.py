@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,11 +11,8 @@ from specmemo_kernels.planning.decoder_matrices import decoder_matrices
 from specmemo_kernels.planning.gguf_file import read_gguf
 from specmemo_kernels.planning.gguf_header import is_gguf
 from specmemo_kernels.planning.known_models import known_model
-from specmemo_kernels.planning.model_config import DTYPE_BYTES, read_sizes
+from specmemo_kernels.planning.model_config import DTYPE_BYTES, read_json, read_sizes
 from specmemo_kernels.planning.quantised_weights import UNQUANTISED, QuantisedWeights
-
-#: Maximum of bytes read from a configuration; typical ones have up to 100 KB.
-_LONGEST_CONFIG = 16 << 20
 
 
 def ranks_share(queries: int, keys: int, ranks: int) -> bool:
@@ -212,15 +208,16 @@ class ModelSpec:
 
     @property
     def unpacked_matrix_bytes(self) -> int:
-        """Bytes of the largest matrix that each pass dequantises, 0 if kernels read the codes."""
-        return self.quantised.largest * self.dtype_bytes
+        """Bytes that dequantising the largest matrix takes in each pass, 0 if kernels read the codes."""
+        return int(self.quantised.largest * self.dtype_bytes * self.quantised.unpacking.copies)
 
     def unpacked_bytes(self, rows: int, lm_head: bool = True) -> float:
-        """Bytes that a pass over ``rows`` rows dequantises, perhaps with the lm_head; 0 if kernels read the codes."""
+        """Bytes that a pass over ``rows`` rows dequantises, perhaps with the lm_head; 0 if it reads the codes."""
         if not self.quantised.largest:
             return 0.0
         coded = replace(self, quantised=self.quantised.only_coded())
-        return coded.read_bytes(rows) + (coded.lm_head_bytes if lm_head else 0.0)
+        whole = coded.read_bytes(rows) + (coded.lm_head_bytes if lm_head else 0.0)
+        return whole * self.quantised.unpacking.copies
 
     def read_weights(self, rows: int) -> float:
         """Matrix elements of the layers that a pass over ``rows`` rows reads.
@@ -279,7 +276,7 @@ class ModelSpec:
             return spec if weight_bits is None else replace(spec, quantised=QuantisedWeights.uniform(weight_bits))
         file = path / "config.json" if path.is_dir() else path
         if file.is_file():
-            return cls.from_config(_read_json(file), str(source), weight_bits)
+            return cls.from_config(read_json(file), str(source), weight_bits)
         if path.suffix == ".json" or path.is_dir():
             raise FileNotFoundError(f"there is no {file}; give a config.json, a folder with one, or a hub id")
         if (config := known_model(str(source))) is not None:
@@ -315,15 +312,3 @@ class ModelSpec:
             return cls(**sizes)
         except (ArithmeticError, AttributeError, KeyError, TypeError) as error:  # a field of another type
             raise ValueError(f"the configuration of {source} can't be read: {type(error).__name__}: {error}") from error
-
-
-def _read_json(file: Path) -> Mapping[str, Any]:
-    with file.open("rb") as stream:
-        content = stream.read(_LONGEST_CONFIG)  # might be a file of weights
-    try:
-        config = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(config, Mapping):
-        raise ValueError(f"{file} holds a {type(config).__name__}, expected the JSON object of a config.json")
-    return config

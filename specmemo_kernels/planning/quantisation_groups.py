@@ -9,12 +9,12 @@ from specmemo_kernels.planning.decoder_matrices import Matrix
 from specmemo_kernels.planning.module_names import compressed_tensors_names, glob, is_router, regex, skips, tag_of
 from specmemo_kernels.planning.quantisation_scheme import (
     AT_LOAD,
-    EACH_CALL,
     GPU_KERNELS,
     NEVER,
     Codec,
     Config,
     Scheme,
+    Unpacking,
     linear_scheme,
 )
 
@@ -79,7 +79,10 @@ def auto_round(config: Config, matrices: Sequence[Matrix], dtype_bits: int) -> S
 
 
 def hqq(config: Config, matrices: Sequence[Matrix], dtype_bits: int) -> Scheme:
-    """A scale and a zero of the model's dtype per group; ten 3-bit codes in 32 bits. Settings per layer tag, or one."""
+    """A scale and a zero of the model's dtype per group; ten 3-bit codes in 32 bits. Settings per layer tag, or one.
+
+    The pytorch backend dequantises each matrix; three copies were measured.
+    """
     settings: Config = config.get("quant_config") or config
     left_out = set(config.get("skip_modules") or ("lm_head",))
     by_tag = not {"weight_quant_params", "nbits"} & set(settings)
@@ -96,7 +99,12 @@ def hqq(config: Config, matrices: Sequence[Matrix], dtype_bits: int) -> Scheme:
 
     experts = any(matrix.part == "experts" for matrix in matrices)
     notes = ("transformers 5.24 doesn't load hqq, earlier versions do",)
-    return Scheme("hqq", select, EACH_CALL, notes + (("hqq leaves experts unquantised",) if experts else ()))
+    return Scheme(
+        "hqq",
+        select,
+        Unpacking("call", "call", copies=3.0),
+        notes + (("hqq leaves experts unquantised",) if experts else ()),
+    )
 
 
 def _hqq_meta(params: Config | None, dtype_bits: int) -> float:
@@ -169,7 +177,8 @@ def torchao(config: Config, matrices: Sequence[Matrix], dtype_bits: int) -> Sche
     """``quant_type`` has one configuration, or one per module name (``FqnToConfig``).
 
     ``include_input_output_embeddings`` adds the lm_head, and an embedding only if configurations are by name.
-    Codes are converted to the activations' dtype in each call, except with dynamic activations and in int4 kernels.
+    Codes are converted to the activations' dtype in each call, except with dynamic activations and in int4 kernels. The
+    copies at once were measured on a CPU, where ``torch._int_mm`` of dynamic activations copies as well.
     """
     chosen = config["quant_type"]
     chosen = chosen.get("default", chosen)
@@ -192,14 +201,18 @@ def torchao(config: Config, matrices: Sequence[Matrix], dtype_bits: int) -> Sche
         codec = codecs.get(name)
         return codec(matrix) if inside and codec is not None else None
 
-    converts = any(entries[name]["_type"] in _AO_CONVERTED for name in codecs)
-    return Scheme("torchao", select, EACH_CALL if converts else NEVER, left_out.notes)
+    copies = max((_AO_COPIES.get(entries[name]["_type"], 0.0) for name in codecs), default=0.0)
+    unpacking = Unpacking("call", "call", copies=copies) if copies else NEVER
+    if not copies and any(entries[name]["_type"] == "Int8DynamicActivationInt8WeightConfig" for name in codecs):
+        unpacking = Unpacking("never", "call", copies=2.4)
+    return Scheme("torchao", select, unpacking, left_out.notes)
 
 
 _DEFAULT = "_default"
-_AO_CONVERTED = frozenset((
-    "Int8WeightOnlyConfig", "IntxWeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig", "Float8WeightOnlyConfig",
-))  # fmt: skip
+_AO_COPIES = {
+    "Int8WeightOnlyConfig": 1.2, "IntxWeightOnlyConfig": 2.5, "Int8DynamicActivationIntxWeightConfig": 2.5,
+    "Float8WeightOnlyConfig": 5.9,
+}  # fmt: skip
 
 
 def _torchao_name(entries: Mapping[str, Any], module: str) -> str:

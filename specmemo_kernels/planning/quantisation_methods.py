@@ -69,8 +69,9 @@ def stored_matrices(
 def _bitsandbytes(config: Config, matrices: Matrices, dtype_bits: int) -> Scheme:
     """4 bits: a float32 scale per 64 elements; nested: 8 bits, and a float32 per 256 of them. 8 bits: one per row.
 
-    4 bits have tables of 16 and 256 float32. ``matmul_4bit`` dequantises a matrix for more than some rows, on a CPU
-    always; ``int8_linear_matmul`` multiplies codes, but converts them to float32 on a CPU without AVX512.
+    4 bits have tables of 16 and 256 float32. ``matmul_4bit`` dequantises a matrix for more than some rows, and on a CPU
+    without bfloat16 instructions; ``int8_linear_matmul`` multiplies codes, but converts them to float32 on a CPU
+    without AVX512. Plans assume CPUs without them.
     """
     if config.get("load_in_8bit"):
         codec, unpacking = Codec(8, 0, 32), GPU_KERNELS
@@ -123,9 +124,15 @@ def _mxfp4(config: Config, matrices: Matrices, dtype_bits: int) -> Scheme:
 
 
 def _quanto(config: Config, matrices: Matrices, dtype_bits: int) -> Scheme:
-    """A scale of the model's dtype per row; int4 and int2: a scale and a shift per 128 columns, or 96, 64, 32."""
-    bits = {"int8": 8, "float8": 8, "int4": 4, "int2": 2}[config.get("weights", "int8")]
-    scheme = linear_scheme(config, matrices, Codec(8, 0, dtype_bits), EACH_CALL)
+    """A scale of the model's dtype per row; int4 and int2: a scale and a shift per 128 columns, or 96, 64, 32.
+
+    Each matrix is dequantised, with the copies that were measured on a CPU. In bfloat16 kernels read int8 on a CPU and
+    int4; plans don't count on them.
+    """
+    kind, copies = config.get("weights", "int8"), {"int8": 1.0, "float8": 2.4, "int4": 4.0, "int2": 4.0}
+    bits = {"int8": 8, "float8": 8, "int4": 4, "int2": 2}[kind]
+    unpacking = Unpacking("call", "call", copies=copies[kind])
+    scheme = linear_scheme(config, matrices, Codec(8, 0, dtype_bits), unpacking)
 
     def select(matrix: Matrix) -> Codec | None:
         if bits == 8 or scheme.codec(matrix) is None:

@@ -44,11 +44,13 @@ class Unpacking:
 
     Attributes:
         gpu, cpu: by the kind of device. min_target: GPUs below this compute capability (times ten) unpack at load.
+        copies: matrices of the model's dtype that a call holds at once, as temporaries of the package's Python code.
     """
 
     gpu: str = "never"
     cpu: str = "never"
     min_target: int = 0
+    copies: float = 1.0
 
     def on(self, target: str | None, cpu: bool) -> str:
         """On a CPU, or on a GPU with a Triton target (``"sm_86"``)."""

@@ -42,7 +42,7 @@ class QuantisedWeights:
         attention, feed_forward, experts, lm_head, embedding: by part; feed-forward layers with shared experts and
             routers. Recurrent layers count as attention.
         unpacking: when the method's package writes matrices in the model's dtype.
-        largest: elements of the largest matrix that each pass writes in the model's dtype; 0: none.
+        largest: elements of the largest matrix that each pass dequantises; 0: none.
         notes: sentences for the plan.
     """
 
@@ -92,6 +92,11 @@ class QuantisedWeights:
                 largest = max(largest, matrix.rows * matrix.columns)
         parts = {name: PartBytes(plain[name] / n, coded[name] / n) for name, n in elements.items() if n}
         return cls(method=method, unpacking=unpacking, largest=largest, notes=notes, **parts)
+
+    @property
+    def in_codes(self) -> bool:
+        """Whether any matrix is in codes."""
+        return any(getattr(self, part).coded for part in PARTS)
 
     def only_coded(self) -> Self:
         """Storage of the quantised elements alone, dequantised."""
