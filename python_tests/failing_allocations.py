@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,11 +60,16 @@ class AtEverySite(FailingAllocations):
     Two sites are the same if the whole way of calls to them is, with and without running sequences and with and without
     prompts still to compute; in a loop the first two rounds are different sites. What a function named ``sparing`` does
     never fails.
+
+    Args:
+        parts: sites are divided by their way of calls, in every process alike, and only those of ``part`` fail. Cases
+            that share code get different parts, so that each of its sites fails in one of them.
     """
 
-    def __init__(self, sparing: str = "") -> None:
+    def __init__(self, sparing: str = "", parts: int = 1, part: int = 0) -> None:
         super().__init__(self._is_new)
         self.armed, self.sparing = False, sparing
+        self.parts, self.part = parts, part
         self.kind: tuple[bool, bool] = (False, False)
         self.seen: set[Any] = set()
         self._rounds: Counter[Any] = Counter()
@@ -73,11 +79,12 @@ class AtEverySite(FailingAllocations):
         self._rounds.clear()
 
     def _is_new(self, _: int) -> bool:
-        way, frame = [], sys._getframe(2)
+        way, names, frame = [], [], sys._getframe(2)
         while frame.f_back is not None and frame.f_code is not Scheduler.step.__code__:
             if frame.f_code.co_name == self.sparing:
                 return False
             way.append((frame.f_code, frame.f_lineno))
+            names.append((frame.f_code.co_qualname, frame.f_lineno))
             frame = frame.f_back
         place = tuple(way)
         self._rounds[place] += 1
@@ -85,14 +92,18 @@ class AtEverySite(FailingAllocations):
         if site in self.seen:
             return False
         self.seen.add(site)
+        if zlib.crc32(repr((self.kind, names, site[2])).encode()) % self.parts != self.part:
+            return False
         self.restart()
         return True
 
 
 @contextmanager
-def failing_everywhere(monkeypatch: pytest.MonkeyPatch, sparing: str = "") -> Iterator[AtEverySite]:
-    """Let all steps of all schedulers fail at all of their sites."""
-    mode, own = AtEverySite(sparing), Scheduler.step
+def failing_everywhere(
+    monkeypatch: pytest.MonkeyPatch, sparing: str = "", parts: int = 1, part: int = 0
+) -> Iterator[AtEverySite]:
+    """Let all steps of all schedulers fail at all of their sites, or at those of one part."""
+    mode, own = AtEverySite(sparing, parts, part), Scheduler.step
 
     def step(scheduler: Scheduler) -> list[SequenceState]:
         mode.kind = (bool(scheduler.decoder.sequences), bool(scheduler.waiting or scheduler.decoder.prefilling))
@@ -106,3 +117,5 @@ def failing_everywhere(monkeypatch: pytest.MonkeyPatch, sparing: str = "") -> It
     with monkeypatch.context() as patch, mode:
         patch.setattr(Scheduler, "step", step)
         yield mode
+    print(f"{mode.failures} of {len(mode.seen)} sites failed")
+    assert mode.failures > len(mode.seen) / (2 * parts)

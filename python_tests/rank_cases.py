@@ -16,6 +16,15 @@ TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 LENGTHS = (3, 17, 9, 1, 12, 5, 21, 8)
 #: Length at which mishaps happen: of the prompt of 17 tokens, after some steps.
 PLACE = 17 + 5
+#: Drafters that read hidden states, on each model.
+DRAFTERS_OF = {
+    "model-llama-gqa": ("clover2", "eagle3"),
+    "model-llama-mha": ("eagle",),
+    "model-qwen3": ("dflash",),
+    "model-qwen3-mqa": ("eagle", "eagle3"),
+}
+#: Models that also have heads without an own lm_head, and a tree that the device chooses.
+SHARED = ("model-llama-gqa", "model-llama-two-heads", "model-qwen3-mqa")
 
 
 def load(folder: Path, **kwargs: Any) -> PreTrainedModel:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from mtp_models import LAYERS
-from rank_cases import NEW, PLACE, TREE, load, medusa, padded, prompts
+from rank_cases import DRAFTERS_OF, NEW, PLACE, SHARED, TREE, load, medusa, padded, prompts
 from tensor_parallel_faults import faults
 from tiny_models import OracleDrafter
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -169,13 +169,15 @@ def compare(folder: Path, kinds: tuple[bool, ...]) -> dict[str, Any]:
         with patched(shared, heads) as handle:  # a tree that the device chooses, a chooser that looks at the clock
             found["chosen"] = {"actual": outputs(shared), "expected": expected, "tree": handle.plan.tree.size}
     found |= {"coded": coded(alone, shared), "wild": wild(alone, shared), "weights": weights(alone, shared)}
-    return found | {"features": features(folder.parent, alone, shared)}
+    return found | {"features": features(folder, alone, shared)}
 
 
 def features(folder: Path, alone: Any, shared: Any) -> dict[str, Any]:
-    """Of each drafter that reads hidden states, in dynamic and static trees: tokens, acceptance by depth, bytes."""
+    """Of drafters that read hidden states, in dynamic and static trees: tokens, acceptance by depth, bytes."""
     found: dict[str, Any] = {}
-    for files in sorted(folder.glob("drafter-*")):
+    for files in sorted(folder.parent.glob("drafter-*")):
+        if files.name.removeprefix("drafter-") not in DRAFTERS_OF.get(folder.name, ()):
+            continue
         for tree in (8, TREE) if files.name == "drafter-eagle3" else (8,):
             kind = "static" if tree is TREE else "dynamic"
             found[f"{files.name}, {kind}"] = with_drafter(alone, shared, str(files), tree)
@@ -187,7 +189,8 @@ def with_drafter(alone: Any, shared: Any, heads: str, tree: Any) -> dict[str, An
     for name, model in (("expected", alone), ("actual", shared)):
         # Recorded steps would count guesses behind the last token.
         with patched(model, heads, tree=tree, page_size=4, graph=False) as handle, as_rank_0():
-            part[name] = outputs(model)
+            if name == "actual":  # one process writes the same with any drafter: the test compares them with that
+                part[name] = outputs(model)
             handle.stats.reset()  # how far an aborted request came depends on the ranks
             handle.release()
             specmemo_kernels.generate_batch(model, prompts(), max_new_tokens=3 * NEW, eos_token_ids=[])
@@ -195,7 +198,6 @@ def with_drafter(alone: Any, shared: Any, heads: str, tree: Any) -> dict[str, An
             part[f"{name} bytes"] = handle.bytes_by_part["heads"]
             assert handle.pool is not None
             handle.pool.check_integrity()
-    part["hooks"] = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in alone.modules())
     return part
 
 
@@ -204,8 +206,8 @@ def mtp(folder: Path) -> dict[str, Any]:
     alone, shared = load(folder), load(folder, tp_plan="auto")
     for model in (alone, shared):  # transformers finds the layer's keys by this pattern, for published sizes only
         model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{LAYERS}.*"]
-    with patched(shared, "prompt-lookup", tree=1):
-        plain = outputs(shared)
+    with patched(alone, "prompt-lookup", tree=1), as_rank_0():
+        plain = outputs(alone)
     return {"plain": plain} | with_drafter(alone, shared, "mtp", 8)
 
 
@@ -294,8 +296,9 @@ def main() -> None:
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
     rank = torch.distributed.get_rank()
     if sys.argv[1].startswith("compare"):
-        kinds = (True,) if sys.argv[1] == "compare-own" else (True, False)
-        result = {path.name: compare(path, kinds) for path in sorted(folder.glob("model-*"))}
+        both = () if sys.argv[1] == "compare-own" else SHARED
+        models = sorted(folder.glob("model-*"))
+        result = {path.name: compare(path, (True, False) if path.name in both else (True,)) for path in models}
         result |= {path.name: mtp(path) for path in sorted(folder.glob("mtp-*"))}
     else:
         result = faults(folder, sys.argv[1])

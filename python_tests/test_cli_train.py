@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from test_cli import TEMPLATE, run, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specmemo_kernels as sk
+import specmemo_kernels.training.loop as loop
+from specmemo_kernels.cli import app
 from specmemo_kernels.planning.scaling_law import ScalingLaw
 from specmemo_kernels.training.answers import read_answers, read_prompts, write_answers
 from specmemo_kernels.training.windows import DataError, read_documents
@@ -220,46 +223,55 @@ def test_an_unfinished_run_needs_its_arguments(model: Path, data: Path, tmp_path
     assert "seed" in result.stderr
 
 
-def start(model: Path, data: Path, out: Path, *args: object, ranks: int = 1) -> subprocess.Popen[bytes]:
-    """A process that trains EAGLE-3 with a checkpoint twenty times a second."""
-    script = out.with_suffix(".py")
-    script.write_text(
-        "import sys\nimport specmemo_kernels.training.loop as loop\nfrom specmemo_kernels.cli import app\n"
-        "loop.CHECKPOINT_SECONDS = 0.05\napp(sys.argv[1:])\n"
+def arguments(model: Path, data: Path, out: Path, *args: object) -> list[str]:
+    given = ["train", "--model", model, "--out", out, "--drafter", "eagle3", "--data", data, *SMALL, *args]
+    return [str(arg) for arg in given]
+
+
+def train_here(output: str, args: list[str]) -> None:
+    """Run the command in this process, with a checkpoint twenty times a second."""
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    torch.set_num_threads(1)
+    loop.CHECKPOINT_SECONDS = 0.05
+    app(args)
+
+
+def start(model: Path, data: Path, out: Path, *args: object) -> Any:
+    """A process that trains EAGLE-3, forked from one that has imported what takes seconds; its output is in a file."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["specmemo_kernels.cli.train", "transformers.models.llama.modeling_llama", "accelerate"]
     )
-    command = [sys.executable, str(script)]
-    if ranks > 1:
-        torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
-        command = [sys.executable, *torchrun, str(script)]
-    arguments = ["train", "--model", model, "--out", out, "--drafter", "eagle3", "--data", data, *SMALL, *args]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "dumb"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([*command, *map(str, arguments)], env=environment, **pipes)
+    process = context.Process(target=train_here, args=(f"{out}.log", arguments(model, data, out, *args)), daemon=True)
+    process.start()
+    return process
 
 
-def finished(process: subprocess.Popen[bytes]) -> None:
-    out, error = process.communicate(timeout=300)
-    assert process.returncode == 0, (out + error).decode()
+def finished(process: Any, out: Path) -> None:
+    process.join(300)
+    assert process.exitcode == 0, Path(f"{out}.log").read_text()
 
 
 @pytest.mark.slow
 def test_killed_ten_times(model: Path, data: Path, tmp_path: Path) -> None:
     """kill -9 at random moments, then the same command: the weights of an undisturbed run, bit by bit."""
-    longer = ("--tokens", 150_000)
-    finished(start(model, data, tmp_path / "plain", *longer))
-    source, state = random.Random(0), tmp_path / "killed" / "training" / "state.safetensors"
+    longer, plain, killed = ("--tokens", 150_000), tmp_path / "plain", tmp_path / "killed"
+    finished(start(model, data, plain, *longer), plain)
+    source, state = random.Random(0), killed / "training" / "state.safetensors"
     for _ in range(10):
         before = state.stat().st_mtime_ns if state.exists() else None
-        process = start(model, data, tmp_path / "killed", *longer)
+        process = start(model, data, killed, *longer)
         while not state.exists() or state.stat().st_mtime_ns == before:
-            assert process.poll() is None, process.communicate()
+            assert process.is_alive(), Path(f"{killed}.log").read_text()
             time.sleep(0.01)
         time.sleep(source.uniform(0, 0.4))
-        assert process.poll() is None, "the run has ended before it was killed"
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    finished(start(model, data, tmp_path / "killed", *longer))
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "killed"))
+        assert process.is_alive(), "the run has ended before it was killed"
+        process.kill()
+        process.join()
+    finished(start(model, data, killed, *longer), killed)
+    one, other = (load_file(folder / "model.safetensors") for folder in (plain, killed))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
 
@@ -267,8 +279,15 @@ def test_killed_ten_times(model: Path, data: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_processes(model: Path, data: Path, tmp_path: Path) -> None:
     """Under torchrun: the weights of one process, up to the order of sums."""
-    for ranks in (1, 2):
-        finished(start(model, data, tmp_path / str(ranks), ranks=ranks))
+    alone = start(model, data, tmp_path / "1")
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nfrom test_cli_train import train_here\ntrain_here(sys.argv[1], sys.argv[2:])\n")
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", script, tmp_path / "2.log"]
+    command = [sys.executable, *map(str, torchrun), *arguments(model, data, tmp_path / "2")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "dumb", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, Path(f"{tmp_path}/2.log").read_text() + done.stderr
+    finished(alone, tmp_path / "1")
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("1", "2"))
     for key in one:
         torch.testing.assert_close(two[key], one[key], rtol=5e-3, atol=2e-4)

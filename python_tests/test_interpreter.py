@@ -16,13 +16,10 @@ FILES = ("test_triton_interpreter.py", "test_triton_steps.py", "test_triton_laye
 
 
 @pytest.mark.skipif(INTERPRETING, reason="this is the interpreter")
-@pytest.mark.parametrize(
-    ("files", "marks"),
-    [(FILES, "not slow"), *(pytest.param((file,), "slow", marks=pytest.mark.slow) for file in FILES)],
-)
-def test_in_the_interpreter(files: tuple[str, ...], marks: str) -> None:
+@pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_in_the_interpreter(marks: str) -> None:
     """Every test of the files' ``TestInterpreter`` passes."""
-    classes = [f"{file}::TestInterpreter" for file in files]
+    classes = [f"{file}::TestInterpreter" for file in FILES]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", marks, *classes]
     environment = {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     run = subprocess.run(

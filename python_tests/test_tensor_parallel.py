@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from drafter_oracles import write_clover2, write_dflash, write_eagle1, write_eag
 from filelock import FileLock
 from mtp_models import FAMILIES, random_mtp, save_with_mtp
 from packaging.version import Version
+from rank_cases import DRAFTERS_OF, SHARED
 from selection import ALL_EXAMPLES, sample
 from served_process import served_process
 from tiny_models import VOCAB, tiny_model
@@ -161,14 +162,15 @@ def test_two_ranks_write_what_one_process_writes(two: Callable[..., Results], na
     don't wait for one session.
     """
     long_session = ALL_EXAMPLES or name not in EVERYDAY
-    for heads in ("own", "shared") if long_session else ("own",):
+    both = long_session and name in SHARED
+    for heads in ("own", "shared") if both else ("own",):
         results, folder = two(name, heads)
         _check_tokens(results, name, heads)
         _check_messages(results, folder, name, heads)
         _check_share(results, name, heads)
     _check_guesses(results, name)
-    _check_features(results, name, ["eagle3"] if not long_session else [*DRAFTERS])
-    if long_session:
+    _check_features(results, name, DRAFTERS_OF[name] if long_session else ("eagle3",))
+    if both:
         _check_chosen_tree(results, name)
     _check_coded(results, folder, name, 2)
     _check_weights(results, folder, name, 2)
@@ -240,18 +242,20 @@ def _check_guesses(results: dict[int, Any], name: str) -> None:
     assert accepted.pop() > 0
 
 
-def _check_features(results: dict[int, Any], name: str, drafters: list[str]) -> None:
-    """Tokens are those of one process, greedy ones the unpatched model's; so are accepted guesses."""
+def _check_features(results: dict[int, Any], name: str, drafters: Sequence[str]) -> None:
+    """Tokens are those of one process with heads, greedy ones the unpatched model's; accepted guesses those of one
+    process with the same drafter.
+    """
     for models in results.values():
         found, plain = models[name]["features"], models[name]["own"]["expected"]
-        assert set(found) == {"drafter-eagle3, static", *(f"drafter-{drafter}, dynamic" for drafter in drafters)}
+        static = {"drafter-eagle3, static"} if "eagle3" in drafters else set()
+        assert set(found) == static | {f"drafter-{drafter}, dynamic" for drafter in drafters}
         for drafter, part in found.items():
             _check_drafter(part, plain, drafter)
 
 
 def _check_drafter(part: dict[str, Any], plain: dict[str, Any], drafter: str) -> None:
     for kind in set(KINDS) - {"plain", "aborted"}:
-        assert part["actual"][kind] == part["expected"][kind], (drafter, kind)
         assert part["actual"][kind] == plain[kind], (drafter, kind)
     assert part["actual accepted"] == part["expected accepted"], drafter
     assert sum(part["actual accepted"]) > 0
@@ -302,7 +306,7 @@ def test_four_ranks_write_what_one_process_writes(tmp_path: Path) -> None:
     results, codes = session("compare", write_models(tmp_path, list(MODELS | TWO_HEADS)), 4, 1500)
     assert codes == [0] * 4
     for name in MODELS | TWO_HEADS:
-        for heads in ("own", "shared"):
+        for heads in ("own", "shared") if name in SHARED else ("own",):
             _check_tokens(results, name, heads)
             assert all(results[rank][name][heads]["local_kv_heads"] == [1, 1] for rank in range(4))
             _check_messages(results, tmp_path, name, heads)
