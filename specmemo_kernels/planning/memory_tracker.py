@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -31,25 +32,29 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.is_inference_mode_enabled():  # composite operators aren't decomposed before dispatch
+        if torch.is_inference_mode_enabled() and _is_composite(func):  # they aren't decomposed before dispatch then
             with self:
-                parts = func.decompose(*args, **(kwargs or {}))
-            if parts is not NotImplemented:
-                return parts
-        for leaf in tree_leaves((args, kwargs)):
-            self._note(leaf, counts=False)
+                return func.decompose(*args, **(kwargs or {}))
+        self._note_all(args, counts=False)
+        if kwargs:
+            self._note_all(kwargs.values(), counts=False)
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            self._note(leaf, counts=True)
+        self._note_all((result,), counts=True)
         if self._keeps_trace:
             self.trace.append(self.live)
         return result
 
-    def _note(self, leaf: Any, counts: bool) -> None:
+    def _note_all(self, values: Iterable[Any], counts: bool) -> None:
+        """:meth:`_note` the tensors among an operator's arguments or results, which may be in lists."""
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                self._note(value, counts)
+            elif isinstance(value, list | tuple):
+                self._note_all(value, counts)
+
+    def _note(self, tensor: torch.Tensor, counts: bool) -> None:
         """Register a tensor's storage; a new one counts as live until it is freed."""
-        if not isinstance(leaf, torch.Tensor):
-            return
-        storage = leaf.untyped_storage()
+        storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._seen:
             return
@@ -62,3 +67,9 @@ class MemoryTracker(TorchDispatchMode):
     def _freed(self, key: int, size: int) -> None:
         self._seen.pop(key, None)
         self.live -= size
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    """Whether an operator consists of others."""
+    return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
