@@ -156,6 +156,8 @@ def cut_windows(
             chosen = given or (held_out is None and zlib.crc32(row.numpy().tobytes()) % HELD_OUT == 0)
             parts[chosen].append(row)
     training, apart = (_cut(parts[kind], length) for kind in (False, True))
+    if held_out is None and not len(training):  # the hash of the only document with a window has chosen it
+        training, apart = apart, training
     if held_out is None and len(apart) * HELD_OUT * 2 < len(training):
         count = max(1, (len(training) + len(apart)) // HELD_OUT)
         training, apart = training[:-count], torch.cat([apart, training[-count:]])
