@@ -5,21 +5,27 @@ from __future__ import annotations
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from specmemo_kernels.engine.scheduler import Scheduler
 from specmemo_kernels.engine.sequence import SequenceState
 
 
-def storages(values: Any) -> set[int]:
-    return {leaf.untyped_storage()._cdata for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)}
+def storages(values: Iterable[Any]) -> set[int]:
+    """The storages of the tensors among an operator's arguments or results, which may be in lists."""
+    found = set()
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.add(value.untyped_storage()._cdata)
+        elif isinstance(value, list | tuple):
+            found |= storages(value)
+    return found
 
 
 class FailingAllocations(TorchDispatchMode):
@@ -42,10 +48,10 @@ class FailingAllocations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        known = storages((args, kwargs))
+        known = storages((args, [*kwargs.values()] if kwargs else []))
         result = func(*args, **(kwargs or {}))
         # lift_fresh: a new tensor from Python numbers.
-        fresh = func is torch.ops.aten.lift_fresh.default or storages(result) - known
+        fresh = func is torch.ops.aten.lift_fresh.default or storages((result,)) - known
         if self.armed and (fresh or func.namespace == "specmemo"):
             self.site += 1
             if self.fails(self.site - 1):

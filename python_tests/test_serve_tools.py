@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from server import serving
 from test_cli import TEMPLATE, make_tokenizer, save_model
@@ -105,6 +105,7 @@ PARTS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(PARTS, st.data())
 def test_messages_in_pieces(parts: list[tuple[str, Any]], data: st.DataObject) -> None:
     """Whatever the pieces, their sum is the message."""
