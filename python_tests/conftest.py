@@ -10,6 +10,11 @@ import torch
 from filelock import FileLock
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests come first, so that no worker process ends long after the others."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def device_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One measurement of the CPU for pytest's worker processes and the processes that their tests start."""
