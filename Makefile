@@ -23,24 +23,21 @@ STAMP := $(VENV)/installed-$(firstword $(shell echo '$(TORCH)' | cksum))
 BUILT_FROM := pyproject.toml setup.py CMakeLists.txt constraints-cpu.txt $(wildcard csrc/* csrc/*/*)
 CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.hpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.hpp)
 
-.PHONY: demo test test-all mutants lint docs models bench gpu clean install
+.PHONY: demo test test-all mutants lint docs models bench gpu clean install linters
 
 demo: $(STAMP)
 	$(BIN)/specmemo demo $(ARGS)
 
 # A process per core, each with one thread. Without the slow tests, and with fewer examples; test-all runs everything.
-# Tests of several ranks start processes that wait for each other, so test-all runs them alone. Bytecode is kept, because
-# many tests start processes.
+# Bytecode is kept, because many tests start processes.
 WORKERS ?= auto
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-RANKS := python_tests/test_tensor_parallel.py
 test: $(STAMP)
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m 'not slow and not four_ranks' $(TESTS) $(ARGS)
 
 test-all: export SPECMEMO_ALL_EXAMPLES := 1
 test-all: $(STAMP)
-	$(PYTEST) $(RANKS) $(ARGS)
-	$(PYTEST) -n $(WORKERS) --dist worksteal --deselect $(RANKS) python_tests $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal python_tests $(ARGS)
 
 # Changes one expression at a time in a scratch copy; make test's tests must fail each time.
 mutants: $(STAMP)
@@ -87,6 +84,8 @@ gpu:
 	$(PYTHON) bench/gpu_suite.py --results $(RESULTS)/gpu --limit-s 480 $(ARGS)
 
 install: $(STAMP)
+
+linters: $(VENV)/linters
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -50,8 +50,10 @@ def test_attention(kernels: ModuleType, target: str, nodes: int) -> None:
     check(kernels.attention_job(target, kernels.Shape(head_dim=128, nodes=nodes, group=4)), target)
 
 
-@pytest.mark.parametrize("nodes", sample([1, 8, 25, 64], [25]))
-@pytest.mark.parametrize("target", sample(("sm_80", "sm_90", "gfx942"), ["sm_90"]))
+PREDICTED = [("sm_80", 1), ("sm_80", 25), ("sm_90", 8), ("sm_90", 25), ("gfx942", 8), ("gfx942", 64)]
+
+
+@pytest.mark.parametrize(("target", "nodes"), sample(PREDICTED, [("sm_90", 25)]))
 def test_the_prediction_is_the_committed_one(kernels: ModuleType, target: str, nodes: int) -> None:
     """The predicted share of copy bandwidth of Llama-3-8B's attention is that of ``bench/results/aot.json``."""
     rows = json.loads((ROOT / "bench" / "results" / "aot.json").read_text())["rows"]
