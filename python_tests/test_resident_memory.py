@@ -69,7 +69,7 @@ def test_resident_memory_stays_within_the_budget(setting: dict[str, Any]) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", (0, 1, 2, 3, 5))
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 5])
 def test_random_settings(seed: int) -> None:
     """A budget below the smallest possible plan is doubled until it fits. These seeds have every dtype, drafter, batch,
     page size, tree and dtype of pages.
