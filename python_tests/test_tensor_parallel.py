@@ -150,7 +150,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Results]:
                 write_drafters(folder, ["eagle3"] if everyday else list(DRAFTERS))
                 if not everyday:
                     write_mtp_models(folder)
-                assert session(what, folder, 2, 500)[1] == [0, 0]
+                assert session(what, folder, 2, 1000)[1] == [0, 0]
         return {rank: json.loads((folder / f"{what}-{rank}.json").read_text()) for rank in (0, 1)}, folder
 
     return lambda name, heads="own": results_of(name in EVERYDAY and heads == "own" and not ALL_EXAMPLES)
