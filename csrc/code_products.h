@@ -11,10 +11,17 @@ namespace specmemo {
 namespace {
 
 constexpr int64_t kScaled = 64, kScaledBytes = kScaled / 2;  // codes of one scale
-#if defined(__AVX512F__) || defined(__aarch64__)
+#if defined(__AVX512F__)
 constexpr int kCodeRows = 4, kCodeWeights = 3;  // twice as many accumulators: of a step, and of all steps
+#elif defined(__aarch64__)
+constexpr int kCodeRows = 3, kCodeWeights = 3;  // codes are converted by shifts, which take registers too
 #else
 constexpr int kCodeRows = 2, kCodeWeights = 2;
+#endif
+#if defined(__aarch64__)
+#define SPECMEMO_DOT_CODES __attribute__((noinline))  // so that the accumulators stay in registers
+#else
+#define SPECMEMO_DOT_CODES inline
 #endif
 static_assert(kGroup % kCodeWeights == 0, "whole tiles in a group");
 constexpr int64_t kStepBytes = 4 * kLanes;      // one vector of codes
@@ -79,8 +86,8 @@ struct CodeRow<BFloat16, BFloat16Dot> {
 // sums[r * kGroup + v] += the products of ROWS rows with kCodeWeights rows of codes over `steps` steps. Prefetches the
 // codes `ahead` bytes farther, unless `ahead` is 0.
 template <class Row, int ROWS>
-inline void dot_codes(const typename Row::Element* x, int64_t x_stride, const uint8_t* const* codes,
-                      const uint16_t* const* scales, int64_t steps, VecF* sums, int64_t ahead) {
+SPECMEMO_DOT_CODES void dot_codes(const typename Row::Element* x, int64_t x_stride, const uint8_t* const* codes,
+                                  const uint16_t* const* scales, int64_t steps, VecF* sums, int64_t ahead) {
   constexpr int kElements = sizeof(VecF) / sizeof(typename Row::Element);
   VecF sum[ROWS][kCodeWeights];
 #pragma GCC unroll 4
@@ -194,6 +201,8 @@ class CodeProducts {
 #if defined(__AVX512F__) || defined(__aarch64__)
       case 3:
         return dot_codes<Row, 3>(x, stride, codes, scales, steps, sums, ahead);
+#endif
+#if defined(__AVX512F__)
       case 4:
         return dot_codes<Row, 4>(x, stride, codes, scales, steps, sums, ahead);
 #endif

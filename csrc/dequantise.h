@@ -7,16 +7,24 @@
 namespace specmemo {
 namespace {
 
+#if defined(__aarch64__)
+inline uint8x8_t load_codes(const uint8_t* codes) { return vcreate_u8(load<uint32_t>(codes)); }
+inline VecI signed_codes(const uint8_t* codes) {
+  return (VecI)vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(load_codes(codes)))));
+}
+inline VecU unsigned_codes(const uint8_t* codes) { return (VecU)vmovl_u16(vget_low_u16(vmovl_u8(load_codes(codes)))); }
+#else
 typedef int8_t VecCode __attribute__((vector_size(kLanes)));
 typedef uint8_t VecUCode __attribute__((vector_size(kLanes)));
+inline VecI signed_codes(const uint8_t* codes) { return __builtin_convertvector(load<VecCode>(codes), VecI); }
+inline VecU unsigned_codes(const uint8_t* codes) { return __builtin_convertvector(load<VecUCode>(codes), VecU); }
+#endif
 
-inline VecF int8_values(const uint8_t* codes) {
-  return __builtin_convertvector(__builtin_convertvector(load<VecCode>(codes), VecI), VecF);
-}
+inline VecF int8_values(const uint8_t* codes) { return __builtin_convertvector(signed_codes(codes), VecF); }
 
 // e4m3: exponent bias 7, no infinities. Integers and selects only, so that flush-to-zero doesn't affect small codes.
 inline VecF fp8_values(const uint8_t* codes) {
-  const VecU code = __builtin_convertvector(load<VecUCode>(codes), VecU), magnitude = code & 0x7fu;
+  const VecU code = unsigned_codes(codes), magnitude = code & 0x7fu;
   const VecF normal = bits_as<VecF>((magnitude << 20) + (120u << 23));
   const VecF subnormal = __builtin_convertvector(bits_as<VecI>(magnitude), VecF) * splat(0x1p-9f);
   const VecF value = magnitude < 8u ? subnormal : normal;

@@ -14,6 +14,11 @@ namespace {
 constexpr int kPieceKeys = 16;  // keys per score computation
 constexpr bool kManyRegisters = kTileRows == 6;
 constexpr int kRowsAtOnce = kManyRegisters ? 4 : 2;
+#if defined(__aarch64__)
+constexpr int kMaxUnrolled = 4;  // vectors of a row of keys; the compiler would spill the queries of longer ones
+#else
+constexpr int kMaxUnrolled = 8;
+#endif
 static_assert(kFewRows <= kGroupRows, "the scores of a head's rows have room");
 
 template <class T, class Dot>
@@ -38,7 +43,7 @@ class FewRows {
     for (int64_t i = 0; i < turns; ++i) {
       const int64_t first = all.heads * i / turns, end = all.heads * (i + 1) / turns;
       const Turn turn{first, end, keys, block, end < all.heads ? block.keys(end) : next.keys(0)};
-      if (k_words_ == 8 * kLanes) {
+      if (kMaxUnrolled == 8 && k_words_ == 8 * kLanes) {
         run_heads<8>(turn, all);
       } else if (k_words_ == 4 * kLanes) {
         run_heads<4>(turn, all);

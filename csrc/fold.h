@@ -20,6 +20,9 @@ inline VecF fold_quad(const VecF rows[4]) {
   };
   const __m256d a = (__m256d)pair(rows[0], rows[1]), b = (__m256d)pair(rows[2], rows[3]);
   return (VecF)_mm256_add_ps((__m256)_mm256_unpacklo_pd(a, b), (__m256)_mm256_unpackhi_pd(a, b));
+#elif defined(__aarch64__)
+  const auto pair = [](VecF a, VecF b) { return vpaddq_f32((float32x4_t)a, (float32x4_t)b); };
+  return (VecF)vpaddq_f32(pair(rows[0], rows[1]), pair(rows[2], rows[3]));
 #else
   VecF lanes[4] = {rows[0], rows[1], rows[2], rows[3]};
   transpose(lanes);

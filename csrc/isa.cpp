@@ -1,4 +1,10 @@
 // Selects one of the compiled instruction sets.
+#if defined(SPECMEMO_ARM64) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(SPECMEMO_ARM64) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
@@ -8,7 +14,11 @@
 
 namespace specmemo {
 
+#ifdef SPECMEMO_ARM64
+extern const Kernels kernels_neon, kernels_neonbf16;
+#else
 extern const Kernels kernels_baseline;
+#endif
 #ifdef SPECMEMO_X86
 extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512bf16;
 #endif
@@ -37,6 +47,21 @@ struct Choice {
   }
 };
 
+#ifdef SPECMEMO_ARM64
+bool has_bf16() {  // bfdot
+#if defined(__linux__)
+  constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16, which older headers lack
+  return (getauxval(AT_HWCAP2) & kBf16) != 0;
+#elif defined(__APPLE__)
+  int has = 0;
+  size_t size = sizeof has;
+  return sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, nullptr, 0) == 0 && has != 0;
+#else
+  return false;
+#endif
+}
+#endif
+
 Choice make_choice() {
   Choice choice;
 #ifdef SPECMEMO_X86
@@ -48,7 +73,12 @@ Choice make_choice() {
   choice.add(kernels_avx512, avx512);
   choice.add(kernels_avx2, avx2);
 #endif
+#ifdef SPECMEMO_ARM64
+  choice.add(kernels_neonbf16, has_bf16());
+  choice.add(kernels_neon, true);
+#else
   choice.add(kernels_baseline, true);
+#endif
   choice.chosen = choice.runnable[0];
   const char* forced = std::getenv("SPECMEMO_CPU_ISA");
   if (forced != nullptr && forced[0] != '\0' && !choice.use(forced)) {

@@ -15,7 +15,7 @@
 namespace specmemo {
 namespace {
 
-#if defined(__AVX512BF16__)
+#if defined(SPECMEMO_BF16_DOT)
 typedef BFloat16Dot DotOfBFloat16;
 #else
 typedef Float32Dot DotOfBFloat16;

@@ -66,6 +66,13 @@ inline void transpose(VecF rows[kLanes]) {
     rows[c] = (VecF)_mm256_permute2f128_ps(u[c], u[4 + c], 0x20);
     rows[4 + c] = (VecF)_mm256_permute2f128_ps(u[c], u[4 + c], 0x31);
   }
+#elif defined(__aarch64__)
+  const auto even = [](VecF a, VecF b) { return (float64x2_t)vtrn1q_f32((float32x4_t)a, (float32x4_t)b); };
+  const auto odd = [](VecF a, VecF b) { return (float64x2_t)vtrn2q_f32((float32x4_t)a, (float32x4_t)b); };
+  const float64x2_t a = even(rows[0], rows[1]), b = odd(rows[0], rows[1]);
+  const float64x2_t c = even(rows[2], rows[3]), d = odd(rows[2], rows[3]);
+  rows[0] = (VecF)vtrn1q_f64(a, c), rows[1] = (VecF)vtrn1q_f64(b, d);
+  rows[2] = (VecF)vtrn2q_f64(a, c), rows[3] = (VecF)vtrn2q_f64(b, d);
 #else
   static_assert(kLanes == 4, "four words a vector");
   VecF t[4] = {};
@@ -82,7 +89,7 @@ struct KeyWords {
   static float word(const typename T::Raw* row, int64_t word, int64_t) { return T::to_float(row[word]); }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(SPECMEMO_BF16_DOT)
 template <>
 struct KeyWords<BFloat16, BFloat16Dot> {
   static VecF load_words(const uint16_t* row, int64_t word) { return load<VecF>(row + 2 * word); }
@@ -132,11 +139,12 @@ struct ValueRows {
   }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(SPECMEMO_BF16_DOT)
 template <>
 struct ValueRows<BFloat16, BFloat16Dot> {
   const char* const* rows;
 
+#if defined(__AVX512BF16__)
   // Interleaves elements start, start + 1, ... of two vectors.
   static __m512i interleaving(int start) {
     alignas(64) uint16_t index[32];
@@ -159,6 +167,24 @@ struct ValueRows<BFloat16, BFloat16Dot> {
       out[VECS - 1] = (VecF)_mm512_or_si512(low, _mm512_slli_epi32(high, 16));
     }
   }
+#else
+  template <int VECS>
+  void load(int64_t step, int64_t column, VecF* out) const {
+    const auto* even = reinterpret_cast<const uint16_t*>(rows[2 * step]) + column;
+    const auto* odd = reinterpret_cast<const uint16_t*>(rows[2 * step + 1]) + column;
+#pragma GCC unroll 8
+    for (int v = 0; v + 2 <= VECS; v += 2) {
+      const uint16x8_t low = vld1q_u16(even + v * kLanes), high = vld1q_u16(odd + v * kLanes);
+      out[v] = (VecF)vzip1q_u16(low, high);
+      out[v + 1] = (VecF)vzip2q_u16(low, high);
+    }
+    if (VECS % 2 == 1) {
+      const int last = (VECS - 1) * kLanes;
+      const uint16x4x2_t pairs = vzip_u16(vld1_u16(even + last), vld1_u16(odd + last));
+      out[VECS - 1] = (VecF)vcombine_u16(pairs.val[0], pairs.val[1]);
+    }
+  }
+#endif
 };
 #endif
 

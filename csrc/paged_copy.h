@@ -12,7 +12,7 @@ namespace {
 enum class Way { kCaches, kPastCaches };
 
 // Whole cache lines are written with non-temporal stores.
-inline Way way(const CopySide& side) {
+inline Way way([[maybe_unused]] const CopySide& side) {
 #if defined(__SSE2__)
   if (side.type == KVType::kSame && side.head_bytes() % kLine == 0 && reinterpret_cast<uintptr_t>(side.to) % kLine == 0)
     return Way::kPastCaches;

@@ -82,17 +82,19 @@ struct RowDot<BFloat16, Float32Dot> {
   static VecF multiply_add(VecF sum, VecF a, VecF b) { return fused_multiply_add(sum, a, b); }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(SPECMEMO_BF16_DOT)
 template <>
 struct RowDot<BFloat16, BFloat16Dot> {
   typedef uint16_t Element;
-  static constexpr int kStep = 32, kVecs = 1;
+  static constexpr int kStep = 32, kVecs = kStep / (2 * kLanes);
   static constexpr bool kInPlace = true;
   template <int J>
   static VecF weights(const uint16_t* p) {
-    return load<VecF>(p);
+    return load<VecF>(p + J * 2 * kLanes);
   }
-  static void prepare(const uint16_t* x, Element* out) { store(out, load<VecU>(x)); }
+  static void prepare(const uint16_t* x, Element* out) {
+    for (int i = 0; i < kStep; i += 2 * kLanes) store(out + i, load<VecU>(x + i));
+  }
   static VecF multiply_add(VecF sum, VecF a, VecF b) { return BFloat16Dot::multiply_add(sum, b, a); }
 };
 #endif

@@ -22,10 +22,11 @@ struct Float32Dot {
   }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(SPECMEMO_BF16_DOT)
 struct BFloat16Dot {
   static constexpr int kPerWord = 2;
   typedef uint32_t Word;
+#if defined(__AVX512BF16__)
   static VecF multiply_add(VecF sum, VecF b, Word a) {
     return multiply_add(sum, b, (VecF)_mm512_set1_epi32(static_cast<int>(a)));
   }
@@ -36,6 +37,18 @@ struct BFloat16Dot {
     for (int v = 0; v < vecs; v += 2)
       store(static_cast<float*>(out) + v * kLanes / 2, _mm512_cvtne2ps_pbh((__m512)floats[v + 1], (__m512)floats[v]));
   }
+#else
+  static VecF multiply_add(VecF sum, VecF b, Word a) {  // without a broadcast
+    const bfloat16x4_t pair = (bfloat16x4_t)uint32x2_t{a, 0};
+    return (VecF)vbfdotq_lane_f32((float32x4_t)sum, (bfloat16x8_t)b, pair, 0);
+  }
+  static VecF multiply_add(VecF sum, VecF b, VecF a) {
+    return (VecF)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)b, (bfloat16x8_t)a);
+  }
+  static void store_words(void* out, const VecF* floats, int vecs) {
+    for (int v = 0; v < vecs; ++v) BFloat16::store_vec(static_cast<uint16_t*>(out) + v * kLanes, floats[v]);
+  }
+#endif
 };
 #endif
 

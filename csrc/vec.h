@@ -8,6 +8,13 @@
 
 #if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+// One instruction multiplies pairs of bfloat16 and adds both products to a float: vdpbf16ps, bfdot.
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define SPECMEMO_BF16_DOT
 #endif
 
 namespace specmemo {
@@ -21,7 +28,7 @@ constexpr int kLanes = 8;
 constexpr int kTileRows = 3;  // 3 x 4 accumulators of 16 registers
 #elif defined(__aarch64__)
 constexpr int kLanes = 4;
-constexpr int kTileRows = 6;
+constexpr int kTileRows = 6;  // likewise
 #else
 constexpr int kLanes = 4;
 constexpr int kTileRows = 3;
@@ -84,13 +91,28 @@ inline float sum(VecF v) { return Fold<kLanes>::sum(v); }
 
 // --- 16-bit floats ---------------------------------------------------------------------------------------------------
 
-inline VecF bf16_to_float(VecH h) { return bits_as<VecF>(__builtin_convertvector(h, VecU) << 16); }
+// GCC converts half a NEON register lane by lane; these intrinsics are one instruction each.
+inline VecF bf16_to_float(VecH h) {
+#if defined(__aarch64__)
+  return (VecF)vshll_n_u16((uint16x4_t)h, 16);
+#else
+  return bits_as<VecF>(__builtin_convertvector(h, VecU) << 16);
+#endif
+}
 
 inline VecH float_to_bf16(VecF f) {  // to nearest even; NaN stays NaN
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  return (VecH)vcvt_bf16_f32((float32x4_t)f);
+#else
   const VecU u = bits_as<VecU>(f);
   const VecU rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   const VecU nan = (u >> 16) | 0x40u;
+#if defined(__aarch64__)
+  return (VecH)vmovn_u32((uint32x4_t)((f == f) ? rounded : nan));
+#else
   return __builtin_convertvector((f == f) ? rounded : nan, VecH);
+#endif
+#endif
 }
 
 inline float bf16_to_float(uint16_t h) { return bits_as<float>(static_cast<uint32_t>(h) << 16); }
@@ -102,10 +124,14 @@ inline uint16_t float_to_bf16(float f) {
 }
 
 inline float fp16_to_float(uint16_t h) {
+#if defined(__aarch64__)
+  return static_cast<float>(bits_as<__fp16>(h));
+#else
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16, rest = h & 0x7fffu;
   if (rest >= 0x7c00u) return bits_as<float>(sign | 0x7f800000u | (rest << 13));
   // A half's exponent read as a float's is 112 too small; the product is exact, also for subnormal halves.
   return bits_as<float>(bits_as<uint32_t>(bits_as<float>(rest << 13) * 0x1p112f) | sign);
+#endif
 }
 
 inline uint16_t float_to_fp16(float f) {  // to nearest even
@@ -125,6 +151,8 @@ inline VecF fp16_to_float(VecH h) {
   return (VecF)_mm512_cvtph_ps((__m256i)h);
 #elif defined(__AVX2__)
   return (VecF)_mm256_cvtph_ps((__m128i)h);
+#elif defined(__aarch64__)
+  return (VecF)vcvt_f32_f16((float16x4_t)h);
 #else
   const VecU wide = __builtin_convertvector(h, VecU), rest = wide & 0x7fffu, sign = (wide & 0x8000u) << 16;
   const VecU finite = bits_as<VecU>(bits_as<VecF>(rest << 13) * 0x1p112f);
@@ -165,13 +193,19 @@ struct Float16 {
     store(p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #elif defined(__AVX2__)
     store(p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+    store(p, vcvt_f16_f32((float32x4_t)x));
 #else
     for (int i = 0; i < kLanes; ++i) p[i] = float_to_fp16(x[i]);
 #endif
   }
   static VecF round(VecF x) {
+#if defined(__aarch64__)
+    return (VecF)vcvt_f32_f16(vcvt_f16_f32((float32x4_t)x));
+#else
     for (int i = 0; i < kLanes; ++i) x[i] = fp16_to_float(float_to_fp16(x[i]));
     return x;
+#endif
   }
 };
 
