@@ -1,6 +1,6 @@
 # Every target sets up what it needs in $(VENV) first: a machine with Python 3.11 or 3.12 and a C++ compiler will do.
 #
-#   make demo | test | test-all | mutants | lint | docs | models | bench | gpu | clean
+#   make demo | test | test-all | test-arm | mutants | lint | docs | models | bench | gpu | clean
 #   make test TORCH=torch==2.12.0        another torch than the CPU build of constraints-cpu.txt
 #   make test TESTS=python_tests/test_cli.py ARGS=-x
 #   make demo PYTHON=python3.12 ARGS="--turns 3"
@@ -21,9 +21,9 @@ DOC_TOOLS := mkdocs==1.6.1 mkdocs-material==9.8.1 mkdocstrings==1.0.8 mkdocstrin
 # One stamp per choice of torch, so that another choice installs again.
 STAMP := $(VENV)/installed-$(firstword $(shell echo '$(TORCH)' | cksum))
 BUILT_FROM := pyproject.toml setup.py CMakeLists.txt constraints-cpu.txt $(wildcard csrc/* csrc/*/*)
-CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.hpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.hpp)
+CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.hpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.hpp python_tests/arm/*)
 
-.PHONY: demo test test-all mutants lint docs models bench gpu clean install linters
+.PHONY: demo test test-all test-arm mutants lint docs models bench gpu clean install linters
 
 demo: $(STAMP)
 	$(BIN)/specmemo demo $(ARGS)
@@ -38,6 +38,12 @@ test: $(STAMP)
 test-all: export SPECMEMO_ALL_EXAMPLES := 1
 test-all: $(STAMP)
 	$(PYTEST) -n $(WORKERS) --dist worksteal python_tests $(ARGS)
+
+# The operators on emulated ARM processors. Needs a cross compiler and an emulator, in Debian and Ubuntu the packages
+# g++-aarch64-linux-gnu and qemu-user-static; without them all tests are skipped.
+test-arm: $(STAMP)
+	$(PIP) install --quiet 'cmake>=3.20' ninja
+	PATH="$(abspath $(BIN)):$$PATH" $(PYTEST) -n $(WORKERS) -rs python_tests/test_arm.py $(ARGS)
 
 # Changes one expression at a time in a scratch copy; make test's tests must fail each time.
 mutants: $(STAMP)

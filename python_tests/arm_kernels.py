@@ -1,8 +1,8 @@
 """The C++ kernels for ARM in an emulator, called in place of ``specmemo_kernels.backends._cpu``.
 
-``pytest -p arm_kernels`` runs tests of the operators with them: the kernels are compiled for aarch64 without Python
-(``arm/program.cpp``), and every call is sent to the program and its result read back. Each instruction set runs on an
-emulated processor that has no better one. ``test_arm.py`` does this in a process of its own.
+``pytest -p arm_kernels --arm neon`` runs tests with them (with ``PYTHONPATH=.:python_tests``): the kernels are compiled
+for aarch64 without Python (``arm/program.cpp``); every call is sent to the program, and its result is read back.
+``test_arm.py`` does this in processes of its own.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
-#: Processors by the instruction set that they select, best first.
+#: Processors by the instruction set that they select, which is the best one that they have.
 PROCESSORS = {"neonbf16": "max", "neon": "cortex-a57"}
 MODULE = "specmemo_kernels.backends._cpu"
 
@@ -56,9 +57,11 @@ def build(folder: Path) -> Path:
         "cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DSPECMEMO_TEST_PROGRAM=ON",
         "-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", f"-DCMAKE_CXX_COMPILER={COMPILER}",
     ]  # fmt: skip
-    for command in (configure, ["cmake", "--build", folder]):
-        run = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "lock"):
+        for command in (configure, ["cmake", "--build", folder]):
+            run = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]
     return folder / "_cpu"
 
 
@@ -146,38 +149,33 @@ class Emulator:
 class ArmKernels(types.ModuleType):
     """What tests and the ``cpu`` backend use of the Python module ``_cpu``."""
 
-    def __init__(self, program: Path) -> None:
+    def __init__(self, program: Path, isa: str) -> None:
         super().__init__(MODULE, self.__doc__)
         self.__spec__ = importlib.machinery.ModuleSpec(MODULE, None)
-        self._program, self._isa = program, next(iter(PROCESSORS))
-        self._emulators: dict[str, Emulator] = {}
+        self._emulator, self._isa = Emulator(program, PROCESSORS[isa]), isa
+        self.close = self._emulator.close
         for name in OPERATORS:
             setattr(self, name, self._operator(name))
-
-    def _emulator(self) -> Emulator:
-        if self._isa not in self._emulators:
-            self._emulators[self._isa] = Emulator(self._program, PROCESSORS[self._isa])
-        return self._emulators[self._isa]
 
     def _operator(self, name: str) -> Any:
         def call(*arguments: Any) -> Any:
             if name == "tree_attention" and arguments[12] is not None:
                 arguments = (*arguments[:12], arguments[12].to(arguments[0].dtype), *arguments[13:])
-            results = self._emulator().call(name, *arguments, torch.get_num_threads())
+            results = self._emulator.call(name, *arguments, torch.get_num_threads())
             return results[0] if len(results) == 1 else tuple(results) or None
 
+        call.__name__ = name
         return call
 
     def isas(self) -> list[str]:
-        return list(PROCESSORS)
+        return [self._isa]
 
     def isa(self) -> str:
         return self._isa
 
     def use_isa(self, name: str) -> None:
-        if name not in PROCESSORS:
-            raise ValueError(f"instruction set '{name}' can't be used here; there are {', '.join(PROCESSORS)}")
-        self._isa = name
+        if name != self._isa:
+            raise ValueError(f"instruction set '{name}' can't be used here; there are {self._isa}")
 
     def thread_runtime(self) -> str:
         return "std::thread"
@@ -188,14 +186,14 @@ class ArmKernels(types.ModuleType):
     def fill_new_tensors(self, fill: bool) -> None:
         """The program always fills them."""
 
-    def close(self) -> None:
-        for emulator in self._emulators.values():
-            emulator.close()
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--arm", choices=PROCESSORS, required=True, help="instruction set of the emulated processor")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     from specmemo_kernels import backends
 
-    kernels = ArmKernels(build(ROOT / "build" / "arm"))
+    kernels = ArmKernels(build(ROOT / "build" / "arm"), config.getoption("--arm"))
     sys.modules[MODULE] = backends._cpu = kernels  # type: ignore[attr-defined]
     config.add_cleanup(kernels.close)

@@ -1,7 +1,8 @@
 """Mutation check: changes one expression at a time and runs everyday tests, which must fail.
 
 ``python python_tests/mutants.py [PART OF A FILE'S NAME ...]`` works in a scratch copy of the repository and prints a
-table in Markdown. Exits with 1 if a mutant survives or if its text doesn't occur exactly once.
+table in Markdown. Exits with 1 if a mutant survives or if its text doesn't occur exactly once. Mutants for ARM run in
+an emulator (``arm_kernels.py``), if there is one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import time
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import NamedTuple
+
+import arm_kernels
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, TRITON = "specmemo_kernels", "specmemo_kernels/backends/triton"
@@ -100,6 +103,11 @@ MUTANTS = (
     Mutant("csrc/linear.h", "down.x_stride = gate.outputs", "down.x_stride = gate.inputs", "linear gated_mlp"),
     Mutant("csrc/activation.h", "x < VecF{} ? small : splat(1.0f)", "splat(1.0f)", "linear gated_mlp"),
     Mutant("csrc/norm.h", "(w + args.offset)", "w", "linear rms_norm"),
+    Mutant("csrc/fold.h", "vpaddq_f32(pair(rows[0], rows[1])", "vpaddq_f32(pair(rows[0], -rows[1])", "arm operators"),
+    Mutant("csrc/tile.h", "vbfdotq_lane_f32((float32x4_t)sum", "vbfdotq_lane_f32(-(float32x4_t)sum", "arm operators"),
+    Mutant("csrc/pack.h", "vzip2q_u16(low, high)", "vzip1q_u16(low, high)", "arm operators"),
+    Mutant("csrc/packed_rows.h", "static_cast<size_t>(v_dim * static_cast<int64_t>(sizeof(Raw)))",
+           "static_cast<size_t>(columns_ * static_cast<int64_t>(sizeof(Raw)))", "arm operators"),
     Mutant(f"{PACKAGE}/integrations/hf/fuse.py", "kernels is None or not supported", "not supported",
            "fuse another_thread"),
     Mutant(f"{PACKAGE}/integrations/hf/fuse.py", "if leaf.unchanged:", "if True:", "fuse adapter"),
@@ -143,7 +151,8 @@ def run_tests(copy: Path, tests: str, interpreter: bool, results: Queue[tuple[in
     if interpreter:
         os.environ["TRITON_INTERPRET"] = "1"
     name, _, words = tests.partition(" ")
-    options = ["-qx", "-p", "no:cacheprovider", "-m", "not slow and not four_ranks", f"python_tests/test_{name}.py"]
+    marks = "not four_ranks" if name == "arm" else "not slow and not four_ranks"
+    options = ["-qx", "-p", "no:cacheprovider", "-m", marks, f"python_tests/test_{name}.py"]
     failures = Failures()
     with Path(copy, "output.txt").open("w") as file, contextlib.redirect_stdout(file):
         code = pytest.main([*options, *(["-k", words] if words else [])], plugins=[failures])
@@ -189,13 +198,17 @@ def main(parts: list[str]) -> int:
         for mutant in MUTANTS:
             if parts and not any(part in mutant.file for part in parts):
                 continue
+            emulated = mutant.tests.startswith("arm ")
+            if emulated and (reason := arm_kernels.missing()):
+                print(f"| {mutant.file} | `{mutant.old}` | `{mutant.new}` | not run, {reason} | |", flush=True)
+                continue
             file, begin = copy / mutant.file, time.monotonic()
             text = file.read_text()
             if text.count(mutant.old) != 1:
                 code, by = 0, f"**TEXT OCCURS {text.count(mutant.old)} TIMES**"
             else:
                 file.write_text(text.replace(mutant.old, mutant.new))
-                if mutant.file.startswith("csrc"):
+                if mutant.file.startswith("csrc") and not emulated:
                     build(copy)
                 code, by = outcome(copy, mutant)
                 name = mutant.tests.split()[0]

@@ -2,7 +2,7 @@
 
 Importing this module raises ``ImportError`` if the C++ module wasn't built. The kernels run on torch's threads
 (``torch.get_num_threads()``) and with the best instruction set of the machine; ``SPECMEMO_CPU_ISA`` (``avx512bf16``,
-``avx512``, ``avx2``, ``baseline``) forces one.
+``avx512``, ``avx2``, ``baseline``; on ARM ``neonbf16``, ``neon``) forces one.
 """
 
 from __future__ import annotations
