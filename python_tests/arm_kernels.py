@@ -51,10 +51,10 @@ def missing() -> str | None:
     return f"not installed: {', '.join(programs)}" if programs else None
 
 
-def build(folder: Path) -> Path:
-    """Compile the program for aarch64 in ``folder``, with the wheels' flags; returns its file."""
+def build(folder: Path, root: Path = ROOT) -> Path:
+    """Compile the program of ``root`` for aarch64 in ``folder``, with the wheels' flags; returns its file."""
     configure = [
-        "cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DSPECMEMO_TEST_PROGRAM=ON",
+        "cmake", "-S", root, "-B", folder, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DSPECMEMO_TEST_PROGRAM=ON",
         "-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", f"-DCMAKE_CXX_COMPILER={COMPILER}",
     ]  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)

@@ -187,7 +187,8 @@ def build(copy: Path) -> None:
 
 
 def main(parts: list[str]) -> int:
-    from arm_kernels import missing  # not above: test processes import this file, and then the copy's arm_kernels
+    from arm_kernels import build as build_arm  # not above: test processes import this file, then the copy's module
+    from arm_kernels import missing
 
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "transformers", "hypothesis"])
     wrong = 0
@@ -208,7 +209,9 @@ def main(parts: list[str]) -> int:
                 code, by = 0, f"**TEXT OCCURS {text.count(mutant.old)} TIMES**"
             else:
                 file.write_text(text.replace(mutant.old, mutant.new))
-                if mutant.file.startswith("csrc") and not emulated:
+                if emulated:
+                    build_arm(copy / "build" / "arm", copy)
+                elif mutant.file.startswith("csrc"):
                     build(copy)
                 code, by = outcome(copy, mutant)
                 name = mutant.tests.split()[0]
