@@ -113,6 +113,11 @@ def chosen(request: PlanRequest) -> PlanCandidate:
     return max(choices, key=lambda c: (c.speed.tokens_per_second, -c.total_bytes))
 
 
+def coded(request: PlanRequest) -> PlanRequest:
+    """The request with heads in 4-bit codes."""
+    return replace(request, heads=replace(MedusaRun().heads, head_bits=4))
+
+
 def published_paths(request: PlanRequest) -> list[tuple[int, ...]]:
     """The best tree of Medusa's published size and depth."""
     run = MedusaRun()

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import batch_runs
 import torch
-from medusa_published import MedusaPublished, greedy_accept
+from medusa_published import AS_PUBLISHED, MedusaPublished, Savings, greedy_accept
 from part_tracker import LabelledCache, PartTracker
 from replay import Ranks, ReplayedAccept, ReplayedTarget
 
@@ -103,9 +103,12 @@ class MedusaSystem:
 
     budget = None
 
-    def __init__(self, name: str, model: Any, heads: sk.MedusaHeads, tree: DraftTree) -> None:
+    def __init__(
+        self, name: str, model: Any, heads: sk.MedusaHeads, tree: DraftTree, without: Savings = AS_PUBLISHED
+    ) -> None:
         self.name, self.nodes, self.heads = name, tree.size, heads_name(heads)
-        self._medusa = MedusaPublished(model, heads, tree)
+        self.tree = tree
+        self._medusa = MedusaPublished(model, heads, tree, without)
         self._replay = ReplayedAccept(tree, self._medusa.buffers.paths, greedy_accept)
         self.reset()
 
@@ -162,9 +165,11 @@ class OurSystem:
             self.handle.target = self._target  # type: ignore[assignment]
 
     def answer(self, turn: Turn) -> list[int]:
-        if self._target is not None:
-            assert turn.ranks is not None, "a system that replays needs ranks"
+        if self._target is not None and turn.ranks is not None:
             self._target.begin([turn.ranks])
+            self.handle.target = self._target  # type: ignore[assignment]
+        elif self._target is not None:
+            self.handle.target = self._target.target  # type: ignore[assignment]
         ids = torch.tensor([turn.ids], device=self._model.device)
         options: dict[str, Any] = {"max_new_tokens": turn.new_tokens, "do_sample": False, "pad_token_id": 0}
         output = self._model.generate(ids, attention_mask=torch.ones_like(ids), **options)
