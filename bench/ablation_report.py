@@ -49,7 +49,8 @@ def stacked(rows: Sequence[Row], title: str) -> Any:
     for part in dict.fromkeys(PARTS.values()):
         keys = [key for key, name in PARTS.items() if name == part]
         widths = [sum(row["bytes_by_part"].get(key, 0) for key in keys) / MIB for row in rows]
-        left.barh(names, widths, left=start, label=part)
+        if any(widths):
+            left.barh(names, widths, left=start, label=part)
         start = [a + b for a, b in zip(start, widths, strict=True)]
     for place, total in enumerate(start):
         left.text(total, place, f" {total:.0f}", va="center", fontsize=8)
@@ -87,15 +88,16 @@ def sensitivity(rows: Sequence[Row]) -> Any:
         bottom.set_xlabel(label)
         for axes in (top, bottom):
             axes.grid(alpha=0.3)
-            if axis == "kv":
+            if axis != "heads":
                 axes.set_xscale("log", base=2)
                 axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
                 axes.tick_params(axis="x", labelsize=8)
-    panels[0][0].set_ylabel("generation memory per device in GiB")
+    panels[0][0].set_ylabel("GiB per device")
     panels[1][0].set_ylabel("tokens per second")
     handles, labels = panels[0][-1].get_legend_handles_labels()
     figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncol=3)
-    figure.suptitle("predicted: the fastest plan for each value, one sequence", fontsize=10)
+    title = "predicted: generation memory and speed of the fastest plan for each value, one sequence"
+    figure.suptitle(title, fontsize=10)
     return figure
 
 
