@@ -43,6 +43,8 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]], source: str) 
 def caption(source: str) -> str:
     """Machine, versions, date and file of a result."""
     env = load(source)["environment"]
+    if source == "ablation_paper":  # the machine doesn't matter
+        return f"*Predicted, {env['date']}; `bench/results/{source}.json`*"
     processor, _, threads = env["processor"].rpartition(", torch uses ")
     threads = threads.replace("1 threads", "1 thread")
     return (
@@ -440,6 +442,70 @@ def ranks() -> str:
     return table(header, rows, "ranks_cpu")
 
 
+# --- ablation --------------------------------------------------------------------------------------------------------
+
+
+def change(size: float, before: float) -> str:
+    """The difference in MiB."""
+    return f"{(size - before) / MIB:+.0f}"
+
+
+def ablation_paper(which: str) -> str:
+    """Predicted memory and speed at each length; changes from the row above, or from the first row."""
+    rows = [row for row in load("ablation_paper")["rows"] if row["table"] == which]
+    contexts = list(dict.fromkeys(row["context"] for row in rows))
+    by = {(row["system"], row["context"]): row for row in rows}
+    lines: list[list[object]] = []
+    above: list[Row] = []
+    for name in dict.fromkeys(row["system"] for row in rows):
+        line: list[object] = [name]
+        found = [by[name, context] for context in contexts]
+        for row, before in zip(found, above or found, strict=True):
+            line.append(f"{row['heads']}, {row['nodes']}")
+            line.append(f"{row['generation_bytes'] / MIB:.0f}")
+            line.append(change(row["generation_bytes"], before["generation_bytes"]) if above else "")
+            line.append(f"{row['tokens_per_s']:.1f}")
+        line.append(f"{found[0]['rejected_bytes'] / MIB:.1f}")
+        above = found if which == "cumulative" else above or found
+        lines.append(line)
+    header = [""]
+    for context in contexts:
+        header += ["heads, nodes", f"MiB, {context} tokens", "", "tokens/s"]
+    return table([*header, "rejected, MiB per step"], lines, "ablation_paper")
+
+
+def ablation_memory(which: str) -> str:
+    """Measured memory; changes from the row above, or from the complete lossless system."""
+    everything = load("ablation_memory_cpu")["rows"]
+    complete = next(row for row in everything if row["system"] == "+ prefix reuse")
+    rows = [row for row in everything if row["table"] == which]
+    lines, above = [], None if which == "cumulative" else complete["peak_generation_bytes"]
+    for row in rows:
+        size = row["peak_generation_bytes"]
+        parts = [f"{row['bytes_by_part'][part] / MIB:.1f}" for part in ABLATION_PARTS]
+        name = [row["system"], row["heads"], row["nodes"]]
+        lines.append([*name, f"{size / MIB:.1f}", "" if above is None else change(size, above), *parts])
+        above = size if which == "cumulative" else above
+    return table(["", "heads", "nodes", "MiB", "", *ABLATION_PARTS], lines, "ablation_memory_cpu")
+
+
+ABLATION_PARTS = ("heads", "KV cache", "candidates' KV", "logits", "activations")
+
+
+def ablation_sensitivity(axis: str) -> str:
+    """Predicted memory and speed of the fastest plan for each value of an axis, by model."""
+    rows = [row for row in load("ablation_paper")["sensitivity"] if row["axis"] == axis]
+    scales = list(dict.fromkeys(row["scale"] for row in rows))
+    cells: dict[tuple[int, str], list[str]] = {}
+    for row in rows:
+        kind = "int8" if row["kv_dtype"] == "int8" else "16 bits"
+        cell = f"{mib(row['generation_bytes'])}, {row['tokens_per_s']:.1f}" + ("" if row["fits"] else " (too large)")
+        cells.setdefault((row["value"], kind), []).append(cell)
+    lines = [[value, *([kind] if axis == "kv" else []), *found] for (value, kind), found in cells.items()]
+    first = ["tokens", "pages"] if axis == "kv" else [axis]
+    return table([*first, *scales], lines, "ablation_paper")
+
+
 # --- operators -------------------------------------------------------------------------------------------------------
 
 
@@ -545,6 +611,11 @@ def figures() -> dict[str, str]:
         "adaptive": adaptive(),
         "ranks": ranks(),
         "attention": attention_rows(),
+        "ablation.paper": ablation_paper("cumulative"),
+        "ablation.paper_left_out": ablation_paper("left out"),
+        "ablation.memory": ablation_memory("cumulative"),
+        "ablation.memory_left_out": ablation_memory("left out"),
+        **{f"ablation.by_{axis}": ablation_sensitivity(axis) for axis in ("heads", "nodes", "kv")},
         "chat.source": f"\n\n{caption('chat')}\n\n",
         "kv.source": f"\n\n{caption('kv_quality')}\n\n",
         "heads.source": f"\n\n{caption('head_quality')}\n\n",
