@@ -235,8 +235,9 @@ class MedusaPublished:
 
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The model's logits ``[N, V]`` and all heads' ``[num_heads, N, V]``."""
+        by_head = self._head_logits(hidden)  # first: its temporary tensors are freed before the model's logits
         with record_function("medusa::head"):
-            return nn.functional.linear(hidden, self.lm_head), self._head_logits(hidden)
+            return nn.functional.linear(hidden, self.lm_head), by_head
 
     def _head_logits(self, hidden: Tensor) -> Tensor:
         with record_function("medusa::head"):
