@@ -489,6 +489,20 @@ def ablation_memory(which: str) -> str:
     return table(["", "heads", "nodes", "MiB", "", *ABLATION_PARTS], lines, "ablation_memory_cpu")
 
 
+def ablation_speed() -> str:
+    """Measured speed of every system, relative to Medusa as published and to the complete lossless system."""
+    rows = load("ablation_speed_cpu")["rows"]
+    medusa, complete = rows[0], next(row for row in rows if row["system"] == "+ prefix reuse")
+    lines = [
+        [row["system"], row["heads"], row["nodes"], f"{row['tokens_per_s']:.1f}",
+         f"{row['tokens_per_s'] / medusa['tokens_per_s']:.1f}x",
+         f"{row['tokens_per_s'] / complete['tokens_per_s']:.2f}x", f"{row['tokens_per_step']:.2f}"]
+        for row in rows
+    ]  # fmt: skip
+    header = ["", "heads", "nodes", "tokens/s", "vs Medusa", "vs all lossless", "tokens per step"]
+    return table(header, lines, "ablation_speed_cpu")
+
+
 ABLATION_PARTS = ("heads", "KV cache", "candidates' KV", "logits", "activations")
 
 
@@ -613,6 +627,7 @@ def figures() -> dict[str, str]:
         "attention": attention_rows(),
         "ablation.paper": ablation_paper("cumulative"),
         "ablation.paper_left_out": ablation_paper("left out"),
+        "ablation.speed": ablation_speed(),
         "ablation.memory": ablation_memory("cumulative"),
         "ablation.memory_left_out": ablation_memory("left out"),
         **{f"ablation.by_{axis}": ablation_sensitivity(axis) for axis in ("heads", "nodes", "kv")},
