@@ -49,7 +49,8 @@ class MedusaDrafter:
 
     Args:
         heads: on the device and in the dtype of the model's hidden states.
-        lm_head: the model's ``(weight [V, hidden_size], bias [V] or None)``, used by heads without own lm_heads.
+        lm_head: the model's ``(weight [V, hidden_size], bias [V] or None)``, used by heads without own lm_heads; or the
+            module that computes logits, where there is no such matrix (a quantised lm_head).
         backend: of :func:`specmemo_kernels.ops.lm_head_topk`.
         topk: replacement for that function, for matrices sharded over ranks.
     """
@@ -57,7 +58,7 @@ class MedusaDrafter:
     def __init__(
         self,
         heads: MedusaHeads,
-        lm_head: tuple[torch.Tensor, torch.Tensor | None],
+        lm_head: tuple[torch.Tensor, torch.Tensor | None] | nn.Module,
         backend: str | None = None,
         topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] = ops.lm_head_topk,
     ) -> None:
@@ -128,7 +129,6 @@ class MedusaDrafter:
         x = hidden.expand(depth, *hidden.shape)
         for blocks in self._blocks:
             x = blocks.apply(x, self.backend)
-        shared, shared_bias = self._lm_head
         if self.heads.own_lm_head:
             rows = []
             for head in range(depth):
@@ -136,9 +136,18 @@ class MedusaDrafter:
                 _, tokens = self._topk(x[head], weight.detach(), k=width, scales=scales, backend=self.backend)
                 rows.append(tokens)
             return torch.cat(rows, dim=1)
-        x = x.flatten(0, 1).to(shared.device)  # the last device of a model on several devices
-        tokens = self._topk(x, shared, shared_bias, k=width, backend=self.backend)[1].to(hidden.device)
+        tokens = self._shared_candidates(x.flatten(0, 1), width).to(hidden.device)
         return tokens.view(depth, len(hidden), width).transpose(0, 1).flatten(1)
+
+    def _shared_candidates(self, x: torch.Tensor, width: int) -> torch.Tensor:
+        """``[N, width]``: the best tokens of rows ``[N, hidden_size]`` by the model's lm_head."""
+        if isinstance(self._lm_head, nn.Module):
+            # Fewer rows than a step's nodes, whose logits the plan has: the model computes them too.
+            logits: torch.Tensor = self._lm_head(x)
+            return logits.topk(width, dim=1).indices
+        weight, bias = self._lm_head
+        x = x.to(weight.device)  # the last device of a model on several devices
+        return self._topk(x, weight, bias, k=width, backend=self.backend)[1]
 
 
 def _stack_blocks(heads: MedusaHeads) -> list[BlockStack]:

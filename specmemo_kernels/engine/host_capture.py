@@ -92,6 +92,8 @@ class _Recorder(TorchDispatchMode):
             raise RuntimeError(f"{func} writes to a tensor that the step didn't allocate, and has other results")
         known = {_storage(x) for x in _tensors((*args, *kwargs.values()))}
         result = (written[0] if func._schema.returns else None) if outside else func(*args, **kwargs)
+        if isinstance(result, (bool, int, float)):
+            raise RuntimeError(f"{func} reads a tensor's values")
         results = [result] if isinstance(result, Tensor) else list(result or ())
         new = [isinstance(x, Tensor) and _storage(x) not in known for x in results]
         if written or any(new):

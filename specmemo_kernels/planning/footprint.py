@@ -94,6 +94,25 @@ class PassBytes:
 
 
 @dataclass(frozen=True)
+class ProductBytes:
+    """What a product of a quantised layer takes while it runs.
+
+    Attributes:
+        beyond: bytes that a pass's measured tensors don't include, by its rows.
+        layer: class of the layer whose product takes the most. peak: all bytes of such a product, at most.
+    """
+
+    beyond: PassBytes = PassBytes()
+    layer: str = ""
+    peak: int = 0
+
+    def elementwise_max(self, other: ProductBytes) -> ProductBytes:
+        """A bound for either of two products."""
+        largest = self if self.peak >= other.peak else other
+        return replace(largest, beyond=self.beyond.elementwise_max(other.beyond))
+
+
+@dataclass(frozen=True)
 class GenerationShape:
     """Sizes of a model, its drafter and its backend that determine the memory of generation.
 
@@ -103,6 +122,7 @@ class GenerationShape:
         head_bytes: the drafter's weights. coded_head_bytes: the same with ``head_bits=4``; ``None``: no difference.
         forward: a forward pass up to its lm_head, by its rows.
         logits: logits by their rows, where steps need them.
+        products: of quantised layers.
         draft: drafting by the number of sequences, for drafters with passes of their own.
         state_bytes: state of a sequence between passes (its last hidden state).
         mixer_state_bytes: states of a sequence in recurrent and convolution layers.
@@ -121,6 +141,7 @@ class GenerationShape:
     head_bytes: int
     forward: PassBytes
     logits: PassBytes = PassBytes()
+    products: ProductBytes = ProductBytes()
     draft: PassBytes = PassBytes()
     state_bytes: int = 0
     split_size: int = 0
@@ -183,6 +204,8 @@ def fixed_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
         "metadata": metadata * shape.devices,
         "workspace": shape.workspace_bytes,
     }
+    if shape.products.layer:
+        parts["products"] = shape.products.beyond.at(size.rows)
     if shape.mixer_state_bytes:
         parts["states"] = size.sequences * shape.mixer_state_bytes
     if shape.kept_steps:

@@ -179,19 +179,20 @@ def divide_budget(
             pages = left // page_bytes
             parts = {name: parts.get(name, 0) + pages * page.get(name, 0) for name in parts | page}
             return MemoryPlan(tree, size.sequences, page_size, pages, size.chunk, budget, parts, kv_dtype=kv_dtype)
-    raise BudgetError(_too_small(budget, page_size, parts, page_bytes, shape.coded_head_bytes))
+    raise BudgetError(_too_small(budget, page_size, parts, page_bytes, shape))
 
 
-def _too_small(
-    budget: int, page_size: int, parts: dict[str, int], page_bytes: int, coded_head_bytes: int | None
-) -> str:
+def _too_small(budget: int, page_size: int, parts: dict[str, int], page_bytes: int, shape: GenerationShape) -> str:
     """The parts of the smallest plan, the missing bytes, and what would fit."""
     least = sum(parts.values()) + page_bytes
     needed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
     largest = max(parts, key=lambda name: parts[name])
     instead = ", or heads='prompt-lookup', which has no weights" if parts["heads"] else ""
+    coded_head_bytes, products = shape.coded_head_bytes, shape.products
     if coded_head_bytes is not None and least - parts["heads"] + coded_head_bytes <= budget:
         instead = f", or head_bits=4, with which the heads take {format_bytes(coded_head_bytes)}" + instead
+    if products.layer:
+        instead += f". Each product of a {products.layer} takes up to {format_bytes(products.peak)} while it runs"
     return (
         f"memory_budget {format_bytes(budget)} is too small for one page of {page_size} tokens "
         f"({format_bytes(page_bytes)}) beside {needed}: {format_bytes(least - budget)} missing, the largest part is "

@@ -29,7 +29,7 @@ from specmemo_kernels.engine.pressure import is_out_of_memory
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.integrations.distributed.ranks import RankError, SingleRank, Stop
 from specmemo_kernels.planning.cost import CHECKSUM_BYTES
-from specmemo_kernels.planning.footprint import GenerationShape, PassBytes
+from specmemo_kernels.planning.footprint import GenerationShape, PassBytes, ProductBytes
 
 #: Kinds of messages.
 _STEP, _DONE, _VALUE, _TALK, _GUESS, _FAILED = range(6)
@@ -143,8 +143,8 @@ class RankGroup(SingleRank):
         maxima: dict[str, Any] = {}
         for name in (field.name for field in fields(GenerationShape)):
             values = [getattr(other, name) for other in shapes]
-            if isinstance(values[0], PassBytes):
-                maxima[name] = reduce(PassBytes.elementwise_max, values)
+            if isinstance(values[0], PassBytes | ProductBytes):
+                maxima[name] = reduce(type(values[0]).elementwise_max, values)
             elif values[0] is None:
                 maxima[name] = None
             else:  # smaller splits mean more of them

@@ -15,6 +15,7 @@ from specmemo_kernels.engine.sampling import Sampling
 from specmemo_kernels.engine.scores import TokenScore
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.verify import SampledVerifier
+from specmemo_kernels.integrations.hf.checks import without_wrapper
 from specmemo_kernels.integrations.hf.run import Piece, PieceReader, SequenceRun
 
 if TYPE_CHECKING:
@@ -257,7 +258,7 @@ def patched_handle(model: Any) -> SpecMemo:
     Raises:
         ValueError: the model isn't patched.
     """
-    handle: SpecMemo | None = getattr(model, "__dict__", {}).get("specmemo")
+    handle: SpecMemo | None = getattr(without_wrapper(model), "__dict__", {}).get("specmemo")
     if handle is None:
         raise ValueError("the model isn't patched; call specmemo_kernels.patch(model, heads) first")
     return handle

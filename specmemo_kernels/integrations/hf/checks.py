@@ -68,6 +68,12 @@ def rope_limit(config: Any) -> int | None:
     return min(limit for limit in limits if limit)
 
 
+def without_wrapper(model: Any) -> Any:
+    """The transformers model inside of a ``PeftModel``; other models as they are."""
+    is_peft = any(cls.__name__ == "PeftModel" and cls.__module__.startswith("peft.") for cls in type(model).__mro__)
+    return model.get_base_model() if is_peft else model
+
+
 def check_modules(model: Any) -> None:
     """Refuse dynamic quantisation of ``torch.ao``: it scales the rows of a call together, so tokens depend on drafts.
 

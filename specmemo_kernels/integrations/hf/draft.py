@@ -20,6 +20,7 @@ from specmemo_kernels.drafting.medusa_heads import MedusaHeads
 from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
 from specmemo_kernels.integrations.distributed.ranks import SingleRank, heads_digest
 from specmemo_kernels.integrations.hf.checks import check_config, check_numbers
+from specmemo_kernels.integrations.hf.coded import plain_weight, tensor_bytes
 from specmemo_kernels.integrations.hf.feature_drafter import load_feature_drafter, vocabulary_of
 from specmemo_kernels.integrations.hf.fuse import FUSED_BACKENDS, find_leaves
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
@@ -76,9 +77,9 @@ class HFDraftModel(DraftModelDrafter):
     """
 
     def __init__(self, hf_model: Any, facts: ModelFacts, tokens: int, backend: str, detach: Callable[[], None]) -> None:
-        weights = {p.data_ptr(): p.numel() * p.element_size() for p in (*hf_model.parameters(), *hf_model.buffers())}
+        weight_bytes = sum(map(tensor_bytes, (*hf_model.parameters(), *hf_model.buffers())))
         target = HFTarget(hf_model, facts, backend)
-        super().__init__(target, facts.layers, max_depth=tokens, weight_bytes=sum(weights.values()), backend=backend)
+        super().__init__(target, facts.layers, max_depth=tokens, weight_bytes=weight_bytes, backend=backend)
         self.hf_model, self.facts, self.detach = hf_model, facts, detach
 
     @torch.no_grad()
@@ -130,12 +131,13 @@ def make_drafter(
     if ranks.size > 1:
         ranks.assert_same(heads_digest(loaded))
     accuracy = getattr(loaded, "cumulative_topk_accuracy", None) or DEFAULT_ACCURACY
-    shared = ranks.lm_head(model)
-    if shared[0].is_meta and not loaded.own_lm_head:
+    head = model.get_output_embeddings()
+    if getattr(getattr(head, "weight", None), "is_meta", False) and not loaded.own_lm_head:
         raise UnsupportedModel(
             f"the heads share the lm_head of {type(model).__name__}, which is offloaded; give it a device in "
             "device_map, or use heads with vocabulary matrices of their own"
         )
+    shared = head if plain_weight(head) is None else ranks.lm_head(model)
     return MedusaDrafter(ranks.shard(loaded, facts.device), shared, backend, ranks.topk), accuracy
 
 

@@ -15,6 +15,7 @@ from specmemo_kernels.drafting.base import DraftRows, FeatureDrafter
 from specmemo_kernels.drafting.vocabulary import TargetVocabulary
 from specmemo_kernels.forward.batch import continued_batch
 from specmemo_kernels.integrations.distributed.ranks import SingleRank, tensors_digest
+from specmemo_kernels.integrations.hf.coded import plain_weight
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
 from specmemo_kernels.integrations.hf.target import ModelFacts
 from specmemo_kernels.planning.footprint import PassBytes
@@ -70,18 +71,22 @@ def vocabulary_of(model: Any, facts: ModelFacts, backend: str, ranks: SingleRank
     Raises:
         UnsupportedModel: one of them is offloaded.
     """
-    embedding, head, (weight, bias) = model.get_input_embeddings(), model.get_output_embeddings(), ranks.lm_head(model)
-    if weight.is_meta or embedding.weight.is_meta:
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if any(getattr(getattr(module, "weight", None), "is_meta", False) for module in (embedding, head)):
         raise UnsupportedModel(
             f"the drafter reads the embedding and the lm_head of {type(model).__name__}, of which one is offloaded; "
             "give both a device in device_map, or use heads with vocabulary matrices of their own"
         )
 
+    matrix = None if plain_weight(head) is None else ranks.lm_head(model)
+
     def top_log_probs(hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        if not facts.plain_lm_head and ranks.size == 1:  # such as a quantised matrix
-            logits = head(hidden.to(weight.device)).float()
+        if matrix is None or (not facts.plain_lm_head and ranks.size == 1):  # such as a quantised matrix
+            with facts.pass_mode():
+                logits = head(hidden if matrix is None else hidden.to(matrix[0].device)).float()
             values, tokens = (logits - logits.logsumexp(dim=1, keepdim=True)).clamp(max=0).topk(k, dim=1)
         else:
+            weight, bias = matrix
             values, tokens = ranks.top_log_probs(hidden.to(weight.device), k, weight, bias, backend)
         return values.to(hidden.device), tokens.to(hidden.device)
 

@@ -56,7 +56,7 @@ def check_invariance(model: Any, facts: ModelFacts) -> None:
     positions = torch.arange(count) * 5 % max(1, min(count, _max_positions(model)))
     expected: tuple[Tensor, Tensor] | None = None
     for rows in sorted(_ROWS, reverse=True):
-        with torch.inference_mode(), tapped(cut=facts.plain_lm_head) as tap:
+        with facts.pass_mode(), tapped(cut=facts.plain_lm_head) as tap:
             logits = run_packed(model, tokens[:rows], positions[:rows], _own_values, None, leaves=facts.leaves)[0]
         results = tap.hidden, logits
         expected = results if expected is None else expected

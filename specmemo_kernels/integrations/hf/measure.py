@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from specmemo_kernels.forward.tree_paths import paths_to_leaves
+from specmemo_kernels.integrations.hf.coded import measure_products
 from specmemo_kernels.integrations.hf.fuse import FusedLeaves
 from specmemo_kernels.integrations.hf.mixer_pass import MixerPass, chunk_pass, tree_pass
-from specmemo_kernels.integrations.hf.mixers import Mixer, Mixers, PackedPass
+from specmemo_kernels.integrations.hf.mixers import Mixer, PackedPass
 from specmemo_kernels.integrations.hf.probe import like_attention
 from specmemo_kernels.integrations.hf.target import ModelFacts, run_packed, tapped
-from specmemo_kernels.planning.footprint import PassBytes
+from specmemo_kernels.planning.footprint import PassBytes, ProductBytes
 from specmemo_kernels.planning.host_allocator import allocated_bytes, free_library_buffers
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
 from specmemo_kernels.tree.choice import PassSeconds
@@ -85,16 +86,16 @@ def _measure_chunks(
     return forward, logits
 
 
-@torch.inference_mode()
-def measure_mixers(mixers: Mixers, tree: Trees) -> PassBytes:
+def measure_mixers(facts: ModelFacts, tree: Trees) -> PassBytes:
     """Measure the transient bytes of verifying ``tree`` in a recurrent layer, by the number of sequences."""
     paths = widest = max(1, tree.size - 1)
     if isinstance(tree, DraftTree):
         paths, widest = len(paths_to_leaves(tree.parents)), max(Counter(tree.depths).values())
     bound = PassBytes()
-    for mixer in {mixer.kind: mixer for mixer in mixers.mixers}.values():
+    for mixer in {mixer.kind: mixer for mixer in facts.mixers.mixers}.values():
         rows, tokens = (widest, 1) if mixer.steps_alone else (paths, tree.max_depth + 1)
-        peaks = [(count, _mixer_peak(mixer, count * rows, tokens)) for count in (1, 2)]
+        with facts.pass_mode():
+            peaks = [(count, _mixer_peak(mixer, count * rows, tokens)) for count in (1, 2)]
         bound = bound.elementwise_max(PassBytes.between(*peaks))
     return bound
 
@@ -142,7 +143,17 @@ def _mixer_peak(mixer: Mixer, paths: int, tokens: int) -> int:
     return int(tracker.peak)
 
 
-@torch.inference_mode()
+def measure_quantised(model: Any, facts: ModelFacts, max_rows: int) -> ProductBytes:
+    """Measure the products of quantised layers in passes of at most ``max_rows`` rows."""
+    tokens = _same_tokens(facts, _MEASURED_ROWS[0])
+
+    def run() -> None:
+        with facts.pass_mode():
+            _run(model, facts, tokens)
+
+    return measure_products(model, run, facts.pass_mode, max_rows)
+
+
 def measure_libraries(model: Any, facts: ModelFacts, max_rows: int) -> int:
     """Bytes of library buffers (mostly packed matrices) on a CPU after forward passes over at most ``max_rows`` rows.
 
@@ -153,9 +164,10 @@ def measure_libraries(model: Any, facts: ModelFacts, max_rows: int) -> int:
     if facts.device.type != "cpu":
         return 0
     tokens = _same_tokens(facts, _MEASURED_ROWS[-1])
-    for _ in range(2):  # the first pass also allocates buffers that stay
-        of_pass = _kept_by_libraries(lambda: _run(model, facts, tokens))
-    of_products = _kept_by_libraries(lambda: _multiply(_packed_matrices(model, facts), max_rows))
+    with facts.pass_mode():
+        for _ in range(2):  # the first pass also allocates buffers that stay
+            of_pass = _kept_by_libraries(lambda: _run(model, facts, tokens))
+        of_products = _kept_by_libraries(lambda: _multiply(_packed_matrices(model, facts), max_rows))
     kept_bytes = max(of_pass, of_products)
     return kept_bytes if kept_bytes >= _LEAST_COUNTED else 0
 
@@ -205,7 +217,6 @@ def _trace(
     return before, [max(0, held - before[-1]) for held in tracker.trace[len(before) :]]
 
 
-@torch.inference_mode()
 def time_passes(model: Any, facts: ModelFacts, max_rows: int, agreed: Callable[[float], float] = float) -> PassSeconds:
     """Seconds of forward passes up to the lm_head by their rows, at most ``max_rows``, without attention.
 
@@ -218,7 +229,8 @@ def time_passes(model: Any, facts: ModelFacts, max_rows: int, agreed: Callable[[
         times: list[float] = []
         while len(times) < 4 and sum(times) < _TIMED_SECONDS:
             started = time.perf_counter()
-            _run(model, facts, tokens, facts.leaves, current)
+            with facts.pass_mode():
+                _run(model, facts, tokens, facts.leaves, current)
             if facts.device.type == "cuda":
                 torch.cuda.synchronize(facts.device)
             times.append(agreed(time.perf_counter() - started))

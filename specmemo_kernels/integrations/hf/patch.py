@@ -21,7 +21,13 @@ from specmemo_kernels.drafting.base import Drafter, FeatureDrafter, OffloadingDr
 from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.integrations.distributed.ranks import digest
 from specmemo_kernels.integrations.distributed.tensor_parallel import ranks_of
-from specmemo_kernels.integrations.hf.checks import check_config, check_modules, check_numbers, evaluation
+from specmemo_kernels.integrations.hf.checks import (
+    check_config,
+    check_modules,
+    check_numbers,
+    evaluation,
+    without_wrapper,
+)
 from specmemo_kernels.integrations.hf.draft import (
     AttachedDrafter,
     DraftModel,
@@ -106,7 +112,8 @@ def patch(
     """Make ``model.generate`` speculate: the same tokens, in fewer steps, inside a memory budget.
 
     Args:
-        model: a loaded transformers decoder with an lm_head.
+        model: a loaded transformers decoder with an lm_head, quantised or not, with adapters or without; of a
+            ``PeftModel`` the model inside, which its ``generate`` calls.
         heads: Medusa heads (a folder, a hub id, a module, a dict of tensors); another published drafter (a folder or a
             hub id: EAGLE-1 to 3, Clover-2, DFlash); ``"mtp"`` for the model's own MTP layer, or an ``MtpModel``;
             ``"prompt-lookup"``, which needs no weights; a smaller causal language model with the same vocabulary, or a
@@ -162,6 +169,7 @@ def patch(
         UnsupportedModel, HeadsError, BudgetError, RankError, TypeError, ValueError: with the value and the limit; the
             model is as before.
     """
+    model = without_wrapper(model)
     if isinstance(getattr(model, "specmemo", None), SpecMemo):
         raise ValueError("the model is patched already; call specmemo_kernels.unpatch(model) first")
     page_size, prefill_chunk = integer("page_size", page_size), integer("prefill_chunk", prefill_chunk)
@@ -267,6 +275,6 @@ def unpatch(model: Any) -> None:
     Raises:
         RuntimeError: a generation of this thread isn't over.
     """
-    handle = getattr(model, "__dict__", {}).get("specmemo")
+    handle = getattr(without_wrapper(model), "__dict__", {}).get("specmemo")
     if isinstance(handle, SpecMemo):
         handle.undo()

@@ -20,6 +20,7 @@ from specmemo_kernels.integrations.hf.measure import (
     measure_libraries,
     measure_mixers,
     measure_passes,
+    measure_quantised,
     time_passes,
 )
 from specmemo_kernels.integrations.hf.pool import GraphUse
@@ -97,7 +98,7 @@ def _first_that_fits(
             shape, head_bytes=setup.drafter.nbytes, coded_head_bytes=_coded_bytes(setup.drafter)
         )
         if setup.facts.mixers.mixers:
-            shape = dataclasses.replace(shape, mixers=measure_mixers(setup.facts.mixers, candidate))
+            shape = dataclasses.replace(shape, mixers=measure_mixers(setup.facts, candidate))
         if isinstance(setup.drafter, FeatureDrafter):
             shape = dataclasses.replace(shape, draft=measure_draft(setup.drafter, setup.facts, candidate))
         shape = setup.ranks.max_over_ranks(shape)
@@ -161,8 +162,10 @@ def _generation_shape(setup: Setup, graphs: GraphUse, kv_dtype: str | None, max_
     model, facts, drafter, backend = setup.model, setup.facts, setup.drafter, setup.backend
     shapes = _attention_sizes(facts)
     (forward, logits), library_bytes = measure_passes(model, facts, max_rows), measure_libraries(model, facts, max_rows)
+    products = measure_quantised(model, facts, max_rows)
     if isinstance(drafter, HFDraftModel):
         shapes += _attention_sizes(drafter.facts)
+        products = products.elementwise_max(measure_quantised(drafter.hf_model, drafter.facts, max_rows))
         draft_forward, draft_logits = measure_passes(drafter.hf_model, drafter.facts, max_rows)
         library_bytes = max(library_bytes, measure_libraries(drafter.hf_model, drafter.facts, max_rows))
         forward, logits = forward.elementwise_max(draft_forward), logits.elementwise_max(draft_logits)
@@ -189,6 +192,7 @@ def _generation_shape(setup: Setup, graphs: GraphUse, kv_dtype: str | None, max_
         coded_head_bytes=_coded_bytes(drafter),
         forward=forward,
         logits=logits,
+        products=products,
         # Hidden states: of the last steps, of the prompts in prefill, and of the previous chunk.
         state_bytes=3 * max(state_size, facts.hidden_size) * facts.dtype.itemsize,
         split_size=min(size for size, _ in splits),

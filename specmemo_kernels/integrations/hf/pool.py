@@ -90,6 +90,8 @@ def _impossible(setup: Setup) -> str:
     devices = {layer.device for layer in facts.layers} | {facts.device}
     if not isinstance(drafter, DeviceDrafter):
         return f"{type(drafter).__name__} reads the tokens on the host"
+    if not facts.inference:
+        return "its modules can't run in inference mode"
     if facts.mixers.mixers:
         return "its recurrent layers take accepted tokens in numbers that the host must know"
     if len(devices) > 1:

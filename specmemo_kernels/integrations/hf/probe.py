@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from specmemo_kernels.cache.kv_storage import LayerKV
+from specmemo_kernels.engine.pressure import is_out_of_memory
 from specmemo_kernels.integrations.hf.changes import foreign_code
 from specmemo_kernels.integrations.hf.checks import check_equivalence, unsupported_errors
+from specmemo_kernels.integrations.hf.coded import plain_weight
 from specmemo_kernels.integrations.hf.find_mixers import checked, is_recurrent, trials
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
 from specmemo_kernels.integrations.hf.mixers import Mixers
@@ -48,7 +50,7 @@ def probe(model: Any) -> ModelFacts:
         raise UnsupportedModel(f"{name} has no attention layer that uses the attention interface, only states")
     if not len(ramp):
         raise UnsupportedModel(f"{name} computes logits without calling its lm_head ({type(head).__name__})")
-    plain = type(head) is nn.Linear and _rows_are_plain(head.weight) and not foreign_code(model)
+    plain = plain_weight(head) is not None and not foreign_code(model)
     exact = torch.equal(logits, ramp)
     # In shorter dtypes a soft cap makes ties of different logits: no operation may follow the lm_head.
     rises = bool((logits.diff() >= 0).all()) and hidden.dtype == torch.float32
@@ -66,7 +68,23 @@ def probe(model: Any) -> ModelFacts:
         cached_tokens=cached_tokens,
         mixers=mixers,
         attention=tuple(with_keys),
+        inference=_runs_in_inference_mode(model, device),
     )
+
+
+def _runs_in_inference_mode(model: Any, device: torch.device) -> bool:
+    """Whether a pass that runs without gradients also runs in inference mode. Some tensor subclasses don't: torch can't
+    set the version of a tensor that they make.
+    """
+    token = torch.zeros(1, dtype=torch.int64, device=device)
+    try:
+        with torch.inference_mode(), tapped(cut=False):
+            run_packed(model, token, token, like_attention, None)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        return False
+    return True
 
 
 def find_mixers(model: Any, device: torch.device) -> Mixers:
@@ -110,13 +128,6 @@ def _one_token_pass(
     with unsupported_errors(model), tapped(cut=False) as tap, head.register_forward_hook(replace_by_ramp):
         logits = run_packed(model, token, token, record_layer, None)[0, 0]
     return layers, ramp, logits, tap.hidden
-
-
-def _rows_are_plain(weight: Tensor) -> bool:
-    """Whether a matrix is a plain tensor in memory, or is sharded by rows."""
-    if hasattr(weight, "placements"):
-        return all(placement.is_shard(0) or placement.is_replicate() for placement in weight.placements)
-    return type(weight) in (nn.Parameter, Tensor) and not weight.is_meta
 
 
 def like_attention(_: int, q: Tensor, k: Tensor, v: Tensor, **__: Any) -> Tensor:
