@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ def setting_of(seed: int) -> dict[str, Any]:
         "prefill_chunk": draw.choice([64, 256]),
         "plain_first": draw.choice([False, True]),
         "new": 6,
+        "method": None,
+        "coded_head": False,
     }
 
 
@@ -92,6 +95,28 @@ def make_model(setting: dict[str, Any], layers: int) -> LlamaForCausalLM:
     return model
 
 
+def quantised(model: Any, setting: dict[str, Any]) -> Any:
+    """The model with the setting's quantised layers."""
+    if setting["method"] is None:
+        return model
+    from quantised_packages import quantised_model
+
+    return quantised_model(model, setting["method"], setting["coded_head"])
+
+
+def profiled_peak_of(call: Callable[[], object]) -> int:
+    """Peak bytes that torch's profiler sees, temporaries inside of operators included."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    held = peak = 0
+    results = profile.profiler.kineto_results  # type: ignore[union-attr]
+    for event in results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
 def prompts_of(setting: dict[str, Any], tokens: int, seed: int) -> dict[str, torch.Tensor]:
     """Ragged, left-padded prompts of ``tokens`` tokens in total."""
     generator = torch.Generator().manual_seed(seed)
@@ -107,13 +132,15 @@ def prompts_of(setting: dict[str, Any], tokens: int, seed: int) -> dict[str, tor
 
 def main(seed: int, setting: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(seed)
-    model: Any = make_model(setting, setting["layers"])
+    model = quantised(make_model(setting, setting["layers"]), setting)
     dtype, drafter, graph = getattr(torch, setting["dtype"]), setting["drafter"], setting["graph"]
     heads: Any = "prompt-lookup"
     if drafter == "heads":
         heads = sk.MedusaHeads(setting["hidden"], setting["vocab"], 2, own_lm_head=False).to(dtype)
     elif drafter == "model":
-        heads = make_model(setting, 1)
+        heads = quantised(make_model(setting, 1), setting)
+    elif drafter == "own heads":
+        heads = sk.MedusaHeads(setting["hidden"], setting["vocab"], 2).to(dtype)
     options = {"max_new_tokens": setting["new"], "do_sample": False}
     if setting["plain_first"]:
         model.generate(**prompts_of(setting, 20 * setting["batch"], seed), **options)
@@ -123,7 +150,7 @@ def main(seed: int, setting: dict[str, Any]) -> dict[str, Any]:
         handle = sk.patch(
             model, heads, memory_budget=setting["budget"] * MIB, tree=setting["tree"], max_batch_size=setting["batch"],
             page_size=setting["page_size"], prefill_chunk=setting["prefill_chunk"], kv_dtype=setting["kv_dtype"],
-            graph=graph if drafter == "heads" else None,
+            graph=graph if drafter == "heads" and not setting["method"] else None,
         )  # fmt: skip
     except sk.BudgetError as error:
         return {"refused": str(error)}
@@ -137,9 +164,13 @@ def main(seed: int, setting: dict[str, Any]) -> dict[str, Any]:
     peaks = []
     for call in range(2):
         inputs = prompts_of(setting, tokens, seed + call)
-        peaks.append(peak_of(lambda inputs=inputs: model.generate(**inputs, **options)))  # type: ignore[misc]
-    del inputs
+        peaks.append(peak_of(partial(model.generate, **inputs, **options)))
     handle.release()
+    profiled = 0
+    if setting["method"]:
+        profiled = profiled_peak_of(partial(model.generate, **inputs, **options))
+        handle.release()
+    del inputs
     gc.collect()
     rest = resident()
     return {
@@ -149,6 +180,7 @@ def main(seed: int, setting: dict[str, Any]) -> dict[str, Any]:
         "filled": tokens / plan.max_tokens,
         "first": peaks[0] - patched["own"],
         "repeated": peaks[1] - patched["own"],
+        "profiled": profiled,
         "patch": patched["own"] - unpatched["own"],
         "files": rest["file"] - unpatched["file"],
         "released": rest["own"] - patched["own"],

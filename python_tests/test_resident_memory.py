@@ -53,6 +53,7 @@ def check(found: dict[str, Any]) -> None:
     within = {
         "first": found["first"] <= found["allowed"] + slack,
         "repeated": found["repeated"] <= found["allowed"] + slack,
+        "profiled": found["profiled"] <= found["allowed"] + slack,
         "patch": found["patch"] <= 10 * MIB,
         "released": found["released"] <= 4 * MIB,
     }

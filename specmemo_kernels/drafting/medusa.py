@@ -49,8 +49,8 @@ class MedusaDrafter:
 
     Args:
         heads: on the device and in the dtype of the model's hidden states.
-        lm_head: the model's ``(weight [V, hidden_size], bias [V] or None)``, used by heads without own lm_heads; or the
-            module that computes logits, where there is no such matrix (a quantised lm_head).
+        lm_head: the model's ``(weight [V, hidden_size], bias [V] or None)``, used by heads without own lm_heads; or a
+            function from its inputs to logits, where there is no such matrix (a quantised lm_head).
         backend: of :func:`specmemo_kernels.ops.lm_head_topk`.
         topk: replacement for that function, for matrices sharded over ranks.
     """
@@ -58,7 +58,7 @@ class MedusaDrafter:
     def __init__(
         self,
         heads: MedusaHeads,
-        lm_head: tuple[torch.Tensor, torch.Tensor | None] | nn.Module,
+        lm_head: tuple[torch.Tensor, torch.Tensor | None] | Callable[[torch.Tensor], torch.Tensor],
         backend: str | None = None,
         topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] = ops.lm_head_topk,
     ) -> None:
@@ -141,10 +141,9 @@ class MedusaDrafter:
 
     def _shared_candidates(self, x: torch.Tensor, width: int) -> torch.Tensor:
         """``[N, width]``: the best tokens of rows ``[N, hidden_size]`` by the model's lm_head."""
-        if isinstance(self._lm_head, nn.Module):
+        if not isinstance(self._lm_head, tuple):
             # Fewer rows than a step's nodes, whose logits the plan has: the model computes them too.
-            logits: torch.Tensor = self._lm_head(x)
-            return logits.topk(width, dim=1).indices
+            return self._lm_head(x).topk(width, dim=1).indices
         weight, bias = self._lm_head
         x = x.to(weight.device)  # the last device of a model on several devices
         return self._topk(x, weight, bias, k=width, backend=self.backend)[1]

@@ -137,7 +137,13 @@ def make_drafter(
             f"the heads share the lm_head of {type(model).__name__}, which is offloaded; give it a device in "
             "device_map, or use heads with vocabulary matrices of their own"
         )
-    shared = head if plain_weight(head) is None else ranks.lm_head(model)
+
+    def logits(x: torch.Tensor) -> torch.Tensor:
+        with facts.pass_mode():
+            result: torch.Tensor = head(x)
+        return result
+
+    shared = logits if plain_weight(head) is None else ranks.lm_head(model)
     return MedusaDrafter(ranks.shard(loaded, facts.device), shared, backend, ranks.topk), accuracy
 
 
