@@ -1,6 +1,6 @@
 # Every target sets up what it needs in $(VENV) first: a machine with Python 3.11 or 3.12 and a C++ compiler will do.
 #
-#   make demo | test | test-all | test-arm | mutants | lint | docs | models | bench | gpu | clean
+#   make demo | test | test-all | test-arm | test-quantised | mutants | lint | docs | models | bench | gpu | clean
 #   make test TORCH=torch==2.12.0        another torch than the CPU build of constraints-cpu.txt
 #   make test TESTS=python_tests/test_cli.py ARGS=-x
 #   make demo PYTHON=python3.12 ARGS="--turns 3"
@@ -23,7 +23,7 @@ STAMP := $(VENV)/installed-$(firstword $(shell echo '$(TORCH)' | cksum))
 BUILT_FROM := pyproject.toml setup.py CMakeLists.txt constraints-cpu.txt $(wildcard csrc/* csrc/*/*)
 CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.hpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.hpp python_tests/arm/*)
 
-.PHONY: demo test test-all test-arm mutants lint docs models bench gpu clean install linters
+.PHONY: demo test test-all test-arm test-quantised mutants lint docs models bench gpu clean install linters
 
 demo: $(STAMP)
 	$(BIN)/specmemo demo $(ARGS)
@@ -44,6 +44,19 @@ test-all: $(STAMP)
 test-arm: $(STAMP)
 	$(PIP) install --quiet 'cmake>=3.20' ninja
 	PATH="$(abspath $(BIN)):$$PATH" $(PYTEST) -n $(WORKERS) -rs python_tests/test_arm.py $(ARGS)
+
+# Models that other packages quantise, in an environment of its own beside $(VENV): tokens, then budgets of random
+# settings. Minutes; gptqmodel compiles its kernels first. It asks for a later torch than it needs here, so it comes
+# without its dependencies.
+SETTINGS ?= 30
+QUANTISED := torchao==0.18.0 optimum-quanto==0.2.7 bitsandbytes==0.50.2 gguf==0.19.0 compressed-tensors==0.20.0 \
+  hqq==0.2.8.post1 peft==0.21.2
+GPTQ := gptqmodel==7.7.0 optimum==2.3.0 logbar tokenicer device-smi pypcre defuser threadpoolctl dill datasets pyarrow \
+  pandas multiprocess xxhash
+QUANTISED_RUN := PYTHONPATH=. PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)-quantised/bin/python
+test-quantised: $(VENV)-quantised/installed
+	$(QUANTISED_RUN) -m pytest python_tests/test_quantised_layers.py python_tests/test_quantised_models.py $(ARGS) </dev/null
+	$(QUANTISED_RUN) python_tests/quantised_budgets.py $(SETTINGS)
 
 # Changes one expression at a time in a scratch copy; make test's tests must fail each time.
 mutants: $(STAMP)
@@ -94,7 +107,7 @@ install: $(STAMP)
 linters: $(VENV)/linters
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-quantised build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -112,6 +125,15 @@ else
 	$(PIP) install --no-deps '$(TORCH)'
 endif
 	$(PIP) install -c $(VENV)/constraints.txt -e '.[test]'
+	touch $@
+
+# Finds torch and transformers in $(VENV).
+$(VENV)-quantised/installed: $(STAMP) Makefile
+	$(BIN)/python -m venv $(VENV)-quantised
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
+	  > $$($(VENV)-quantised/bin/python -c "import site; print(site.getsitepackages()[0])")/base.pth
+	$(VENV)-quantised/bin/python -m pip install --quiet -c $(VENV)/constraints.txt $(QUANTISED)
+	$(VENV)-quantised/bin/python -m pip install --quiet --no-deps $(GPTQ)
 	touch $@
 
 $(VENV)/linters: Makefile | $(BIN)/python

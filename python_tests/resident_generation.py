@@ -166,13 +166,10 @@ def main(seed: int, setting: dict[str, Any]) -> dict[str, Any]:
         inputs = prompts_of(setting, tokens, seed + call)
         peaks.append(peak_of(partial(model.generate, **inputs, **options)))
     handle.release()
-    profiled = 0
+    gc.collect()
+    rest, profiled = resident(), 0
     if setting["method"]:
         profiled = profiled_peak_of(partial(model.generate, **inputs, **options))
-        handle.release()
-    del inputs
-    gc.collect()
-    rest = resident()
     return {
         "parts": plan.parts,
         # Heads were there before, and pages that no token came to are never touched.
