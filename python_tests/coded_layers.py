@@ -15,7 +15,7 @@ THRESHOLD = 20.0
 
 
 class CodedLinear(nn.Module):
-    """int8 codes and a scale per row, dequantised by torch operators."""
+    """int8 codes and a scale per row, dequantised by torch operators. Refuses no rows (bitsandbytes' nf4)."""
 
     codes: Tensor
     scales: Tensor
@@ -28,6 +28,8 @@ class CodedLinear(nn.Module):
         self.register_buffer("scales", scales)
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.numel() == 0:
+            raise RuntimeError("a product of no rows")
         return nn.functional.linear(x, self.codes.to(x.dtype) * self.scales)
 
 

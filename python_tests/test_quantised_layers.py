@@ -37,13 +37,13 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize(("lm_head", "drafter"), sample(ALL, [(True, "shared"), (False, "oracle")]))
 def test_tokens(kind: str, lm_head: bool, drafter: str) -> None:
-    """The model's own tokens, a ragged batch, twice; no quantised layer is replaced by an operator."""
+    """The model's own tokens, a ragged batch in chunks, twice; no quantised layer is replaced by an operator."""
     model, inputs = coded_model(kind, lm_head), batch((9, 30))
     expected = greedy(model, inputs, NEW)
     heads: Any = {"own": random_heads(model), "oracle": OracleDrafter(answers(inputs, expected), 0.7)}.get(drafter)
     if drafter == "shared":
         heads = sk.MedusaHeads(model.config.hidden_size, VOCAB, 3, own_lm_head=False)
-    with sk.patch(model, heads or drafter, tree=6, max_batch_size=2) as handle:
+    with sk.patch(model, heads or drafter, tree=6, max_batch_size=2, prefill_chunk=8) as handle:
         assert torch.equal(greedy(model, inputs, NEW), expected)
         assert torch.equal(greedy(model, inputs, NEW), expected)
         assert handle.stats.steps > 0

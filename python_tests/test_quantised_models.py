@@ -22,8 +22,8 @@ PACKAGES = {
     "torchao": "torchao", "quanto": "optimum.quanto", "bitsandbytes": "bitsandbytes", "hqq": "hqq.core.quantize",
     "compressed-tensors": "compressed_tensors", "gptq": "gptqmodel", "awq": "gptqmodel", "gguf": "gguf",
 }  # fmt: skip
-#: Scale, or choose by a threshold, from all rows of a call: a row depends on the others.
-BY_CALL = {"bitsandbytes 8", "torchao int8 dynamic"}
+#: Inputs are rounded to 8 bits, by bitsandbytes in columns that all rows of a call decide.
+CODED_INPUTS = {"bitsandbytes 8", "torchao int8 dynamic"}
 #: A checkpoint whose lm_head stays as it was.
 PLAIN_HEAD = {"compressed-tensors w4", "gptq 4", "awq 4"}
 #: Seeds of prompts whose tokens the models don't repeat.
@@ -57,9 +57,9 @@ def generated(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def near_tie(model: Any, text: list[int], one: int, other: int) -> bool:
-    """Whether the model's logits of two tokens behind ``text`` differ by a few roundings, or by no more than its own
-    passes do: with the text alone, with more tokens behind it, beside other texts, and with a cache.
+def near_tie(model: Any, text: list[int], one: int, other: int, unit: float) -> bool:
+    """Whether the model's logits of two tokens behind ``text`` differ by a few roundings of ``unit``, or by no more
+    than its own passes do: with the text alone, with more tokens behind it, beside other texts, and with a cache.
     """
     ids = torch.tensor([text])
     more = torch.cat([ids, ids[:, :8]], dim=1)
@@ -71,20 +71,21 @@ def near_tie(model: Any, text: list[int], one: int, other: int) -> bool:
     ]).float()  # fmt: skip
     gaps = rows[:, one] - rows[:, other]
     spread = (rows.amax(dim=0) - rows.amin(dim=0)).amax()
-    rounding = 3 * torch.finfo(model.dtype).eps * rows.abs().amax()
+    rounding = 3 * unit * rows.abs().amax()
     return bool(gaps.abs().min() <= 2 * spread + rounding)
 
 
-def check_tokens(model: Any, inputs: dict[str, Tensor], expected: Tensor, output: Tensor, exact: bool) -> None:
-    """Equal rows, or a near tie at the first difference."""
+def check_tokens(model: Any, inputs: dict[str, Tensor], expected: Tensor, output: Tensor, unit: float) -> None:
+    """Equal rows, or a near tie at the first difference by roundings of ``unit``; 0: equal rows."""
     start = inputs["input_ids"].shape[1]
     rows = answers(inputs, expected), answers(inputs, output)
     for own, ours in zip(*rows, strict=True):
         if own == ours:
             continue
         place = next(i for i, (a, b) in enumerate(zip(own, ours, strict=True)) if a != b)
-        assert not exact, f"other token {place} of {len(own)}"
-        assert near_tie(model, own[:place], own[place], ours[place]), f"token {place} of {len(own)} isn't a near tie"
+        assert unit, f"other token {place} of {len(own)}"
+        tie = near_tie(model, own[:place], own[place], ours[place], unit)
+        assert tie, f"token {place} of {len(own)} isn't a near tie"
     assert output.shape[1] == start + NEW
 
 
@@ -127,10 +128,15 @@ def test_tokens(quantised: tuple[str, torch.dtype, bool, Any], drafter: str, cou
             nn.init.normal_(parameter, std=0.05)
         heads = heads.to(dtype)
     with sk.patch(model, heads or drafter, memory_budget="64MiB", tree=4, max_batch_size=4) as handle:
+        if method.startswith("compressed-tensors"):  # its wrapper of modules' forward is foreign code
+            with pytest.warns(UserWarning, match="own generate runs instead"):
+                assert torch.equal(generated(model, inputs), expected)
+            return
         output = generated(model, inputs)
         assert handle.stats.steps > 0
         assert not set(coded_modules(model)) & handle.facts.leaves.modules
-    check_tokens(model, inputs, expected, output, exact=dtype == torch.float32 and method not in BY_CALL)
+    unit = 2.0**-7 if method in CODED_INPUTS else torch.finfo(dtype).eps if dtype != torch.float32 else 0.0
+    check_tokens(model, inputs, expected, output, unit)
 
 
 @pytest.mark.parametrize("wrapped", [True, False], ids=["peft", "add_adapter"])
@@ -148,7 +154,10 @@ def test_adapters(method: str, wrapped: bool) -> None:
     if wrapped:
         outer = peft.get_peft_model(model, config).eval()
     else:
-        model.add_adapter(config)
+        try:
+            model.add_adapter(config)
+        except ValueError as error:
+            pytest.skip(f"transformers refuses this PEFT: {error}")
         outer = model.eval()
     expected = generated(outer, inputs)
     assert not torch.equal(expected, plain)
@@ -171,8 +180,11 @@ def test_prompt_tuning() -> None:
     """Learned prompts go to generate as embeddings or as a cache, which the model's own loop reads."""
     peft = pytest.importorskip("peft", reason="adapters need peft", exc_type=ImportError)
     model, inputs = small_model(torch.float32), inputs_of(LENGTHS["one"])
+    plain = generated(model, inputs)
     outer = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
     expected = generated(outer, inputs)
+    if torch.equal(expected, plain):
+        pytest.skip("the prefix of this PEFT doesn't reach this transformers' models")
     handle = sk.patch(outer, "prompt-lookup")
     with pytest.warns(UserWarning, match="past_key_values"):
         assert torch.equal(generated(outer, inputs), expected)

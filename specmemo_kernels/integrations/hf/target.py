@@ -104,6 +104,10 @@ class HFTarget:
             self._max_rows = len(batch.tokens)
             free_library_buffers()
         by_model = not self.facts.plain_lm_head or (logits and not self.facts.exact_lm_head)
+        # Passes within a prompt keep no row. The model's lm_head gets one: bitsandbytes' product of no rows ends the
+        # process.
+        no_rows = by_model and keep is not None and len(keep) == 0
+        keep = keep.new_zeros(1) if keep is not None and no_rows else keep
         # A model on several devices would move an index tensor to the first device; the rows are on the last device.
         rows = keep.tolist() if keep is not None and self._spread else keep
         with self.facts.pass_mode(), tapped(cut=not by_model) as tap, self.facts.taps.captured() as states:
@@ -117,7 +121,9 @@ class HFTarget:
             with mixers.running(current):
                 output = run_packed(self.model, tokens, batch.positions, call, rows, self._windows, leaves)
             features = self._features(states)
-        return TargetOutput(tap.hidden.to(self.device), output[0].to(self.device) if by_model else None, features)
+        kept = slice(0, 0 if no_rows else None)
+        own = output[0].to(self.device)[kept] if by_model else None
+        return TargetOutput(tap.hidden.to(self.device)[kept], own, features)
 
     def _placed(self, attention: StepAttention) -> AttentionCall:
         """``attention`` for a model in which not every layer has keys and values."""
