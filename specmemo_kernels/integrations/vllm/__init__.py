@@ -44,6 +44,7 @@ def tree_options(
     *,
     tree: list[list[int]] | None = None,
     head_bits: int | None = None,
+    backend: str | None = None,
 ) -> dict[str, Any]:
     """Arguments of ``vllm.LLM`` (or ``EngineArgs``) that make it verify draft trees of Medusa heads.
 
@@ -52,12 +53,13 @@ def tree_options(
         nodes: of the tree, its root included. Each request takes as many tokens of ``max_num_batched_tokens`` per step.
         tree: rank paths in the place of the best tree of ``nodes`` nodes; a path comes after its parent.
         head_bits: 4 packs the heads into 4-bit codes.
+        backend: of the operators; ``None``: by device.
     """
     if tree is not None:
         nodes = len(tree) + 1
     if nodes < 2:
         raise ValueError(f"nodes is {nodes}; a tree has a root and at least one draft, or use vLLM without trees")
-    options = {"heads": str(heads), "tree": tree, "head_bits": head_bits}
+    options = {"heads": str(heads), "tree": tree, "head_bits": head_bits, "backend": backend}
     return {
         "worker_cls": WORKER,
         "speculative_config": {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": nodes - 1},

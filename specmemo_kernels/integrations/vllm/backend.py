@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
@@ -23,6 +24,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from specmemo_kernels import ops
+from specmemo_kernels.integrations.vllm.options import Options
 from specmemo_kernels.integrations.vllm.pages import block_pages, page_table
 from specmemo_kernels.integrations.vllm.step import PackedRequests, StepTrees, TreeScratch
 
@@ -151,6 +153,7 @@ class TreeAttentionImpl(AttentionImpl[TreeAttentionMetadata]):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
+        self._backend = Options.of(get_current_vllm_config()).backend
         self._window, self._softcap, self._sinks = sliding_window, logits_soft_cap or None, sinks
 
     def forward(
@@ -174,7 +177,7 @@ class TreeAttentionImpl(AttentionImpl[TreeAttentionMetadata]):
         rows = slice(0, meta.num_tokens)
         query, key, value = query[rows], key[rows], value[rows]
         k_pages, v_pages = block_pages(kv_cache)
-        kernels = ops.kernels(None, query.device)
+        kernels = ops.kernels(self._backend, query.device)
         out, _ = kernels.tree_attention(
             query, key, value, k_pages, v_pages, meta.block_table, meta.context_lens, meta.qo_indptr,
             None if step is None else step.tree_mask, self.scale, self._window, self._softcap, self._sinks,

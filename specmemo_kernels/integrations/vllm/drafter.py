@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,38 +11,11 @@ from specmemo_kernels.drafting.base import DraftInput
 from specmemo_kernels.drafting.load_heads import load_heads
 from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.drafting.medusa_heads import MedusaHeads
+from specmemo_kernels.integrations.vllm.options import Options
 from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, best_first_paths, deepened
 from specmemo_kernels.tree.draft_tree import DraftTree
 
 Tensor = torch.Tensor
-
-
-@dataclass(frozen=True)
-class TreeOptions:
-    """``additional_config["specmemo"]``, as :func:`specmemo_kernels.integrations.vllm.tree_options` writes it."""
-
-    heads: str
-    tree: tuple[tuple[int, ...], ...] | None = None
-    head_bits: int | None = None
-
-    @classmethod
-    def of(cls, vllm_config: Any) -> TreeOptions:
-        """
-        Raises:
-            ValueError: no options, no heads, or an option that doesn't exist.
-        """
-        extra = vllm_config.additional_config
-        given = dict(extra.get("specmemo") or {}) if isinstance(extra, dict) else {}
-        unknown = given.keys() - cls.__dataclass_fields__.keys()
-        if unknown or "heads" not in given:
-            names = ", ".join(sorted(unknown))
-            problem = f"has no option {names}" if unknown else "doesn't name the heads"
-            raise ValueError(
-                f"additional_config['specmemo'] {problem}; it is "
-                "{'heads': folder or hub id, 'tree': rank paths (optional), 'head_bits': 4 (optional)}"
-            )
-        tree = given.get("tree")
-        return cls(given["heads"], tree and tuple(map(tuple, tree)), given.get("head_bits"))
 
 
 class MedusaTreeDrafter:
@@ -53,7 +25,9 @@ class MedusaTreeDrafter:
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        self.options = TreeOptions.of(vllm_config)
+        self.options = Options.of(vllm_config)
+        if self.options.heads is None:
+            raise ValueError("additional_config['specmemo'] doesn't name the heads: use tree_options(heads=...)")
         self._config = vllm_config
         self._nodes: int = vllm_config.speculative_config.num_speculative_tokens + 1
         self._drafter: MedusaDrafter | None = None
@@ -68,6 +42,7 @@ class MedusaTreeDrafter:
     def load_model(self, model: torch.nn.Module) -> None:
         config = self._config.model_config
         parameter = next(model.parameters())
+        assert self.options.heads is not None
         heads = load_heads(
             self.options.heads,
             config.get_hidden_size(),
@@ -77,7 +52,7 @@ class MedusaTreeDrafter:
             head_bits=self.options.head_bits,
         )
         self._tree = self._choose(heads)
-        self._drafter = MedusaDrafter(heads, _lm_head(model, self._config))
+        self._drafter = MedusaDrafter(heads, _lm_head(model, self._config), self.options.backend)
 
     def _choose(self, heads: MedusaHeads) -> DraftTree:
         if self.options.tree is not None:
@@ -114,11 +89,14 @@ class MedusaTreeDrafter:
 
 def _lm_head(model: Any, config: Any) -> tuple[Tensor, None] | Callable[[Tensor], Tensor]:
     """The lm_head's matrix where it is whole and in memory as it is, else a call of the model's lm_head."""
-    head = getattr(model, "lm_head", None)
+    head, settings = getattr(model, "lm_head", None), config.model_config
     weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
-    sizes = config.model_config.get_vocab_size(), config.model_config.get_hidden_size()
-    whole = isinstance(weight, Tensor) and weight.dtype == config.model_config.dtype and bias is None
-    if whole and config.parallel_config.tensor_parallel_size == 1 and weight.ndim == 2 and weight.shape[1] == sizes[1]:
-        return weight.data[: sizes[0]], None
+    vocab_size, hidden_size = settings.get_vocab_size(), settings.get_hidden_size()
+    if (
+        isinstance(weight, Tensor)
+        and (weight.dtype, weight.shape[1:], bias) == (settings.dtype, (hidden_size,), None)
+        and config.parallel_config.tensor_parallel_size == 1
+    ):
+        return weight.data[:vocab_size], None
     compute: Callable[[Tensor], Tensor] = model.compute_logits
     return compute

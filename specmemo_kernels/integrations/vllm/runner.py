@@ -42,8 +42,7 @@ class TreeRunner:
             "decode context parallelism": self.dcp_world_size > 1,
             "positions of several dimensions (M-RoPE)": self.uses_mrope,
             "micro-batches": self.parallel_config.use_ubatching,
-            "CUDA graphs (pass enforce_eager=True)": self.device.type != "cpu"
-            and not self.model_config.enforce_eager,
+            "CUDA graphs (pass enforce_eager=True)": self.device.type != "cpu" and not self.model_config.enforce_eager,
         }
         for what, asked in refused.items():
             if asked:
@@ -128,7 +127,7 @@ class TreeRunner:
             return
         trees, scratch = self._step.trees, self._scratch
         nodes, lengths = trees.of_requests(accepted.nodes), trees.of_requests(accepted.lengths)
-        kernels = ops.kernels(None, self.device)
+        kernels = ops.kernels(self.drafter.options.backend, self.device)
         for metadata, names in self._metadata:
             place = metadata.table_and_lengths(trees)
             for name in names:

@@ -95,9 +95,7 @@ class TreeScratch:
         rows: most rows of trees in a step.
     """
 
-    def __init__(
-        self, shapes: dict[str, tuple[int, int]], rows: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, shapes: dict[str, tuple[int, int]], rows: int, dtype: torch.dtype, device: torch.device) -> None:
         self._rows = {
             name: torch.empty(2, 1, rows, *shape, dtype=dtype, device=device) for name, shape in shapes.items()
         }
