@@ -82,6 +82,28 @@ def test_append_writes_its_slots_only(backend: str, dtype: torch.dtype, case: Pa
 
 
 @each_backend
+def test_rows_behind_the_last_sequence_belong_to_none(backend: str) -> None:
+    """A batch padded for a graph: NaN in rows behind ``qo_indptr[-1]`` reaches no result and no page."""
+    inputs = append_inputs(PagedCase("padded", (5, 0, 30), (9, 0, 2), (0, 0, 0), head_dim=8), torch.float32)
+    expected = after_append(inputs)
+    pages = [torch.randn_like(inputs[name]) for name in ("k_pages", "v_pages")]
+    queries, padding = torch.randn(11, 4, 8), torch.full((3, 2, 8), float("nan"))
+    metadata = [inputs[name] for name in ("block_table", "seq_lens", "qo_indptr")]
+    bounds: dict[str, Any] = {"scale": 0.3, "max_qo_len": 9, "min_qo_len": 2, "backend": backend}
+    results = []
+    for rows in (0, 3):
+        k, v = (torch.cat([inputs[name], padding[:rows]]) for name in ("k_new", "v_new"))
+        q = torch.cat([queries, padding[:rows].repeat(1, 2, 1)])
+        results.append(ops.tree_attention(q, k, v, *pages, *metadata, **bounds))
+    for exact, padded in zip(*results, strict=True):
+        assert torch.equal(exact, padded[:11])
+        assert not exact.isnan().any()
+    ops.append_paged_kv(**inputs | {"k_new": k, "v_new": v}, backend=backend)
+    assert same_bits(inputs["k_pages"], expected[0])
+    assert same_bits(inputs["v_pages"], expected[1])
+
+
+@each_backend
 def test_append_of_slices(backend: str) -> None:
     """Keys and values are slices of one tensor, as after a fused projection."""
     inputs = append_inputs(PagedCase("fused", (5, 30), (9, 2), (0, 0), num_kv_heads=2, head_dim=8), torch.float32)

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import torch
 
+from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.ops import schema
 from specmemo_kernels.ops.dispatch import (
     BackendUnavailable,
@@ -58,6 +59,7 @@ Tensor = torch.Tensor
 __all__ = [
     "BackendUnavailable",
     "Kernels",
+    "LayerKV",
     "append_paged_kv",
     "backend_name",
     "commit_paged_kv",
