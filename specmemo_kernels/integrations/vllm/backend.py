@@ -1,7 +1,7 @@
 """vLLM attention backend: ``tree_attention`` over vLLM's KV blocks, for chunks, single tokens and draft trees.
 
 A request's own rows are read from the layer's output, so only committed tokens are read from blocks. Rows of chunks
-are then appended to the blocks; rows of draft trees are kept in scratch until the step's acceptance is known.
+are appended to the blocks; rows of draft trees are kept in scratch until the step's acceptance is known.
 """
 
 from __future__ import annotations
@@ -178,22 +178,24 @@ class TreeAttentionImpl(AttentionImpl[TreeAttentionMetadata]):
         query, key, value = query[rows], key[rows], value[rows]
         k_pages, v_pages = block_pages(kv_cache)
         kernels = ops.kernels(self._backend, query.device)
+        # Appended first: with prefix caching, requests of the same step read blocks that others of them write.
+        chunks = None if step is None else step.chunks
+        if step is None:
+            kernels.append_paged_kv(
+                key, value, k_pages, v_pages, meta.block_table, meta.context_lens, meta.qo_indptr, None, None
+            )
+        elif chunks is not None:
+            rows_of = chunks.of_rows
+            kernels.append_paged_kv(
+                rows_of(key), rows_of(value), k_pages, v_pages, *meta.table_and_lengths(chunks), None, None
+            )
         out, _ = kernels.tree_attention(
             query, key, value, k_pages, v_pages, meta.block_table, meta.context_lens, meta.qo_indptr,
             None if step is None else step.tree_mask, self.scale, self._window, self._softcap, self._sinks,
             meta.max_query_len, meta.max_seq_len, False, None, None, None,
         )  # fmt: skip
         output[rows].view_as(out).copy_(out)
-        if step is None:
-            kernels.append_paged_kv(
-                key, value, k_pages, v_pages, meta.block_table, meta.context_lens, meta.qo_indptr, None, None
-            )
-            return output
-        if step.chunks is not None:
-            own = step.chunks
-            kernels.append_paged_kv(
-                own.of_rows(key), own.of_rows(value), k_pages, v_pages, *meta.table_and_lengths(own), None, None
-            )
-        assert meta.scratch is not None
-        meta.scratch.store(layer.layer_name, step.trees.of_rows(key), step.trees.of_rows(value))
+        if step is not None:
+            assert meta.scratch is not None
+            meta.scratch.store(layer.layer_name, step.trees.of_rows(key), step.trees.of_rows(value))
         return output

@@ -22,7 +22,12 @@ class MedusaTreeDrafter:
     """Proposes a tree for each request, from the hidden state that its newest token was computed from.
 
     vLLM creates it with its configuration and calls :meth:`load_model` after loading the model.
+
+    Attributes:
+        verified: set by a model runner that verifies trees; vLLM's own verifies chains.
     """
+
+    verified = False
 
     def __init__(self, vllm_config: Any) -> None:
         self.options = Options.of(vllm_config)
@@ -40,6 +45,11 @@ class MedusaTreeDrafter:
         return self._tree
 
     def load_model(self, model: torch.nn.Module) -> None:
+        if not self.verified:
+            raise ValueError(
+                "vLLM's own worker verifies chains only and has no hidden states for the drafter: pass "
+                "worker_cls='specmemo_kernels.integrations.vllm.worker.TreeWorker' (tree_options does)"
+            )
         config = self._config.model_config
         parameter = next(model.parameters())
         assert self.options.heads is not None
@@ -81,10 +91,8 @@ class MedusaTreeDrafter:
         return drafts
 
     def propose(self, *_: Any, **__: Any) -> list[list[int]]:
-        raise RuntimeError(
-            "vLLM's own worker verifies chains only and has no hidden states for the drafter: pass "
-            "worker_cls='specmemo_kernels.integrations.vllm.worker.TreeWorker' (tree_options does)"
-        )
+        """vLLM asks for this method; :class:`TreeRunner` calls :meth:`propose_trees`."""
+        raise NotImplementedError("this drafter is called by TreeWorker, through propose_trees")
 
 
 def _lm_head(model: Any, config: Any) -> tuple[Tensor, None] | Callable[[Tensor], Tensor]:

@@ -52,6 +52,7 @@ class TreeRunner:
                 "TreeWorker needs the tree drafter as vLLM's speculative_config: pass the arguments of "
                 "specmemo_kernels.integrations.vllm.tree_options"
             )
+        self.drafter.verified = True
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
         """Load model and heads, and allocate scratch, so that vLLM's memory profile counts it."""
