@@ -149,6 +149,7 @@ def _compile_attention(
         "PAGE_SIZE": shape.page_size, "BY_HEAD": True, "BLOCK_M": chosen.block_m, "BLOCK_N": chosen.block_n,
         "NODES_N": chosen.nodes_n,
         "SPLIT_SIZE": chosen.split_size, "FIXED_SPLITS": not chosen.resident, "UPCAST": False,
+        "ROUND_BITS": runtime.rounds_by_bits(target, shape.dtype),
         "KV": KV_TYPES[shape.kv_dtype], **switches,
     }  # fmt: skip
     constants |= {} if switches["HAS_SINKS"] else {"sinks_ptr": None}

@@ -12,8 +12,9 @@ Times of one launch, in cycles of a multiprocessor:
 - *Waves*: programs fill the multiprocessors' places; all tiles of the places that have most are counted.
 - *Memory*: keys, values, queries, results and the splits' states, at the copy bandwidth, or at bytes in flight over the
   latency (Little's law), whichever is longer. A second block of rows finds a tile in the L2 cache, at twice the rate.
-- The launch takes the longer of computing and memory, plus a fixed time to start and drain, the tiles with the step's
-  own nodes in the last split, and the merge (its states from L2, and a launch that is overlapped where possible).
+- The launch takes the longer of computing and memory, plus a fixed time to start and drain, and the merge (its states
+  from L2, and a launch that is overlapped where possible). The tiles with the step's own nodes follow the tokens of the
+  last split, which are fewer than those of another split.
 
 The share is the time of copying the keys, values, queries and results once, over the predicted time.
 """
@@ -133,11 +134,14 @@ def seconds(kernel: Kernel, gpu: Gpu, case: Case) -> Mapping[str, float]:
         case.group, case.kv_heads,
     )  # fmt: skip
     resident = gpu.programs(kernel.registers, kernel.shared_bytes, config.num_warps)
+    # As in the kernel: equal splits of the tokens and nodes, in whole units.
+    unit = config.split_size * math.ceil(math.ceil((case.tokens + case.nodes) / config.split_size) / splits)
+    splits = math.ceil((case.tokens + case.nodes) / unit)
     programs = blocks * case.kv_heads * splits
     held = min(resident, math.ceil(programs / gpu.multiprocessors))
     waves = math.ceil(programs / (gpu.multiprocessors * held))
-    unit = config.split_size * math.ceil(case.tokens / config.split_size / splits)
-    tiles = math.ceil(unit / config.block_n)
+    tiles = math.ceil(min(unit, case.tokens) / config.block_n)
+    last = max(0, case.tokens - (splits - 1) * unit) / min(unit, case.tokens)
     waits = CHAIN_CYCLES + (MEMORY_LATENCY_S * hz if config.num_stages == 1 else 0)
     cycles = _softmax(kernel.committed, config, gpu) + _products(config.block_n, config, gpu, case) + waits / held
     compute = waves * held * tiles * cycles / hz
@@ -155,8 +159,11 @@ def seconds(kernel: Kernel, gpu: Gpu, case: Case) -> Mapping[str, float]:
     if splits > 1:
         overlapped = gpu.target == "sm_90"
         merge = states / (2 * gpu.copy_bytes_s) + (OVERLAPPED_S if overlapped else MERGE_S)
+    # Of the last wave, programs with the last split have fewer tokens, then the nodes.
+    longest = max(compute, memory)
+    nodes = max(0.0, nodes - longest * (1 - last) / waves)
     parts = {"compute": compute, "memory": memory, "nodes": nodes, "merge": merge, "start": START_S}
-    return parts | {"total": max(compute, memory) + nodes + merge + START_S}
+    return parts | {"total": longest + nodes + merge + START_S}
 
 
 def _softmax(loop: Loop, config: KernelConfig, gpu: Gpu) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specmemo_kernels.backends.kernel_config import SPLIT_UNIT, KernelConfig
+from specmemo_kernels.backends.kernel_config import KernelConfig
 
 BENCH = str(Path(__file__).resolve().parents[1] / "bench")
 sys.path.insert(0, BENCH)
@@ -46,7 +46,7 @@ AMD = """
 """
 LOOP = Loop(700, 66, 16, ((32, 8), (128, 16)))
 KERNEL = Kernel(
-    KernelConfig(128, 128, SPLIT_UNIT, 8, 2, resident=1, nodes_n=32), registers=254, shared_bytes=160 << 10,
+    KernelConfig(128, 128, 128, 8, 2, resident=1, nodes_n=32), registers=254, shared_bytes=160 << 10,
     committed=LOOP, own=LOOP,
 )  # fmt: skip
 CASE, H200 = Case(8, 8192, 25), GPUS["sm_90"]
@@ -87,6 +87,14 @@ def test_what_is_slower_is_predicted_to_be_slower() -> None:
     assert predicted_fraction(KERNEL, H200, replace(CASE, batch=1)) < share
     assert predicted_fraction(KERNEL, replace(H200, copy_bytes_s=1e12), CASE) > share, "compute no longer matters"
     assert bytes_in_flight(KERNEL, H200, CASE) == 2 * 128 * 128 * 2
+
+
+def test_nodes_take_the_place_of_tokens() -> None:
+    """65 units of tokens and nodes: 13 splits of 5 units hide the nodes; one split per sequence doesn't."""
+    hidden = seconds(KERNEL, H200, replace(CASE, batch=1))
+    assert hidden["nodes"] == 0
+    direct = seconds(KERNEL, H200, replace(CASE, batch=32))
+    assert direct["merge"] == 0 < direct["nodes"]
 
 
 @pytest.mark.parametrize("kv_bytes", [1, 2])

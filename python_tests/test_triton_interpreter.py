@@ -134,6 +134,32 @@ class TestInterpreter:
     def test_attention_in_splits(self, case: AttentionCase) -> None:
         check_attention(case, torch.float32, configs=small_configs())
 
+    @pytest.mark.parametrize("window", [None, 25])
+    def test_nodes_in_several_splits(self, window: int | None) -> None:
+        """Splits hold tokens and nodes alike: of 70 and 46 slots in units of 16 some splits have nodes only."""
+        case = AttentionCase("nodes", (30, 0), (40, 46), num_qo_heads=2, num_kv_heads=1, window=window)
+        decode, _ = small_configs()
+        one_class = replace(decode, split_size=16, max_nodes=2**31 - 1)
+        check_attention(case, torch.float32, configs=(one_class,))
+
+    def test_tile_of_128_keys(self) -> None:
+        """The tiles with nodes begin up to 127 tokens in front of them, more than a mask word has bits."""
+        case = AttentionCase("wide_tile", (127, 192, 3), (5, 9, 4), num_qo_heads=2, num_kv_heads=1)
+        decode, _ = small_configs()
+        config = replace(decode, block_m=32, block_n=128, direct_n=128, split_size=128, max_nodes=2**31 - 1)
+        check_attention(case, torch.float32, configs=(config,))
+
+    @pytest.mark.parametrize("case", by_name(IN_SPLITS, ("ragged",)), ids=lambda case: case.name)
+    def test_weights_rounded_by_bits(self, case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As on AMD GPUs: within bfloat16's error budget, and with other bits than the conversion's."""
+        from specmemo_kernels.backends.triton import attention
+
+        converted = run_attention(problem(case, torch.bfloat16), configs=small_configs())[0]
+        monkeypatch.setattr(attention, "rounds_by_bits", lambda target, dtype: dtype == torch.bfloat16)
+        check_attention(case, torch.bfloat16, configs=small_configs())
+        rounded = run_attention(problem(case, torch.bfloat16), configs=small_configs())[0]
+        assert not torch.equal(converted, rounded), "the interpreter's conversion truncates"
+
     @pytest.mark.parametrize("case", by_name(IN_SPLITS, ("short_chunk",)), ids=lambda case: case.name)
     def test_attention_in_fixed_splits(self, case: AttentionCase) -> None:
         check_attention(case, torch.float32, configs=small_configs(invariant=True))

@@ -51,8 +51,8 @@ LM_HEAD_REDUCE_CONFIG = replace(COPY_CONFIG, block_n=1024)
 
 #: Rows of the tiles of the first two classes of sequences.
 DECODE_ROWS, TREE_ROWS = 16, 64
-#: Slots: the unit of splits whose number depends on the GPU, and a fixed split.
-SPLIT_UNIT, FIXED_SPLIT = 128, 1024
+#: Slots: the smallest unit of splits whose number depends on the GPU, and a fixed split.
+SPLIT_UNIT, FIXED_SPLIT = 64, 1024
 #: Maximum number of programs of a split call, as a multiple of those that run at once.
 _MAX_WAVES = 4
 
@@ -100,11 +100,13 @@ def attention_configs(
     if invariant:
         tile = tiles["tree"]  # a key is in the same tile as a draft and after its commit
         return (KernelConfig(**tile | {"resident": 0, "nodes_n": tile["block_n"]}, split_size=FIXED_SPLIT),)
+    # One unit for all classes of a call: the merge has no classes.
+    unit = max(SPLIT_UNIT, *(max(tile["block_n"], tile["direct_n"]) for tile in tiles.values()))
     classes, fewest = [], 1
     for kind, rows in (("decode", DECODE_ROWS), ("tree", TREE_ROWS), ("chunk", NO_LIMIT)):
         most = rows if kind == "chunk" else rows // group
         if most >= fewest:
-            classes.append(KernelConfig(**tiles[kind], split_size=SPLIT_UNIT, min_nodes=fewest, max_nodes=most))
+            classes.append(KernelConfig(**tiles[kind], split_size=unit, min_nodes=fewest, max_nodes=most))
             fewest = most + 1
     return tuple(classes)
 

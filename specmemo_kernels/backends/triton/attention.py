@@ -26,6 +26,7 @@ from specmemo_kernels.backends.triton.runtime import (
     launch_options,
     multiprocessors,
     overlaps,
+    rounds_by_bits,
     target_of,
 )
 from specmemo_kernels.cache.page_order import by_head
@@ -112,7 +113,7 @@ def tree_attention(
             PAGE_SIZE=page_size, BY_HEAD=by_head(k_pages), BLOCK_M=config.block_m,
             BLOCK_N=config.direct_n if direct else config.block_n, NODES_N=config.nodes_n,
             SPLIT_SIZE=config.split_size, HAS_SOFTCAP=softcap is not None, DIRECT=direct, UPCAST=INTERPRETED,
-            KV=kv_type(k_scales, k_pages), **flags,
+            ROUND_BITS=rounds_by_bits(target_of(q.device), q.dtype), KV=kv_type(k_scales, k_pages), **flags,
             **launch_options(q.device, config),
         )  # fmt: skip
     if not direct:

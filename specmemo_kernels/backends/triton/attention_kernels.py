@@ -4,9 +4,10 @@ A sequence's keys are numbered by *slot*: committed tokens ``0 .. L-1`` in pages
 ``L .. L+T-1`` in ``k_new``. A program computes ``BLOCK_M`` rows (nodes x query heads of one KV head) of one split.
 Tiles of committed tokens need no mask, the last tiles have one 64-bit word per row.
 
-The launcher chooses the number of splits that fills the GPU; each sequence is divided into at most as many equal
-splits, and the last one has the nodes too. With ``FIXED_SPLITS`` (invariant mode), splits start at fixed slots instead:
-a key is in the same tile as a draft and after its commit, and tiles outside a row's view change none of its bits.
+The launcher chooses the number of splits that fills the GPU; the tokens and nodes of each sequence are divided into at
+most as many equal splits, so that the split with the nodes has fewer tokens. With ``FIXED_SPLITS`` (invariant mode),
+splits start at fixed slots instead: a key is in the same tile as a draft and after its commit, and tiles outside a
+row's view change none of its bits.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped"
@@ -22,7 +23,7 @@ from specmemo_kernels.backends.triton.primitives import (
     LOG2_E,
     NO_SCORE,
     add_sink,
-    equal_splits,
+    first_slot_and_size,
     load_rows,
     node_depth,
     sequence_of_row,
@@ -40,7 +41,8 @@ def tree_attention_kernel(
     GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BY_HEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NODES_N: tl.constexpr,
     SPLIT_SIZE: tl.constexpr, FIXED_SPLITS: tl.constexpr, HAS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, DIRECT: tl.constexpr, UPCAST: tl.constexpr, KV: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, DIRECT: tl.constexpr, UPCAST: tl.constexpr,
+    ROUND_BITS: tl.constexpr, KV: tl.constexpr,
 ):  # fmt: skip
     """Grid: (row blocks x KV heads, splits, sequences). Writes the result if ``DIRECT``, else one split's state."""
     head = tl.program_id(0) % num_kv_heads
@@ -54,17 +56,11 @@ def tree_attention_kernel(
         return
     # Parents come before children: a node sees no slot behind its own.
     last_slot = length + tl.minimum(nodes, (block * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
-    if FIXED_SPLITS:
-        begin = split * SPLIT_SIZE
-        end = tl.minimum(last_slot, begin + SPLIT_SIZE)
-        if begin >= end:
-            return
-    else:
-        lowest, size, count = equal_splits(length, num_splits, window, SPLIT_SIZE, HAS_WINDOW)
-        if split >= count:
-            return
-        begin = lowest + split * size
-        end = tl.where(split == count - 1, last_slot, begin + size)
+    lowest, size = first_slot_and_size(length, nodes, num_splits, window, SPLIT_SIZE, FIXED_SPLITS, HAS_WINDOW)
+    begin = lowest + split * size
+    end = tl.minimum(last_slot, begin + size)
+    if begin >= end:
+        return
 
     packed = block * BLOCK_M + tl.arange(0, BLOCK_M)
     node = packed // GROUP
@@ -76,7 +72,7 @@ def tree_attention_kernel(
         depth = node_depth(tree_mask_ptr, row, node, valid, mask_words, HAS_TREE)
         window_start = tl.min(tl.where(valid, length + depth, 2147483647), 0) - window + 1
         begin = tl.maximum(begin, tl.maximum(window_start, 0) // BLOCK_N * BLOCK_N)
-        if FIXED_SPLITS and begin >= end:
+        if begin >= end:
             return
 
     q = load_rows(q_ptr + row * stride_qn + query_head * stride_qh, valid, DK, BLOCK_DK, True)
@@ -89,14 +85,15 @@ def tree_attention_kernel(
     acc, total, peak = attend_committed(
         q, acc, total, peak, unit, scale, softcap, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr, head,
         num_kv_heads, table_ptr, begin, mixed, length + depth, window,
-        DK, DV, BLOCK_DK, BLOCK_DV, PAGE_SIZE, BY_HEAD, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, UPCAST, KV,
+        DK, DV, BLOCK_DK, BLOCK_DV, PAGE_SIZE, BY_HEAD, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, UPCAST, ROUND_BITS, KV,
     )  # fmt: skip
     acc, total, peak = attend_nodes(
         q, acc, total, peak, unit, scale, softcap, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr, head,
         num_kv_heads, table_ptr, tl.maximum(begin, mixed), end, length,
         k_new_ptr + head * stride_kh, v_new_ptr + head * stride_vh,
         stride_kn, stride_vn, first_row, nodes, node, depth, valid, tree_mask_ptr, mask_words, window,
-        DK, DV, BLOCK_DK, BLOCK_DV, PAGE_SIZE, BY_HEAD, NODES_N, HAS_TREE, HAS_WINDOW, HAS_SOFTCAP, UPCAST, KV,
+        DK, DV, BLOCK_DK, BLOCK_DV, PAGE_SIZE, BY_HEAD, NODES_N, HAS_TREE, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+        ROUND_BITS, KV,
     )  # fmt: skip
 
     out_row = row * (num_kv_heads * GROUP) + query_head
@@ -136,14 +133,13 @@ def merge_splits_kernel(
     first_row = tl.load(qo_indptr_ptr + sequence)
     node = row - first_row
     length = tl.load(seq_lens_ptr + sequence)
+    nodes = tl.load(qo_indptr_ptr + sequence + 1) - first_row
+    lowest, size = first_slot_and_size(length, nodes, num_splits, window, SPLIT_SIZE, FIXED_SPLITS, HAS_WINDOW)
     first_split = 0
-    if FIXED_SPLITS:
-        if HAS_WINDOW:
-            depth = node_depth(tree_mask_ptr, row.to(tl.int64), node, node >= 0, mask_words, HAS_TREE)
-            first_split = tl.maximum(length + depth - window + 1, 0) // SPLIT_SIZE
-        end_split = (length + node) // SPLIT_SIZE + 1  # a node sees no slot behind its own
-    else:
-        _, _, end_split = equal_splits(length, num_splits, window, SPLIT_SIZE, HAS_WINDOW)
+    if HAS_WINDOW:
+        depth = node_depth(tree_mask_ptr, row.to(tl.int64), node, node >= 0, mask_words, HAS_TREE)
+        first_split = tl.maximum(length + depth - window + 1 - lowest, 0) // size
+    end_split = (length + node - lowest) // size + 1  # a node sees no slot behind its own
     if OVERLAPPED:
         gdc_wait()
 

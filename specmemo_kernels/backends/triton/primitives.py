@@ -119,7 +119,7 @@ def causal_word(node, first):
 def tree_word(mask_ptr, row, valid, first, mask_words):
     """64 tree mask bits: bit n is set if key ``first + n`` is an ancestor, or negative (a committed token).
 
-    ``first > -64``. The 64 keys straddle two words of the mask.
+    The 64 keys straddle two words of the mask.
     """
     index = row * 0 + (first >> 6)
     shift = (first & 63).to(tl.uint64)
@@ -128,8 +128,8 @@ def tree_word(mask_ptr, row, valid, first, mask_words):
     high = tl.load(pointer + 1, mask=valid & (index + 1 < mask_words), other=0).to(tl.uint64)
     # Two shifts, because shifting by 64 is undefined.
     word = (low >> shift) | ((high << (63 - shift)) << 1)
-    committed = (tl.full(row.shape, 1, tl.int64) << tl.maximum(-first, 0).to(tl.int64)) - 1
-    return word.to(tl.int64) | committed
+    committed = (tl.full(row.shape, 1, tl.int64) << tl.minimum(tl.maximum(-first, 0), 63).to(tl.int64)) - 1
+    return word.to(tl.int64) | tl.where(first <= -64, -1, committed)  # shifting by 64 is undefined
 
 
 @triton.jit
@@ -151,16 +151,19 @@ def add_sink(total, peak, sink):
 
 
 @triton.jit
-def equal_splits(length, num_splits, window, SPLIT_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """At most ``num_splits`` equal splits of a sequence's visible tokens: their first slot, slots per split, number.
+def first_slot_and_size(
+    length, nodes, num_splits, window, SPLIT_SIZE: tl.constexpr, FIXED_SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr
+):  # fmt: skip
+    """The first slot of a sequence's splits, and the slots of each: multiples of ``SPLIT_SIZE``.
 
-    Splits start at multiples of ``SPLIT_SIZE`` behind the first slot. There is at least one, for the nodes.
+    At most ``num_splits`` equal splits hold the visible tokens and the nodes; ``FIXED_SPLITS``: any number from slot 0.
     """
+    if FIXED_SPLITS:
+        return 0, SPLIT_SIZE
     lowest = 0
     if HAS_WINDOW:  # of the root; other nodes are further on
         lowest = tl.maximum(length - window + 1, 0) // SPLIT_SIZE * SPLIT_SIZE
-    size = tl.maximum(tl.cdiv(tl.cdiv(length - lowest, SPLIT_SIZE), num_splits), 1) * SPLIT_SIZE
-    return lowest, size, tl.maximum(tl.cdiv(length - lowest, size), 1)
+    return lowest, tl.cdiv(tl.cdiv(length + nodes - lowest, SPLIT_SIZE), num_splits) * SPLIT_SIZE
 
 
 @triton.jit

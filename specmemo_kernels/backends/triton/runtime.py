@@ -80,6 +80,11 @@ def overlaps(device: torch.device) -> bool:
     return not INTERPRETED and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def rounds_by_bits(target: str, dtype: torch.dtype) -> bool:
+    """Whether float32 is rounded to ``dtype`` by integer instructions: AMD GPUs convert to bfloat16 in six of them."""
+    return dtype == torch.bfloat16 and TARGETS[target].hip
+
+
 @functools.cache
 def launch_options(device: torch.device, config: KernelConfig, fusion: bool = True) -> dict[str, int | bool]:
     """Keyword arguments of a launch; cached, so treat the dict as read-only."""

@@ -23,9 +23,23 @@ from specmemo_kernels.backends.triton.primitives import (
 
 
 @triton.jit
+def round_weights(weights, like, ROUND_BITS: tl.constexpr):
+    """Weights (float32, not negative) in ``like``'s dtype.
+
+    ``ROUND_BITS``: to bfloat16 by two integer instructions, ties up, on a GPU that would need six for its conversion.
+    """
+    if ROUND_BITS:
+        bits = weights.to(tl.int32, bitcast=True) + 0x8000
+        rounded = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        rounded = weights.to(like.dtype)
+    return rounded
+
+
+@triton.jit
 def attend(
     q, k, v, visible, acc, total, peak, unit, scale, softcap,
-    MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
+    MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, ROUND_BITS: tl.constexpr,
 ):  # fmt: skip
     """One tile of online softmax.
 
@@ -43,7 +57,7 @@ def attend(
     weights = tl.exp2(scores * unit - new_peak[:, None])
     decay = tl.exp2(peak - new_peak)
     total = total * decay + tl.sum(weights, 1)
-    acc = matmul(weights.to(v.dtype), v, acc * decay[:, None], UPCAST)
+    acc = matmul(round_weights(weights, v, ROUND_BITS), v, acc * decay[:, None], UPCAST)
     return acc, total, new_peak
 
 
@@ -53,7 +67,7 @@ def attend_committed(
     num_kv_heads, table_ptr, begin, end, position, window,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BY_HEAD: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr, KV: tl.constexpr,
+    UPCAST: tl.constexpr, ROUND_BITS: tl.constexpr, KV: tl.constexpr,
 ):  # fmt: skip
     """Attend to the slots ``begin .. end`` (whole tiles of committed tokens), visible to every row in its window.
 
@@ -75,7 +89,7 @@ def attend_committed(
         if HAS_WINDOW:
             visible = position[:, None] - (start + tl.arange(0, BLOCK_N))[None, :] < window
         acc, total, peak = attend(
-            q, k, v, visible, acc, total, peak, unit, scale, softcap, HAS_WINDOW, HAS_SOFTCAP, UPCAST
+            q, k, v, visible, acc, total, peak, unit, scale, softcap, HAS_WINDOW, HAS_SOFTCAP, UPCAST, ROUND_BITS
         )  # fmt: skip
         ids = next_ids
     return acc, total, peak
@@ -88,7 +102,7 @@ def attend_nodes(
     depth, valid, mask_ptr, mask_words, window,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BY_HEAD: tl.constexpr, BLOCK_N: tl.constexpr, HAS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, KV: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, ROUND_BITS: tl.constexpr, KV: tl.constexpr,
 ):  # fmt: skip
     """Attend to the slots ``begin .. end``: the step's own nodes, and committed tokens in the same tile.
 
@@ -125,5 +139,7 @@ def attend_nodes(
             v = load_rows(v_pages_ptr + kv_row * DV, committed, DV, BLOCK_DV, True)
         k = load_rows(k_new_ptr + key_row * stride_kn, new, DK, BLOCK_DK, True, k)
         v = load_rows(v_new_ptr + key_row * stride_vn, new, DV, BLOCK_DV, True, v)
-        acc, total, peak = attend(q, k, v, visible, acc, total, peak, unit, scale, softcap, True, HAS_SOFTCAP, UPCAST)
+        acc, total, peak = attend(
+            q, k, v, visible, acc, total, peak, unit, scale, softcap, True, HAS_SOFTCAP, UPCAST, ROUND_BITS
+        )  # fmt: skip
     return acc, total, peak
