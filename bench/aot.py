@@ -5,7 +5,7 @@
 Exits with 1 if a kernel spills, exceeds the target's shared memory, multiplies without the target's matrix
 instructions, computes a score's exponential twice, loads keys in pieces of less than 128 bits (codes: 64), or fits a
 multiprocessor less often than its configuration says. ``of copying`` is the predicted share of copy bandwidth for 8
-sequences of 8,192 tokens with 8 KV heads (``bench/gpu_model.py``), not a measurement. Takes about two minutes per
+sequences of 8,192 tokens with 8 KV heads, ``alone`` for one (``bench/gpu_model.py``): not a measurement. Takes about two minutes per
 target on one core; compiled kernels are cached by Triton.
 """
 
@@ -34,7 +34,7 @@ from specmemo_kernels.backends.kernel_target import TARGETS
 #: Columns of attention kernels (:func:`aot_kernels.attention_columns`) and their titles.
 LOOP_COLUMNS = {
     "loop_instructions": "loop", "exp_per_score": "exp", "load_bits": "bits", "programs_per_sm": "per SM",
-    "bytes_in_flight": "in flight", "predicted_fraction": "of copying",
+    "bytes_in_flight": "in flight", "predicted_fraction": "of copying", "predicted_alone": "alone",
 }  # fmt: skip
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 

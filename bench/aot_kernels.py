@@ -66,7 +66,10 @@ class Job:
 def attention_columns(
     target: str, shape: Shape, chosen: config.KernelConfig, used: aot_compile.Resources
 ) -> dict[str, Any]:
-    """Figures of the loop over committed tokens, and the predicted share of copy bandwidth (8 sequences of 8,192)."""
+    """Figures of the loop over committed tokens, and the predicted share of copy bandwidth.
+
+    Of 8 sequences of 8,192 tokens (``predicted_fraction``), and of one (``predicted_alone``).
+    """
     gpu, threads = GPUS[target], chosen.num_warps * (64 if target.startswith("gfx9") else 32)
     committed, *others = (loop for loop in used.loops if loop.exponentials)
     own = others[0] if others else committed  # peeled
@@ -82,6 +85,7 @@ def attention_columns(
         "programs_per_sm": gpu.programs(used.registers, used.shared_bytes, chosen.num_warps),
         "bytes_in_flight": bytes_in_flight(kernel, gpu, case),
         "predicted_fraction": round(predicted_fraction(kernel, gpu, case), 3),
+        "predicted_alone": round(predicted_fraction(kernel, gpu, replace(case, batch=1)), 3),
     }
 
 

@@ -585,21 +585,37 @@ def compiled() -> dict[str, str]:
 
 
 def fractions(rows: list[Row]) -> str:
-    """The predicted share of copy bandwidth by target and nodes: heads of 128, four query heads per KV head."""
+    """The predicted share of copy bandwidth by target and nodes: heads of 128, four query heads per KV head.
+
+    The next to last count also for one sequence instead of eight, and for pages of 64 tokens.
+    """
     found: dict[str, dict[int, Row]] = {}
+    wide: dict[tuple[str, int], Row] = {}
     for row in rows:
-        if row["kernel"] == "tree_attention" and (row["head_dim"], row["gqa"]) == (128, 4):
+        if (row["head_dim"], row["gqa"]) != (128, 4):
+            continue
+        if row["kernel"] == "tree_attention":
             found.setdefault(row["target"], {})[row["nodes"]] = row
+        elif row["kernel"] == "tree_attention_pages_of_64":
+            wide[row["target"], row["nodes"]] = row
     nodes = sorted({count for by_nodes in found.values() for count in by_nodes})
     counts = [f"{count} node{'s' * (count > 1)}" for count in nodes]
-    heads = ("target", *counts, f"{nodes[-2]} nodes: tile, registers, loop instructions")
+    last = nodes[-2]
+    extra = (f"{last} nodes, pages of 64", f"{last} nodes, 1 sequence", f"{last} nodes: tile, registers, instructions")
+    heads = ("target", *counts, *extra)
 
     def kernel(row: Row) -> str:
         block = row["config"]
         return f"{block['block_m']} x {block['block_n']}, {row['registers']}, {row['loop_instructions']}"
 
     cells = [
-        (target, *(f"{by_nodes[count]['predicted_fraction']:.2f}" for count in nodes), kernel(by_nodes[nodes[-2]]))
+        (
+            target,
+            *(f"{by_nodes[count]['predicted_fraction']:.2f}" for count in nodes),
+            f"{wide[target, last]['predicted_fraction']:.2f}",
+            f"{by_nodes[last]['predicted_alone']:.2f}",
+            kernel(by_nodes[last]),
+        )
         for target, by_nodes in found.items()
     ]
     return table(heads, cells, "aot")

@@ -64,6 +64,16 @@ def test_the_prediction_is_the_committed_one(kernels: ModuleType, target: str, n
     assert row["predicted_fraction"] >= committed["predicted_fraction"] - 0.02
 
 
+@pytest.mark.parametrize(
+    ("target", "column", "least"),
+    [("sm_90", "predicted_fraction", 0.85), ("sm_90", "predicted_alone", 0.6), ("gfx942", "predicted_fraction", 0.75)],
+)
+def test_the_prediction_for_25_nodes(kernels: ModuleType, target: str, column: str, least: float) -> None:
+    """Llama-3-8B's attention over 8,192 tokens in bfloat16, eight sequences or one."""
+    row = kernels.attention_job(target, kernels.Shape(nodes=25, dtype=torch.bfloat16)).row(target)
+    assert row[column] >= least
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", sample(("sm_90", "gfx942"), ["sm_90"]))
 def test_attention_bfloat16(kernels: ModuleType, target: str) -> None:
