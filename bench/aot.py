@@ -5,8 +5,8 @@
 Exits with 1 if a kernel spills, exceeds the target's shared memory, multiplies without the target's matrix
 instructions, computes a score's exponential twice, loads keys in pieces of less than 128 bits (codes: 64), or fits a
 multiprocessor less often than its configuration says. ``of copying`` is the predicted share of copy bandwidth for 8
-sequences of 8,192 tokens with 8 KV heads, ``alone`` for one (``bench/gpu_model.py``): not a measurement. Takes about two minutes per
-target on one core; compiled kernels are cached by Triton.
+sequences of 8,192 tokens with 8 KV heads, ``alone`` for one (``bench/gpu_model.py``): not a measurement. Takes about
+two minutes per target on one core; compiled kernels are cached by Triton.
 """
 
 # mypy: disable-error-code="import-untyped"

@@ -1,6 +1,7 @@
 """Tree attention with other block sizes: each result is checked against float64, then timed; a JSON line per row.
 
     python bench/gpu_sweep.py                    # on a GPU: tiles, stages and pages; the best of each case at the end
+    python bench/gpu_sweep.py --table out.json   # the same, and the best classes for kernel_table.use_kernel_table
     python bench/gpu_sweep.py --compile          # compile the kernels of the sweep in parallel, without timing
     python bench/gpu_sweep.py --counters         # ncu's counters of the chosen tiles, if ncu is installed
     python bench/gpu_sweep.py --device cpu       # tiny sizes in Triton's interpreter (TRITON_INTERPRET=1), untimed
@@ -15,22 +16,24 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from bench_ops import AttentionCase, attention_case, check
 
-from specmemo_kernels.backends.kernel_config import KernelConfig, attention_configs
+from specmemo_kernels.backends.kernel_config import NO_LIMIT, KernelConfig, attention_configs
 from specmemo_kernels.backends.kernel_target import INTERPRETER, target_of_gpu
 
 DTYPE = torch.bfloat16
 #: Contexts, batches and nodes of Llama-3-8B on a GPU.
 CASES = ((8192, 8, 1), (8192, 8, 25), (8192, 8, 64), (8192, 1, 25), (1024, 1, 25), (32768, 1, 1))
 TINY = ((40, 2, 1), (70, 1, 9))
+_NODES = {attention_case("llama3-8b", *case).name: case[2] for case in CASES}
 #: Variations of a chosen configuration: fields that change.
 CHANGES: tuple[dict[str, int], ...] = (
     {}, {"num_stages": 2}, {"num_stages": 3}, {"num_stages": 4}, {"nodes_n": 16}, {"nodes_n": 32}, {"nodes_n": 64},
@@ -55,8 +58,38 @@ def chosen(case: AttentionCase, target: str) -> KernelConfig:
 
 def variants(case: AttentionCase, target: str, changes: tuple[dict[str, int], ...] = CHANGES) -> list[KernelConfig]:
     """The chosen configuration and its variations, each once, for any number of nodes."""
-    base = replace(chosen(case, target), min_nodes=1, max_nodes=2**31 - 1)
-    return list(dict.fromkeys(replace(base, **change) for change in changes))
+    base = replace(chosen(case, target), min_nodes=1, max_nodes=NO_LIMIT)
+    changed = (replace(base, **change) for change in changes)
+    return list(dict.fromkeys(replace(c, split_size=max(c.split_size, c.block_n, c.direct_n)) for c in changed))
+
+
+def table(rows: Sequence[Row], target: str) -> Row:
+    """The classes for :func:`kernel_table.use_kernel_table`: of each, the configuration with the least relative time.
+
+    Relative to the best of a case, summed over the cases of a class and page sizes. Configurations that failed in one
+    of them are left out; a class without a case keeps its rule.
+    """
+    case = attention_case("llama3-8b", *CASES[0])
+    group = case.num_qo_heads // case.num_kv_heads
+    best: dict[tuple[str, int], float] = {}
+    for row in rows:
+        if "ms" in row:
+            cell = row["case"], row["page_size"]
+            best[cell] = min(best.get(cell, row["ms"]), row["ms"])
+    classes = []
+    for rule in attention_configs(target, case.head_dim, case.head_dim, group, DTYPE):
+        cells = {cell for cell in best if rule.min_nodes <= _NODES[cell[0]] <= rule.max_nodes}
+        times: dict[KernelConfig, dict[tuple[str, int], float]] = {}
+        for row in rows:
+            if "ms" in row and (cell := (row["case"], row["page_size"])) in cells:
+                times.setdefault(KernelConfig(**row["config"]), {})[cell] = row["ms"] / best[cell]
+        complete = {config: sum(of.values()) for config, of in times.items() if set(of) == cells}
+        winner = min(complete, key=complete.__getitem__) if complete else rule
+        classes.append(replace(winner, min_nodes=rule.min_nodes, max_nodes=rule.max_nodes))
+    unit = max(config.split_size for config in classes)
+    entry = {"target": target, "head_dim": case.head_dim, "group": group, "dtype": str(DTYPE).removeprefix("torch.")}
+    entry |= {"quantised": False, "classes": [asdict(replace(config, split_size=unit)) for config in classes]}
+    return {"version": 1, "entries": [entry]}
 
 
 def run(case: AttentionCase, config: KernelConfig, page_size: int, device: str, timed: bool) -> Row:
@@ -121,6 +154,7 @@ def main(
     compile_: Annotated[bool, typer.Option("--compile", help="only compile, in parallel")] = False,
     count: Annotated[bool, typer.Option("--counters", help="only ncu's counters")] = False,
     only_chosen: Annotated[bool, typer.Option("--chosen", help="run the chosen configurations once, untimed")] = False,
+    table_: Annotated[Path | None, typer.Option("--table", help="write the best classes here")] = None,
 ) -> None:
     """Run the sweep and print a JSON line per row."""
     if count:
@@ -135,9 +169,14 @@ def main(
                 run(case, config, page_size, device, timed=False)
     else:
         best: dict[str, Row] = {}
+        rows: list[Row] = []
         for case, config, page_size in jobs(device):
             row = run(case, config, page_size, device, timed=device == "cuda")
             print(json.dumps(row), flush=True)
+            rows.append(row)
+            # Rewritten after each row: the sweep may be stopped.
+            if table_ is not None and "ms" in row:
+                table_.write_text(json.dumps(table(rows, target_of_gpu(torch.device(device))), indent=1) + "\n")
             if "ms" in row and (case.name not in best or row["ms"] < best[case.name]["ms"]):
                 best[case.name] = row
         for row in best.values():

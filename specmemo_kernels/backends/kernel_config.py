@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,6 +57,18 @@ SPLIT_UNIT, FIXED_SPLIT = 64, 1024
 #: Maximum number of programs of a split call, as a multiple of those that run at once.
 _MAX_WAVES = 4
 
+#: Target, head dimension, query heads per KV head, dtype, and whether pages hold codes.
+TableKey = tuple[str, int, int, torch.dtype, bool]
+#: Classes that replace the rules (:mod:`specmemo_kernels.backends.kernel_table`).
+_measured: dict[TableKey, tuple[KernelConfig, ...]] = {}
+
+
+def replace_rules(table: Mapping[TableKey, tuple[KernelConfig, ...]]) -> None:
+    """Use the classes of ``table`` instead of the rules, for its keys only."""
+    _measured.clear()
+    _measured.update(table)
+    attention_configs.cache_clear()
+
 
 def block_dim(size: int) -> int:
     """The padded size of a head dimension or row: a power of two, at least 16 (the smallest dot)."""
@@ -95,6 +108,9 @@ def attention_configs(
             "spill registers; use backend='reference' on this GPU, or another model"
         )
 
+    measured = _measured.get((target, head_dim, group, dtype, quantised))
+    if measured and not invariant and v_head_dim == head_dim:
+        return measured
     rule = _tile_of_codes if quantised else _tile
     tiles = {kind: rule(device, dim, dtype, kind) for kind in ("decode", "tree", "chunk")}
     if invariant:
@@ -191,7 +207,7 @@ def _tile_of_codes(target: Target, dim: int, dtype: torch.dtype, kind: str) -> d
         if dim <= 64:
             return _sizes(16 if decode else 64, 32, 4, 2, resident=2)
         if decode and target.shared_bytes < 128 << 10:
-            return _sizes(16, 64, 8, 2, resident=2, nodes_n=32)
+            return _sizes(16, 32, 4, 2, resident=2)
         if decode:
             return _sizes(16, 64, 4, 2, resident=2)
         return _sizes(128, 32, 8, 2, nodes_n=16) if chunk else _sizes(64, 64, 8, 2)
