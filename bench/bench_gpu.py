@@ -84,8 +84,8 @@ def attention_row(
     outputs, times = {"ours": ours(*pages)}, {}
     for name in peers:
         try:
-            if name == "flashinfer":
-                run = gpu_peers.flashinfer(inputs)
+            if name in gpu_peers.PEERS:
+                run = gpu_peers.PEERS[name](inputs)
                 outputs[name], calls[name] = run(*pages), (run, pages)
             else:
                 run = op_peers.PEERS[name](problem)

@@ -262,7 +262,7 @@ def main(
     ] = "tree_attention,commit_paged_kv,lm_head_argmax",
     rows: Annotated[str, typer.Option(help="rows of linear")] = "1,2,4,8,16,32,64",
     peers: Annotated[
-        str, typer.Option(help="of " + ", ".join(op_peers.PEERS) + ", on a GPU flashinfer too")
+        str, typer.Option(help="of " + ", ".join(op_peers.PEERS) + ", on a GPU flashinfer and xqa too")
     ] = "sdpa,sdpa_folded",
     limit_s: Annotated[float, typer.Option(help="on a GPU: no row starts after these seconds")] = 1800,
     seconds: Annotated[float, typer.Option(help="time for one row")] = 1.0,

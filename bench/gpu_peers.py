@@ -1,4 +1,4 @@
-"""Peers on a GPU: FlashInfer's paged prefill with a custom mask, if installed."""
+"""Peers on a GPU: FlashInfer's paged prefill with a custom mask and its XQA decode with a tree mask, if installed."""
 
 from __future__ import annotations
 
@@ -48,6 +48,39 @@ def flashinfer(inputs: dict[str, Any]) -> Callable[[Tensor, Tensor], Tensor]:
         kv_data_type=inputs["k_pages"].dtype,
     )
     return lambda k, v: wrapper.run(inputs["q"], (swap_order(k), swap_order(v)))  # type: ignore[no-any-return]
+
+
+def xqa(inputs: dict[str, Any]) -> Callable[[Tensor, Tensor], Tensor]:
+    """A call of FlashInfer's XQA decode, as :func:`flashinfer`; needs compute capability 9, 10 or 12.
+
+    Raises:
+        ImportError: FlashInfer isn't installed, or is too old for a mask.
+    """
+    from flashinfer.decode import xqa_batch_decode_with_kv_cache
+
+    batch, nodes = len(inputs["seq_lens"]), int(inputs["qo_indptr"][1])
+    length, device = int(inputs["seq_lens"][0]), inputs["q"].device
+    _write_nodes(inputs, length, nodes)
+    workspace = torch.zeros(256 << 20, dtype=torch.uint8, device=device)
+    lengths = torch.full((batch,), length + nodes, dtype=torch.int32, device=device).view(torch.uint32)
+    more = {"mask": packed_mask(inputs["tree_mask"], batch, nodes), "q_len_per_req": nodes} if nodes > 1 else {}
+
+    def run(k: Tensor, v: Tensor) -> Tensor:
+        return xqa_batch_decode_with_kv_cache(  # type: ignore[no-any-return]
+            inputs["q"], (swap_order(k), swap_order(v)), workspace, inputs["block_table"], lengths, length + nodes,
+            bmm1_scale=inputs["scale"], bmm2_scale=1.0, kv_layout="HND", **more,
+        )  # fmt: skip
+
+    return run
+
+
+def packed_mask(tree_mask: Tensor, batch: int, nodes: int) -> Tensor:
+    """Rows of :func:`ops.tree_attention`'s mask as XQA reads them: ``[batch, nodes, 2 * ceil(nodes / 32)]`` uint16."""
+    halves = tree_mask.contiguous().view(torch.uint16).view(batch, nodes, -1)  # little-endian, as every CUDA host
+    return halves[:, :, : 2 * -(-nodes // 32)].contiguous()
+
+
+PEERS = {"flashinfer": flashinfer, "xqa": xqa}
 
 
 def _write_nodes(inputs: dict[str, Any], length: int, nodes: int) -> None:

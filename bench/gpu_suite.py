@@ -58,7 +58,7 @@ def gpu_stages(results: Path) -> list[Stage]:
                         str(results / "device.json")), 40),
         Stage("compile", (sweep, "--compile"), 60),
         Stage("headline", (*llama, "--context", "8192", "--batch", "8,1", "--tree", "1,25,64", "--peers",
-                           "sdpa,sdpa_folded,flex,flashinfer", "--limit-s", "60"), 75),
+                           "sdpa,sdpa_folded,flex,flashinfer,xqa", "--limit-s", "60"), 75),
         Stage("sweep", (sweep, "--table", str(results / "kernel_table.json")), 90),
         Stage("counters", (sweep, "--counters"), 45),
         Stage("step", (step, "--device", "cuda", "--shape", "vicuna-7b", "--dtype", "bf16", "--tree", "25", "--seconds",
