@@ -173,7 +173,7 @@ def test_targets_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", None)
     for capability, target in (((9, 0), "sm_90"), ((8, 6), "sm_86"), ((7, 0), None)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        assert device_probe._kernel_target(torch.device("cuda")) == target
+        assert device_probe.kernel_target(torch.device("cuda")) == target
 
 
 def test_unknown_device() -> None:

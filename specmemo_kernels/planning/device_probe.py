@@ -68,11 +68,12 @@ def probe(device: str = "cpu", seconds: float = 3.0) -> DeviceProfile:
         return DeviceProfile(_machine(), host_memory(), overlaps=False, source="measured", **common)
     properties = torch.cuda.get_device_properties(torch_device)
     shared = int(getattr(properties, "shared_memory_per_block_optin", 0))
-    common |= {"shared_memory": shared, "kernel_target": _kernel_target(torch_device), "backend": "triton"}
+    common |= {"shared_memory": shared, "kernel_target": kernel_target(torch_device), "backend": "triton"}
     return DeviceProfile(properties.name, properties.total_memory, source="measured", **common)
 
 
-def _kernel_target(torch_device: torch.device) -> str | None:
+def kernel_target(torch_device: torch.device) -> str | None:
+    """The name of a GPU's Triton target; ``None``: the triton backend doesn't support it."""
     try:
         return target_of_gpu(torch_device)
     except ValueError:

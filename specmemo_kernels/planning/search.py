@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from specmemo_kernels.backends.kernel_config import preferred_page_size
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.cost import Speed, decode_pass, generation_speed, pass_seconds, prefill_seconds
 from specmemo_kernels.planning.device import DeviceProfile
@@ -29,6 +30,8 @@ from specmemo_kernels.tree.acceptance import (
 
 #: The search space.
 PAGE_SIZES = (16, 32, 64)
+#: Share of more memory for which a page size is chosen that the device's kernels prefer.
+WIDE_PAGE_SHARE = 0.01
 CHUNKS = (32, 64, 128, 256, 512, 1024, 2048)
 MAX_NODES = 64
 #: A loaded model's tree may be larger than the best one if that costs at most this share of the predicted speed:
@@ -169,7 +172,11 @@ def shapes_of_trees(request: PlanRequest) -> Iterator[tuple[int, int, float]]:
 
 
 def candidates(request: PlanRequest) -> list[PlanCandidate]:
-    """All combinations of heads, tree, batch limit and chunk, each with the page size that needs least."""
+    """All combinations of heads, tree, batch limit and chunk, each with the page size that needs least.
+
+    Or with a larger one that the device's kernels prefer, where that is about as small.
+    """
+    preferred = PAGE_SIZES.index(preferred_page_size(request.device.kernel_target))
     work, plans = request.workload, []
     trees = list(shapes_of_trees(request))
     for sequences in batch_limits(work.batch):
@@ -191,6 +198,8 @@ def candidates(request: PlanRequest) -> list[PlanCandidate]:
                 options = [_parts(request, heads, size, sequences, chunk, page) for page in PAGE_SIZES]
                 totals = [sum(parts.values()) for parts, _ in options]
                 best = totals.index(min(totals))
+                if preferred > best and totals[preferred] <= (1 + WIDE_PAGE_SHARE) * totals[best]:
+                    best = preferred
                 speed = generation_speed(work, prefill[chunk, heads > 0], step, tokens, sequences)
                 page, pages = PAGE_SIZES[best], options[best][1]
                 plans.append(PlanCandidate(heads, size, sequences, chunk, page, pages, totals[best], tokens, speed))

@@ -97,7 +97,7 @@ def patch(
     memory_budget: int | str | None = None,
     tree: DraftTree | TreeBudget | Sequence[Sequence[int]] | int | None = None,
     backend: str | None = None,
-    page_size: int = 16,
+    page_size: int | None = None,
     prefill_chunk: int = 256,
     max_batch_size: int = 8,
     kv_dtype: str | None = None,
@@ -128,7 +128,8 @@ def patch(
             by recent acceptance and measured times. Prompt lookup and draft models get a chain, unless a tree is given.
         backend: ``"reference"``, ``"cpu"``, ``"triton"`` or ``None``: by device, with a warning where that is the
             reference (Apple's and Intel's GPUs, an installation without the C++ module).
-        page_size: tokens per page of the KV cache.
+        page_size: tokens per page of the KV cache. ``None``: 16, or 64 on GPUs whose kernels are faster with them (by
+            prediction MI300), if such a page for each sequence is at most 1 % of the budget.
         prefill_chunk: most prompt tokens per forward pass; the plan may lower it to keep the budget.
         max_batch_size: most sequences decoded at once; the plan may lower it. Further rows are queued.
         kv_dtype: ``"int8"`` or ``"fp8"`` stores keys and values in pages as 8-bit codes with a scale per token and
@@ -172,7 +173,8 @@ def patch(
     model = without_wrapper(model)
     if isinstance(getattr(model, "specmemo", None), SpecMemo):
         raise ValueError("the model is patched already; call specmemo_kernels.unpatch(model) first")
-    page_size, prefill_chunk = integer("page_size", page_size), integer("prefill_chunk", prefill_chunk)
+    page_size = None if page_size is None else integer("page_size", page_size)
+    prefill_chunk = integer("prefill_chunk", prefill_chunk)
     max_batch_size, tree = integer("max_batch_size", max_batch_size), tree_argument(tree)
     flag("reuse_prefix", reuse_prefix)
     flag("graph", graph, or_none=True)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from specmemo_kernels import ops
-from specmemo_kernels.backends.kernel_config import KernelConfig
+from specmemo_kernels.backends.kernel_config import PAGE_SIZE, KernelConfig, preferred_page_size
 from specmemo_kernels.cache.kv_storage import LayerKV, page_dtype
 from specmemo_kernels.drafting.base import AnyDrafter, FeatureDrafter, PagedDrafter
 from specmemo_kernels.drafting.medusa import MedusaDrafter
@@ -26,7 +26,7 @@ from specmemo_kernels.integrations.hf.measure import (
 from specmemo_kernels.integrations.hf.pool import GraphUse
 from specmemo_kernels.integrations.hf.target import ModelFacts
 from specmemo_kernels.planning.baselines import Workload
-from specmemo_kernels.planning.device_probe import profile_of
+from specmemo_kernels.planning.device_probe import kernel_target, profile_of
 from specmemo_kernels.planning.drafter_spec import CHAIN_ACCURACY, DrafterSpec, HeadsSpec
 from specmemo_kernels.planning.footprint import GenerationShape
 from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan, divide_budget, format_bytes
@@ -47,6 +47,8 @@ from specmemo_kernels.tree.tree_budget import TreeBudget, Trees
 
 #: Maximum share of the budget for graphs, unless graph=True.
 GRAPH_SHARE = 0.1
+#: Maximum share of the budget for one page per sequence, where a larger page size than the usual one is preferred.
+PAGE_SHARE = 0.01
 #: Nodes of the partial trees that steps verify from graphs, besides the whole tree. Each size is captured once.
 GRAPH_SIZES = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64))
 #: Context length of the predicted step. Attention is a small part of the step up to there.
@@ -74,6 +76,8 @@ def make_plan(
         BudgetError: not even one page fits.
     """
     budget = limits["budget"]
+    if limits["page_size"] is None:
+        limits = limits | {"page_size": _page_size(setup, limits)}
     if not graphs.wanted or graphs.must or budget is None:
         return *_first_that_fits(setup, tree, graphs, limits), graphs
     with suppress(BudgetError):
@@ -82,6 +86,15 @@ def make_plan(
             return planned, plan, graphs
     none = GraphUse(reason=f"more than {GRAPH_SHARE:.0%} of the budget of {format_bytes(budget)} would go to graphs")
     return *_first_that_fits(setup, tree, none, limits), none
+
+
+def _page_size(setup: Setup, limits: dict[str, Any]) -> int:
+    """The page size that the GPU's kernels prefer, unless one page per sequence is a large share of the budget."""
+    device, budget = setup.facts.device, limits["budget"]
+    preferred = preferred_page_size(kernel_target(device) if device.type == "cuda" else None)
+    token = sum(layer.page_bytes_per_token(limits["kv_dtype"]) for layer in setup.facts.layers)
+    fits = budget is None or limits["max_sequences"] * preferred * token <= PAGE_SHARE * budget
+    return preferred if setup.backend == "triton" and fits else PAGE_SIZE
 
 
 def _first_that_fits(
