@@ -27,6 +27,9 @@ from specmemo_kernels.tree.draft_tree import DraftTree
 from . import layers
 from .attention import tree_attention_forward
 
+#: transformers 5.20 to 5.24 refuses a kernel without a function of this name, then takes the one that was asked for.
+flash_attn_forward = tree_attention_forward
+
 __all__ = [
     "BackendUnavailable",
     "DraftTree",

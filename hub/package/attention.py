@@ -135,7 +135,10 @@ def _check(
 
 
 def _check_positions(positions: Tensor | None, queries: int, tokens: int) -> None:
-    """Refuse packed sequences, and static caches without a mask; not for a GPU's single tokens, which would wait."""
+    """Refuse packed sequences, and static caches without a mask: their prompt at the latest.
+
+    The position of a single token on a GPU isn't read, because that would wait for the GPU.
+    """
     if positions is None or positions.ndim != 2 or (positions.device.type != "cpu" and queries == 1):
         return
     if queries > 1 and bool((positions.diff(dim=1) != 1).any()):
@@ -146,8 +149,8 @@ def _check_positions(positions: Tensor | None, queries: int, tokens: int) -> Non
     last = int(positions.max())
     if last + 1 < tokens:
         raise ValueError(
-            f"position_ids end at {last}, the cache has {tokens} slots: pass an attention_mask that covers the tokens "
-            f"of a static cache, or {_INSTEAD}"
+            f"position_ids end at {last}, the cache has {tokens} slots and attention_mask is None: use the default cache "
+            f"instead of a static one, or {_INSTEAD}"
         )
 
 
@@ -174,8 +177,8 @@ def _sequences(mask: Tensor | None, query: Tensor, key: Tensor, tokens: int) -> 
 
 
 def _pages(stored: Tensor, page_size: int) -> Tensor:
-    """``[pages, page_size, 1, head_dim]``; a view if ``stored`` is contiguous."""
-    return stored.reshape(-1, page_size, 1, stored.shape[3])
+    """``[pages, page_size, 1, head_dim]``; a view if ``stored`` is contiguous, as a cache's tensors are."""
+    return stored.contiguous().view(-1, page_size, 1, stored.shape[3])
 
 
 def _rows(rows: Tensor, visible: Tensor | None) -> Tensor:
