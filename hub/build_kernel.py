@@ -50,7 +50,7 @@ def add_op_namespace_prefix(op_name: str) -> str:
     return f"{{_OPS_NAME}}::{{op_name}}"
 '''
 
-COMPATIBLE = '''"""The kernel for versions of ``kernels`` that import this folder: the same names as the folder above."""
+COMPATIBLE = '''"""For versions of ``kernels`` that import this folder: the same names as the folder above."""
 
 import importlib.util
 import sys
@@ -216,13 +216,15 @@ def main() -> None:
     arguments = parser.parse_args()
     toml = (HUB / "build.toml").read_text()
     if arguments.repo is not None:
-        toml = re.sub(r'(?m)^repo-id = .*', lambda _: f'repo-id = "{arguments.repo}"', toml)
-        toml = re.sub(r'(?m)^name = .*', lambda _: f'name = "{arguments.repo.rpartition("/")[2]}"', toml)
+        toml = re.sub(r"(?m)^repo-id = .*", lambda _: f'repo-id = "{arguments.repo}"', toml)
+        toml = re.sub(r"(?m)^name = .*", lambda _: f'name = "{arguments.repo.rpartition("/")[2]}"', toml)
     if arguments.version is not None:
         toml = re.sub(r"(?m)^version = .*", f"version = {arguments.version}", toml)
     modules = arguments.cpu_module
     if modules is None:
-        modules = [path for path in sorted((PACKAGE / "backends").glob("_cpu.*.so")) if MODULE_NAME.fullmatch(path.name)]
+        modules = [
+            path for path in sorted((PACKAGE / "backends").glob("_cpu.*.so")) if MODULE_NAME.fullmatch(path.name)
+        ]
     for variant, kernel_id in build(arguments.out, toml, modules).items():
         print(f"{variant}: {kernel_id}")
 

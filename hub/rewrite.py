@@ -166,6 +166,8 @@ def _names_the_package(value: object) -> bool:
 
 def _without_type_checking(module: Module, lines: list[str]) -> list[str]:
     for node in ast.parse(module.source).body:
-        if _for_type_checkers(node):
+        if isinstance(node, ast.If) and _for_type_checkers(node):
+            if node.orelse:
+                raise module.error(node, "`if TYPE_CHECKING` has an else, which would be lost; use two statements")
             lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or node.lineno) - node.lineno + 1)
     return lines

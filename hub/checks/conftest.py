@@ -37,7 +37,12 @@ def plain_kernel() -> ModuleType:
 def run(code: str, **environment: str) -> str:
     """The output of a program in a new process, in a folder where only this environment's packages are found."""
     done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environment, cwd=TREE, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        env=os.environ | environment,
+        cwd=TREE,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -156,7 +156,7 @@ class NotCausal(torch.nn.Module):
 
 
 class Chunked(torch.nn.Module):
-    class config:  # noqa: N801
+    class config:
         attention_chunk_size = 8
 
 
@@ -166,7 +166,10 @@ class Chunked(torch.nn.Module):
     [
         ({"dropout": 0.1}, r"dropout is 0\.1, .*model\.eval\(\)"),
         ({"query": torch.randn(2, 4, 3, 8, requires_grad=True)}, r"requires a gradient.*torch\.no_grad\(\)"),
-        ({"attention_mask": torch.zeros(2, 1, 3, 9)}, r"attention_mask has shape \(2, 1, 3, 9\), expected \[2, 3 to 9\]"),
+        (
+            {"attention_mask": torch.zeros(2, 1, 3, 9)},
+            r"attention_mask has shape \(2, 1, 3, 9\), expected \[2, 3 to 9\]",
+        ),
         ({"attention_mask": torch.ones(1, 9)}, r"attention_mask has shape \(1, 9\)"),
         ({"attention_mask": torch.ones(2, 2)}, r"attention_mask has shape \(2, 2\)"),
         ({"attention_mask": torch.ones(2, 10)}, r"attention_mask has shape \(2, 10\)"),

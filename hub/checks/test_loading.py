@@ -147,3 +147,24 @@ assert torch.equal(total(first), total(second))
 print(len(namespaces()))
 """
     assert run(code) == "1"
+
+
+def test_the_trees_own_test(tmp_path: Path) -> None:
+    """As ``kernel-builder`` runs it: the variant is on the path."""
+    path = str(TREE / "build" / COMPILED)
+    code = f"import pytest, sys; sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', r'{TREE / 'tests'}']))"
+    assert "4 passed" in run(code, PYTHONPATH=path)
+
+
+def test_the_trees_benchmark(kernel: ModuleType) -> None:
+    """As ``kernels benchmark`` runs it."""
+    spec = importlib.util.spec_from_file_location("benchmark", TREE / "benchmarks" / "benchmark.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    benchmark = module.AttentionBenchmark()
+    benchmark.kernel = kernel
+    benchmark.setup()
+    benchmark.benchmark_attention()
+    torch.testing.assert_close(benchmark.out, benchmark.verify_attention(), rtol=1e-4, atol=1e-4)

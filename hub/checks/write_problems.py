@@ -40,7 +40,13 @@ def attention(dtype: torch.dtype) -> Iterator[Problem]:
     for case in ATTENTION_CASES + QUANTISED_CASES:
         budget = case_budget(case, dtype)
         results = [(budget.out, budget.out_error), (budget.lse, budget.lse_error)]
-        small = dtype == torch.float32 and case.name in ("one_token", "ragged", "v_narrower", "all_extras", "window-int8")
+        small = dtype == torch.float32 and case.name in (
+            "one_token",
+            "ragged",
+            "v_narrower",
+            "all_extras",
+            "window-int8",
+        )
         yield problem("tree_attention", case.name, attention_inputs(case, dtype), results, small=small)
 
 
@@ -125,7 +131,9 @@ def gated_mlp(x: torch.Tensor, middle: int, dtype: torch.dtype) -> Problem:
     ups, up_error = product_error(x, up, None, dtype)
     active = functional.silu(gates)
     active_error = 1.13 * gate_error + 2 * unit(dtype) * active.abs() + 4e-7  # silu's slope is at most 1.1
-    error = active_error * ups.abs() + up_error * (active.abs() + active_error) + unit(dtype) * (active * ups).abs() * 1.01
+    error = (
+        active_error * ups.abs() + up_error * (active.abs() + active_error) + unit(dtype) * (active * ups).abs() * 1.01
+    )
     exact = functional.linear(active * ups, down.double())
     sizes = functional.linear((active * ups).abs() + error, down.double().abs())
     budget = functional.linear(error, down.double().abs()) + (middle + 1) * unit(torch.float32) * sizes
@@ -155,7 +163,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     out = parser.parse_args().out
-    problems = [*verify(), *(p for dtype in DTYPES for make in (attention, paged, lm_head, layers) for p in make(dtype))]
+    problems = [
+        *verify(),
+        *(p for dtype in DTYPES for make in (attention, paged, lm_head, layers) for p in make(dtype)),
+    ]
     out.parent.mkdir(parents=True, exist_ok=True)
     torch.save(problems, out)
     print(f"{len(problems)} problems")

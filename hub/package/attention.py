@@ -1,7 +1,7 @@
 """``tree_attention_forward``: an attention function of transformers, computed by the operators.
 
 Keys and values are read where the model's cache has them. Each key head of each row of the batch is a sequence of its
-own, with one KV head: its keys are contiguous in ``[batch, heads, tokens, head_dim]``, so they are pages without a copy.
+own, with one KV head: its keys are contiguous in ``[batch, heads, tokens, head_dim]``, so they are pages as they lie.
 """
 
 from __future__ import annotations
@@ -68,12 +68,13 @@ def tree_attention_forward(
     group = heads // key_heads
     sequences = _sequences(attention_mask, query, key, tokens)
     rows = query.reshape(batch, key_heads, group, queries, head_dim).transpose(2, 3)
-    fresh = [_rows(new[:, :, tokens - queries : tokens, None], sequences.visible) for new in (key, value)]
-    pages = [_pages(stored, sequences.page_size) for stored in (key, value)]
+    k_new, v_new = (_rows(new[:, :, tokens - queries : tokens, None], sequences.visible) for new in (key, value))
     out, lse = tree_attention(
         _rows(rows, sequences.visible),
-        *fresh,
-        *pages,
+        k_new,
+        v_new,
+        _pages(key, sequences.page_size),
+        _pages(value, sequences.page_size),
         sequences.block_table,
         sequences.seq_lens,
         sequences.qo_indptr,
@@ -149,31 +150,41 @@ def _check_positions(positions: Tensor | None, queries: int, tokens: int) -> Non
     last = int(positions.max())
     if last + 1 < tokens:
         raise ValueError(
-            f"position_ids end at {last}, the cache has {tokens} slots and attention_mask is None: use the default cache "
-            f"instead of a static one, or {_INSTEAD}"
+            f"position_ids end at {last}, the cache has {tokens} slots and attention_mask is None: use the default "
+            f"cache instead of a static one, or {_INSTEAD}"
         )
 
 
 def _sequences(mask: Tensor | None, query: Tensor, key: Tensor, tokens: int) -> _Sequences:
     """Where each row's tokens of each key head are; ``mask`` leaves out padding on any side."""
-    (batch, heads, slots, _), queries = key.shape, query.shape[2]
-    ints = {"dtype": torch.int32, "device": key.device}
-    first = torch.arange(batch * heads, **ints)[:, None]
-    if mask is None or bool(mask.all()):
-        # One page per sequence where a page's size is no constant of a compiled kernel, else one token per page.
-        whole = key.device.type == "cpu"
-        table = first if whole else first * slots + torch.arange(max(1, tokens - queries), **ints)
-        seq_lens = torch.full((batch * heads,), tokens - queries, **ints)
-        qo_indptr = torch.arange(0, batch * heads * queries + 1, max(1, queries), **ints)
-        return _Sequences(slots if whole else 1, table.contiguous(), seq_lens, qo_indptr, None)
-    stored, visible = mask.bool().split([tokens - queries, queries], dim=1)
+    queries, sequences, slots = query.shape[2], key.shape[0] * key.shape[1], key.shape[2]
+    first = torch.arange(sequences, dtype=torch.int32, device=key.device)[:, None]
+    if mask is not None and not bool(mask.all()):
+        return _without_padding(mask.bool(), first, slots, queries, key.shape[1])
+    # One page per sequence on a CPU. In Triton a page's size is a constant of the compiled kernel: one token per page.
+    page_size = slots if key.device.type == "cpu" else 1
+    table = first if page_size > 1 else first * slots + _range(max(1, tokens - queries), key)
+    seq_lens = torch.full((sequences,), tokens - queries, dtype=torch.int32, device=key.device)
+    return _Sequences(page_size, table, seq_lens, queries * _range(sequences + 1, key), None)
+
+
+def _without_padding(mask: Tensor, first: Tensor, slots: int, queries: int, key_heads: int) -> _Sequences:
+    """Pages of one token: a block table names the tokens that ``mask`` leaves. ``first``: ``[sequences, 1]``."""
+    stored, visible = mask[:, : mask.shape[1] - queries], mask[:, mask.shape[1] - queries :]
     order = stored.int().argsort(dim=1, descending=True, stable=True).to(torch.int32)
-    order = order if order.shape[1] else order.new_zeros(batch, 1)
-    table = first * slots + order.repeat_interleave(heads, dim=0)
-    counts = visible.sum(1, dtype=torch.int32).repeat_interleave(heads)
-    qo_indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)])
-    seq_lens = stored.sum(1, dtype=torch.int32).repeat_interleave(heads)
-    return _Sequences(1, table, seq_lens, qo_indptr, visible)
+    order = order if order.shape[1] else order.new_zeros(len(order), 1)  # the operator reads no entry of it
+    counts = visible.sum(1, dtype=torch.int32).repeat_interleave(key_heads)
+    return _Sequences(
+        page_size=1,
+        block_table=first * slots + order.repeat_interleave(key_heads, dim=0),
+        seq_lens=stored.sum(1, dtype=torch.int32).repeat_interleave(key_heads),
+        qo_indptr=torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)]),
+        visible=visible,
+    )
+
+
+def _range(count: int, like: Tensor) -> Tensor:
+    return torch.arange(count, dtype=torch.int32, device=like.device)
 
 
 def _pages(stored: Tensor, page_size: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -44,13 +46,12 @@ class LlamaMLP(nn.Module):
     up_proj: nn.Module
     down_proj: nn.Module
     act_fn: nn.Module
+    config: Any
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        activation = _ACTIVATIONS.get(self.config.hidden_act)  # type: ignore[attr-defined]
+        activation = _ACTIVATIONS.get(self.config.hidden_act)
         if activation is None or not type(gate) is type(up) is type(down) is nn.Linear:
             result: torch.Tensor = down(self.act_fn(gate(x)) * up(x))
             return result
-        return gated_mlp(
-            x, gate.weight, up.weight, down.weight, gate.bias, up.bias, down.bias, activation=activation
-        )
+        return gated_mlp(x, gate.weight, up.weight, down.weight, gate.bias, up.bias, down.bias, activation=activation)

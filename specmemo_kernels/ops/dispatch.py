@@ -46,8 +46,8 @@ def _hint(name: str, error: Exception) -> str:
         missing = isinstance(error, ModuleNotFoundError) and error.name == "triton"
         return "; pip install triton" if missing else ""
     if name == "cpu":
-        missing = "; no C++ module for this Python and system: install specmemo_kernels with a C++17 compiler"
-        return missing if isinstance(error, ImportError) else ""
+        advice = "; no C++ module for this Python and system: install specmemo_kernels with a C++17 compiler"
+        return advice if isinstance(error, ImportError) else ""
     return "; reinstall the package"
 
 
