@@ -154,7 +154,7 @@ def run_blocks(page: Path, names: dict[str, Any]) -> None:
 
 def test_few_blocks_are_left_out() -> None:
     left = [name(page) for page in PAGES for block in blocks(page, "python") if block.startswith("# needs ")]
-    assert left == ["docs/devices.md", "docs/small-devices.md"]
+    assert left == ["docs/devices.md", "docs/engines.md", "docs/engines.md", "docs/small-devices.md"]
 
 
 def test_blocks_use_known_languages() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import platform
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -168,3 +169,16 @@ def test_the_trees_benchmark(kernel: ModuleType) -> None:
     benchmark.setup()
     benchmark.benchmark_attention()
     torch.testing.assert_close(benchmark.out, benchmark.verify_attention(), rtol=1e-4, atol=1e-4)
+
+
+def test_the_documentations_code() -> None:
+    """The blocks of docs/engines.md that need this environment."""
+    text = (ROOT / "docs" / "engines.md").read_text()
+    blocks = [
+        code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if code.startswith("# needs kernels")
+    ]
+    assert len(blocks) == 2
+    norm, attention = (f"import os; os.chdir(r'{ROOT}')\n{code}" for code in blocks)
+    assert "torch.Size([2, 64])" in run(norm)
+    generate = "print(model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False).shape)"
+    assert run(f"{attention}\nimport torch\n{generate}").endswith("torch.Size([1, 7])")
