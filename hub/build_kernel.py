@@ -186,7 +186,9 @@ def build(out: Path, toml: str, modules: Iterable[Path]) -> dict[str, str]:
             raise FileExistsError(f"{out} has files that are no kernel; remove them or choose another --out")
         shutil.rmtree(out)
     write(out / "torch-ext" / kernel.module, files)
-    write(out, {PurePosixPath(name): (HUB / name).read_bytes() for name in COPIED})
+    # They import the kernel by its name.
+    copied = {name: re.sub(r"\bspecmemo\b", kernel.module, (HUB / name).read_text()) for name in COPIED}
+    write(out, {PurePosixPath(name): text.encode() for name, text in copied.items()})
     (out / "build.toml").write_text(toml)
     ids = {}
     for backend in kernel.backends:

@@ -136,6 +136,30 @@ def test_public_names(tree: Path) -> None:
     assert "$" not in card
 
 
+def test_another_name(builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--repo`` names the kernel, its folders, and what its test imports."""
+    arguments = [
+        "build_kernel.py",
+        "--out",
+        str(tmp_path / "kernel"),
+        "--repo",
+        "our-lab/tree-kernels",
+        "--version",
+        "7",
+    ]
+    monkeypatch.setattr(sys, "argv", arguments)
+    builder.main()
+    data = metadata(tmp_path / "kernel", "torch-cuda")
+    assert (data["name"], data["version"]) == ("tree-kernels", 7)
+    assert data["id"].startswith("_tree_kernels_cuda_")
+    assert (tmp_path / "kernel" / "torch-ext" / "tree_kernels" / "ops" / "schema.py").exists()
+    assert (tmp_path / "kernel" / "build" / "torch-cuda" / "tree_kernels" / "__init__.py").exists()
+    test = (tmp_path / "kernel" / "tests" / "test_operators.py").read_text()
+    assert "import tree_kernels\n" in test
+    assert "specmemo" not in test
+    assert "our-lab/tree-kernels:tree_attention_forward" in (tmp_path / "kernel" / "CARD.md").read_text()
+
+
 def test_it_runs_without_the_package(tree: Path) -> None:
     """Imported from a folder under its id, in a process that doesn't find specmemo_kernels."""
     variant, name = tree / "build" / "torch-cpu", metadata(tree, "torch-cpu")["id"]

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import platform
 import re
+import shutil
 from pathlib import Path
 from types import ModuleType
 
@@ -109,6 +110,18 @@ spec.loader.exec_module(module)
 print(module.rms_norm(torch.ones(1, 8), torch.ones(8), eps=0.0).sum().item(), len(module.__all__))
 """
     assert run(code) == f"8.0 {len(get_local_kernel(TREE).__all__)}"
+
+
+def test_a_module_for_another_python_is_passed_over(tmp_path: Path) -> None:
+    """The variant is chosen by system and torch; its module may be for other versions of Python."""
+    (module,) = (TREE / "build" / COMPILED / "backends").glob("_cpu.*.so")
+    other = tmp_path / re.sub(r"cpython-\d+", "cpython-399", module.name)
+    shutil.copy(module, other)
+    ids = build(tmp_path / "other", "--cpu-module", str(other))
+    kernel = get_local_kernel(tmp_path / "other")
+    assert kernel.__name__ == ids[COMPILED]
+    assert "no C++ module for this Python and system" in kernel.unavailable("cpu")
+    assert kernel.rms_norm(torch.ones(1, 8), torch.ones(8), eps=0.0).tolist() == [[1.0] * 8]
 
 
 def test_beside_the_installed_package() -> None:
