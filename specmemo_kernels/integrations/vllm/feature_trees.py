@@ -99,14 +99,16 @@ class FeatureTrees:
             self._tree = given_tree(options.tree, nodes, self._drafter.max_depth)
         self.max_nodes = self._tree.size
         self.layers, self.num_qo_heads = self._drafter.layers, self._drafter.num_qo_heads
-        self.aux_layers = tuple(index for index in self._drafter.feature_ids if index != POST_NORM)
-        if self.aux_layers and len(self.aux_layers) != len(self._drafter.feature_ids):
-            raise NotImplementedError("a drafter that reads layers and the final norm isn't supported in vLLM")
+        read = self._drafter.feature_ids
+        self.aux_layers = tuple(sorted({index for index in read if index != POST_NORM}))  # the order of vLLM's list
+        self._features = [POST_NORM if index == POST_NORM else self.aux_layers.index(index) for index in read]
 
     def propose(self, rows: CommittedRows, drafting: list[int]) -> list[tuple[list[int], DraftTree]]:
         batch = rows.chunk_batch()
         pool: Any = self._pool(rows.draft_caches)
-        states = self._drafter.advance(batch, rows.features(), batch.qo_indptr[1:].long() - 1, pool)
+        states = self._drafter.advance(batch, rows.features(self._features), batch.qo_indptr[1:].long() - 1, pool)
+        if not drafting:
+            return []
         index = torch.tensor(drafting, device=states.device)
         seq_lens = batch.seq_lens + batch.qo_indptr[1:] - batch.qo_indptr[:-1]
         drafted = self._drafter.draft(

@@ -106,8 +106,8 @@ class TreeRunner:
         self._trees = [None] * len(lengths)
         for request, drafts in scheduler_output.scheduled_spec_decode_tokens.items():
             index = self.input_batch.req_id_to_index[request]
-            # Behind prompt tokens of the same step, drafts aren't verified: only the first row counts.
-            if lengths[index] == len(drafts) + 1:
+            # Not verified: placeholders (-1) of a prompt's only new token, and drafts behind prompt tokens.
+            if drafts[0] >= 0 and lengths[index] == len(drafts) + 1:
                 self._trees[index] = _pruned(self._proposed[request], lengths[index])
         self._step = step_trees(self._trees, lengths, self.device)
         if self._step is not None:

@@ -153,11 +153,10 @@ class CommittedRows:
         """``[B]`` int64, the token behind each request's last committed row."""
         return self.following[self.ends - 1]
 
-    def features(self) -> Tensor:
-        """``[K, F]``, what the drafter reads of the committed rows."""
-        if self.aux is None:
-            return self.hidden.index_select(0, self.rows)
-        return torch.cat([states.index_select(0, self.rows) for states in self.aux], dim=1)
+    def features(self, indices: Sequence[int]) -> Tensor:
+        """``[K, F]``, states of the committed rows: of ``aux`` by index, -1 for ``hidden``."""
+        states = [self.hidden if index < 0 else (self.aux or [])[index] for index in indices]
+        return torch.cat([tensor.index_select(0, self.rows) for tensor in states], dim=1)
 
     def chunk_batch(self) -> TreeBatch:
         """The committed rows as chunks with the tokens behind them, as drafters read them."""
