@@ -1,6 +1,7 @@
 # Every target sets up what it needs in $(VENV) first: a machine with Python 3.11 or 3.12 and a C++ compiler will do.
 #
-#   make demo | test | test-all | test-arm | test-quantised | mutants | lint | docs | models | bench | gpu | clean
+#   make demo | test | test-all | test-arm | test-quantised | test-hub | hub-kernel | mutants | lint | docs | models |
+#     bench | gpu | clean
 #   make test TORCH=torch==2.12.0        another torch than the CPU build of constraints-cpu.txt
 #   make test TESTS=python_tests/test_cli.py ARGS=-x
 #   make demo PYTHON=python3.12 ARGS="--turns 3"
@@ -23,7 +24,8 @@ STAMP := $(VENV)/installed-$(firstword $(shell echo '$(TORCH)' | cksum))
 BUILT_FROM := pyproject.toml setup.py CMakeLists.txt constraints-cpu.txt $(wildcard csrc/* csrc/*/*)
 CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.hpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.hpp python_tests/arm/*)
 
-.PHONY: demo test test-all test-arm test-quantised test-vllm mutants lint docs models bench gpu clean install linters
+.PHONY: demo test test-all test-arm test-quantised test-hub test-vllm hub-kernel mutants lint docs models bench gpu clean install \
+  linters
 
 demo: $(STAMP)
 	$(BIN)/specmemo demo $(ARGS)
@@ -57,6 +59,20 @@ QUANTISED_RUN := PYTHONPATH=. PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)
 test-quantised: $(VENV)-quantised/installed
 	$(QUANTISED_RUN) -m pytest python_tests/test_quantised_layers.py python_tests/test_quantised_models.py $(ARGS) </dev/null
 	$(QUANTISED_RUN) python_tests/quantised_budgets.py $(SETTINGS)
+
+# The operators as a kernel of the kernels library, in build/hub-kernel. make hub-kernel REPO=organisation/name
+REPO ?=
+hub-kernel: $(STAMP)
+	$(BIN)/python hub/build_kernel.py $(if $(REPO),--repo $(REPO)) $(ARGS)
+
+# That kernel where specmemo_kernels isn't installed: each operator against float64, and models of transformers. The
+# newest transformers asks for a version of kernels that PyPI lacks.
+HUB := kernels==0.17.2 transformers==5.22.0
+HUB_RUN := OMP_NUM_THREADS=1 $(abspath $(VENV)-hub)/bin/python -P -m pytest -p no:cacheprovider
+test-hub: $(VENV)-hub/installed
+	$(BIN)/python hub/build_kernel.py
+	PYTHONPATH=python_tests OMP_NUM_THREADS=1 $(BIN)/python hub/checks/write_problems.py build/hub-problems.pt
+	cd build/hub-kernel && $(HUB_RUN) $(abspath hub/checks) $(ARGS)
 
 # The vLLM plugin in an environment of its own: vLLM's CPU build asks for packages that its text models don't need, and
 # for another torch build, so torch comes first and these packages without their dependencies.
@@ -115,7 +131,7 @@ install: $(STAMP)
 linters: $(VENV)/linters
 
 clean:
-	rm -rf $(VENV) $(VENV)-quantised $(VENV)-vllm build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-quantised $(VENV)-hub $(VENV)-vllm build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -154,6 +170,14 @@ $(VENV)-vllm/installed: $(STAMP) Makefile
 	  -r $(VENV)-vllm/requirements.txt pytest pytest-xdist triton
 	$(VENV)-vllm/bin/python -m pip install --quiet --no-deps $(VLLM_BARE)
 	$(VENV)-vllm/bin/python -m pip install --quiet -c $(VENV)-vllm/constraints.txt -e .
+	touch $@
+
+# Finds torch, triton and pytest in $(VENV), but no package that is installed there in place.
+$(VENV)-hub/installed: $(STAMP) Makefile
+	$(BIN)/python -m venv $(VENV)-hub
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
+	  > $$($(VENV)-hub/bin/python -c "import site; print(site.getsitepackages()[0])")/base.pth
+	$(VENV)-hub/bin/python -m pip install --quiet -c $(VENV)/constraints.txt $(HUB)
 	touch $@
 
 $(VENV)/linters: Makefile | $(BIN)/python

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import os
 import sys
 import threading
 import time
@@ -235,25 +236,43 @@ class LlamaCppLookup(LlamaCpp):
 
 
 class Vllm(Engine):
-    """vLLM's CPU build."""
+    """vLLM's CPU build; ``plugin``: with this package's attention, or with draft trees of so many nodes."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, plugin: str | int | None = None) -> None:
         super().__init__(setup)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's process would poll while others are measured
         import torch
         from vllm import LLM
 
+        options: dict[str, Any] = {}
+        if plugin == "attention":
+            options = {"attention_backend": "CUSTOM"}
+        elif isinstance(plugin, int):
+            from specmemo_kernels.integrations.vllm import tree_options
+
+            options = tree_options(f"{setup.folder}/heads", plugin)
         torch.set_num_threads(setup.threads)
         self.llm = LLM(
             setup.folder, dtype=setup.dtype, skip_tokenizer_init=True, max_model_len=setup.slots,
-            max_num_seqs=setup.batch, enable_prefix_caching=False,
+            max_num_seqs=setup.batch, enable_prefix_caching=False, disable_log_stats=False, **options,
         )  # fmt: skip
+        self._drafts = 0, 0  # of requests and steps, accepted ones
 
     def generate(self, prompts: Tokens, new_tokens: int, first: Callable[[], None]) -> Tokens:
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        self._count()
         return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def _count(self) -> None:
+        values = {metric.name: getattr(metric, "value", 0) for metric in self.llm.get_metrics()}
+        names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
+        drafts, accepted = (values.get(name, 0) for name in names)
+        if drafts > self._drafts[0]:
+            self.tokens_per_step = 1 + (accepted - self._drafts[1]) / (drafts - self._drafts[0])
+        self._drafts = drafts, accepted
 
 
 ENGINES: dict[str, Callable[[Setup], Engine]] = {
@@ -262,6 +281,8 @@ ENGINES: dict[str, Callable[[Setup], Engine]] = {
     "llama.cpp": LlamaCpp,
     "llama.cpp, prompt lookup": LlamaCppLookup,
     "vllm": Vllm,
+    "vllm, our attention": lambda setup: Vllm(setup, "attention"),
+    "vllm, our trees": lambda setup: Vllm(setup, 8),
     "specmemo, no drafts": lambda setup: Ours(setup, "heads", tree=1),
     "specmemo, prompt lookup": lambda setup: Ours(setup, "prompt-lookup"),
     "specmemo, heads": lambda setup: Ours(setup, "heads"),

@@ -261,6 +261,14 @@ def engines() -> str:
     return table(header, rows, "engines_cpu")
 
 
+def vllm() -> str:
+    rows = [
+        [row["dtype"], row["batch"], row["engine"], f"{row['tokens_per_s']:.0f}", f"{row['tokens_per_step'] or 1:.2f}"]
+        for row in load("vllm_cpu")["rows"]
+    ]
+    return table(["dtype", "batch", "engine", "tokens/s", "tokens per step"], rows, "vllm_cpu")
+
+
 # --- servers ---------------------------------------------------------------------------------------------------------
 
 
@@ -636,6 +644,7 @@ def figures() -> dict[str, str]:
         "train.accuracy": trained_accuracy(),
         "linear": linear(),
         "engines": engines(),
+        "vllm": vllm(),
         "batches": batches(),
         "batch.scaling": batch_scaling(),
         "adaptive": adaptive(),

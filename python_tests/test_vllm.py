@@ -18,6 +18,8 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm", exc_type=ImportError)
 
+from drafter_oracles import write_clover2, write_dflash, write_eagle1, write_eagle3
+
 import specmemo_kernels
 from specmemo_kernels.drafting.medusa_heads import MedusaHeads
 
@@ -297,6 +299,50 @@ def _random_model(family: Any, folder: Path) -> tuple[str, str]:
     return str(folder), str(folder / "heads")
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "clover2", "dflash"])
+def test_drafters_that_read_hidden_states(kind: str, tmp_path: Path) -> None:
+    """Random drafters for a random model of 29 tokens: vLLM's tokens, through chunks, preemption and cached prefixes,
+    and as many tokens per step as this package's engine with the same trees."""
+    folder, _ = _random_model(_llama, tmp_path)
+    files = _drafter_files(kind, tmp_path / kind)
+    prompts = [[3 + (i * j) % 26 for j in range(length)] for i, length in enumerate((5, 17, 40, 90, 33), 2)]
+    call = {"prompts": prompts, "params": {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}}
+    call["params"]["detokenize"] = False
+    calls = [call, call | {"alone": True}]
+    engine = {"model": folder, "skip_tokenizer_init": True, "max_model_len": 256, "block_size": 32}
+    own = session(calls, **engine)
+    few = {"max_num_batched_tokens": 48, "max_num_seqs": 4, "num_gpu_blocks_override": 12}
+    ours = session(calls, **engine | few, trees={"heads": files, "nodes": 12})
+    assert tokens(ours) == tokens(own)
+    assert any(ours["calls"][1]["cached"])
+    assert accepted_drafts(ours) > 30
+    plain = session([call], **engine, enable_prefix_caching=False, trees={"heads": files, "nodes": 12})
+    engine_steps = _engine_tokens_per_step(folder, files, prompts)
+    print(f"{kind}: tokens per step {tokens_per_step(plain):.3f}, engine {engine_steps:.3f}")
+    assert tokens(plain) == tokens(own)[: len(prompts)]
+    assert tokens_per_step(plain) >= 0.95 * engine_steps
+
+
+def _engine_tokens_per_step(folder: str, drafter: str, prompts: list[list[int]]) -> float:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with specmemo_kernels.patch(model, drafter, tree=12) as handle:
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, min_new_tokens=60)
+        return handle.stats.tokens_per_step
+
+
+def _drafter_files(kind: str, folder: Path) -> str:
+    sizes: dict[str, Any] = {"vocab": 29, "hidden": 96}
+    if kind == "dflash":
+        write_dflash(folder, target_layer_ids=(0, 1), num_target_layers=3, block_size=5, **sizes)
+    else:
+        {"eagle3": write_eagle3, "eagle": write_eagle1, "clover2": write_clover2}[kind](folder, **sizes)
+    return str(folder)
+
+
 def test_triton_in_the_interpreter() -> None:
     """The Triton kernels over vLLM's blocks."""
     triton = pytest.importorskip("triton")
@@ -333,7 +379,7 @@ ENGINE = {"model": str(DEMO), "dtype": "float32"}
             "has no option head",
         ),
         ({"trees": {"heads": str(DEMO / "heads"), "tree": [[0], [0, 0], [0, 0, 0]] + [[0] * d for d in range(4, 8)]}},
-         "7 deep, 5 heads can fill 5"),
+         "the tree is 7 deep, the drafter guesses 5 tokens ahead"),
         ({"trees": TREES, "sabotage": "version"}, "supports 0.32.*, and vLLM 9.9.9 is installed"),
     ],
     ids=["another backend", "another worker", "no heads", "unknown option", "too deep", "another version"],

@@ -31,7 +31,7 @@ def no_commit() -> None:
     """Accepted nodes never reach vLLM's blocks."""
     from specmemo_kernels.integrations.vllm.runner import TreeRunner
 
-    TreeRunner._commit = lambda self, accepted: None  # type: ignore[method-assign]
+    TreeRunner._commit = lambda self: None  # type: ignore[method-assign]
 
 
 def causal_mask() -> None:

@@ -59,5 +59,5 @@ def _gpus() -> str:
 
 def _details(backend: str) -> str:
     """The instruction set of the C++ kernels; empty for other backends."""
-    isa = getattr(importlib.import_module(BACKENDS[backend]), "isa", None)
+    isa = getattr(importlib.import_module(BACKENDS[backend], "specmemo_kernels.ops"), "isa", None)
     return f" ({isa()})" if callable(isa) else ""

@@ -6,17 +6,17 @@ import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from specmemo_kernels.cache.kv_storage import LayerKV
+from specmemo_kernels.ops.namespace import operator_packet
 
-BACKENDS = {
-    "reference": "specmemo_kernels.backends.reference",
-    "cpu": "specmemo_kernels.backends.cpu",
-    "triton": "specmemo_kernels.backends.triton",
-}
+if TYPE_CHECKING:
+    from specmemo_kernels.cache.kv_storage import LayerKV
+
+#: Modules by backend, relative to this package: a hub kernel has them under another name.
+BACKENDS = {"reference": "..backends.reference", "cpu": "..backends.cpu", "triton": "..backends.triton"}
 
 
 class BackendUnavailable(RuntimeError):
@@ -25,7 +25,7 @@ class BackendUnavailable(RuntimeError):
 
 @functools.cache
 def _load(name: str) -> ModuleType:
-    return importlib.import_module(BACKENDS[name])
+    return importlib.import_module(BACKENDS[name], __package__)
 
 
 def unavailable(name: str) -> str | None:
@@ -46,7 +46,8 @@ def _hint(name: str, error: Exception) -> str:
         missing = isinstance(error, ModuleNotFoundError) and error.name == "triton"
         return "; pip install triton" if missing else ""
     if name == "cpu":
-        return "; build it with a C++17 compiler: pip install ." if isinstance(error, ImportError) else ""
+        advice = "; no C++ module for this Python and system: install specmemo_kernels with a C++17 compiler"
+        return advice if isinstance(error, ImportError) else ""
     return "; reinstall the package"
 
 
@@ -197,7 +198,7 @@ def _dispatched(backend: str | None) -> Kernels:
     """The same operators through torch's dispatcher."""
 
     def through(name: str) -> Callable[..., Any]:
-        return lambda *args: getattr(torch.ops.specmemo, name)(*args, backend)
+        return lambda *args: operator_packet(name)(*args, backend)
 
     calls: Any = SimpleNamespace(**{name: through(name) for name in Kernels.__annotations__})
     return calls  # type: ignore[no-any-return]

@@ -12,6 +12,7 @@ import torch
 
 from specmemo_kernels.ops import checks
 from specmemo_kernels.ops.dispatch import implementation
+from specmemo_kernels.ops.namespace import NAMESPACE, operator_packet
 
 Tensor = torch.Tensor
 
@@ -54,7 +55,7 @@ SCHEMAS = {
 def call(name: str, *args: Any) -> Any:
     """Check the arguments of operator ``name``, and call it through torch's dispatcher."""
     getattr(checks, name)(*args[:-1])
-    return getattr(torch.ops.specmemo, name)(*args)
+    return operator_packet(name)(*args)
 
 
 def _kernel(name: str) -> Callable[..., Any]:
@@ -100,9 +101,9 @@ FAKES: dict[str, Callable[..., Any]] = {
 }
 
 _Library: Any = torch.library.Library  # torch gives it no types
-library = _Library("specmemo", "DEF")
+library = _Library(NAMESPACE, "DEF")
 for _name, _schema in SCHEMAS.items():
     library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
     for _key in ("CPU", "CUDA"):
         library.impl(_name, _kernel(_name), _key)
-    torch.library.register_fake(f"specmemo::{_name}", FAKES[_name], lib=library)
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", FAKES[_name], lib=library)

@@ -16,7 +16,7 @@ _PACKAGE = __name__
 
 BACKEND = f"{_PACKAGE}.backend.TreeAttentionBackend"
 WORKER = f"{_PACKAGE}.worker.TreeWorker"
-DRAFTER = f"{_PACKAGE}.drafter.MedusaTreeDrafter"
+DRAFTER = f"{_PACKAGE}.drafter.TreeDrafter"
 
 __all__ = ["register", "tree_options"]
 
@@ -46,13 +46,14 @@ def tree_options(
     head_bits: int | None = None,
     backend: str | None = None,
 ) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM`` (or ``EngineArgs``) that make it verify draft trees of Medusa heads.
+    """Arguments of ``vllm.LLM`` (or ``EngineArgs``) that make it verify draft trees.
 
     Args:
-        heads: folder, file or hub id, as for ``patch``.
+        heads: folder, file or hub id of Medusa heads or of a drafter that reads hidden states, as for ``patch``.
         nodes: of the tree, its root included. Each request takes as many tokens of ``max_num_batched_tokens`` per step.
-        tree: rank paths in the place of the best tree of ``nodes`` nodes; a path comes after its parent.
-        head_bits: 4 packs the heads into 4-bit codes.
+        tree: rank paths in the place of the best tree of ``nodes`` nodes; a path comes after its parent. Drafters that
+            read hidden states make a tree of their own for each request in each step, unless this is given.
+        head_bits: 4 packs Medusa heads into 4-bit codes.
         backend: of the operators; ``None``: by device.
     """
     if tree is not None:

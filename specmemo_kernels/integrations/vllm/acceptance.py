@@ -25,14 +25,12 @@ class LogitRows:
     """The rows of a step that have logits: of each request its tree, or one row.
 
     Attributes:
-        tree: of every request that has one.
-        sizes: nodes of each request's tree; 1: no tree, only the first row counts.
+        trees: of each request; ``None``: only its first row counts.
         begins: of each request's rows, and the number of all rows.
         draft_tokens: ``[N]`` int64, the token of each row.
     """
 
-    tree: DraftTree
-    sizes: tuple[int, ...]
+    trees: tuple[DraftTree | None, ...]
     begins: tuple[int, ...]
     draft_tokens: Tensor
 
@@ -44,13 +42,16 @@ class Accepted:
         output: tokens ``[B, depth + 1]`` int32 padded with -1, and log-probabilities in the same order.
         nodes: ``[B, depth + 1]`` int32, the accepted nodes of each request's tree, root first, padded with -1.
         lengths: ``[B]`` int32, accepted drafts.
-        last_rows: ``[B]`` int64, the row of the last accepted node.
     """
 
     output: SamplerOutput
     nodes: Tensor
     lengths: Tensor
-    last_rows: Tensor
+
+    def paths(self) -> list[list[int]]:
+        """The accepted nodes of each request; reads the device."""
+        pairs = zip(self.nodes.tolist(), self.lengths.tolist(), strict=True)
+        return [nodes[: length + 1] for nodes, length in pairs]
 
 
 def needs_sampler(metadata: Any) -> bool:
@@ -85,9 +86,9 @@ def accept_greedy(rows: LogitRows, targets: Tensor) -> Accepted:
     """The longest path of each tree that equals ``targets`` ``[N]`` int64, the argmax of each row."""
     device = targets.device
     parents: list[int] = []
-    for size, begin, end in zip(rows.sizes, rows.begins, rows.begins[1:], strict=False):
-        parents += [*rows.tree.parents[:size], *[-1] * (end - begin - size)]
-    depth = max(rows.tree.depths[: max(rows.sizes)])
+    for tree, begin, end in zip(rows.trees, rows.begins, rows.begins[1:], strict=False):
+        parents += tree.parents if tree is not None else [-1] * (end - begin)
+    depth = max(tree.max_depth if tree is not None else 0 for tree in rows.trees)
     begins = torch.tensor(rows.begins, device=device)
     nodes, lengths, bonus = ops.verify_tree_greedy(
         rows.draft_tokens,
@@ -101,7 +102,7 @@ def accept_greedy(rows: LogitRows, targets: Tensor) -> Accepted:
     tokens[:, :-1] = rows.draft_tokens[path_rows[:, 1:]].to(torch.int32)
     column, last = torch.arange(depth + 1, device=device), lengths.long()[:, None]
     tokens = tokens.where(column < last, -1).scatter(1, last, bonus.to(torch.int32)[:, None])
-    return Accepted(SamplerOutput(tokens, None), nodes, lengths, path_rows.gather(1, last)[:, 0])
+    return Accepted(SamplerOutput(tokens, None), nodes, lengths)
 
 
 def accept_sampled(
@@ -117,12 +118,11 @@ def accept_sampled(
         output_tokens: vLLM's lists of emitted tokens, which penalties and logits processors read. They have the
             tokens of the path while a later depth is sampled, and are as before when this function returns.
     """
-    children = _children(rows.tree)
     drafts = rows.draft_tokens.tolist()
-    paths = [[0] for _ in rows.sizes]
-    emitted: list[list[int]] = [[] for _ in rows.sizes]
+    paths = [[0] for _ in rows.trees]
+    emitted: list[list[int]] = [[] for _ in rows.trees]
     log_probs: list[LogprobsTensors | None] = []
-    active = list(range(len(rows.sizes)))
+    active = list(range(len(rows.trees)))
     try:
         while active:
             if log_probs:
@@ -137,28 +137,26 @@ def accept_sampled(
             for b in active:
                 emitted[b].append(tokens[b])
                 output_tokens[b].append(tokens[b])
-                begin = rows.begins[b]
-                for child in children[paths[b][-1]]:
-                    if child < rows.sizes[b] and drafts[begin + child] == tokens[b]:
-                        paths[b].append(child)
-                        still.append(b)
-                        break
+                child = _child(rows.trees[b], paths[b][-1], drafts[rows.begins[b] : rows.begins[b + 1]], tokens[b])
+                if child is not None:
+                    paths[b].append(child)
+                    still.append(b)
             active = [] if thinking(metadata) else still
     finally:
         for own, new in zip(output_tokens, emitted, strict=False):
             del own[len(own) - len(new) :]
-    return _accepted(rows, paths, emitted, _flat(log_probs), logits.device)
+    return _accepted(paths, emitted, _flat(log_probs), logits.device)
 
 
-def _children(tree: DraftTree) -> list[list[int]]:
-    children: list[list[int]] = [[] for _ in tree.parents]
-    for node, parent in enumerate(tree.parents[1:], 1):
-        children[parent].append(node)
-    return children
+def _child(tree: DraftTree | None, node: int, drafts: Sequence[int], token: int) -> int | None:
+    """The first child of ``node`` with ``token``."""
+    if tree is None:
+        return None
+    children = range(node + 1, tree.size)
+    return next((child for child in children if tree.parents[child] == node and drafts[child] == token), None)
 
 
 def _accepted(
-    rows: LogitRows,
     paths: Sequence[Sequence[int]],
     emitted: Sequence[Sequence[int]],
     log_probs: LogprobsTensors | None,
@@ -175,7 +173,6 @@ def _accepted(
         SamplerOutput(padded(emitted), log_probs),
         padded(paths),
         torch.tensor([len(path) - 1 for path in paths], dtype=torch.int32, device=device),
-        torch.tensor([begin + path[-1] for begin, path in zip(rows.begins, paths, strict=False)], device=device),
     )
 
 

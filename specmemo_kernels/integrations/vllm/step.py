@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specmemo_kernels.forward.batch import TreeBatch
 from specmemo_kernels.tree.draft_tree import DraftTree
 
 Tensor = torch.Tensor
@@ -38,39 +39,36 @@ class StepTrees:
     """The draft trees of a step.
 
     Attributes:
-        sizes: nodes of each request's tree, 0 for a request that is a causal chunk.
         tree_mask: ``[N, words]`` int64; rows of zeros for chunks.
         depth_offsets: ``[N]`` int64: a row's depth in its tree less its place in it, 0 for chunks.
-        trees, chunks: these requests; ``None`` if there are none.
+        trees, chunks: the requests with a tree, and the others; ``None`` if there are none.
     """
 
-    sizes: tuple[int, ...]
     tree_mask: Tensor
     depth_offsets: Tensor
     trees: PackedRequests
     chunks: PackedRequests | None
 
 
-def step_trees(tree: DraftTree, sizes: Sequence[int], lengths: Sequence[int], device: torch.device) -> StepTrees | None:
+def step_trees(trees: Sequence[DraftTree | None], lengths: Sequence[int], device: torch.device) -> StepTrees | None:
     """The trees of a step with ``lengths`` rows per request; ``None`` if no request has one.
 
-    Args:
-        sizes: nodes per request, a prefix of ``tree``'s; 0: no tree. A request with a tree has no other rows.
+    A request with a tree has no other rows.
     """
-    if not any(sizes):
+    in_tree = torch.tensor([tree is not None for tree in trees])
+    if not bool(in_tree.any()):
         return None
-    full, depths = tree.mask, torch.tensor(tree.depths)
-    mask = full.new_zeros(sum(lengths), full.shape[1])
+    words = max(tree.mask.shape[1] for tree in trees if tree is not None)
+    mask = torch.zeros(sum(lengths), words, dtype=torch.int64)
     offsets = torch.zeros(sum(lengths), dtype=torch.int64)
-    in_tree = torch.tensor([size > 0 for size in sizes])
     begin = 0
-    for size, length in zip(sizes, lengths, strict=True):
-        mask[begin : begin + size] = full[:size]
-        offsets[begin : begin + size] = depths[:size] - torch.arange(size)
+    for tree, length in zip(trees, lengths, strict=True):
+        if tree is not None:
+            mask[begin : begin + length, : tree.mask.shape[1]] = tree.mask
+            offsets[begin : begin + length] = torch.tensor(tree.depths) - torch.arange(length)
         begin += length
     counts = torch.tensor(lengths)
     return StepTrees(
-        tuple(sizes),
         mask.to(device),
         offsets.to(device),
         _packed(in_tree, counts, device),
@@ -114,3 +112,69 @@ class TreeScratch:
         """``[1, rows, num_kv_heads, head_dim]`` keys and values."""
         keys, values = self._rows[layer]
         return keys, values
+
+
+@dataclass(frozen=True)
+class CommittedRows:
+    """The rows of a step whose keys and values are in blocks now: of each request a chunk, or its accepted path.
+
+    Attributes:
+        hidden: ``[N, hidden_size]``, of all rows of the step, behind the final norm.
+        aux: inputs of the layers that the drafter reads, ``[N, hidden_size]`` each; ``None``: it reads none.
+        rows: ``[K]`` int64, those committed, in order of requests and positions.
+        following: ``[K]`` int64, the token behind each.
+        counts: rows of each request, at least one.
+        context_lens: tokens of each request in blocks before the step.
+        block_table: ``[B, max_blocks]`` int32 page ids, of the drafter's layers.
+        draft_caches: the blocks of the drafter's layers.
+    """
+
+    hidden: Tensor
+    aux: list[Tensor] | None
+    rows: Tensor
+    following: Tensor
+    counts: Sequence[int]
+    context_lens: Sequence[int]
+    block_table: Tensor
+    draft_caches: list[Tensor]
+
+    @property
+    def ends(self) -> Tensor:
+        """``[B]`` int64: behind each request's rows among ``rows``."""
+        return torch.tensor(self.counts).cumsum(0).to(self.rows.device)
+
+    @property
+    def last_rows(self) -> Tensor:
+        """``[B]`` int64, each request's last committed row of the step."""
+        return self.rows[self.ends - 1]
+
+    @property
+    def roots(self) -> Tensor:
+        """``[B]`` int64, the token behind each request's last committed row."""
+        return self.following[self.ends - 1]
+
+    def features(self, indices: Sequence[int]) -> Tensor:
+        """``[K, F]``, states of the committed rows: of ``aux`` by index, -1 for ``hidden``."""
+        states = [self.hidden if index < 0 else (self.aux or [])[index] for index in indices]
+        return torch.cat([tensor.index_select(0, self.rows) for tensor in states], dim=1)
+
+    def chunk_batch(self) -> TreeBatch:
+        """The committed rows as chunks with the tokens behind them, as drafters read them."""
+        device, counts = self.rows.device, torch.tensor(self.counts)
+        starts = torch.tensor(self.context_lens)
+        qo_indptr = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+        place = torch.arange(len(self.rows)) - qo_indptr[:-1].repeat_interleave(counts)
+        return TreeBatch(
+            tokens=self.following,
+            positions=(starts.repeat_interleave(counts) + place).to(device),
+            parents=None,
+            tree_mask=None,
+            qo_indptr=qo_indptr.to(device, torch.int32),
+            seq_lens=starts.to(device, torch.int32),
+            block_table=self.block_table,
+            max_qo_len=max(self.counts),
+            max_seq_len=max(self.context_lens),
+            max_depth=0,
+            num_trees=0,
+            num_tree_nodes=0,
+        )
