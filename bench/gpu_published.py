@@ -91,11 +91,13 @@ def rows() -> Iterator[dict[str, Any]]:
     for source, shape, times in _TIMES:
         for (batch, tokens), measured in times.items():
             case = Case(batch, tokens, 1, **shape)
-            predicted = 1e6 * seconds(compiled(case), source.gpu, case)["total"]
+            parts = seconds(compiled(case), source.gpu, case)
+            predicted = 1e6 * parts["total"]
             yield {
                 "kernel": source.kernel, "gpu": source.gpu.name, "source": source.address, "assumed": source.assumed,
                 "batch": batch, "tokens": tokens, "query_heads": case.kv_heads * case.group,
-                "kv_heads": case.kv_heads, "predicted_us": round(predicted, 1), "measured_us": measured,
+                "kv_heads": case.kv_heads, "limit": "compute" if parts["compute"] > parts["memory"] else "memory",
+                "predicted_us": round(predicted, 1), "measured_us": measured,
                 "error": round(predicted / measured - 1, 3),
             }  # fmt: skip
 

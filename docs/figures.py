@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -629,6 +630,41 @@ def fractions(rows: list[Row]) -> str:
     return table(heads, cells, "aot")
 
 
+def published() -> str:
+    """Predicted and measured times of published decode kernels."""
+    cells = [
+        (
+            f"[{row['kernel']}]({row['source']})",
+            row["gpu"],
+            f"{row['batch']} x {row['tokens']:,}",
+            f"{row['query_heads']}/{row['kv_heads']}",
+            f"{row['predicted_us']:.1f} ({row['limit']})",
+            f"{row['measured_us']:.1f}",
+            f"{row['error']:+.0%}",
+        )
+        for row in load("gpu_published")["rows"]
+    ]
+    heads = ("kernel", "GPU", "sequences x tokens", "heads", "predicted us", "measured us", "error")
+    return table(heads, cells, "gpu_published")
+
+
+def published_values() -> dict[str, str]:
+    """Errors of long calls whose pages suit the kernel, and the fixed times of the calls for one sequence."""
+    rows = [row for row in load("gpu_published")["rows"] if "pages of 8" not in row["kernel"]]
+    long = [row["error"] for row in rows if row["measured_us"] >= 100 and row["limit"] == "memory"]
+    fixed: dict[str, list[float]] = {"predicted_us": [], "measured_us": []}
+    for kernel in dict.fromkeys(row["kernel"] for row in rows if row["batch"] == 1):
+        of_one = [row for row in rows if row["kernel"] == kernel and row["batch"] == 1]
+        for column, values in fixed.items():
+            tokens, times = [row["tokens"] for row in of_one], [row[column] for row in of_one]
+            values.append(statistics.linear_regression(tokens, times).intercept)
+    return {
+        "published.long": f"{min(long):+.0%} to {max(long):+.0%}",
+        "published.fixed": f"{min(fixed['measured_us']):.0f} to {max(fixed['measured_us']):.0f}",
+        "published.fixed_predicted": f"{max(fixed['predicted_us']):.0f}",
+    }
+
+
 def figures() -> dict[str, str]:
     """The content of each block, by name."""
     return {
@@ -666,6 +702,8 @@ def figures() -> dict[str, str]:
         **quality_values(),
         **ops_values(),
         **compiled(),
+        "published": published(),
+        **published_values(),
         **scaling_values(),
         **small_values(),
     }

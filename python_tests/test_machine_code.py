@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from specmemo_kernels.backends.kernel_config import KernelConfig
 BENCH = str(Path(__file__).resolve().parents[1] / "bench")
 sys.path.insert(0, BENCH)
 try:
+    import gpu_published
     from gpu_model import GPUS, Case, Kernel, bytes_in_flight, predicted_fraction, seconds
     from machine_code import Loop, amd_loops, nvidia_loops
 finally:
@@ -102,3 +104,17 @@ def test_parts_add_up(kv_bytes: int) -> None:
     parts = dict(seconds(KERNEL, H200, replace(CASE, kv_bytes=kv_bytes)))
     total = parts.pop("total")
     assert total == pytest.approx(max(parts.pop("compute"), parts.pop("memory")) + sum(parts.values()))
+
+
+def test_published_times_are_predicted_as_committed() -> None:
+    """Predictions follow from the committed resources; each error is that of its row, and has its source."""
+    results = Path(__file__).resolve().parents[1] / "bench" / "results"
+    committed = json.loads((results / "gpu_published.json").read_text())["rows"]
+    assert list(gpu_published.rows()) == committed, "run bench/gpu_published.py --json again"
+    assert len({row["kernel"] for row in committed}) >= 3
+    for row in committed:
+        assert row["error"] == pytest.approx(row["predicted_us"] / row["measured_us"] - 1, abs=0.01)
+        assert row["source"].startswith("https://")
+        # No kernel reads faster than its GPU's memory: a wrong shape or GPU would.
+        if row["kernel"] == "FlashAttention-3, vLLM's":
+            assert row["batch"] * row["tokens"] * 4096 / (row["measured_us"] * 1e-6) < 4.8e12
