@@ -1,7 +1,7 @@
 # Every target sets up what it needs in $(VENV) first: a machine with Python 3.11 or 3.12 and a C++ compiler will do.
 #
-#   make demo | test | test-all | test-arm | test-quantised | test-hub | hub-kernel | mutants | lint | docs | models |
-#     bench | gpu | clean
+#   make demo | test | test-all | test-arm | test-quantised | test-hub | test-vllm | hub-kernel | mutants | lint | docs |
+#     models | bench | gpu | clean
 #   make test TORCH=torch==2.12.0        another torch than the CPU build of constraints-cpu.txt
 #   make test TESTS=python_tests/test_cli.py ARGS=-x
 #   make demo PYTHON=python3.12 ARGS="--turns 3"
@@ -24,8 +24,8 @@ STAMP := $(VENV)/installed-$(firstword $(shell echo '$(TORCH)' | cksum))
 BUILT_FROM := pyproject.toml setup.py CMakeLists.txt constraints-cpu.txt $(wildcard csrc/* csrc/*/*)
 CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.hpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.hpp python_tests/arm/*)
 
-.PHONY: demo test test-all test-arm test-quantised test-hub test-vllm hub-kernel mutants lint docs models bench gpu clean install \
-  linters
+.PHONY: demo test test-all test-arm test-quantised test-hub test-vllm hub-kernel mutants lint docs models bench gpu \
+  clean install linters
 
 demo: $(STAMP)
 	$(BIN)/specmemo demo $(ARGS)

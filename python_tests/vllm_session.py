@@ -34,34 +34,23 @@ def no_commit() -> None:
     TreeRunner._commit = lambda self: None  # type: ignore[method-assign]
 
 
-def causal_mask() -> None:
-    """Every node of a tree sees all nodes before it."""
-    from specmemo_kernels.integrations.vllm import runner
+def zeroed(field: str) -> Callable[[], None]:
+    """A fault: a tensor of :class:`StepTrees` is zero in each step."""
 
-    original = runner.step_trees
+    def sabotage() -> None:
+        from specmemo_kernels.integrations.vllm import runner
 
-    def without_mask(*args: Any) -> Any:
-        step = original(*args)
-        if step is not None:
-            step.tree_mask.zero_()
-        return step
+        original = runner.step_trees
 
-    runner.step_trees = without_mask
+        def step_trees(*args: Any) -> Any:
+            step = original(*args)
+            if step is not None:
+                getattr(step, field).zero_()
+            return step
 
+        runner.step_trees = step_trees
 
-def chain_positions() -> None:
-    """Nodes have the positions of a chain."""
-    from specmemo_kernels.integrations.vllm import runner
-
-    original = runner.step_trees
-
-    def without_depths(*args: Any) -> Any:
-        step = original(*args)
-        if step is not None:
-            step.depth_offsets.zero_()
-        return step
-
-    runner.step_trees = without_depths
+    return sabotage
 
 
 def version() -> None:
@@ -74,8 +63,8 @@ def version() -> None:
 #: Faults that the comparison with vLLM's own tokens must find.
 SABOTAGE: dict[str, Callable[[], None]] = {
     "no commit": no_commit,
-    "causal mask": causal_mask,
-    "chain positions": chain_positions,
+    "causal mask": zeroed("tree_mask"),
+    "chain positions": zeroed("depth_offsets"),
     "version": version,
 }
 

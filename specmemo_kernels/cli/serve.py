@@ -19,6 +19,7 @@ try:
 
     from specmemo_kernels.integrations.serve.answers import Model
     from specmemo_kernels.integrations.serve.app import ServerLimits, make_app
+    from specmemo_kernels.integrations.serve.connection import Connection
     from specmemo_kernels.integrations.serve.metrics import Metrics
 except ImportError as error:
     raise UserError(f"{error.name} isn't installed; pip install fastapi uvicorn prometheus-client") from error
@@ -54,7 +55,7 @@ def _serve(options: ServeOptions) -> None:
     model = Model(name, engine, loaded.tokenizer, Metrics(engine), options.max_seconds)
     app = make_app(model, ServerLimits(options.api_key, options.max_body, options.shutdown_seconds))
     config = uvicorn.Config(
-        app, options.host, options.port, log_config=None, access_log=False,
+        app, options.host, options.port, http=Connection, log_config=None, access_log=False,
         timeout_graceful_shutdown=max(1, round(options.shutdown_seconds)),
     )  # fmt: skip
     try:

@@ -41,11 +41,8 @@ def load_feature_drafter(
         HeadsError: a drafter of another kind, or for another model.
     """
     # Imported here: these modules take 0.3 MiB that models without such a drafter need not have.
-    from specmemo_kernels.drafting.clover import CloverDrafter
-    from specmemo_kernels.drafting.dflash import DFlashDrafter
-    from specmemo_kernels.drafting.eagle import EagleDrafter
+    from specmemo_kernels.drafting.feature_drafter import feature_drafter
     from specmemo_kernels.drafting.published import check_target, open_drafter
-    from specmemo_kernels.drafting.published_config import CloverConfig, Eagle3Config, EagleConfig
 
     published = ranks.run_on_all("opening the drafter", lambda: open_drafter(source))
     if published is None:
@@ -54,14 +51,8 @@ def load_feature_drafter(
     tensors = ranks.run_on_all("loading the drafter", lambda: published.read(facts.dtype, facts.device))
     if ranks.size > 1:
         ranks.assert_same(tensors_digest(tensors))
-    vocabulary, count, config = vocabulary_of(model, facts, backend, ranks), len(facts.layers), published.config
-    drafter: FeatureDrafter
-    if isinstance(config, Eagle3Config | EagleConfig):
-        drafter = EagleDrafter(config, tensors, vocabulary, count, backend)
-    elif isinstance(config, CloverConfig):
-        drafter = CloverDrafter(config, tensors, vocabulary, count, backend)
-    else:
-        drafter = DFlashDrafter(config, tensors, vocabulary, count, backend)
+    vocabulary = vocabulary_of(model, facts, backend, ranks)
+    drafter = feature_drafter(published.config, tensors, vocabulary, len(facts.layers), backend)
     return drafter, published.accuracy or DEFAULT_ACCURACY
 
 

@@ -66,7 +66,7 @@ class TreeAttentionBackend(AttentionBackend):
 
     forward_includes_kv_cache_update = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]  # the model's
 
     @staticmethod
     def get_name() -> str:
@@ -176,6 +176,11 @@ class TreeAttentionImpl(AttentionImpl[TreeAttentionMetadata]):
         meta, step = attn_metadata, attn_metadata.step
         rows = slice(0, meta.num_tokens)
         query, key, value = query[rows], key[rows], value[rows]
+        if value.shape[2] != self.head_size:
+            raise NotImplementedError(
+                f"attention backend CUSTOM (specmemo) doesn't support values of {value.shape[2]} elements "
+                f"beside keys of {self.head_size}; use vLLM's own backend for this model"
+            )
         k_pages, v_pages = block_pages(kv_cache)
         kernels = ops.kernels(self._backend, query.device)
         # Appended first: with prefix caching, requests of the same step read blocks that others of them write.

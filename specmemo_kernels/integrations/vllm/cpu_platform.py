@@ -6,7 +6,7 @@ from typing import Any
 
 
 def accept_custom_backend() -> None:
-    """Put a check for ``CUSTOM`` in front of the platform's choice. May be called again."""
+    """Put ``CUSTOM`` in front of the platform's choice, with GPU platforms' checks. May be called again."""
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -16,10 +16,13 @@ def accept_custom_backend() -> None:
 
     def get_attn_backend_cls(cls: type, selected_backend: Any, attn_selector_config: Any, *args: Any, **kw: Any) -> str:
         if selected_backend is AttentionBackendEnum.CUSTOM:
-            config = attn_selector_config
-            unfit = [kind for kind, asked in (("MLA", config.use_mla), ("sparse", config.use_sparse)) if asked]
-            if unfit:
-                raise ValueError(f"attention backend CUSTOM (specmemo) has no {unfit[0]} attention; remove the option")
+            backend = AttentionBackendEnum.CUSTOM.get_class()
+            reasons = backend.validate_configuration(device_capability=None, **attn_selector_config._asdict())
+            if reasons:
+                raise ValueError(
+                    f"attention backend CUSTOM (specmemo) doesn't fit this model and its options: "
+                    f"{'; '.join(reasons)}; use vLLM's own backend"
+                )
             return str(AttentionBackendEnum.CUSTOM.get_path())
         return str(choose.__func__(cls, selected_backend, attn_selector_config, *args, **kw))
 

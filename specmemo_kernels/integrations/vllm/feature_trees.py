@@ -18,12 +18,9 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from specmemo_kernels.cache.kv_storage import LayerKV
-from specmemo_kernels.drafting.base import POST_NORM, DraftRows, FeatureDrafter
-from specmemo_kernels.drafting.clover import CloverDrafter
-from specmemo_kernels.drafting.dflash import DFlashDrafter
-from specmemo_kernels.drafting.eagle import EagleDrafter
+from specmemo_kernels.drafting.base import POST_NORM, DraftRows
+from specmemo_kernels.drafting.feature_drafter import feature_drafter
 from specmemo_kernels.drafting.published import PublishedDrafter, check_target
-from specmemo_kernels.drafting.published_config import CloverConfig, Eagle3Config, EagleConfig
 from specmemo_kernels.drafting.vocabulary import TargetVocabulary
 from specmemo_kernels.integrations.vllm.backend import TreeAttentionBackend
 from specmemo_kernels.integrations.vllm.options import Options, given_tree
@@ -91,7 +88,7 @@ class FeatureTrees:
         tensors = published.read(config.dtype, next(model.parameters()).device)
         vocabulary = _vocabulary(model, config)
         self._first, self._model = len(layers), model
-        self._drafter = _drafter(published, tensors, vocabulary, len(layers), options.backend)
+        self._drafter = feature_drafter(published.config, tensors, vocabulary, len(layers), options.backend)
         self._tree: Trees
         if options.tree is None:
             self._tree = self._drafter.spec.budget(nodes, self._drafter.max_depth)
@@ -131,17 +128,6 @@ class FeatureTrees:
         none = dict.fromkeys(pages)
         keys, values = {i: k for i, (k, _) in pages.items()}, {i: v for i, (_, v) in pages.items()}
         return DrafterPool(keys, values, none, none, caches[0].device)
-
-
-def _drafter(
-    published: PublishedDrafter, tensors: Any, vocabulary: TargetVocabulary, layers: int, backend: str | None
-) -> FeatureDrafter:
-    config = published.config
-    if isinstance(config, Eagle3Config | EagleConfig):
-        return EagleDrafter(config, tensors, vocabulary, layers, backend)
-    if isinstance(config, CloverConfig):
-        return CloverDrafter(config, tensors, vocabulary, layers, backend)
-    return DFlashDrafter(config, tensors, vocabulary, layers, backend)
 
 
 def _vocabulary(model: Any, config: Any) -> TargetVocabulary:

@@ -22,7 +22,10 @@ Tensor = torch.Tensor
 class MedusaTrees:
     """The same tree for every request and step; its nodes are sorted best first.
 
-    Arguments as of :class:`specmemo_kernels.integrations.vllm.feature_trees.FeatureTrees`, which see.
+    Args:
+        options: of the user.
+        vllm_config, model: vLLM's.
+        nodes: of a tree, the root included.
     """
 
     layers: tuple[LayerKV, ...] = ()

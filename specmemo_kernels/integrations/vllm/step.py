@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specmemo_kernels.forward.batch import TreeBatch
+from specmemo_kernels.forward.batch import TreeBatch, chunk_batch
 from specmemo_kernels.tree.draft_tree import DraftTree
 
 Tensor = torch.Tensor
@@ -98,10 +98,6 @@ class TreeScratch:
             name: torch.empty(2, 1, rows, *shape, dtype=dtype, device=device) for name, shape in shapes.items()
         }
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._rows.values())
-
     def store(self, layer: str, key: Tensor, value: Tensor) -> None:
         """Keep rows ``[N, num_kv_heads, head_dim]``."""
         target = self._rows[layer]
@@ -160,21 +156,4 @@ class CommittedRows:
 
     def chunk_batch(self) -> TreeBatch:
         """The committed rows as chunks with the tokens behind them, as drafters read them."""
-        device, counts = self.rows.device, torch.tensor(self.counts)
-        starts = torch.tensor(self.context_lens)
-        qo_indptr = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
-        place = torch.arange(len(self.rows)) - qo_indptr[:-1].repeat_interleave(counts)
-        return TreeBatch(
-            tokens=self.following,
-            positions=(starts.repeat_interleave(counts) + place).to(device),
-            parents=None,
-            tree_mask=None,
-            qo_indptr=qo_indptr.to(device, torch.int32),
-            seq_lens=starts.to(device, torch.int32),
-            block_table=self.block_table,
-            max_qo_len=max(self.counts),
-            max_seq_len=max(self.context_lens),
-            max_depth=0,
-            num_trees=0,
-            num_tree_nodes=0,
-        )
+        return chunk_batch(torch.split(self.following, list(self.counts)), self.context_lens, self.block_table)
