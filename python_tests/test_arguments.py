@@ -38,6 +38,7 @@ OTHERS: dict[str, list[Any]] = {
     "keep_free": [[], True, "much", -5, 0, float("nan"), object()],
 }  # fmt: skip
 CASES = [(name, value) for name in ("page_size", "prefill_chunk", "max_batch_size") for value in INTEGERS]
+CASES.remove(("page_size", None))  # None: chosen
 CASES += [(name, value) for name, values in OTHERS.items() for value in values]
 
 
