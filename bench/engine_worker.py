@@ -111,7 +111,7 @@ class Ours(Transformers):
         if self.setup.replay and self.drafter == "heads" and self.tree is None:
             from replay import Published, ReplayedTarget
 
-            self.target, self.ranks = ReplayedTarget(self.handle.target, self.handle.plan.tree), Published().ranks
+            self.target, self.ranks = ReplayedTarget(self.handle.target), Published().ranks
             self.handle.target = self.target
 
     def generate(self, prompts: Tokens, new_tokens: int, first: Callable[[], None]) -> Tokens:

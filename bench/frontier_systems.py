@@ -161,7 +161,7 @@ class OurSystem:
         self.nodes = self.handle.plan.tree.size
         self._target: ReplayedTarget | None = None
         if replayed:
-            self._target = ReplayedTarget(self.handle.target, self.handle.plan.tree)
+            self._target = ReplayedTarget(self.handle.target)
             self.handle.target = self._target  # type: ignore[assignment]
 
     def answer(self, turn: Turn) -> list[int]:

@@ -15,7 +15,6 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -130,24 +129,39 @@ class DrawCursor:
 class ReplayedTarget:
     """A target with replayed acceptance: computes its argmax, then overwrites it along the drawn path.
 
-    Replaces a handle's target; the rest of the loop runs unchanged. In a batch, the i-th sequence of a step takes the
-    i-th sequence's draws.
+    Replaces a handle's target; the rest of the loop runs unchanged, recorded steps included: the draws and the
+    positions in them are tensors with fixed addresses, and no step reads them on the host. In a batch, the i-th
+    sequence of a step takes the i-th sequence's draws. A node's rank is the number of its elder siblings.
+
+    Args:
+        sequences, positions, depth: sizes of the draws' tensor.
     """
 
-    static = False  # the position is on the host
-
-    def __init__(self, target: TargetModel, tree: DraftTree) -> None:
-        self.target, self.tree = target, tree
-        self.begin([])
-        self.device, self.vocab_size = target.device, target.vocab_size
+    def __init__(self, target: TargetModel, sequences: int = 64, positions: int = 4096, depth: int = 8) -> None:
+        self.target, self.device, self.vocab_size = target, target.device, target.vocab_size
+        with torch.inference_mode(False):
+            self._draws = torch.empty(sequences, positions, depth, dtype=torch.int8, device=target.device)
+            self._next = torch.ones(sequences, dtype=torch.int64, device=target.device)
         self._batch: TreeBatch | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.target, name)
 
     def begin(self, ranks: Sequence[list[Ranks]]) -> None:
-        """Start texts with these draws, one list per sequence."""
-        self._cursors = [DrawCursor(draws) for draws in ranks]
+        """Start texts with these draws, one list per sequence.
+
+        Raises:
+            ValueError: they have more sequences, positions or heads than the draws' tensor.
+        """
+        draws = torch.tensor(ranks, dtype=torch.int8)
+        if any(size > limit for size, limit in zip(draws.shape, self._draws.shape, strict=True)):
+            raise ValueError(f"draws of shape {tuple(draws.shape)}, at most {tuple(self._draws.shape)} are replayed")
+        sequences, positions, depth = draws.shape
+        kept = self._draws[:sequences]
+        kept[:, :positions, :depth] = draws
+        kept[:, :positions, depth:] = -1
+        kept[:, positions:] = kept[:, positions - 1 : positions]  # behind the end the last draws are repeated
+        self._next.fill_(1)  # the first token follows from the prompt, so its draw is skipped
 
     def forward(self, batch: TreeBatch, attention: StepAttention, keep: Tensor | None, logits: bool) -> TargetOutput:
         self._batch = batch
@@ -158,46 +172,45 @@ class ReplayedTarget:
         assert batch is not None
         if batch.parents is None:
             return tokens
-        bounds, parents = batch.qo_indptr.tolist(), batch.parents.tolist()
-        for cursor, first, end in zip(self._cursors, bounds[: batch.num_trees], bounds[1:], strict=False):
-            self._overwrite(cursor, tokens[first:end], batch.tokens[first:end], tree_depth(parents[first:end]))
-        return tokens
-
-    def _overwrite(self, cursor: DrawCursor, tokens: Tensor, drafts: Tensor, depth: int) -> None:
-        tree = self.tree.truncated(depth)
-        if tree.size < len(drafts):
-            raise ValueError(
-                f"a step has {len(drafts)} nodes, the replayed tree at most {tree.size}; "
-                "replay with the tree of the handle's plan"
-            )
-        tree = tree.pruned(len(drafts))  # a step verifies the first nodes of the tree
-        path = cursor.walk(tree)
-        if len(path) > 1:
-            tokens[_index(tuple(path[:-1]), self.device)] = drafts[_index(tuple(path[1:]), self.device)]
-        end = path[-1]
-        if children := tuple(node for node, parent in enumerate(tree.parents) if parent == end):
-            tokens[end] = other_token(tokens[end], drafts[_index(children, self.device)])
+        trees, nodes = batch.num_trees, batch.num_tree_nodes
+        shape = trees, nodes // trees
+        parents = batch.parents.view(shape)
+        place = self._next[:trees].clamp(max=self._draws.shape[1] - 1)
+        drawn = self._draws[torch.arange(trees, device=self.device), place]
+        drafts = batch.tokens[:nodes].view(shape)
+        written, length = replayed(tokens[:nodes].view(shape), drafts, parents, drawn, batch.max_depth)
+        self._next[:trees].add_(length)
+        return torch.cat([written.flatten(), tokens[nodes:]])
 
 
-def tree_depth(parents: Sequence[int]) -> int:
-    """Depth of a tree whose nodes follow their parents."""
-    depths = [0] * len(parents)
-    for node, parent in enumerate(parents[1:], 1):
-        depths[node] = depths[parent] + 1
-    return max(depths)
+def replayed(tokens: Tensor, drafts: Tensor, parents: Tensor, drawn: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """A target's ``tokens`` ``[B, T]``, overwritten so that verification accepts the drawn path.
 
+    Args:
+        drafts: ``[B, T]``, the trees' tokens. parents: ``[B, T]``, -1 for roots; parents come before children.
+        drawn: ``[B, D]``, the rank of the right token at each depth; no node has rank -1.
+        depth: of the trees.
 
-@lru_cache(maxsize=4096)
-def _index(nodes: tuple[int, ...], device: torch.device) -> Tensor:
-    """``nodes`` as a tensor, cached to save the copy to a GPU in every step."""
-    return torch.tensor(nodes, device=device)
-
-
-def other_token(token: Tensor, drafts: Tensor) -> Tensor:
-    """``token``, or the lowest token outside ``drafts`` ``[n]`` if it is one of them."""
-    first = torch.arange(len(drafts) + 1, device=drafts.device)
-    free = (first[:, None] == drafts).any(dim=1).int().argmin()
-    return torch.where((drafts == token).any(), free, token)
+    Returns:
+        The tokens, and the nodes of each path ``[B]``.
+    """
+    size = parents.shape[1]
+    elder = torch.ones(size, size, dtype=torch.bool, device=parents.device).tril(-1)
+    ranks = ((parents[:, :, None] == parents[:, None, :]) & elder).sum(2)
+    node = torch.zeros_like(parents[:, :1], dtype=torch.int64)
+    going, length = torch.ones_like(node, dtype=torch.bool), torch.ones_like(node)
+    for level in range(min(depth, drawn.shape[1])):
+        right = (parents == node) & (ranks == drawn[:, level : level + 1]) & going
+        going, child = right.any(1, keepdim=True), right.int().argmax(1, keepdim=True)
+        tokens = tokens.scatter(1, node, torch.where(going, drafts.gather(1, child), tokens.gather(1, node)))
+        node, length = torch.where(going, child, node), length + going
+    # The last node's token must be none of its children: itself, or the lowest that is none.
+    children, last = parents == node, tokens.gather(1, node)
+    numbers = torch.arange(size + 1, device=parents.device)
+    taken = ((drafts[:, None, :] == numbers[:, None]) & children[:, None, :]).any(2)
+    wrong = ((drafts == last) & children).any(1, keepdim=True)
+    free = taken.int().argmin(1, keepdim=True)
+    return tokens.scatter(1, node, torch.where(wrong, free, last)), length[:, 0]
 
 
 class ReplayedAccept:

@@ -16,6 +16,7 @@ from selection import sample
 from tiny_models import VOCAB, tiny_model
 
 import specmemo_kernels as sk
+from specmemo_kernels import ops
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
 from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, best_first_paths, expected_tokens_per_step, extrapolated
 from specmemo_kernels.tree.draft_tree import DraftTree
@@ -114,6 +115,31 @@ def test_draws_follow_the_published_run(bench: dict[str, ModuleType]) -> None:
     assert all(len(replay.walk_ranks(small, path)) <= len(replay.walk_ranks(TREE, path)) for path in ranks)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_verification_accepts_the_drawn_path(bench: dict[str, ModuleType], seed: int) -> None:
+    """In any tree, also where the target's own tokens are drafts."""
+    replay, source = bench["replay"], torch.Generator().manual_seed(seed)
+    size, depth = seed % 13 + 1, 5
+    parents = [-1] + [int(torch.randint(node, (), generator=source)) for node in range(1, size)]
+    ranks = [parents[:node].count(parent) if node else 0 for node, parent in enumerate(parents)]
+    tree = DraftTree(tuple(parents), tuple(ranks))
+    drawn = torch.randint(3, (4, depth), generator=source)
+    tokens = torch.randint(6, (4, size), generator=source)
+    drafts = torch.stack([torch.randperm(40, generator=source)[:size] for _ in range(4)])
+    rows = torch.tensor([parents] * 4, dtype=torch.int32)
+    written, length = replay.replayed(tokens, drafts, rows, drawn, tree.max_depth)
+    _, accepted, _ = ops.verify_tree_greedy(
+        drafts.flatten(), written.flatten(), rows.flatten(), torch.arange(5, dtype=torch.int32) * size,
+        max_depth=tree.max_depth, backend="reference",
+    )  # fmt: skip
+    paths = [replay.walk_ranks(tree, tuple(row)) for row in drawn.tolist()]
+    assert length.tolist() == (accepted + 1).tolist() == [len(path) for path in paths]
+    unused = torch.ones_like(tokens, dtype=torch.bool)
+    for row, path in enumerate(paths):
+        unused[row, path] = False
+    assert torch.equal(written[unused], tokens[unused])
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_replay_accepts_what_was_drawn_everywhere(bench: dict[str, ModuleType], seed: int) -> None:
     """Both systems take as many steps as walking the draws by hand, whatever the weights."""
@@ -124,7 +150,7 @@ def test_replay_accepts_what_was_drawn_everywhere(bench: dict[str, ModuleType], 
     heads = noisy_heads(model, own=False, seed=seed)
     patched = bench["shapes"].twin(model)
     handle = sk.patch(patched, heads, tree=TREE, max_batch_size=1)
-    target = replay.ReplayedTarget(handle.target, TREE)
+    target = replay.ReplayedTarget(handle.target)
     handle.target = target
     target.begin([ranks])
     ids = torch.tensor([[5, 6, 7]])
@@ -136,7 +162,7 @@ def test_replay_accepts_what_was_drawn_everywhere(bench: dict[str, ModuleType], 
         length = len(replay.walk_ranks(TREE.truncated(60 - place - 1), ranks[place]))
         expected.append(length)
         place, steps = place + length, steps + 1
-    assert handle.stats.steps == steps
+    assert handle.stats.steps == handle.stats.graph_steps == steps
     assert handle.stats.accepted_at_depth[0] == sum(length > 1 for length in expected)
     assert medusa.steps == steps
 
@@ -147,7 +173,7 @@ def test_replay_in_a_batch(bench: dict[str, ModuleType]) -> None:
     ranks = replay.Published(TREE, {(1, 0): 2.2}).ranks(1, 0, 40)
     model = tiny_model("llama", max_position_embeddings=256)
     with sk.patch(model, noisy_heads(model, own=False), tree=TREE, max_batch_size=3) as handle:
-        target = replay.ReplayedTarget(handle.target, TREE)
+        target = replay.ReplayedTarget(handle.target)
         handle.target = target
         target.begin([ranks] * 3)
         done = sk.generate_batch(model, [[5, 6, 7], [8, 9, 10], [11, 12, 13]], max_new_tokens=30, eos_token_ids=[])

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from selection import examples, sample
 from test_families import _bushy_paths, answers, batch, greedy
 from test_late_steps import whole
-from tiny_models import FAMILIES, random_heads, tiny_model
+from tiny_models import FAMILIES, OracleDrafter, random_heads, tiny_model
 
 import specmemo_kernels as sk
 from specmemo_kernels import ops
-from specmemo_kernels.engine import host_capture
+from specmemo_kernels.drafting.base import DraftInput
+from specmemo_kernels.engine import host_capture, overlap
 from specmemo_kernels.engine.host_capture import HostCapture
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
 
@@ -121,6 +122,50 @@ def test_accepted_paths(replays: list[int]) -> None:
         assert torch.equal(greedy(model, inputs, 60), expected)
         assert handle.stats.tokens_per_step > 1.5
     assert replays[0] > 10
+
+
+class Hesitant(OracleDrafter):
+    """Guesses mostly right, up to a depth of its own in every step, sometimes nothing."""
+
+    def propose(self, inputs: DraftInput) -> torch.Tensor:
+        draft = super().propose(inputs)
+        deepest = int(torch.randint(-1, inputs.tree.max_depth + 1, (), generator=self.generator))
+        return draft.where(torch.tensor(inputs.tree.depths) <= deepest, -1)
+
+
+@pytest.mark.parametrize("family", sample(["llama", "gemma2", "qwen3_moe"], ["llama"]))
+@pytest.mark.parametrize("kind", ["prompt-lookup", "draft model", "hesitant"])
+def test_drafters_on_the_host(kind: str, family: str, replays: list[int]) -> None:
+    """Their trees are filled before the recorded step; depths without guesses are left out of it."""
+    model, inputs = tiny_model(family), batch((40, 1, 17))
+    expected = greedy(model, inputs, 60)
+    known = answers(inputs, expected)
+    makers: dict[str, Callable[[], Any]] = {
+        "prompt-lookup": lambda: "prompt-lookup",
+        "draft model": lambda: sk.DraftModel(tiny_model(family, num_hidden_layers=1), tokens=3),
+        "hesitant": lambda: Hesitant(known, 0.8),
+    }
+    chain = sk.DraftTree.chain(3 if kind == "draft model" else 6)
+    for tree in (TREE, chain) if kind == "hesitant" else (chain,):
+        replays[0] = 0
+        with sk.patch(model, makers[kind](), tree=tree, page_size=4, graph=True) as handle:
+            assert torch.equal(greedy(model, inputs, 60), expected)
+            assert torch.equal(greedy(model, inputs, 60), expected)
+            assert 10 < replays[0] <= handle.stats.graph_steps
+            if kind == "hesitant":
+                assert handle.stats.tokens_per_step > 1.5
+            whole(handle)
+
+
+def test_an_overlapped_step_never_precedes_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU too, where other steps are launched before the last one is read."""
+    monkeypatch.setitem(overlap.IN_FLIGHT, "cpu", 2)
+    model, inputs = tiny_model("llama"), batch((9, 12))
+    expected = greedy(model, inputs, 30)
+    with sk.patch(model, OracleDrafter(answers(inputs, expected), 0.8), tree=TREE, graph=True) as handle:
+        assert torch.equal(greedy(model, inputs, 30), expected)
+        assert handle.stats.tokens_per_step > 1.5
+        assert handle.stats.graph_steps == handle.stats.steps
 
 
 def test_weights_that_change(replays: list[int]) -> None:

@@ -263,8 +263,8 @@ def seeing_launches() -> Iterator[list[tuple[Any, Any]]]:
     seen: list[tuple[Any, Any]] = []
     launch: Callable[..., Any] = StepCache.launch
 
-    def noting(self: StepCache, shape: Any, tree: Any) -> Any:
-        result = launch(self, shape, tree)
+    def noting(self: StepCache, shape: Any, tree: Any, drafts: Any) -> Any:
+        result = launch(self, shape, tree, drafts)
         seen.append((shape, tree))
         return result
 
@@ -335,8 +335,8 @@ def test_what_patch_says(model: PreTrainedModel) -> None:
         assert handle.stats.graph_steps == 0
     with sk.patch(model, random_heads(model), graph=True) as handle:
         assert handle.graphs.reason == ""
-    with pytest.raises(ValueError, match="graph=True, but PromptLookupDrafter reads the tokens on the host"):
-        sk.patch(model, "prompt-lookup", graph=True)
+    with sk.patch(model, "prompt-lookup", graph=True) as handle:
+        assert (handle.graphs.reason, handle.graphs.in_flight) == ("", 1), "each step's drafts follow from the last"
     moving = tiny_model("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
     with pytest.raises(ValueError, match="graph=True, but its rotary embedding reads the positions"):
         sk.patch(moving, random_heads(moving), graph=True)

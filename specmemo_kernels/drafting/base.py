@@ -77,7 +77,7 @@ class StatefulDrafter(Drafter, Protocol):
 
 @runtime_checkable
 class StaticDrafter(Drafter, Protocol):
-    """A drafter that computes candidates from hidden states only, without host reads: it can run in a CUDA graph."""
+    """A drafter that computes candidates from hidden states only, without host reads: it runs in captured steps."""
 
     def candidates(self, hidden: torch.Tensor, depth: int, width: int) -> torch.Tensor:
         """``[B, depth * width]`` int64: ``width`` tokens for each of the next ``depth`` positions, best first."""
@@ -170,6 +170,11 @@ class FeatureDrafter(Protocol):
 
 
 AnyDrafter = Drafter | FeatureDrafter
+
+
+def drafts_on_device(drafter: AnyDrafter) -> bool:
+    """Whether a drafter runs without the host, inside a captured step; else its trees are filled before the step."""
+    return isinstance(drafter, StaticDrafter | FeatureDrafter)
 
 
 def fill_tree(root_tokens: torch.Tensor, candidates: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

@@ -24,8 +24,8 @@ from specmemo_kernels.engine.tree_pass import (
     Chunk,
     next_chunk,
     prompt_scores,
-    propose,
     propose_from_features,
+    propose_trees,
     tree_pass,
 )
 from specmemo_kernels.engine.verify import Verdict, Verifier
@@ -57,7 +57,7 @@ class SpecDecoder:
         backend: name of the operators' backend.
         chooser: prunes the tree before each step; ``None``: every step verifies the whole tree.
         overlapped: runs steps from device state, on a GPU overlapped with the host; ``None``: all steps run eagerly.
-        agree: as in :func:`propose`.
+        agree: as in :func:`specmemo_kernels.engine.tree_pass.propose`.
 
     Attributes:
         reader: the drafter, if it reads features.
@@ -163,7 +163,7 @@ class SpecDecoder:
             OutOfPages: not enough are free; the sequence keeps what it had.
         """
         # The newest token isn't in pages yet, so the deepest path needs `max_depth` slots behind it.
-        self.pool.reserve(sequence.slot, len(sequence.tokens) + self._step_tree().max_depth)
+        self.pool.reserve(sequence.slot, len(sequence.tokens) + self.step_tree().max_depth)
 
     def step(self) -> list[SequenceState]:
         """One forward pass: a tree for each running sequence, and the next prompt chunk.
@@ -184,8 +184,8 @@ class SpecDecoder:
             started = time.perf_counter()
             for sequence in self.sequences:
                 self.reserve(sequence)
-            tree = self._step_tree()
-            behind = self._behind() if self.chooser is not None and tree.size > 1 else 0
+            tree = self.step_tree()
+            behind = self.behind() if self.chooser is not None and tree.size > 1 else 0
             trees, drafting = self._propose(tree)
             self._ended += self._forward(trees, _StepTiming(started, drafting, behind))
             if self.overlapped is not None and reason is not None:
@@ -227,7 +227,7 @@ class SpecDecoder:
             tree = self.chooser.tree_for(len(self.sequences), self._backlog)
         return tree.pruned(min(tree.size, self.max_tree))
 
-    def _step_tree(self) -> Trees:
+    def step_tree(self) -> Trees:
         """:meth:`next_tree` without nodes deeper than any sequence's remaining tokens."""
         return self.next_tree().truncated(max(s.remaining for s in self.sequences) - 1)
 
@@ -236,16 +236,16 @@ class SpecDecoder:
         inputs = tree, self.sequences, self.pool, self.target, self.agree
         if self.reader is not None:
             return propose_from_features(self.reader, *inputs)
-        return propose(cast(Drafter, self.drafter), *inputs)
+        return propose_trees(cast(Drafter, self.drafter), *inputs)
 
-    def _behind(self) -> int:
+    def behind(self) -> int:
         """Tokens that the drafter must compute before it drafts for the running sequences."""
         if not isinstance(self.drafter, PagedDrafter):
             return 0
         return sum(self.drafter.behind(sequence.slot, sequence.tokens) for sequence in self.sequences)
 
     def _backlog(self) -> DraftBacklog:
-        return DraftBacklog(self._behind(), sum(s.remaining for s in self.sequences) / len(self.sequences))
+        return DraftBacklog(self.behind(), sum(s.remaining for s in self.sequences) / len(self.sequences))
 
     def _forward(self, trees: TreeBatch | None, timing: _StepTiming | None = None) -> list[SequenceState]:
         """Run one pass over trees and the next chunk, and advance the sequences; returns the finished sequences."""

@@ -1,7 +1,7 @@
 """A steady-state step without host reads: draft, run the pass, and update the next step's inputs.
 
-Tensors that outlive a step keep their address and size, so a GPU can replay the step from a graph. The same code runs
-eagerly on any device.
+Drafters on the host fill the trees before the step. Tensors that outlive a step keep their address and size, so a GPU
+can replay the step from a graph. The same code runs eagerly on any device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ import torch
 
 from specmemo_kernels.cache.kv_storage import on_device
 from specmemo_kernels.cache.paged_kv import PagedKVPool
-from specmemo_kernels.drafting.base import DraftRows, FeatureDrafter, StaticDrafter, candidate_columns, fill_tree
+from specmemo_kernels.drafting.base import (
+    AnyDrafter,
+    DraftRows,
+    FeatureDrafter,
+    StaticDrafter,
+    candidate_columns,
+    drafts_on_device,
+    fill_tree,
+)
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.tree_pass import drafted_batch, only_tokens, tree_pass
 from specmemo_kernels.engine.verify import GreedyVerifier
@@ -23,8 +31,6 @@ from specmemo_kernels.tree.draft_tree import DraftTree
 from specmemo_kernels.tree.tree_budget import Trees
 
 Tensor = torch.Tensor
-#: Drafters whose steps need no host.
-DeviceDrafter = StaticDrafter | FeatureDrafter
 
 
 @dataclass(frozen=True)
@@ -95,12 +101,13 @@ class DeviceStep:
         tree: Trees,
         state: StepState,
         target: TargetModel,
-        drafter: DeviceDrafter,
+        drafter: AnyDrafter,
         pool: PagedKVPool,
         backend: str | None,
     ) -> None:
         self.shape, self.tree, self.target, self.drafter = shape, tree, target, drafter
         self._reader = drafter if isinstance(drafter, FeatureDrafter) else None
+        self._static = drafter if isinstance(drafter, StaticDrafter) else None
         self.pool, self.backend, self.verifier = pool, backend, GreedyVerifier(target, backend)
         count, device = shape.sequences, state.hidden.device
         self._slots, self._roots = state.slots[:count], state.roots[:count]
@@ -108,23 +115,31 @@ class DeviceStep:
         with torch.inference_mode(False):
             self._buffers = tuple(part.clone() for part in self._parts(tree))
             self.emitted = torch.zeros(count, 2 * shape.depth + 3, dtype=torch.int64, device=device)
+            nodes = 0 if drafts_on_device(drafter) else shape.nodes
+            self._drafts = torch.zeros(count, nodes, dtype=torch.int64, device=device)
 
     def _parts(self, tree: Trees) -> tuple[Tensor, ...]:
-        """The tree's candidate columns and its layout; nothing for drafters that make both."""
+        """The tree's layout and candidate columns; nothing for drafters that make both."""
         if self._reader is not None:
             return ()
         assert isinstance(tree, DraftTree), "dynamic trees are for drafters that read features"
         device = self._roots.device
         layout = tree_layout(tree, self.shape.sequences, device)
-        return candidate_columns(tree, self.shape.width, device), *(getattr(layout, f.name) for f in fields(layout))
+        parts = tuple(getattr(layout, f.name) for f in fields(layout))
+        return parts if self._static is None else (*parts, candidate_columns(tree, self.shape.width, device))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the step's own tensors."""
-        return sum(tensor.nbytes for tensor in (*self._buffers, self.emitted))
+        return sum(tensor.nbytes for tensor in (*self._buffers, self.emitted, self._drafts))
 
-    def use(self, tree: Trees) -> None:
-        """Verify ``tree``, which has this shape, in the next steps."""
+    def use(self, tree: Trees, drafts: Tensor | None) -> None:
+        """Verify ``tree``, which has this shape, in the next steps.
+
+        ``drafts``: its tokens ``[sequences, nodes]``, if a drafter on the host has filled it.
+        """
+        if drafts is not None:
+            self._drafts.copy_(drafts)
         if tree == self.tree:
             return
         for buffer, part in zip(self._buffers, self._parts(tree), strict=True):
@@ -147,13 +162,14 @@ class DeviceStep:
         """The trees to verify."""
         shape, vocab_size = self.shape, self.target.vocab_size
         table = self.pool.block_table.index_select(0, self._slots)
-        if isinstance(self.drafter, FeatureDrafter):
+        if self._reader is not None:
             rows = DraftRows(self.pool, self._roots, self._hidden, self._seq_lens, table, shape.max_seq_len)
             with torch.inference_mode():
-                return drafted_batch(self.drafter.draft(rows, self.tree), self.tree, rows, vocab_size)
-        columns, *layout = self._buffers
-        drafts = self._roots[:, None]
-        if shape.depth:
-            candidates = self.drafter.candidates(self._hidden, shape.depth, shape.width)
-            drafts = only_tokens(fill_tree(self._roots, candidates, columns), vocab_size)
+                return drafted_batch(self._reader.draft(rows, self.tree), self.tree, rows, vocab_size)
+        layout, drafts = self._buffers[: len(fields(TreeLayout))], self._drafts
+        if not shape.depth:
+            drafts = self._roots[:, None]
+        elif self._static is not None:
+            candidates = self._static.candidates(self._hidden, shape.depth, shape.width)
+            drafts = only_tokens(fill_tree(self._roots, candidates, self._buffers[-1]), vocab_size)
         return tree_batch(self.tree, drafts, self._seq_lens, table, shape.max_seq_len, TreeLayout(*layout))

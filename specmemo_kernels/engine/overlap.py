@@ -3,7 +3,7 @@
 While the set of sequences stays the same, each step starts from the previous step's state on the device
 (:class:`specmemo_kernels.engine.device_step.DeviceStep`). The host reads a step's tokens while the next step runs. If
 they finish a sequence, its results of the next step are discarded. Before any other change of the batch, steps in
-flight are drained.
+flight are drained. A drafter on the host needs a step's tokens for the next one, so its steps are in flight alone.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from specmemo_kernels.cache.paged_kv import OutOfPages
 from specmemo_kernels.engine.device_step import StepShape
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.step_graph import CaptureFailed, StepCache
+from specmemo_kernels.engine.tree_pass import propose
 from specmemo_kernels.engine.verify import read_rows
 from specmemo_kernels.tree.draft_tree import DraftTree
 from specmemo_kernels.tree.tree_budget import TreeBudget, Trees
@@ -43,7 +44,8 @@ def slots_ahead(tree: Trees, in_flight: int) -> int:
 @dataclass(frozen=True)
 class _Flight:
     """A step in flight, launched at ``started``. ``rows``: its verdict in host memory, complete after ``arrived``;
-    ``timed``: neither a first run nor a capture."""
+    ``timed``: neither before nor with a capture. ``drafting``: seconds of a drafter on the host, which had ``behind``
+    tokens to compute first; ``None``: the step drafts."""
 
     sequences: list[SequenceState]
     tree: Trees
@@ -51,6 +53,8 @@ class _Flight:
     arrived: torch.cuda.Event | None
     started: float
     timed: bool
+    drafting: float | None
+    behind: int
 
 
 class OverlappedSteps:
@@ -127,6 +131,15 @@ class OverlappedSteps:
         sequences, tree = list(decoder.sequences), decoder.next_tree()
         if not self._flights:
             self.steps.load(sequences)
+        filled, behind = None, 0
+        if self.steps.host_drafter is not None:
+            tree = decoder.step_tree()
+            behind = decoder.behind() if decoder.chooser is not None and tree.size > 1 else 0
+            filled = propose(
+                self.steps.host_drafter, tree, sequences, self.steps.roots(len(sequences)), decoder.target,
+                decoder.agree,
+            )  # fmt: skip
+            tree = filled.tree
         longest = max(len(s.prompt) + s.max_new_tokens for s in sequences) + decoder.slots_ahead
         room = decoder.pool.block_table.shape[1] * decoder.pool.page_size
         # Powers of two, so that a few graphs serve sequences of any length.
@@ -141,7 +154,7 @@ class OverlappedSteps:
         rows = torch.empty(len(sequences), 2 * tree.max_depth + 3, dtype=torch.int64, pin_memory=on_gpu)
         arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         started = time.perf_counter()
-        emitted, timed = self.steps.launch(shape, tree)
+        emitted, timed = self.steps.launch(shape, tree, None if filled is None else filled.tokens)
         decoder.stats.graph_steps += 1
         if not timed:  # the launch delayed the steps in flight
             self._flights = deque(replace(flight, timed=False) for flight in self._flights)
@@ -150,7 +163,8 @@ class OverlappedSteps:
         rows.copy_(emitted, non_blocking=True)
         if arrived is not None:
             arrived.record(torch.cuda.current_stream(device))  # the copy's stream, whatever device is current
-        self._flights.append(_Flight(sequences, tree, rows, arrived, started, timed))
+        drafting = None if filled is None else filled.seconds
+        self._flights.append(_Flight(sequences, tree, rows, arrived, started, timed, drafting, behind))
 
     def _read(self, decoder: SpecDecoder) -> list[SequenceState]:
         """Apply the oldest step's verdict to the sequences; a failure leaves it in flight, to be retried."""
@@ -172,7 +186,8 @@ class OverlappedSteps:
         decoder.release(finished)
         self._flights.popleft()
         if decoder.chooser is not None:
-            decoder.chooser.stepped(flight.tree, [paths[row] for row in rows], self._seconds(flight))
+            alive_paths = [paths[row] for row in rows]
+            decoder.chooser.stepped(flight.tree, alive_paths, self._seconds(flight), flight.drafting, flight.behind)
         return finished
 
     def _seconds(self, flight: _Flight) -> float | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
 from specmemo_kernels.cache.paged_kv import PagedKVPool
-from specmemo_kernels.engine.device_step import DeviceDrafter, DeviceStep, StepShape, StepState
+from specmemo_kernels.drafting.base import AnyDrafter, Drafter, drafts_on_device
+from specmemo_kernels.engine.device_step import DeviceStep, StepShape, StepState
 from specmemo_kernels.engine.fusion import FUSED_OPERATORS
 from specmemo_kernels.engine.host_capture import record
 from specmemo_kernels.engine.pressure import is_out_of_memory
@@ -105,13 +106,14 @@ class StepCache:
         after: :attr:`Capture.after`.
 
     Attributes:
+        host_drafter: the drafter, if it fills trees before the step.
         failed: why steps can't be captured, or an empty string.
     """
 
     def __init__(
         self,
         target: TargetModel,
-        drafter: DeviceDrafter,
+        drafter: AnyDrafter,
         pool: PagedKVPool,
         sequences: int,
         backend: str | None,
@@ -120,6 +122,7 @@ class StepCache:
     ) -> None:
         self.target, self.drafter, self.pool, self.sequences = target, drafter, pool, sequences
         self.backend, self.after, self.failed = backend, after, ""
+        self.host_drafter = None if drafts_on_device(drafter) else cast(Drafter, drafter)
         self._make_capture = make_capture
         self._capture: Capture | None = None
         self._state: StepState | None = None
@@ -145,16 +148,21 @@ class StepCache:
             self._state = StepState(self.sequences, sequences[0].hidden)
         self._state.load(sequences)
 
+    def roots(self, sequences: int) -> Tensor:
+        """``[sequences]`` int64: the newest tokens, from which the next step starts."""
+        assert self._state is not None, "the state is loaded first"
+        return self._state.roots[:sequences]
+
     def hidden(self, sequences: int) -> tuple[Tensor, ...]:
         """Copies of the first ``sequences`` hidden states ``[hidden_size]`` after the last step."""
         assert self._state is not None, "no step has been made"
         return self._state.hidden[:sequences].clone().unbind(0)
 
-    def launch(self, shape: StepShape, tree: Trees) -> tuple[Tensor, bool]:
-        """Run the step of this shape over ``tree``.
+    def launch(self, shape: StepShape, tree: Trees, drafts: Tensor | None = None) -> tuple[Tensor, bool]:
+        """Run the step of this shape over ``tree``; ``drafts``: as in :meth:`DeviceStep.use`.
 
         Returns:
-            :attr:`DeviceStep.emitted`, and whether the run was neither a first one nor a capture.
+            :attr:`DeviceStep.emitted`, and whether the run was like later ones: neither before nor with a capture.
 
         Raises:
             CaptureFailed: the step can't be captured; ``failed`` has the reason from now on.
@@ -171,10 +179,10 @@ class StepCache:
             step = DeviceStep(shape, tree, self._state, self.target, self.drafter, self.pool, self.backend)
             cached = _CachedStep(step)
         self._steps[shape] = cached  # reinserted at the end: the first key is the least recently used
-        cached.step.use(tree)
-        timed = cached.runs > 0
+        cached.step.use(tree, drafts)
+        timed = cached.replay is not None if self._make_capture is not None else cached.runs > 0
         if self._make_capture is not None and cached.runs >= self.after and cached.replay is None:
-            cached.replay, timed = self._captured(cached.step), False
+            cached.replay = self._captured(cached.step)
         (cached.replay or cached.step.run)()
         cached.runs += 1
         return cached.step.emitted, timed

@@ -35,31 +35,37 @@ Tensor = torch.Tensor
 AnyVerdict = TypeVar("AnyVerdict", Verdict, DeviceVerdict)
 
 
+@dataclass(frozen=True)
+class FilledTree:
+    """``tokens`` ``[B, T]`` int64 for ``tree``, roots included; ``seconds`` that the drafter took."""
+
+    tree: DraftTree
+    tokens: Tensor
+    seconds: float
+
+
 def propose(
     drafter: Drafter,
     tree: Trees,
     sequences: Sequence[SequenceState],
-    pool: PagedKVPool,
+    roots: Tensor,
     target: TargetModel,
     agree: Callable[[Tensor], Tensor] | None,
-) -> tuple[TreeBatch, float]:
+) -> FilledTree:
     """Fill a tree per sequence with the drafter's candidates; values outside the vocabulary become -1.
 
     A one-node tree skips the drafter.
 
     Args:
+        roots: ``[B]`` int64, the newest tokens.
         agree: maps this process's candidates ``[B, T]`` to those that all ranks verify; ``None``: a single process.
-
-    Returns:
-        The trees, and the seconds that the drafter took.
 
     Raises:
         TypeError: the drafter didn't return a tensor.
         ValueError: its tensor isn't ``[sequences, tree nodes]`` int64.
     """
-    roots, lengths, table, longest = _roots(sequences, pool, target.device)
     if tree.size == 1:
-        return tree_batch(ROOT, roots[:, None], lengths, table, longest), 0.0
+        return FilledTree(ROOT, roots[:, None], 0.0)
     assert isinstance(tree, DraftTree), "dynamic trees are for drafters that read features"
     slots, tokens, hidden = [s.slot for s in sequences], [s.tokens for s in sequences], _hidden(sequences)
     started = time.perf_counter()
@@ -80,7 +86,21 @@ def propose(
         tree, draft = _without_empty_depths(tree, draft)
     draft = draft.to(target.device)
     draft[:, 0] = roots
-    return tree_batch(tree, draft, lengths, table, longest), seconds
+    return FilledTree(tree, draft, seconds)
+
+
+def propose_trees(
+    drafter: Drafter,
+    tree: Trees,
+    sequences: Sequence[SequenceState],
+    pool: PagedKVPool,
+    target: TargetModel,
+    agree: Callable[[Tensor], Tensor] | None,
+) -> tuple[TreeBatch, float]:
+    """The batch that verifies what :func:`propose` returns, and the seconds that the drafter took."""
+    roots, lengths, table, longest = _roots(sequences, pool, target.device)
+    filled = propose(drafter, tree, sequences, roots, target, agree)
+    return tree_batch(filled.tree, filled.tokens, lengths, table, longest), filled.seconds
 
 
 def propose_from_features(
@@ -91,7 +111,7 @@ def propose_from_features(
     target: TargetModel,
     agree: Callable[[Tensor], Tensor] | None,
 ) -> tuple[TreeBatch, float]:
-    """:func:`propose` for drafters that read features. ``agree`` maps token, parent and depth of all nodes."""
+    """:func:`propose_trees` for drafters that read features. ``agree`` maps token, parent and depth of all nodes."""
     roots, lengths, table, longest = _roots(sequences, pool, target.device)
     if tree.size == 1:
         return tree_batch(ROOT, roots[:, None], lengths, table, longest), 0.0

@@ -9,8 +9,7 @@ from functools import partial
 import torch
 
 from specmemo_kernels.cache.paged_kv import PagedKVPool, pages_for
-from specmemo_kernels.drafting.base import AnyDrafter, FeatureDrafter, PagedDrafter
-from specmemo_kernels.engine.device_step import DeviceDrafter
+from specmemo_kernels.drafting.base import AnyDrafter, FeatureDrafter, PagedDrafter, drafts_on_device
 from specmemo_kernels.engine.host_capture import HostCapture
 from specmemo_kernels.engine.overlap import IN_FLIGHT, OverlappedSteps
 from specmemo_kernels.engine.pressure import MemoryPressureController, is_out_of_memory, raise_exhausted
@@ -48,7 +47,7 @@ class GraphUse:
         self, target: TargetModel, drafter: AnyDrafter, pool: PagedKVPool, backend: str
     ) -> OverlappedSteps | None:
         """A decoder's steps. Graphs of an earlier decoder are reused for the same target, drafter and pool."""
-        if not self.wanted or not isinstance(drafter, DeviceDrafter):
+        if not self.wanted:
             return None
         steps = self._steps
         if steps is None or not (steps.pool is pool and steps.target is target and steps.drafter is drafter):
@@ -80,16 +79,15 @@ def graph_use(graph: bool | None, setup: Setup) -> GraphUse:
     reason = _impossible(setup)
     if graph and reason:
         raise ValueError(f"graph=True, but {reason}; leave graph out to run steps eagerly")
-    in_flight = 1 if reason else IN_FLIGHT.get(setup.facts.device.type, 1)
+    alone = reason or not drafts_on_device(setup.drafter)  # the host drafts from a step's tokens
+    in_flight = 1 if alone else IN_FLIGHT.get(setup.facts.device.type, 1)
     return GraphUse(wanted=not reason, reason=reason, must=bool(graph), in_flight=in_flight)
 
 
 def _impossible(setup: Setup) -> str:
     """Why every step of this model needs the host, or an empty string."""
-    model, facts, drafter = setup.model, setup.facts, setup.drafter
+    model, facts = setup.model, setup.facts
     devices = {layer.device for layer in facts.layers} | {facts.device}
-    if not isinstance(drafter, DeviceDrafter):
-        return f"{type(drafter).__name__} reads the tokens on the host"
     if not facts.inference:
         return "its modules can't run in inference mode"
     if facts.mixers.mixers:
