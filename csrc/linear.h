@@ -59,10 +59,11 @@ class Outputs {
   Products products_;
 };
 
-// Divides outputs into tasks of consecutive groups, several for each thread, so that a slow core does fewer.
+// Divides outputs into tasks of consecutive groups, several for each thread, so that a slow core does fewer. Threads
+// take tasks in turn: equally fast ones each take consecutive outputs, whose weights the task before has prefetched.
 constexpr int64_t kTaskBytes = 1 << 20;
 struct Tasks {
-  Tasks(int64_t outputs, int64_t row_bytes, int threads) : outputs(outputs) {
+  Tasks(int64_t outputs, int64_t row_bytes, int threads) : outputs(outputs), threads(threads) {
     // The first weights of a task aren't prefetched, so tasks aren't short.
     const int64_t long_tasks = outputs * row_bytes / (threads * kTaskBytes), most = threads == 1 ? 1 : 4;
     const int64_t tasks = threads * (long_tasks < 1 ? 1 : (long_tasks < most ? long_tasks : most));
@@ -70,15 +71,18 @@ struct Tasks {
     count = (outputs + size - 1) / size;
   }
 
-  // Calls function(first, count) for each group of a task.
+  // Calls function(first, count) for each group of the task that is the turn-th to be taken.
   template <class Function>
-  void for_each_group(int64_t task, Function function) const {
+  void for_each_group(int64_t turn, Function function) const {
+    const int64_t each = count / threads, more = count % threads;  // the first `more` threads have one more
+    const int64_t thread = turn % threads, task = thread * each + (thread < more ? thread : more) + turn / threads;
     const int64_t end = (task + 1) * size < outputs ? (task + 1) * size : outputs;
     for (int64_t first = task * size; first < end; first += kGroup)
       function(first, end - first < kGroup ? end - first : kGroup);
   }
 
   int64_t outputs, size, count;
+  int threads;
 };
 
 template <class T>

@@ -147,7 +147,7 @@ __attribute__((noinline)) const char* dot_tile(const Part<Row, Raw>& part, const
   const int64_t elements = part.elements;
   for (int64_t i = 0; i < elements; i += Row::kStep, x += ROWS * Row::kStep) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kWeightTile; ++v, ahead.at += ahead.line) prefetch(ahead.at);
+    for (int v = 0; v < kWeightTile; ++v, ahead.at += ahead.line) prefetch_near(ahead.at);
     dot_step<Row, ROWS, 0>(x, weight, i, sum);
   }
 #pragma GCC unroll 8
