@@ -441,7 +441,10 @@ def test_the_command(folder: Path, end: signal.Signals) -> None:
     """From the command line to the last answer: a signal under load finishes what runs first."""
     arguments = ["--model", str(folder), "--heads", str(folder / "heads"), "--port", "0", "--shutdown-seconds", "20"]
     command = [sys.executable, "-m", "specmemo_kernels.cli", "serve", *arguments, "--memory-budget", "24MiB"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    ) as server:  # fmt: skip
         assert server.stdout is not None
         address = server.stdout.readline().split(" on ")[1].removesuffix("/v1\n")
         case = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "temperature": 0}

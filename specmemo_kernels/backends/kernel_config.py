@@ -73,6 +73,8 @@ def replace_rules(table: Mapping[TableKey, tuple[KernelConfig, ...]]) -> None:
 #: Tokens per page: of most targets, and of those whose kernels gain by one page id per tile. Predicted for 25 nodes:
 #: 0.79 of copying become 0.84 on gfx942; other targets gain at most 0.01, or lose (``bench/aot.py``).
 PAGE_SIZE, WIDE_PAGE_SIZE, WIDE_PAGE_TARGETS = 16, 64, frozenset(("gfx942",))
+#: Maximum share of a plan's memory that a preferred page size may cost.
+WIDE_PAGE_SHARE = 0.01
 
 
 def preferred_page_size(target: str | None) -> int:

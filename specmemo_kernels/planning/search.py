@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from specmemo_kernels.backends.kernel_config import preferred_page_size
+from specmemo_kernels.backends.kernel_config import WIDE_PAGE_SHARE, preferred_page_size
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.cost import Speed, decode_pass, generation_speed, pass_seconds, prefill_seconds
 from specmemo_kernels.planning.device import DeviceProfile
@@ -30,8 +30,6 @@ from specmemo_kernels.tree.acceptance import (
 
 #: The search space.
 PAGE_SIZES = (16, 32, 64)
-#: Share of more memory for which a page size is chosen that the device's kernels prefer.
-WIDE_PAGE_SHARE = 0.01
 CHUNKS = (32, 64, 128, 256, 512, 1024, 2048)
 MAX_NODES = 64
 #: A loaded model's tree may be larger than the best one if that costs at most this share of the predicted speed:

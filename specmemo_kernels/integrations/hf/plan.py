@@ -7,7 +7,12 @@ from contextlib import suppress
 from typing import Any
 
 from specmemo_kernels import ops
-from specmemo_kernels.backends.kernel_config import PAGE_SIZE, KernelConfig, preferred_page_size
+from specmemo_kernels.backends.kernel_config import (
+    PAGE_SIZE,
+    WIDE_PAGE_SHARE,
+    KernelConfig,
+    preferred_page_size,
+)
 from specmemo_kernels.cache.kv_storage import LayerKV, page_dtype
 from specmemo_kernels.drafting.base import AnyDrafter, FeatureDrafter, PagedDrafter
 from specmemo_kernels.drafting.medusa import MedusaDrafter
@@ -47,8 +52,6 @@ from specmemo_kernels.tree.tree_budget import TreeBudget, Trees
 
 #: Maximum share of the budget for graphs, unless graph=True.
 GRAPH_SHARE = 0.1
-#: Maximum share of the budget for one page per sequence, where a larger page size than the usual one is preferred.
-PAGE_SHARE = 0.01
 #: Nodes of the partial trees that steps verify from graphs, besides the whole tree. Each size is captured once.
 GRAPH_SIZES = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64))
 #: Context length of the predicted step. Attention is a small part of the step up to there.
@@ -93,7 +96,7 @@ def _page_size(setup: Setup, limits: dict[str, Any]) -> int:
     device, budget = setup.facts.device, limits["budget"]
     preferred = preferred_page_size(kernel_target(device) if device.type == "cuda" else None)
     token = sum(layer.page_bytes_per_token(limits["kv_dtype"]) for layer in setup.facts.layers)
-    fits = budget is None or limits["max_sequences"] * preferred * token <= PAGE_SHARE * budget
+    fits = budget is None or limits["max_sequences"] * preferred * token <= WIDE_PAGE_SHARE * budget
     return preferred if setup.backend == "triton" and fits else PAGE_SIZE
 
 
