@@ -241,6 +241,7 @@ class Vllm(Engine):
     def __init__(self, setup: Setup, plugin: str | int | None = None) -> None:
         super().__init__(setup)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's process would poll while others are measured
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else each engine takes nearly all memory
         import torch
         from vllm import LLM
 
