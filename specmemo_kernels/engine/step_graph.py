@@ -149,9 +149,9 @@ class StepCache:
         self._state.load(sequences)
 
     def roots(self, sequences: int) -> Tensor:
-        """``[sequences]`` int64: the newest tokens, from which the next step starts."""
+        """``[sequences]`` int64: a copy of the newest tokens, from which the next step starts."""
         assert self._state is not None, "the state is loaded first"
-        return self._state.roots[:sequences]
+        return self._state.roots[:sequences].clone()
 
     def hidden(self, sequences: int) -> tuple[Tensor, ...]:
         """Copies of the first ``sequences`` hidden states ``[hidden_size]`` after the last step."""
