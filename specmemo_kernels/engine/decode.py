@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
 from specmemo_kernels.cache.paged_kv import PagedKVPool
-from specmemo_kernels.drafting.base import AnyDrafter, Drafter, FeatureDrafter, PagedDrafter, StatefulDrafter
+from specmemo_kernels.drafting.base import AnyDrafter, FeatureDrafter, PagedDrafter, StatefulDrafter
 from specmemo_kernels.engine.overlap import OverlappedSteps, slots_ahead
 from specmemo_kernels.engine.scores import TokenScore
 from specmemo_kernels.engine.sequence import SequenceState
@@ -24,7 +23,6 @@ from specmemo_kernels.engine.tree_pass import (
     Chunk,
     next_chunk,
     prompt_scores,
-    propose_from_features,
     propose_trees,
     tree_pass,
 )
@@ -233,10 +231,7 @@ class SpecDecoder:
 
     def _propose(self, tree: Trees) -> tuple[TreeBatch, float]:
         """The trees to verify, and the seconds that the drafter took."""
-        inputs = tree, self.sequences, self.pool, self.target, self.agree
-        if self.reader is not None:
-            return propose_from_features(self.reader, *inputs)
-        return propose_trees(cast(Drafter, self.drafter), *inputs)
+        return propose_trees(self.drafter, self.reader, tree, self.sequences, self.pool, self.target, self.agree)
 
     def behind(self) -> int:
         """Tokens that the drafter must compute before it drafts for the running sequences."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
 from specmemo_kernels.arguments import wrong_type
 from specmemo_kernels.cache.paged_kv import PagedKVPool
-from specmemo_kernels.drafting.base import Drafter, DraftInput, DraftRows, FeatureDrafter
+from specmemo_kernels.drafting.base import AnyDrafter, Drafter, DraftInput, DraftRows, FeatureDrafter
 from specmemo_kernels.engine.scores import TokenScore, token_score
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.verify import DeviceVerdict, Verdict
@@ -90,34 +90,27 @@ def propose(
 
 
 def propose_trees(
-    drafter: Drafter,
+    drafter: AnyDrafter,
+    reader: FeatureDrafter | None,
     tree: Trees,
     sequences: Sequence[SequenceState],
     pool: PagedKVPool,
     target: TargetModel,
     agree: Callable[[Tensor], Tensor] | None,
 ) -> tuple[TreeBatch, float]:
-    """The batch that verifies what :func:`propose` returns, and the seconds that the drafter took."""
-    roots, lengths, table, longest = _roots(sequences, pool, target.device)
-    filled = propose(drafter, tree, sequences, roots, target, agree)
-    return tree_batch(filled.tree, filled.tokens, lengths, table, longest), filled.seconds
+    """The verification batch of the drafter's trees, and the seconds that the drafter took.
 
-
-def propose_from_features(
-    drafter: FeatureDrafter,
-    tree: Trees,
-    sequences: Sequence[SequenceState],
-    pool: PagedKVPool,
-    target: TargetModel,
-    agree: Callable[[Tensor], Tensor] | None,
-) -> tuple[TreeBatch, float]:
-    """:func:`propose_trees` for drafters that read features. ``agree`` maps token, parent and depth of all nodes."""
+    Args:
+        reader: the drafter, if it reads features; ``agree`` then maps token, parent and depth of all nodes.
+        agree: else as in :func:`propose`.
+    """
     roots, lengths, table, longest = _roots(sequences, pool, target.device)
-    if tree.size == 1:
-        return tree_batch(ROOT, roots[:, None], lengths, table, longest), 0.0
+    if reader is None or tree.size == 1:
+        filled = propose(cast(Drafter, drafter), tree, sequences, roots, target, agree)
+        return tree_batch(filled.tree, filled.tokens, lengths, table, longest), filled.seconds
     rows, started = DraftRows(pool, roots, _hidden(sequences), lengths, table, longest), time.perf_counter()
     with torch.inference_mode():
-        drafted = drafter.draft(rows, tree)
+        drafted = reader.draft(rows, tree)
     if agree is not None:
         drafted = _agreed(drafted, agree)
     return drafted_batch(drafted, tree, rows, target.vocab_size), time.perf_counter() - started
