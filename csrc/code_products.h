@@ -83,17 +83,18 @@ struct CodeRow<BFloat16, BFloat16Dot> {
 };
 #endif
 
-// sums[r * kGroup + v] += the products of ROWS rows with kCodeWeights rows of codes over `steps` steps. Prefetches the
-// codes `ahead` bytes farther, unless `ahead` is 0.
+// sums[r][v] += the products of ROWS rows with kCodeWeights rows of codes over `steps` steps. Prefetches the codes
+// `ahead` bytes farther, unless `ahead` is 0.
 template <class Row, int ROWS>
 SPECMEMO_DOT_CODES void dot_codes(const typename Row::Element* x, int64_t x_stride, const uint8_t* const* codes,
-                                  const uint16_t* const* scales, int64_t steps, VecF* sums, int64_t ahead) {
+                                  const uint16_t* const* scales, int64_t steps, VecF (*sums)[kCodeWeights],
+                                  int64_t ahead) {
   constexpr int kElements = sizeof(VecF) / sizeof(typename Row::Element);
   VecF sum[ROWS][kCodeWeights];
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < kCodeWeights; ++v) sum[r][v] = sums[r * kGroup + v];
+    for (int v = 0; v < kCodeWeights; ++v) sum[r][v] = sums[r][v];
   for (int64_t s = 0; s < steps; ++s) {
     typename Row::Words words[kCodeWeights];
     VecF part[ROWS][kCodeWeights];
@@ -124,7 +125,7 @@ SPECMEMO_DOT_CODES void dot_codes(const typename Row::Element* x, int64_t x_stri
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < kCodeWeights; ++v) sums[r * kGroup + v] = sum[r][v];
+    for (int v = 0; v < kCodeWeights; ++v) sums[r][v] = sum[r][v];
 }
 
 template <class T, class Dot>
@@ -158,31 +159,32 @@ class CodeProducts {
     }
   }
 
-  // sums[row][v] += the products of all rows with the weights of outputs first, ..., first + count - 1.
-  void add(int64_t first, int64_t count, VecF (*sums)[kGroup]) const {
+  int64_t sums_bytes() const { return 0; }
+
+  // As RowProducts::multiply.
+  void multiply(int64_t first, int64_t count, VecF*, float* values) const {
     const int64_t row_bytes = groups_ * kScaledBytes, whole = row_bytes / kStepBytes;
     const int64_t tiles = (args_.rows + kCodeRows - 1) / kCodeRows;
     for (int64_t v = 0; v < count; v += kCodeWeights) {
       const uint8_t *codes[kCodeWeights], *last_codes[kCodeWeights];
       const uint16_t *scales[kCodeWeights], *last_scales[kCodeWeights];
       // A row's last vector may be partial, and the memory behind it unmapped.
-      alignas(64) uint8_t rest[kCodeWeights][kStepBytes] = {};
+      alignas(64) uint8_t rest_codes[kCodeWeights][kStepBytes] = {};
       uint16_t rest_scales[kCodeWeights][2] = {};
       for (int64_t i = 0; i < kCodeWeights; ++i) {  // outputs past the end repeat the last one; their sums aren't used
         const int64_t at = first + (v + i < count ? v + i : count - 1);
         codes[i] = static_cast<const uint8_t*>(args_.weight) + at * row_bytes;
         scales[i] = args_.scales + at * groups_;
         if (whole == steps_) continue;
-        std::memcpy(rest[i], codes[i] + whole * kStepBytes, static_cast<size_t>(row_bytes - whole * kStepBytes));
+        std::memcpy(rest_codes[i], codes[i] + whole * kStepBytes, static_cast<size_t>(row_bytes - whole * kStepBytes));
         rest_scales[i][0] = scales[i][groups_ - 1];
-        last_codes[i] = rest[i], last_scales[i] = rest_scales[i];
+        last_codes[i] = rest_codes[i], last_scales[i] = rest_scales[i];
       }
       for (int64_t t = 0; t < tiles; ++t) {
         const int64_t top = args_.rows * t / tiles, height = args_.rows * (t + 1) / tiles - top;
-        const Element* x = x_ + top * steps_ * kStepCodes;
-        const int64_t ahead = t == 0 ? kCodeWeights * row_bytes : 0;
-        dot(height, x, codes, scales, whole, &sums[top][v], ahead);
-        if (whole < steps_) dot(height, x + whole * kStepCodes, last_codes, last_scales, 1, &sums[top][v], 0);
+        const Codes all{codes, scales, whole, t == 0 ? kCodeWeights * row_bytes : 0};
+        const Codes rest{last_codes, last_scales, steps_ - whole, 0};
+        dot_tile<kCodeRows>(height, x_ + top * steps_ * kStepCodes, all, rest, values + top * kGroup + v);
       }
     }
   }
@@ -190,22 +192,22 @@ class CodeProducts {
  private:
   static constexpr int kElements = static_cast<int>(sizeof(VecF) / sizeof(Element));
 
-  void dot(int64_t height, const Element* x, const uint8_t* const* codes, const uint16_t* const* scales, int64_t steps,
-           VecF* sums, int64_t ahead) const {
-    const int64_t stride = steps_ * kStepCodes;
-    switch (height) {
-      case 1:
-        return dot_codes<Row, 1>(x, stride, codes, scales, steps, sums, ahead);
-      case 2:
-        return dot_codes<Row, 2>(x, stride, codes, scales, steps, sums, ahead);
-#if defined(__AVX512F__) || defined(__aarch64__)
-      case 3:
-        return dot_codes<Row, 3>(x, stride, codes, scales, steps, sums, ahead);
-#endif
-#if defined(__AVX512F__)
-      case 4:
-        return dot_codes<Row, 4>(x, stride, codes, scales, steps, sums, ahead);
-#endif
+  struct Codes {
+    const uint8_t* const* codes;
+    const uint16_t* const* scales;
+    int64_t steps, ahead;
+  };
+
+  template <int ROWS>
+  void dot_tile(int64_t height, const Element* x, const Codes& all, const Codes& rest, float* values) const {
+    if constexpr (ROWS > 0) {
+      if (height < ROWS) return dot_tile<ROWS - 1>(height, x, all, rest, values);
+      const int64_t stride = steps_ * kStepCodes;
+      VecF sums[ROWS][kCodeWeights] = {};
+      dot_codes<Row, ROWS>(x, stride, all.codes, all.scales, all.steps, sums, all.ahead);
+      x += all.steps * kStepCodes;
+      if (rest.steps > 0) dot_codes<Row, ROWS>(x, stride, rest.codes, rest.scales, rest.steps, sums, 0);
+      fold_tile<ROWS, kCodeWeights>(sums, values, kGroup);
     }
   }
 

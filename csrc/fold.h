@@ -46,5 +46,29 @@ inline VecF join_quads(const VecF quads[kLanes / 4]) {
 #endif
 }
 
+// values[r * stride + v] = the sum of the lanes of sums[r][v].
+template <int ROWS, int COLUMNS>
+inline void fold_tile(const VecF (*sums)[COLUMNS], float* values, int64_t stride) {
+  constexpr int kCount = ROWS * COLUMNS, kVecs = (kCount + kLanes - 1) / kLanes;
+  alignas(64) float folded[kVecs * kLanes];
+#pragma GCC unroll 8
+  for (int i = 0; i < kVecs; ++i) {
+    VecF quads[kLanes / 4];
+#pragma GCC unroll 4
+    for (int q = 0; q < kLanes / 4; ++q) {
+      VecF rows[4] = {};
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; ++k)
+        if (const int at = i * kLanes + q * 4 + k; at < kCount) rows[k] = sums[at / COLUMNS][at % COLUMNS];
+      quads[q] = fold_quad(rows);
+    }
+    store(folded + i * kLanes, join_quads(quads));
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < COLUMNS; ++v) values[r * stride + v] = folded[r * COLUMNS + v];
+}
+
 }  // namespace
 }  // namespace specmemo

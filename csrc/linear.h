@@ -3,7 +3,6 @@
 
 #include "activation.h"
 #include "code_products.h"
-#include "fold.h"
 #include "row_products.h"
 #include "threads.h"
 
@@ -29,32 +28,23 @@ class Outputs {
   void prepare_as(const Outputs& other) { products_.prepare_as(other.products_); }
 
   int64_t value_count() const { return round_up(args_.rows * kGroup, kLanes); }
-  int64_t sums_bytes() const { return value_count() * static_cast<int64_t>(sizeof(VecF)); }
+  int64_t sums_bytes() const { return round_up(products_.sums_bytes(), 64); }
 
-  // values[row * kGroup + i] = output first + i, rounded to T as a linear layer does. count <= kGroup.
-  void compute(int64_t first, int64_t count, char* sums_memory, float* values) const {
-    auto* sums = reinterpret_cast<VecF(*)[kGroup]>(sums_memory);
-    for (int64_t r = 0; r < args_.rows; ++r)
-      for (int64_t i = 0; i < kGroup; ++i) {
-        VecF start{};
-        if (args_.bias != nullptr && i < count) start[0] = T::to_float(static_cast<const Raw*>(args_.bias)[first + i]);
-        sums[r][i] = start;
-      }
-    products_.add(first, count, sums);
-    fold(reinterpret_cast<const VecF*>(sums), value_count(), values);
+  // values[row * kGroup + i] = output first + i, rounded to T as a linear layer does. count <= kGroup; `values` has
+  // room for value_count(), `sums` for sums_bytes().
+  void compute(int64_t first, int64_t count, char* sums, float* values) const {
+    products_.multiply(first, count, reinterpret_cast<VecF*>(sums), values);
+    if (args_.bias != nullptr) {
+      float bias[kGroup] = {};
+      for (int64_t i = 0; i < count; ++i) bias[i] = T::to_float(static_cast<const Raw*>(args_.bias)[first + i]);
+      for (int64_t r = 0; r < args_.rows; ++r)
+        for (int64_t i = 0; i < kGroup; ++i) values[r * kGroup + i] += bias[i];
+    }
+    if (T::kBits == 32) return;
+    for (int64_t i = 0; i < args_.rows * kGroup; i += kLanes) store(values + i, T::round(load<VecF>(values + i)));
   }
 
  private:
-  // Sums the lanes of each of `count` vectors (a multiple of kLanes).
-  static void fold(const VecF* sums, int64_t count, float* values) {
-    for (int64_t i = 0; i < count; i += kLanes) {
-      VecF quads[kLanes / 4];
-#pragma GCC unroll 4
-      for (int q = 0; q < kLanes / 4; ++q) quads[q] = fold_quad(sums + i + 4 * q);
-      store(values + i, T::round(join_quads(quads)));
-    }
-  }
-
   const ProductArgs& args_;
   Products products_;
 };

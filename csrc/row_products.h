@@ -7,8 +7,8 @@
 #pragma once
 
 #include "fetch.h"
+#include "fold.h"
 #include "kernels.h"
-#include "pack.h"
 
 namespace specmemo {
 namespace {
@@ -117,13 +117,15 @@ inline void dot_step(const typename Row::Element* x, const Raw* const* weight, i
   }
 }
 
-// Part of the products of a group: `elements` elements of ROWS input rows and `count` weight rows.
+// A chunk of the products of a group: `elements` elements of ROWS input rows and `count` weight rows.
 template <class Row, class Raw>
 struct Part {
   const typename Row::Element* x;  // [steps, ROWS, kStep]
   const Raw* weight;               // first element of the first row
   int64_t stride, count, elements;
-  VecF* sums;  // [ROWS][kGroup]
+  bool first, last;  // of the chunks of these rows
+  VecF* sums;        // [ROWS][kGroup], kept from one chunk to the next
+  float* values;     // [ROWS][kGroup], written by the last chunk
 };
 
 // The weights that follow, in address order: three rows read at once alone are too slow for the hardware prefetcher
@@ -133,15 +135,22 @@ struct Ahead {
   int64_t line;  // bytes from one prefetch to the next
 };
 
-// sums[r * kGroup + v] += the products with three weight rows. Returns the next position ahead.
+// The products with three weight rows, those of outputs `at` and after it. Returns the next position ahead.
 template <class Row, int ROWS, class Raw>
-__attribute__((noinline)) const char* dot_tile(const Part<Row, Raw>& part, const Raw* const* weights, VecF* sums,
+__attribute__((noinline)) const char* dot_tile(const Part<Row, Raw>& part, const Raw* const* weights, int64_t at,
                                                Ahead ahead) {
-  VecF sum[ROWS][kWeightTile];
+  VecF sum[ROWS][kWeightTile], *sums = part.sums + at;
+  if (part.first) {
 #pragma GCC unroll 8
-  for (int r = 0; r < ROWS; ++r)
+    for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
-    for (int v = 0; v < kWeightTile; ++v) sum[r][v] = sums[r * kGroup + v];
+      for (int v = 0; v < kWeightTile; ++v) sum[r][v] = VecF{};
+  } else {
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < kWeightTile; ++v) sum[r][v] = sums[r * kGroup + v];
+  }
   const Raw* const weight[kWeightTile] = {weights[0], weights[1], weights[2]};
   const typename Row::Element* x = part.x;
   const int64_t elements = part.elements;
@@ -150,10 +159,14 @@ __attribute__((noinline)) const char* dot_tile(const Part<Row, Raw>& part, const
     for (int v = 0; v < kWeightTile; ++v, ahead.at += ahead.line) prefetch_near(ahead.at);
     dot_step<Row, ROWS, 0>(x, weight, i, sum);
   }
+  if (part.last) {
+    fold_tile<ROWS, kWeightTile>(sum, part.values + at, kGroup);
+  } else {
 #pragma GCC unroll 8
-  for (int r = 0; r < ROWS; ++r)
+    for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
-    for (int v = 0; v < kWeightTile; ++v) sums[r * kGroup + v] = sum[r][v];
+      for (int v = 0; v < kWeightTile; ++v) sums[r * kGroup + v] = sum[r][v];
+  }
   return ahead.at;
 }
 
@@ -163,7 +176,7 @@ void dot_part(const Part<Row, Raw>& part, Ahead& ahead) {
     const Raw* weight[kWeightTile];
     for (int64_t i = 0; i < kWeightTile; ++i)  // outputs past the end repeat the last one; their sums aren't used
       weight[i] = part.weight + (v + i < part.count ? v + i : part.count - 1) * part.stride;
-    ahead.at = dot_tile<Row, ROWS>(part, weight, part.sums + v, ahead);
+    ahead.at = dot_tile<Row, ROWS>(part, weight, v, ahead);
   }
 }
 
@@ -203,26 +216,38 @@ class RowProducts {
   // The prepared input of products with the same rows.
   void prepare_as(const RowProducts& other) { x_ = other.x_; }
 
-  // sums[row][v] += the products of all rows with the weights of outputs first, ..., first + count - 1. A chunk of a
+  // Memory for multiply(), of each thread.
+  int64_t sums_bytes() const { return args_.rows * kGroup * static_cast<int64_t>(sizeof(VecF)); }
+
+  // values[row * kGroup + v] = the product of the row with the weights of output first + v, for v < count. A chunk of a
   // tile's rows stays in L1 while the group's weights pass by; these stay in L2 for the next tile.
-  void add(int64_t first, int64_t count, VecF (*sums)[kGroup]) const {
+  void multiply(int64_t first, int64_t count, VecF* sums, float* values) const {
     const int64_t tiles = this->tiles(), tile_rows = (args_.rows + tiles - 1) / tiles;
     const int64_t chunk = kChunkBytes / (tile_rows * static_cast<int64_t>(sizeof(Element))) / Row::kStep * Row::kStep;
     // All tiles together prefetch the next group's weights: a burst would stall, then leave the memory idle.
     Ahead ahead{reinterpret_cast<const char*>(weight(first + count)), kLine / tiles};
-    for (int64_t begin = 0; begin < whole_; begin += chunk) {
-      const int64_t elements = begin + chunk < whole_ ? chunk : whole_ - begin;
+    int64_t begin = 0;
+    do {
+      const int64_t end = begin + chunk < whole_ ? begin + chunk : whole_;
       for (int64_t t = 0; t < tiles; ++t) {
         const int64_t top = this->top(t), height = this->top(t + 1) - top;
-        const Part<Row, Raw> part{
-            x_ + top * whole_ + begin * height, weight(first) + begin, args_.inputs, count, elements, sums[top]};
+        const Part<Row, Raw> part{x_ + top * whole_ + begin * height,
+                                  weight(first) + begin,
+                                  args_.inputs,
+                                  count,
+                                  end - begin,
+                                  begin == 0,
+                                  end == whole_,
+                                  sums + top * kGroup,
+                                  values + top * kGroup};
         dot_rows<Row, kRowTile>(height, part, ahead);
       }
-    }
+      begin = end;
+    } while (begin < whole_);
     for (int64_t i = whole_; i < args_.inputs; ++i)
       for (int64_t r = 0; r < args_.rows; ++r)
         for (int64_t v = 0; v < count; ++v)
-          sums[r][v][0] +=
+          values[r * kGroup + v] +=
               T::to_float(static_cast<const Raw*>(args_.x)[r * args_.x_stride + i]) * T::to_float(weight(first + v)[i]);
   }
 
