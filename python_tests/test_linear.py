@@ -109,9 +109,9 @@ def test_more_rows_than_pay_are_torchs_own_product(
 
 def test_few_rows() -> None:
     """Where torch has a fast product, its product of many rows is used."""
-    assert ops.few_rows("cpu", torch.float32) == 64
+    assert ops.few_rows("cpu", torch.float32) == 128
     supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert ops.few_rows("cpu", torch.bfloat16) == (64 if supported else None)
+    assert ops.few_rows("cpu", torch.bfloat16) == (32 if supported else None)
     assert ops.few_rows("reference", torch.float32) == 0
 
 

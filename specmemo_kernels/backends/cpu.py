@@ -24,10 +24,11 @@ _KV_TYPES = {torch.int8: 1, torch.float8_e4m3fn: 2}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}  # csrc/kernels.h
 
-#: Rows up to which :func:`linear` replaces torch's product, in dtypes where torch has a fast product. A layer of 64
-#: rows is 1.0 to 1.9 times as fast in float32 (EPYC with AVX2, with AVX512; Llama shapes of 125M to 8B), and 1.0 to 1.1
-#: times in bfloat16 with AVX512-BF16, where oneDNN would keep 3 MB of buffers for it.
-_FEW_ROWS = 64
+#: Rows up to which :func:`linear` replaces torch's product, where torch has a fast one. Ratios are of Llama matrices
+#: (125M to 8B) on EPYCs. In float32 with AVX2, 128 rows are 0.96 to 1.6 times as fast, 512 rows 0.8 to 1.1 times; with
+#: AVX512, 64 rows are multiplied faster than torch multiplies any number. In bfloat16 with AVX512-BF16, 32 rows are 1.2
+#: to 1.3 times as fast, 64 rows 0.9 to 1.1 times.
+_FEW_ROWS = {torch.float32: 128, torch.bfloat16: 32, torch.float16: 32}
 
 
 def isa() -> str:
@@ -182,7 +183,7 @@ def few_rows(dtype: torch.dtype) -> int | None:
     """
     supported = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
     check = getattr(torch.ops.mkldnn, supported[dtype], None) if dtype in supported else None
-    return None if check is not None and not check() else _FEW_ROWS
+    return None if check is not None and not check() else _FEW_ROWS.get(dtype)
 
 
 def _many_rows(x: Tensor) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
 
@@ -56,29 +57,42 @@ class AttentionCall(Protocol):
 #: The sliding window of each layer (``None``: all tokens).
 Windows = Mapping[int, int | None]
 
-_Pass = tuple[AttentionCall, Windows, Kernels | None, "count[int]"]
+
+@dataclass(frozen=True)
+class LeafOperators:
+    """Operators that compute leaf modules in a pass (:mod:`specmemo_kernels.integrations.hf.fuse`).
+
+    Attributes:
+        names: the operators in use. kernels: a backend's functions.
+    """
+
+    names: frozenset[str]
+    kernels: Kernels
+
+
+_Pass = tuple[AttentionCall, Windows, LeafOperators | None, "count[int]"]
 _current: ContextVar[_Pass | None] = ContextVar("specmemo_pass", default=None)
 
 
 @contextmanager
 def attention_call(
-    call: AttentionCall, windows: Windows | None = None, kernels: Kernels | None = None
+    call: AttentionCall, windows: Windows | None = None, operators: LeafOperators | None = None
 ) -> Iterator[None]:
     """Route the attention layers of patched models to ``call`` in this context (thread, task) only.
 
     Layers without an entry in ``windows`` use the window that they pass to their attention function.
 
     Args:
-        kernels: compute fused leaf modules (:mod:`specmemo_kernels.integrations.hf.fuse`); ``None``: no leaf is fused.
+        operators: compute leaf modules; ``None``: the modules compute themselves.
     """
-    token = _current.set((call, windows or {}, kernels, count(1)))
+    token = _current.set((call, windows or {}, operators, count(1)))
     try:
         yield
     finally:
         _current.reset(token)
 
 
-def fused_kernels() -> Kernels | None:
+def leaf_operators() -> LeafOperators | None:
     """The operators that compute leaf modules in this context, or ``None``."""
     current = _current.get()
     return None if current is None else current[2]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,14 @@ from torch import nn
 
 from specmemo_kernels import ops
 from specmemo_kernels.backends.layers import ACTIVATION_FUNCTIONS
-from specmemo_kernels.integrations.hf.attention import fused_kernels
-from specmemo_kernels.integrations.hf.replaced import ReplacedForwards
+from specmemo_kernels.integrations.hf.attention import (
+    AttentionCall,
+    LeafOperators,
+    Windows,
+    attention_call,
+    leaf_operators,
+)
+from specmemo_kernels.integrations.hf.replaced import ReplacedForwards, Replacement
 from specmemo_kernels.ops import Kernels
 
 Tensor = torch.Tensor
@@ -31,6 +37,8 @@ Attached = tuple[dict[str, Any], str, Callable[[], Any]]
 #: Operators that are faster than the modules, by backend.
 _FASTER = {"cpu": ("linear", "gated_mlp", "rms_norm"), "triton": ("gated_mlp", "rms_norm")}
 FUSED_BACKENDS = tuple(_FASTER)
+#: Those that are faster for any number of rows.
+_ALWAYS_FASTER = frozenset(("rms_norm",))
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PACKAGE = __name__.split(".")[0]
 _SCALARS = (bool, int, float, str)
@@ -65,11 +73,11 @@ class Leaf:
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the operator, or the module's own ``forward`` outside of our passes and for other inputs."""
-        kernels = fused_kernels()
+        operators = leaf_operators()
         supported = type(x) is Tensor and x.dtype == self.dtype and x.shape[-1:] == (self.inputs,)
-        if kernels is None or not supported or args or kwargs:
+        if operators is None or self.operator not in operators.names or not supported or args or kwargs:
             return type(self.module).forward(self.module, x, *args, **kwargs)
-        return self.call(kernels, x)
+        return self.call(operators.kernels, x)
 
 
 def _attached(module: nn.Module) -> Iterator[Attached]:
@@ -92,7 +100,7 @@ class FusedLeaves:
             submodules.
         backend: computes the operators.
         invariant: a row's result doesn't depend on the other rows.
-        max_rows: passes over more rows run the model's own modules; ``None``: no limit.
+        max_rows: in passes over more rows, linear layers and MLPs compute themselves; ``None``: no limit.
         workspace: bytes that the operators keep between calls.
     """
 
@@ -115,9 +123,23 @@ class FusedLeaves:
         name = next((leaf.name for leaf in self.leaves if not leaf.unchanged), None)
         return "" if name is None else f"parameters or modules of {name} have been replaced"
 
-    def installed(self) -> AbstractContextManager[None]:
-        """Replace the unchanged modules in a block of code; blocks of several threads may overlap."""
-        return self._forwards.installed(lambda: [(leaf.module, leaf.forward) for leaf in self.leaves if leaf.unchanged])
+    @contextmanager
+    def running(
+        self, rows: int, device: torch.device, call: AttentionCall, windows: Windows | None = None
+    ) -> Iterator[None]:
+        """A pass over ``rows`` rows in this block of code: attention by ``call``, unchanged modules by operators.
+
+        Blocks of several threads may overlap.
+        """
+        few = self.max_rows is None or rows <= self.max_rows
+        names = frozenset(self.names.values()) if few else _ALWAYS_FASTER.intersection(self.names.values())
+        operators = LeafOperators(names, ops.kernels(self.backend, device)) if names else None
+        installed = self._forwards.installed(self._replacements) if names else nullcontext()
+        with attention_call(call, windows, operators), installed:
+            yield
+
+    def _replacements(self) -> list[Replacement]:
+        return [(leaf.module, leaf.forward) for leaf in self.leaves if leaf.unchanged]
 
 
 @torch.no_grad()

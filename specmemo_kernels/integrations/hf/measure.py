@@ -15,7 +15,6 @@ from torch import nn
 
 from specmemo_kernels.forward.tree_paths import paths_to_leaves
 from specmemo_kernels.integrations.hf.coded import measure_products
-from specmemo_kernels.integrations.hf.fuse import FusedLeaves
 from specmemo_kernels.integrations.hf.mixer_pass import MixerPass, chunk_pass, tree_pass
 from specmemo_kernels.integrations.hf.mixers import Mixer, PackedPass
 from specmemo_kernels.integrations.hf.probe import like_attention
@@ -52,33 +51,32 @@ def measure_passes(model: Any, facts: ModelFacts, max_rows: int) -> tuple[PassBy
         The bytes up to the lm_head, and the additional bytes for rows of the lm_head, both by the number of rows. The
         latter are 0 with an exact lm_head: logits are then computed one row at a time, if at all.
     """
-    forward, logits = _measure_passes(model, facts, None, max_rows)
-    if facts.leaves.names:
-        few = tuple(_measure_passes(model, facts, facts.leaves, facts.leaves.max_rows or max_rows))
-        few_rows = sys.maxsize if facts.leaves.max_rows is None else facts.leaves.max_rows
+    few_rows = facts.leaves.max_rows
+    forward, logits = _measure_passes(model, facts, sys.maxsize, max_rows)
+    if facts.leaves.names and few_rows is not None:
+        few = tuple(_measure_passes(model, facts, 1, few_rows))
         forward, logits = (
-            replace(plain, few=fused, few_rows=few_rows) for plain, fused in zip((forward, logits), few, strict=True)
+            replace(many, few=fewer, few_rows=few_rows) for many, fewer in zip((forward, logits), few, strict=True)
         )
     return forward, PassBytes() if facts.exact_lm_head else logits
 
 
-def _measure_passes(model: Any, facts: ModelFacts, leaves: FusedLeaves | None, max_rows: int) -> Iterator[PassBytes]:
+def _measure_passes(model: Any, facts: ModelFacts, leaf_rows: int, max_rows: int) -> Iterator[PassBytes]:
+    """The same with the leaf operators for ``leaf_rows`` rows."""
     if facts.mixers.mixers:
-        yield from _measure_chunks(model, facts, leaves, max(3, max_rows))
+        yield from _measure_chunks(model, facts, leaf_rows, max(3, max_rows))
         return
-    few, many = (_trace(model, rows, facts, leaves) for rows in _MEASURED_ROWS)
+    few, many = (_trace(model, rows, facts, leaf_rows) for rows in _MEASURED_ROWS)
     for a, b in zip(few, many, strict=True):
         yield PassBytes.fitted((_MEASURED_ROWS[0], a), (_MEASURED_ROWS[1], b))
 
 
-def _measure_chunks(
-    model: Any, facts: ModelFacts, leaves: FusedLeaves | None, max_rows: int
-) -> tuple[PassBytes, PassBytes]:
+def _measure_chunks(model: Any, facts: ModelFacts, leaf_rows: int, max_rows: int) -> tuple[PassBytes, PassBytes]:
     """:func:`_measure_passes` with recurrent layers, whose first chunk may differ from the others."""
     forward, logits = PassBytes(), PassBytes()
     for first in (True, False):
         few, many = (
-            [(rows, max(part)) for part in _trace(model, rows, facts, leaves, chunk_pass(facts.mixers, rows, first))]
+            [(rows, max(part)) for part in _trace(model, rows, facts, leaf_rows, chunk_pass(facts.mixers, rows, first))]
             for rows in (2, max_rows)
         )
         forward = forward.elementwise_max(PassBytes.between(few[0], many[0]))
@@ -124,7 +122,7 @@ def measure_beside_mixers(model: Any, facts: ModelFacts, max_rows: int) -> PassB
         assert inner is not None, "there are mixers"
         held = _HeldByPasses(inner, tracker)
         with tracker:
-            _run(model, facts, tokens, facts.leaves, held)
+            _run(model, facts, tokens, held)
         points.append((rows, held.most))
     return PassBytes.between(*points)
 
@@ -166,7 +164,7 @@ def measure_libraries(model: Any, facts: ModelFacts, max_rows: int) -> int:
     tokens = _same_tokens(facts, _MEASURED_ROWS[-1])
     with facts.pass_mode():
         for _ in range(2):  # the first pass also allocates buffers that stay
-            of_pass = _kept_by_libraries(lambda: _run(model, facts, tokens))
+            of_pass = _kept_by_libraries(lambda: _run(model, facts, tokens, leaf_rows=sys.maxsize))
         of_products = _kept_by_libraries(lambda: _multiply(_packed_matrices(model, facts), max_rows))
     kept_bytes = max(of_pass, of_products)
     return kept_bytes if kept_bytes >= _LEAST_COUNTED else 0
@@ -201,7 +199,7 @@ def _multiply(matrices: list[Tensor], rows: int) -> None:
 
 @torch.no_grad()
 def _trace(
-    model: Any, rows: int, facts: ModelFacts, leaves: FusedLeaves | None, current: MixerPass | None = None
+    model: Any, rows: int, facts: ModelFacts, leaf_rows: int, current: MixerPass | None = None
 ) -> tuple[list[int], list[int]]:
     """Bytes held after each operator of a pass over ``rows`` rows: up to the lm_head, and additional bytes after it."""
     before: list[int] = []
@@ -213,7 +211,7 @@ def _trace(
             before.extend(tracker.trace)
 
     with model.get_output_embeddings().register_forward_pre_hook(record), tracker:
-        _run(model, facts, tokens, leaves, current)
+        _run(model, facts, tokens, current, leaf_rows)
     return before, [max(0, held - before[-1]) for held in tracker.trace[len(before) :]]
 
 
@@ -230,7 +228,7 @@ def time_passes(model: Any, facts: ModelFacts, max_rows: int, agreed: Callable[[
         while len(times) < 4 and sum(times) < _TIMED_SECONDS:
             started = time.perf_counter()
             with facts.pass_mode():
-                _run(model, facts, tokens, facts.leaves, current)
+                _run(model, facts, tokens, current)
             if facts.device.type == "cuda":
                 torch.cuda.synchronize(facts.device)
             times.append(agreed(time.perf_counter() - started))
@@ -247,9 +245,9 @@ def _run(
     model: Any,
     facts: ModelFacts,
     tokens: Tensor,
-    leaves: FusedLeaves | None = None,
     current: PackedPass | None = None,
+    leaf_rows: int | None = None,
 ) -> None:
     """Run a pass over tokens at one position, which captures the states that a drafter reads."""
     with tapped(cut=facts.exact_lm_head), facts.taps.captured(), facts.mixers.running(current):
-        run_packed(model, tokens, tokens, like_attention, None, leaves=leaves)
+        run_packed(model, tokens, tokens, like_attention, None, leaves=facts.leaves, leaf_rows=leaf_rows)

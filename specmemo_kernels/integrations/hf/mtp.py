@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
-from specmemo_kernels import ops
 from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting.base import MTP, POST_NORM, DraftRows
@@ -19,7 +18,7 @@ from specmemo_kernels.drafting.head_files import HeadsError
 from specmemo_kernels.drafting.vocabulary import TargetVocabulary
 from specmemo_kernels.forward.batch import DraftedTrees, TreeBatch
 from specmemo_kernels.forward.step_attention import AttentionParams, StepAttention
-from specmemo_kernels.integrations.hf.attention import AttentionCall, attention_call
+from specmemo_kernels.integrations.hf.attention import AttentionCall
 from specmemo_kernels.integrations.hf.cache_argument import CACHE_ARGUMENT
 from specmemo_kernels.integrations.hf.fuse import FUSED_BACKENDS, FusedLeaves, find_leaves
 from specmemo_kernels.integrations.hf.target import ModelFacts, attach_views, step_mask
@@ -183,14 +182,11 @@ class MtpDrafter:
     def _run(self, tokens: Tensor, features: Tensor, positions: Tensor, call: AttentionCall) -> Tensor:
         """The layer's states ``[N, hidden_size]`` behind its final norm, for tokens at ``positions``."""
         leaves, mtp = self._leaves, self.mtp
-        few = leaves.names and (leaves.max_rows is None or len(tokens) <= leaves.max_rows)
-        fused: AbstractContextManager[None] = leaves.installed() if few else nullcontext()
-        kernels = ops.kernels(leaves.backend, tokens.device) if few else None
         embedded, rotary = self._vocabulary.embed(tokens)[None], None
         if mtp.rotary_emb is not None:
             kind = {"layer_type": mtp.config.layer_types[0]} if mtp.has_per_layer_rope else {}
             rotary = mtp.rotary_emb(embedded, position_ids=positions[None], **kind)
-        with attention_call(call, None, kernels), fused:
+        with leaves.running(len(tokens), tokens.device, call):
             hidden = self._layer(
                 embedded, features[None], position_embeddings=rotary, attention_mask=step_mask(tokens.device),
                 position_ids=positions[None], **{CACHE_ARGUMENT: None},

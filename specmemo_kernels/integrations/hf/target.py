@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -22,7 +22,6 @@ from specmemo_kernels.forward.target import TargetOutput
 from specmemo_kernels.integrations.hf.attention import (
     AttentionCall,
     Windows,
-    attention_call,
     attention_modules,
     install_view,
     remove_view,
@@ -187,6 +186,7 @@ def run_packed(
     keep: Tensor | list[int] | None,
     windows: Windows | None = None,
     leaves: FusedLeaves | None = None,
+    leaf_rows: int | None = None,
 ) -> Tensor:
     """The logits ``[1, K, V]`` of a forward pass over packed nodes.
 
@@ -195,14 +195,10 @@ def run_packed(
         call: replaces attention.
         keep: rows for the lm_head, ``[K]`` int64 or a list; ``None``: all.
         windows: sliding windows by layer; else the windows that layers pass to their attention function.
-        leaves: modules that operators compute, if the pass has few enough rows.
+        leaves: modules that operators compute. leaf_rows: the operators are those for this many rows, not ``N``.
     """
-    if leaves is None or not leaves.names or (leaves.max_rows is not None and len(tokens) > leaves.max_rows):
-        fused: AbstractContextManager[None] = nullcontext()
-        kernels = None
-    else:
-        fused, kernels = leaves.installed(), ops.kernels(leaves.backend, tokens.device)
-    with attention_call(call, windows, kernels), fused:
+    rows = len(tokens) if leaf_rows is None else leaf_rows
+    with (leaves or FusedLeaves()).running(rows, tokens.device, call, windows):
         output = model(
             input_ids=tokens[None],
             position_ids=positions[None],
