@@ -120,6 +120,7 @@ def test_it_fits_the_screen(page: Any) -> None:
         box = page.locator(name).bounding_box()
         assert box["x"] >= 0
         assert box["x"] + box["width"] <= page.viewport_size["width"]
+        assert box["y"] + box["height"] <= page.viewport_size["height"]
     page.focus("#text")
     reached = set()
     for _ in range(12):
