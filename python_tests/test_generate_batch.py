@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -241,3 +244,17 @@ def test_greedy_still_needs_no_logits(model: PreTrainedModel) -> None:
         ]
         done = sk.generate_batch(model, rows, max_new_tokens=20)
     assert [c.tokens for c in done] == expected[:, 14:].tolist()
+
+
+def test_a_script_may_end_inside_a_batch() -> None:
+    """The run is collected when modules have lost their names; nothing is printed then."""
+    code = (
+        "import specmemo_kernels as sk, tiny_models as t\n"
+        "model = t.tiny_model('llama')\n"
+        "sk.patch(model, t.random_heads(model))\n"
+        "run = sk.stream_batch(model, [[5, 6, 7]], max_new_tokens=20)\n"
+        "next(run)\n"
+    )
+    folder = Path(__file__).parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    assert "Traceback" not in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -190,8 +191,8 @@ class BatchRun:
         finally:
             self.close()
 
-    def __del__(self) -> None:
-        if getattr(self, "_running", None) is not None:
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if getattr(self, "_running", None) is not None and not finalizing():  # then modules have lost their names
             self.close()
 
 
