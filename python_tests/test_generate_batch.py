@@ -247,7 +247,7 @@ def test_greedy_still_needs_no_logits(model: PreTrainedModel) -> None:
 
 
 def test_a_script_may_end_inside_a_batch() -> None:
-    """The run is collected when modules have lost their names; nothing is printed then."""
+    """Python collects the run when module globals are already ``None``; no error is printed."""
     code = (
         "import specmemo_kernels as sk, tiny_models as t\n"
         "model = t.tiny_model('llama')\n"

@@ -83,7 +83,7 @@ def attention_call(
     Layers without an entry in ``windows`` use the window that they pass to their attention function.
 
     Args:
-        operators: compute leaf modules; ``None``: the modules compute themselves.
+        operators: compute leaf modules; ``None``: the modules run their own ``forward``.
     """
     token = _current.set((call, windows or {}, operators, count(1)))
     try:

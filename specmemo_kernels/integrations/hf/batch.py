@@ -192,7 +192,7 @@ class BatchRun:
             self.close()
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if getattr(self, "_running", None) is not None and not finalizing():  # then modules have lost their names
+        if getattr(self, "_running", None) is not None and not finalizing():  # module globals are None by then
             self.close()
 
 

@@ -100,7 +100,7 @@ class FusedLeaves:
             submodules.
         backend: computes the operators.
         invariant: a row's result doesn't depend on the other rows.
-        max_rows: in passes over more rows, linear layers and MLPs compute themselves; ``None``: no limit.
+        max_rows: in passes over more rows, linear layers and MLPs run their own ``forward``; ``None``: no limit.
         workspace: bytes that the operators keep between calls.
     """
 
@@ -115,6 +115,7 @@ class FusedLeaves:
         self.leaves, self.backend, self.invariant = tuple(leaves), backend, invariant
         self.max_rows, self.workspace = max_rows, workspace
         self.names: Mapping[str, str] = {leaf.name: leaf.operator for leaf in leaves}
+        self._operators = frozenset(self.names.values())
         self.modules = frozenset(module for leaf in leaves for module in leaf.module.modules())
         self._forwards = ReplacedForwards()
 
@@ -132,7 +133,7 @@ class FusedLeaves:
         Blocks of several threads may overlap.
         """
         few = self.max_rows is None or rows <= self.max_rows
-        names = frozenset(self.names.values()) if few else _ALWAYS_FASTER.intersection(self.names.values())
+        names = self._operators if few else self._operators & _ALWAYS_FASTER
         operators = LeafOperators(names, ops.kernels(self.backend, device)) if names else None
         installed = self._forwards.installed(self._replacements) if names else nullcontext()
         with attention_call(call, windows, operators), installed:

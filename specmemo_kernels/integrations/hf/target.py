@@ -195,7 +195,7 @@ def run_packed(
         call: replaces attention.
         keep: rows for the lm_head, ``[K]`` int64 or a list; ``None``: all.
         windows: sliding windows by layer; else the windows that layers pass to their attention function.
-        leaves: modules that operators compute. leaf_rows: the operators are those for this many rows, not ``N``.
+        leaves: modules that operators compute. leaf_rows: selects the operators as for this many rows, by default N.
     """
     rows = len(tokens) if leaf_rows is None else leaf_rows
     with (leaves or FusedLeaves()).running(rows, tokens.device, call, windows):
