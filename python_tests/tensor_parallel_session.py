@@ -250,6 +250,7 @@ def weights(alone: Any, shared: Any) -> dict[str, Any]:
         found: dict[str, Any] = {"bytes": sum(local_part(p).nbytes for p in shared.parameters())}
         found["beams"] = [alone.generate(**call).tolist(), shared.generate(**call).tolist()]
         found["saved"] = _same_weights(alone, shared.state_dict())
+        found["workers"] = torch.distributed.group.WORLD._get_backend(torch.device("cpu")).options._threads
     found["after"] = _same_weights(alone, dict(shared.named_parameters()))
     found["held after"] = all(p._local_tensor.is_contiguous() for p in shared.parameters() if hasattr(p, "placements"))
     return found

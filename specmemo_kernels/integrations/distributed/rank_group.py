@@ -27,6 +27,7 @@ from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.drafting.prompt_lookup import PromptLookupDrafter
 from specmemo_kernels.engine.pressure import is_out_of_memory
 from specmemo_kernels.engine.sequence import SequenceState
+from specmemo_kernels.integrations.distributed.gloo import use_one_worker
 from specmemo_kernels.integrations.distributed.ranks import RankError, SingleRank, Stop
 from specmemo_kernels.planning.cost import CHECKSUM_BYTES
 from specmemo_kernels.planning.footprint import GenerationShape, PassBytes, ProductBytes
@@ -65,6 +66,7 @@ class RankGroup(SingleRank):
             with self.guarded():
                 # Host decisions use the host's network, whatever devices the model is on.
                 self._host = dist.new_group(ranks, timeout=timedelta(seconds=timeout), backend="gloo")
+                use_one_worker(group, self._host.group_name)
         except BaseException:
             self.close()
             raise
