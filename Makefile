@@ -1,7 +1,7 @@
 # Every target sets up what it needs in $(VENV) first: a machine with Python 3.11 or 3.12 and a C++ compiler will do.
 #
-#   make demo | test | test-all | test-arm | test-quantised | test-hub | test-vllm | hub-kernel | mutants | lint | docs |
-#     models | bench | gpu | clean
+#   make demo | test | test-all | test-arm | test-asan | test-quantised | test-hub | test-vllm | hub-kernel | mutants |
+#     lint | docs | models | bench | gpu | clean
 #   make test TORCH=torch==2.12.0        another torch than the CPU build of constraints-cpu.txt
 #   make test TESTS=python_tests/test_cli.py ARGS=-x
 #   make demo PYTHON=python3.12 ARGS="--turns 3"
@@ -24,7 +24,7 @@ STAMP := $(VENV)/installed-$(firstword $(shell echo '$(TORCH)' | cksum))
 BUILT_FROM := pyproject.toml setup.py CMakeLists.txt constraints-cpu.txt $(wildcard csrc/* csrc/*/*)
 CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.hpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.hpp python_tests/arm/*)
 
-.PHONY: demo test test-all test-arm test-quantised test-hub test-vllm hub-kernel mutants lint docs models bench gpu \
+.PHONY: demo test test-all test-arm test-asan test-quantised test-hub test-vllm hub-kernel mutants lint docs models bench gpu \
   clean install linters
 
 demo: $(STAMP)
@@ -46,6 +46,13 @@ test-all: $(STAMP)
 test-arm: $(STAMP)
 	$(PIP) install --quiet 'cmake>=3.20' ninja
 	PATH="$(abspath $(BIN)):$$PATH" $(PYTEST) -n $(WORKERS) -rs python_tests/test_arm.py $(ARGS)
+
+# The operators with the kernels under AddressSanitizer and UndefinedBehaviorSanitizer, built into build/asan by GCC.
+ASAN_TESTS := attention cpu_kernels fuse fusion head_bits linear op_calls ops page_order quantised_kv weight_codes
+ASAN_LIBRARIES = $(foreach name,asan ubsan stdc++,$(shell g++ -print-file-name=lib$(name).so))
+test-asan: build/asan/installed
+	cd python_tests && ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(ASAN_LIBRARIES)" PYTHONPATH=$(abspath build/asan) \
+	  OMP_NUM_THREADS=1 $(abspath $(BIN))/python -P -m pytest -q -m 'not slow' $(ASAN_TESTS:%=test_%.py) $(ARGS)
 
 # Models that other packages quantise, in an environment of its own beside $(VENV): tokens, then budgets of random
 # settings. Minutes; gptqmodel compiles its kernels first. It asks for a later torch than it needs here, so it comes
@@ -149,6 +156,12 @@ else
 	$(PIP) install --no-deps '$(TORCH)'
 endif
 	$(PIP) install -c $(VENV)/constraints.txt -e '.[test]'
+	touch $@
+
+build/asan/installed: $(STAMP)
+	rm -rf build/asan
+	CXX=g++ CXXFLAGS="-fsanitize=address,undefined -fno-sanitize=alignment -fno-sanitize-recover=undefined -g1" \
+	  $(PIP) install --quiet --no-deps --target build/asan .
 	touch $@
 
 # Finds torch and transformers in $(VENV).
