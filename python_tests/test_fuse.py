@@ -300,31 +300,66 @@ def test_rows_of_another_dtype_run_the_module_itself() -> None:
         assert torch.equal(leaf.forward(short), leaf.call(ops.kernels("cpu", x.device), short))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 128, 129])
-def test_a_fused_pass_is_the_models_within_rounding(rows: int) -> None:
-    """Norms are fused in every pass, matrices in those of few rows."""
-    model = tiny_model("llama")
-    found = sk.patch(model, "prompt-lookup").facts.leaves
-    called = set()
+def noted(leaves: FusedLeaves) -> tuple[FusedLeaves, dict[str, tuple[str, int]]]:
+    """The same leaves, and of each that a pass computes the operator and the number of rows."""
+    found: dict[str, tuple[str, int]] = {}
 
-    def noted(leaf: Leaf) -> Leaf:
+    def note(leaf: Leaf) -> Leaf:
         def call(kernels: ops.Kernels, x: torch.Tensor) -> torch.Tensor:
-            called.add(leaf.operator)
+            found[leaf.name] = leaf.operator, x.shape[1]
             return leaf.call(kernels, x)
 
         return replace(leaf, call=call)
 
-    leaves = FusedLeaves([noted(leaf) for leaf in found.leaves], found.backend, max_rows=found.max_rows)
+    return FusedLeaves([note(leaf) for leaf in leaves.leaves], leaves.backend, max_rows=leaves.max_rows), found
+
+
+def own_values(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **__: Any) -> torch.Tensor:
+    return v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 128, 129])
+def test_a_fused_pass_is_the_models_within_rounding(rows: int) -> None:
+    """Norms are fused in every pass, matrices in those of few rows."""
+    model = tiny_model("llama")
+    leaves, found = noted(sk.patch(model, "prompt-lookup").facts.leaves)
     tokens = torch.arange(rows) % 50 + 3
-
-    def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **__: Any) -> torch.Tensor:
-        return v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-
     with torch.inference_mode():
-        own = run_packed(model, tokens, tokens, attend, None)
-        fused = run_packed(model, tokens, tokens, attend, None, leaves=leaves)
+        own = run_packed(model, tokens, tokens, own_values, None)
+        fused = run_packed(model, tokens, tokens, own_values, None, leaves=leaves)
     torch.testing.assert_close(fused, own, rtol=1e-4, atol=1e-4)
+    called = {operator for operator, _ in found.values()}
     assert called == ({"linear", "gated_mlp", "rms_norm"} if rows <= 128 else {"rms_norm"})
+
+
+@pytest.mark.parametrize("rows", [10, 200])
+@pytest.mark.parametrize("kept", [[], [9], [7, 3]], ids=str)
+def test_rows_that_nobody_reads_end_with_the_last_attention(rows: int, kept: list[int]) -> None:
+    model = tiny_model("llama")
+    facts = sk.patch(model, "prompt-lookup").facts
+    leaves, found = noted(facts.leaves)
+    tokens, keep = torch.arange(rows) % 50 + 3, torch.tensor(kept, dtype=torch.int64)
+    with torch.inference_mode():
+        expected = run_packed(model, tokens, tokens, own_values, keep)
+        last = facts.last_attention, keep
+        result = run_packed(model, tokens, tokens, own_values, keep, leaves=leaves, last=last)
+    assert result.shape == expected.shape
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+    behind = {f"model.layers.1.{name}" for name in ("self_attn.o_proj", "post_attention_layernorm", "mlp")}
+    behind |= {"model.norm", "lm_head"}
+    assert {name: count for name, (_, count) in found.items() if name in behind} == dict.fromkeys(behind, len(kept))
+    assert {count for name, (_, count) in found.items() if name not in behind} == {rows}
+
+
+def test_a_prompts_pass_computes_one_row_behind_the_last_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = tiny_model("llama"), torch.arange(3, 43)[None]
+    expected = greedy(model, {"input_ids": tokens}, 3)
+    counts: list[int] = []
+    with sk.patch(model, "prompt-lookup", tree=1, prefill_chunk=16, graph=False):
+        gated_mlp = cpu.gated_mlp
+        monkeypatch.setattr(cpu, "gated_mlp", lambda x, *rest: (counts.append(x.shape[1]), gated_mlp(x, *rest))[1])
+        assert torch.equal(greedy(model, {"input_ids": tokens}, 3), expected)
+    assert counts == [16, 0, 16, 0, 8, 1, 1, 1, 1, 1]
 
 
 def test_a_fused_draft_model() -> None:

@@ -64,19 +64,42 @@ class LeafOperators:
 
     Attributes:
         names: the operators in use. kernels: a backend's functions.
+        kept: ``[K]`` int64; of inputs ``[1, rows, inputs]`` only these rows are computed, the others' results are zero.
+            ``None``: all rows.
     """
 
     names: frozenset[str]
     kernels: Kernels
+    kept: torch.Tensor | None = None
+    rows: int = 0
 
 
-_Pass = tuple[AttentionCall, Windows, LeafOperators | None, "count[int]"]
+@dataclass
+class _Pass:
+    """A pass in which attention is replaced.
+
+    Attributes:
+        call, windows, last: arguments of :func:`attention_call`.
+        operators: compute leaf modules from here on; ``None``: the modules run their own ``forward``.
+        shared: counts the calls of blocks that several layers share.
+    """
+
+    call: AttentionCall
+    windows: Windows
+    operators: LeafOperators | None
+    last: tuple[int, LeafOperators] | None
+    shared: Iterator[int]
+
+
 _current: ContextVar[_Pass | None] = ContextVar("specmemo_pass", default=None)
 
 
 @contextmanager
 def attention_call(
-    call: AttentionCall, windows: Windows | None = None, operators: LeafOperators | None = None
+    call: AttentionCall,
+    windows: Windows | None = None,
+    operators: LeafOperators | None = None,
+    last: tuple[int, LeafOperators] | None = None,
 ) -> Iterator[None]:
     """Route the attention layers of patched models to ``call`` in this context (thread, task) only.
 
@@ -84,8 +107,9 @@ def attention_call(
 
     Args:
         operators: compute leaf modules; ``None``: the modules run their own ``forward``.
+        last: the last layer with attention, and the operators behind its attention.
     """
-    token = _current.set((call, windows or {}, operators, count(1)))
+    token = _current.set(_Pass(call, windows or {}, operators, last, count(1)))
     try:
         yield
     finally:
@@ -95,7 +119,7 @@ def attention_call(
 def leaf_operators() -> LeafOperators | None:
     """The operators that compute leaf modules in this context, or ``None``."""
     current = _current.get()
-    return None if current is None else current[2]
+    return None if current is None else current.operators
 
 
 def specmemo_attention(
@@ -121,15 +145,14 @@ def specmemo_attention(
             f"the attention function {ATTENTION_NAME!r} was called outside of a speculative step; don't set it as "
             "attn_implementation, call specmemo_kernels.patch(model, heads)"
         )
-    call, windows, _, shared = current
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     if layer < 0:  # a block that several layers share (Zamba2): its calls are layers -1, -2, ...
-        layer = -next(shared)
+        layer = -next(current.shared)
     _check_arguments(module, kwargs, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
     if not isinstance(attention_mask, PassMask):
         given = "no attention mask" if attention_mask is None else "an attention mask of its own"
         raise unsupported(module, f"passes {given} to its attention function instead of the model's")
-    window = windows.get(layer, sliding_window or None)
+    window = current.windows.get(layer, sliding_window or None)
     if attention_mask.rule is not None:
         if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
             shapes = f"queries {list(query.shape)} and keys {list(key.shape)}"
@@ -138,7 +161,9 @@ def specmemo_attention(
     if sliding_window and sliding_window != window:
         raise unsupported(module, f"passes sliding_window={sliding_window} to its attention function, masks {window}")
     params = AttentionParams(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap, s_aux)
-    out = call(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), params=params)
+    out = current.call(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), params=params)
+    if current.last is not None and layer == current.last[0]:
+        current.operators = current.last[1]
     return out[None], None
 
 

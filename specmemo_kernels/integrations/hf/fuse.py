@@ -75,9 +75,18 @@ class Leaf:
         """Call the operator, or the module's own ``forward`` outside of our passes and for other inputs."""
         operators = leaf_operators()
         supported = type(x) is Tensor and x.dtype == self.dtype and x.shape[-1:] == (self.inputs,)
-        if operators is None or self.operator not in operators.names or not supported or args or kwargs:
+        if operators is None or not supported or args or kwargs:
             return type(self.module).forward(self.module, x, *args, **kwargs)
-        return self.call(operators.kernels, x)
+        kept = operators.kept
+        if kept is None or x.shape[:-1] != (1, operators.rows):
+            return self._computed(operators, x)
+        some = self._computed(operators, x[:, kept])
+        return some.new_zeros(1, operators.rows, some.shape[-1]).index_copy_(1, kept, some)
+
+    def _computed(self, operators: LeafOperators, x: Tensor) -> Any:
+        if self.operator in operators.names:
+            return self.call(operators.kernels, x)
+        return type(self.module).forward(self.module, x)
 
 
 def _attached(module: nn.Module) -> Iterator[Attached]:
@@ -126,18 +135,39 @@ class FusedLeaves:
 
     @contextmanager
     def running(
-        self, rows: int, device: torch.device, call: AttentionCall, windows: Windows | None = None
+        self,
+        rows: int,
+        device: torch.device,
+        call: AttentionCall,
+        windows: Windows | None = None,
+        last: tuple[int, Tensor] | None = None,
     ) -> Iterator[None]:
         """A pass over ``rows`` rows in this block of code: attention by ``call``, unchanged modules by operators.
 
         Blocks of several threads may overlap.
+
+        Args:
+            last: the last layer with attention, and the rows ``[K]`` whose results are used: behind its attention
+                nothing mixes rows, so that the others aren't computed.
         """
-        few = self.max_rows is None or rows <= self.max_rows
-        names = self._operators if few else self._operators & _ALWAYS_FASTER
-        operators = LeafOperators(names, ops.kernels(self.backend, device)) if names else None
-        installed = self._forwards.installed(self._replacements) if names else nullcontext()
-        with attention_call(call, windows, operators), installed:
+        if not self.leaves:
+            with attention_call(call, windows):
+                yield
+            return
+        kernels = ops.kernels(self.backend, device)
+        operators = LeafOperators(self._names(rows), kernels)
+        behind = None
+        if last is not None and len(last[1]) < rows:  # so that the lm_head's input has another number of rows
+            layer, kept = last
+            behind = layer, LeafOperators(self._names(len(kept)), kernels, kept, rows)
+        installed = self._forwards.installed(self._replacements) if operators.names or behind else nullcontext()
+        with attention_call(call, windows, operators, behind), installed:
             yield
+
+    def _names(self, rows: int) -> frozenset[str]:
+        """The operators that are faster than the modules for so many rows."""
+        few = self.max_rows is None or rows <= self.max_rows
+        return self._operators if few else self._operators & _ALWAYS_FASTER
 
     def _replacements(self) -> list[Replacement]:
         return [(leaf.module, leaf.forward) for leaf in self.leaves if leaf.unchanged]

@@ -68,6 +68,7 @@ def probe(model: Any) -> ModelFacts:
         cached_tokens=cached_tokens,
         mixers=mixers,
         attention=tuple(with_keys),
+        last_attention=list(layers)[-1],
         inference=_runs_in_inference_mode(model, device),
     )
 

@@ -53,7 +53,7 @@ class ModelFacts:
             for longer texts the model's own tokens differ. ``None``: no such layer.
         leaves: the modules that operators compute.
         mixers: the layers with a state per sequence.
-        attention: the layer index of each attention layer.
+        attention: the layer index of each attention layer. last_attention: that of the last one in a pass.
         taps: the hidden states that the drafter reads.
         inference: passes run in inference mode; else without gradients.
     """
@@ -71,6 +71,7 @@ class ModelFacts:
     leaves: FusedLeaves = field(default_factory=FusedLeaves)
     mixers: Mixers = field(default_factory=Mixers)
     attention: tuple[int, ...] = ()
+    last_attention: int = -1
     taps: FeatureTaps = field(default_factory=FeatureTaps)
     inference: bool = True
 
@@ -109,6 +110,8 @@ class HFTarget:
         keep = keep.new_zeros(1) if keep is not None and no_rows else keep
         # A model on several devices would move an index tensor to the first device; the rows are on the last device.
         rows = keep.tolist() if keep is not None and self._spread else keep
+        mixes = bool(self.facts.mixers.mixers or self.facts.taps.ids or self._spread)
+        last = None if keep is None or mixes else (self.facts.last_attention, keep)
         with self.facts.pass_mode(), tapped(cut=not by_model) as tap, self.facts.taps.captured() as states:
             tokens, leaves, mixers = batch.tokens.clamp(min=0), self.facts.leaves, self.facts.mixers
             call: AttentionCall = attention
@@ -118,7 +121,7 @@ class HFTarget:
                 assert pool is not None, "the pool has the mixers' states"
                 call, current = self._placed(attention), MixerPass.of_batch(pool, batch)
             with mixers.running(current):
-                output = run_packed(self.model, tokens, batch.positions, call, rows, self._windows, leaves)
+                output = run_packed(self.model, tokens, batch.positions, call, rows, self._windows, leaves, last=last)
             features = self._features(states)
         kept = slice(0, 0 if no_rows else None)
         own = output[0].to(self.device)[kept] if by_model else None
@@ -187,6 +190,7 @@ def run_packed(
     windows: Windows | None = None,
     leaves: FusedLeaves | None = None,
     leaf_rows: int | None = None,
+    last: tuple[int, Tensor] | None = None,
 ) -> Tensor:
     """The logits ``[1, K, V]`` of a forward pass over packed nodes.
 
@@ -196,9 +200,10 @@ def run_packed(
         keep: rows for the lm_head, ``[K]`` int64 or a list; ``None``: all.
         windows: sliding windows by layer; else the windows that layers pass to their attention function.
         leaves: modules that operators compute. leaf_rows: selects the operators as for this many rows, by default N.
+        last: the last layer with attention, and ``keep``: the other rows aren't computed behind its attention.
     """
     rows = len(tokens) if leaf_rows is None else leaf_rows
-    with (leaves or FusedLeaves()).running(rows, tokens.device, call, windows):
+    with (leaves or FusedLeaves()).running(rows, tokens.device, call, windows, last):
         output = model(
             input_ids=tokens[None],
             position_ids=positions[None],
