@@ -110,8 +110,8 @@ class HFTarget:
         keep = keep.new_zeros(1) if keep is not None and no_rows else keep
         # A model on several devices would move an index tensor to the first device; the rows are on the last device.
         rows = keep.tolist() if keep is not None and self._spread else keep
-        mixes = bool(self.facts.mixers.mixers or self.facts.taps.ids or self._spread)
-        last = None if keep is None or mixes else (self.facts.last_attention, keep)
+        all_are_read = keep is None or self.facts.mixers.mixers or self.facts.taps.ids
+        last = None if keep is None or all_are_read or self._spread else (self.facts.last_attention, keep)
         with self.facts.pass_mode(), tapped(cut=not by_model) as tap, self.facts.taps.captured() as states:
             tokens, leaves, mixers = batch.tokens.clamp(min=0), self.facts.leaves, self.facts.mixers
             call: AttentionCall = attention
