@@ -24,8 +24,8 @@ STAMP := $(VENV)/installed-$(firstword $(shell echo '$(TORCH)' | cksum))
 BUILT_FROM := pyproject.toml setup.py CMakeLists.txt constraints-cpu.txt $(wildcard csrc/* csrc/*/*)
 CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.hpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.hpp python_tests/arm/*)
 
-.PHONY: demo test test-all test-arm test-asan test-quantised test-hub test-vllm hub-kernel mutants lint docs models bench gpu \
-  clean install linters
+.PHONY: demo test test-all test-arm test-asan test-quantised test-hub test-vllm hub-kernel mutants lint docs models \
+  bench gpu clean install linters
 
 demo: $(STAMP)
 	$(BIN)/specmemo demo $(ARGS)

@@ -22,6 +22,7 @@ from specmemo_kernels import ops
 from specmemo_kernels.backends import cpu
 from specmemo_kernels.integrations.hf.attention import LeafOperators, attention_call
 from specmemo_kernels.integrations.hf.fuse import FusedLeaves, Leaf, find_leaves
+from specmemo_kernels.integrations.hf.probe import like_attention
 from specmemo_kernels.integrations.hf.target import run_packed
 
 LAYER = {
@@ -314,10 +315,6 @@ def noted(leaves: FusedLeaves) -> tuple[FusedLeaves, dict[str, tuple[str, int]]]
     return FusedLeaves([note(leaf) for leaf in leaves.leaves], leaves.backend, max_rows=leaves.max_rows), found
 
 
-def own_values(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **__: Any) -> torch.Tensor:
-    return v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-
-
 @pytest.mark.parametrize("rows", [1, 3, 128, 129])
 def test_a_fused_pass_is_the_models_within_rounding(rows: int) -> None:
     """Norms are fused in every pass, matrices in those of few rows."""
@@ -325,8 +322,8 @@ def test_a_fused_pass_is_the_models_within_rounding(rows: int) -> None:
     leaves, found = noted(sk.patch(model, "prompt-lookup").facts.leaves)
     tokens = torch.arange(rows) % 50 + 3
     with torch.inference_mode():
-        own = run_packed(model, tokens, tokens, own_values, None)
-        fused = run_packed(model, tokens, tokens, own_values, None, leaves=leaves)
+        own = run_packed(model, tokens, tokens, like_attention, None)
+        fused = run_packed(model, tokens, tokens, like_attention, None, leaves=leaves)
     torch.testing.assert_close(fused, own, rtol=1e-4, atol=1e-4)
     called = {operator for operator, _ in found.values()}
     assert called == ({"linear", "gated_mlp", "rms_norm"} if rows <= 128 else {"rms_norm"})
@@ -334,15 +331,15 @@ def test_a_fused_pass_is_the_models_within_rounding(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [10, 200])
 @pytest.mark.parametrize("kept", [[], [9], [7, 3]], ids=str)
-def test_rows_that_nobody_reads_end_with_the_last_attention(rows: int, kept: list[int]) -> None:
+def test_only_kept_rows_are_computed_behind_the_last_attention(rows: int, kept: list[int]) -> None:
     model = tiny_model("llama")
     facts = sk.patch(model, "prompt-lookup").facts
     leaves, found = noted(facts.leaves)
     tokens, keep = torch.arange(rows) % 50 + 3, torch.tensor(kept, dtype=torch.int64)
     with torch.inference_mode():
-        expected = run_packed(model, tokens, tokens, own_values, keep)
+        expected = run_packed(model, tokens, tokens, like_attention, keep)
         last = facts.last_attention, keep
-        result = run_packed(model, tokens, tokens, own_values, keep, leaves=leaves, last=last)
+        result = run_packed(model, tokens, tokens, like_attention, keep, leaves=leaves, last=last)
     assert result.shape == expected.shape
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
     behind = {f"model.layers.1.{name}" for name in ("self_attn.o_proj", "post_attention_layernorm", "mlp")}

@@ -13,7 +13,7 @@ def use_one_worker(group: Any, name: str) -> None:
 
     torch's own has two. After a collective, a worker writes its name into a string that both share, without a lock
     (``ProcessGroupGloo::runLoop`` in torch 2.13). Names of more than 15 characters are on the heap, as that of
-    a DTensor's gather. So a worker may write freed memory, and a rank of a long-lived program dies of it.
+    a DTensor's gather, so a worker may write freed memory, and the process crashes.
 
     Args:
         group: the process group, of any backend. The backend it had stays alive and idle.

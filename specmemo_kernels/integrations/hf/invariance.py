@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from specmemo_kernels.forward.step_attention import AttentionParams
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
+from specmemo_kernels.integrations.hf.probe import like_attention
 from specmemo_kernels.integrations.hf.target import ModelFacts, run_packed, tapped
 
 Tensor = torch.Tensor
@@ -57,7 +57,7 @@ def check_invariance(model: Any, facts: ModelFacts) -> None:
     expected: tuple[Tensor, Tensor] | None = None
     for rows in sorted(_ROWS, reverse=True):
         with facts.pass_mode(), tapped(cut=facts.plain_lm_head) as tap:
-            logits = run_packed(model, tokens[:rows], positions[:rows], _own_values, None, leaves=facts.leaves)[0]
+            logits = run_packed(model, tokens[:rows], positions[:rows], like_attention, None, leaves=facts.leaves)[0]
         results = tap.hidden, logits
         expected = results if expected is None else expected
         if not all(torch.equal(result, all_rows[:rows]) for result, all_rows in zip(results, expected, strict=True)):
@@ -69,8 +69,3 @@ def check_invariance(model: Any, facts: ModelFacts) -> None:
 
 def _max_positions(model: Any) -> int:
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2048)
-
-
-def _own_values(_: int, q: Tensor, k: Tensor, v: Tensor, *, params: AttentionParams) -> Tensor:
-    """Attention of each token to itself only."""
-    return v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
