@@ -7,6 +7,7 @@
 
 #include "kernels.h"
 #include "operators.h"
+#include "program.h"
 #include "tensors.h"
 #include "threads.h"
 
@@ -45,6 +46,11 @@ std::vector<std::string> isas() {
 PYBIND11_MODULE(_cpu, m) {
   m.doc() = "C++ kernels of the cpu backend; specmemo_kernels.ops is the interface.";
   add_operators(m);
+  py::class_<Blocks, std::shared_ptr<Blocks>>(m, "Blocks", "Memory of recordings that never run at once.")
+      .def(py::init<>())
+      .def_property_readonly("nbytes", &Blocks::bytes);
+  py::class_<Program>(m, "Program").def("__call__", &Program::run);
+  m.def("record", &Program::record, "Record the operators of a function of tensors like `inputs`.");
   m.def("attention_workspace", &attention_workspace, "Bytes that each thread of tree_attention works in, at most.");
   m.def(
       "linear_workspace",

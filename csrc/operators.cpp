@@ -2,12 +2,14 @@
 // and fetching pybind11's code for twenty arguments takes longer than attention over a hundred tokens.
 #include "operators.h"
 
+#include <cstring>
 #include <new>
 #include <stdexcept>
 #include <string>
 
 #include "kernels.h"
 #include "paged_rows.h"
+#include "program.h"
 #include "tensors.h"
 #include "verify.h"
 
@@ -28,6 +30,15 @@ class Unlocked {  // releases the GIL
  private:
   PyThreadState* state_;
 };
+
+// Runs a job without the GIL, or adds it to the program that this thread records.
+template <class Function>
+void execute(Function job) {
+  if (Program* program = recording()) return program->add(job);
+  const int threads = num_threads();
+  const Unlocked unlocked;
+  job(threads);
+}
 
 double number(py::handle value) {  // 0 for None
   const double result = value.is_none() ? 0.0 : PyFloat_AsDouble(value.ptr());
@@ -65,6 +76,7 @@ py::object tree_attention(Arguments a) {
   TensorView sink = view(sinks);
   if (sink.data != nullptr && (sink.code != rows.code || sink.bits != rows.bits)) {
     sinks = sinks.attr("to")(py::handle(a[0]).attr("dtype"));
+    if (recording() != nullptr) recording()->keep(sinks);
     sink = view(sinks);
   }
   AttentionArgs args{};
@@ -88,12 +100,7 @@ py::object tree_attention(Arguments a) {
   const NewTensor out = empty(rows.code, rows.bits, {rows.shape[0], rows.shape[1], values.shape[2]});
   const NewTensor lse = empty(kFloat, 32, {rows.shape[0], rows.shape[1]});
   args.out = out.data, args.lse = static_cast<float*>(lse.data);
-  const Kernels& kernel = kernels();
-  const int threads = num_threads();
-  {
-    const Unlocked unlocked;
-    kernel.tree_attention(args, threads);
-  }
+  execute([args](int threads) { kernels().tree_attention(args, threads); });
   return py::reinterpret_steal<py::object>(PyTuple_Pack(2, out.tensor.ptr(), lse.tensor.ptr()));
 }
 
@@ -124,9 +131,10 @@ py::object append_paged_kv(Arguments a) {
   const PagedRows rows = paged_rows(a + 4, pages);
   const CopySide keys = copy_side(dtype, kv, view(a[0]), pages, a[7]);
   const CopySide values = copy_side(dtype, kv, view(a[1]), view(a[3]), a[8]);
-  const Unlocked unlocked;
-  kernels().append_rows(rows, keys);
-  kernels().append_rows(rows, values);
+  execute([rows, keys, values](int) {
+    kernels().append_rows(rows, keys);
+    kernels().append_rows(rows, values);
+  });
   return {};
 }
 
@@ -138,9 +146,8 @@ py::object commit_paged_kv(Arguments a) {
   const CopySide keys = copy_side(dtype, kv, view(a[0]), pages, a[9]);
   const CopySide values = copy_side(dtype, kv, view(a[1]), view(a[3]), a[10]);
   const AcceptedPaths paths{index.at<int32_t>(), view(a[8]).at<int32_t>(), index.shape[1]};
-  const int threads = num_threads();
-  const Unlocked unlocked;
-  kernels().commit_rows(rows, keys, values, pages.shape[0], paths, threads);
+  const int64_t layers = pages.shape[0];
+  execute([=](int threads) { kernels().commit_rows(rows, keys, values, layers, paths, threads); });
   return {};
 }
 
@@ -170,11 +177,7 @@ py::object linear(Arguments a) {  // x, weight, bias, scales
   args.product = product_args("x", a[0], a[1], a[3], a[2]);
   const NewTensor out = like_rows(view(a[0]), args.product.outputs);
   args.out = out.data;
-  const int threads = num_threads();
-  {
-    const Unlocked unlocked;
-    kernels().linear(args, threads);
-  }
+  execute([args](int threads) { kernels().linear(args, threads); });
   return out.tensor;
 }
 
@@ -189,11 +192,7 @@ py::object gated_mlp(Arguments a) {  // x, weights of gate, up and down, their b
   args.activation = static_cast<Activation>(integer(a[7]));
   const NewTensor out = like_rows(view(a[0]), args.down.outputs);
   args.out = out.data;
-  const int threads = num_threads();
-  {
-    const Unlocked unlocked;
-    kernels().gated_mlp(args, threads);
-  }
+  execute([args](int threads) { kernels().gated_mlp(args, threads); });
   return out.tensor;
 }
 
@@ -212,11 +211,7 @@ py::object rms_norm(Arguments a) {  // x, weight, eps, offset, round_first
   RmsNormArgs args = norm_args(x, a, a + 1);
   const NewTensor out = like_rows(x, args.size);
   args.out = out.data;
-  const int threads = num_threads();
-  {
-    const Unlocked unlocked;
-    kernels().rms_norm(args, threads);
-  }
+  execute([args](int threads) { kernels().rms_norm(args, threads); });
   return out.tensor;
 }
 
@@ -225,11 +220,7 @@ py::object add_rms_norm(Arguments a) {  // x, residual, weight, eps, offset, rou
   RmsNormArgs args = norm_args(x, a, a + 2);
   const NewTensor sum = like_rows(x, args.size), out = like_rows(x, args.size);
   args.residual = view(a[1]).at<void>(), args.sum = sum.data, args.out = out.data;
-  const int threads = num_threads();
-  {
-    const Unlocked unlocked;
-    kernels().rms_norm(args, threads);
-  }
+  execute([args](int threads) { kernels().rms_norm(args, threads); });
   return py::reinterpret_steal<py::object>(PyTuple_Pack(2, sum.tensor.ptr(), out.tensor.ptr()));
 }
 
@@ -242,12 +233,22 @@ py::object rotary(Arguments a) {  // x, cos, sin
   args.cos = cos.at<void>(), args.sin = view(a[2]).at<void>(), args.angle_stride = cos.strides[0];
   const NewTensor out = empty(x.code, x.bits, {args.tokens, args.heads, args.size});
   args.out = out.data;
-  const int threads = num_threads();
-  {
-    const Unlocked unlocked;
-    kernels().rotary(args, threads);
-  }
+  execute([args](int threads) { kernels().rotary(args, threads); });
   return out.tensor;
+}
+
+py::object copy_rows(Arguments a) {  // to, from: [rows, heads, size], alike; the rows of `to` are contiguous
+  const TensorView to = view(a[0]), from = view(a[1]);
+  char* out = to.at<char>();
+  const char* in = from.at<char>();
+  const int64_t element = from.bits / 8, rows = from.shape[0], heads = from.shape[1], size = from.shape[2] * element;
+  const int64_t next_row = from.strides[0] * element, next_head = from.strides[1] * element;
+  execute([=](int) {
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t h = 0; h < heads; ++h)
+        std::memcpy(out + (r * heads + h) * size, in + r * next_row + h * next_head, static_cast<size_t>(size));
+  });
+  return {};
 }
 
 // Converts exceptions to Python errors, and an empty result to None.
@@ -290,6 +291,7 @@ void add_operators(py::module_& module) {
       {"rms_norm", fast(fixed<rms_norm, 5>), METH_FASTCALL, nullptr},
       {"add_rms_norm", fast(fixed<add_rms_norm, 6>), METH_FASTCALL, nullptr},
       {"rotary", fast(fixed<rotary, 3>), METH_FASTCALL, nullptr},
+      {"copy_rows", fast(fixed<copy_rows, 2>), METH_FASTCALL, nullptr},
       {nullptr, nullptr, 0, nullptr},
   };
   if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();

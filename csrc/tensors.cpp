@@ -7,6 +7,8 @@
 #include <new>
 #include <string>
 
+#include "program.h"
+
 namespace py = pybind11;
 
 namespace specmemo {
@@ -101,7 +103,8 @@ NewTensor empty(uint8_t code, uint8_t bits, std::initializer_list<int64_t> shape
 NewTensor empty(uint8_t code, uint8_t bits, const int64_t* sizes, int ndim) {
   struct Owned {
     ManagedTensor managed;
-    int64_t shape[kMaxDims], strides[kMaxDims];
+    int64_t shape[kMaxDims], strides[kMaxDims], bytes;
+    std::shared_ptr<Blocks> blocks;  // that the elements lie in; null: behind this
   };
   constexpr size_t kAlign = 64, kHead = (sizeof(Owned) + kAlign - 1) / kAlign * kAlign;
   if (ndim > kMaxDims)
@@ -109,13 +112,22 @@ NewTensor empty(uint8_t code, uint8_t bits, const int64_t* sizes, int ndim) {
   int64_t count = 1;
   for (int i = 0; i < ndim; ++i) count *= sizes[i];
   const size_t bytes = (static_cast<size_t>(count) * bits / 8 + kAlign - 1) / kAlign * kAlign;
-  void* memory = std::aligned_alloc(kAlign, kHead + bytes);
+  const std::shared_ptr<Blocks> blocks = recording() == nullptr || bytes == 0 ? nullptr : recording()->blocks();
+  void* block = blocks == nullptr ? nullptr : blocks->take(static_cast<int64_t>(bytes));
+  void* memory = std::aligned_alloc(kAlign, kHead + (block == nullptr ? bytes : 0));
   if (memory == nullptr) throw std::bad_alloc();
   Owned* owned = new (memory) Owned{};
   owned->managed.major = kMajor;
-  owned->managed.deleter = [](ManagedTensor* managed) { std::free(managed); };
+  owned->managed.context = owned;
+  owned->managed.deleter = [](ManagedTensor* managed) {
+    auto* self = static_cast<Owned*>(managed->context);
+    if (self->blocks != nullptr) self->blocks->give(managed->tensor.data, self->bytes);
+    self->~Owned();
+    std::free(self);
+  };
   TensorView& tensor = owned->managed.tensor;
-  tensor.data = static_cast<char*>(memory) + kHead;
+  owned->bytes = static_cast<int64_t>(bytes), owned->blocks = blocks;
+  tensor.data = block == nullptr ? static_cast<char*>(memory) + kHead : block;
   if (fill_new) std::memset(tensor.data, 0xff, bytes);
   tensor.device_type = kCpu, tensor.code = code, tensor.bits = bits, tensor.lanes = 1;
   tensor.shape = owned->shape, tensor.strides = owned->strides;

@@ -38,13 +38,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the functions that the last recorded program calls."""
     monkeypatch.setattr(host_capture, "dispatcher_active", lambda: False)
     names: list[str] = []
-    original = host_capture.compiled
+    original = host_capture.record
 
-    def compiled(calls: Any) -> Any:
+    def record(run: Callable[[], None]) -> Any:
+        calls, kernels = original(run)
         names[:] = [getattr(call.function, "__name__", str(call.function)) for call in calls]
-        return original(calls)
+        return calls, kernels
 
-    monkeypatch.setattr(host_capture, "compiled", compiled)
+    monkeypatch.setattr(host_capture, "record", record)
     return names
 
 

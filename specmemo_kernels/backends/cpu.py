@@ -168,6 +168,18 @@ add_rms_norm = _cpu.add_rms_norm
 #: size]`` with contiguous heads, cos and sin: ``[tokens, size]`` with contiguous rows, alike.
 rotary = _cpu.rotary
 
+#: Copy rows ``[N, heads, size]`` to a contiguous tensor like them. Arguments: to, from.
+copy_rows = _cpu.copy_rows
+
+#: ``record(blocks, inputs, function, kept)``: a program that repeats the calls of :data:`RECORDED` operators that
+#: ``function`` makes on tensors like ``inputs``. It returns copies of the function's results.
+record = _cpu.record
+#: The memory of programs that never run at once.
+Blocks = _cpu.Blocks
+RECORDED = frozenset(
+    (linear, gated_mlp, rms_norm, add_rms_norm, rotary, tree_attention, append_paged_kv, copy_rows)
+)
+
 
 def linear_workspace(dtype: torch.dtype, inputs: int, middle: int = 0) -> int:
     """Bytes that :func:`linear` (with ``middle``: :func:`gated_mlp`) keeps between calls, for any number of rows."""

@@ -1,4 +1,4 @@
-"""Fused operators in a recorded step: rotary embedding in one call, addition and RMSNorm in one call.
+"""Fused operators in a recorded step: rotary embedding in one call, addition and RMSNorm in one call; copies by our own.
 
 A model's own code computes them with several operators, each with a pass over its tensors. The fused operators round
 as the separate ones do, so every bit is the same.
@@ -16,7 +16,7 @@ import torch
 from specmemo_kernels.engine.program import Call, View
 
 _ADD, _MUL = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
-_NEG, _CAT = torch.ops.aten.neg.default, torch.ops.aten.cat.default
+_NEG, _CAT, _COPY = torch.ops.aten.neg.default, torch.ops.aten.cat.default, torch.ops.aten.copy_.default
 
 
 def fused(calls: Sequence[Call], kernels: Any) -> list[Call]:
@@ -120,6 +120,19 @@ def _rotary(program: _Program, position: int, kernels: Any) -> _Replacement | No
     return _Replacement(position, Call(kernels.rotary, rows[:3], results=rows[3:]), positions)
 
 
+def _copy_rows(program: _Program, position: int, kernels: Any) -> _Replacement | None:
+    """``to.copy_(rows)`` of keys or values, ``[tokens, heads, size]``."""
+    call = program.calls[position]
+    if call is None or call.function is not _COPY or len(call.args) != 2 or call.kwargs:
+        return None
+    to, rows = call.args
+    if not isinstance(to, torch.Tensor) or not to.is_contiguous() or not isinstance(rows, View):
+        return None
+    if len(rows.size) != 3 or rows.stride[-1] != 1 or (tuple(to.shape), to.dtype) != (rows.size, rows.dtype):
+        return None
+    return _Replacement(position, replace(call, function=kernels.copy_rows), (position,))
+
+
 def _are_halves(x: View, first: Any, second: Any) -> bool:
     """Whether two arguments are the halves of ``x`` along its last dimension."""
     low = replace(x, size=(*x.size[:-1], x.size[-1] // 2))
@@ -158,4 +171,4 @@ def _rows(x: View, cos: View, sin: View, result: View | None) -> tuple[View, Vie
 
 _Rule = Callable[[_Program, int, Any], _Replacement | None]
 #: Operators of backends that replace several calls, and the rule that finds these calls.
-FUSED_OPERATORS: dict[str, _Rule] = {"rotary": _rotary, "add_rms_norm": _add_rms_norm}
+FUSED_OPERATORS: dict[str, _Rule] = {"rotary": _rotary, "add_rms_norm": _add_rms_norm, "copy_rows": _copy_rows}

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specmemo_kernels.engine.fusion import fused
+from specmemo_kernels.engine.native_runs import native_runs
 from specmemo_kernels.engine.program import Call, View, compiled
 from specmemo_kernels.ops.dispatch import dispatcher_active, implementation
 
@@ -38,11 +39,16 @@ class HostCapture:
     #: Recording takes as long as 3 to 9 eager steps. A replay saves a sixth to a half of an eager step (models of 125
     #: and 7 million parameters). So steps that run only a few times aren't recorded.
     after = 8
-    nbytes = 0  # temporaries are freed in every replay
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cpu":
             raise ValueError(f"steps on {device} can't be recorded, only steps on a CPU")
+        self._blocks: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all recordings' memory; other temporaries are freed in every replay."""
+        return 0 if self._blocks is None else int(self._blocks.nbytes)
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         """Record ``run``. Its replays run it eagerly while a dispatch mode, tracer or profiler is active.
@@ -50,12 +56,17 @@ class HostCapture:
         Raises:
             RuntimeError: its operators depend on values, or one of them can't be repeated.
         """
-        program = compiled(record(run))
+        calls, kernels = record(run)
+        if hasattr(kernels, "record"):
+            if self._blocks is None:
+                self._blocks = kernels.Blocks()
+            calls = native_runs(calls, kernels, self._blocks)
+        program = compiled(calls)
         return lambda: run() if dispatcher_active() else program()
 
 
-def record(run: Callable[[], None]) -> list[Call]:
-    """The calls of ``run``, fused. Writes to tensors that it didn't allocate are not executed.
+def record(run: Callable[[], None]) -> tuple[list[Call], Any]:
+    """The calls of ``run``, fused, and their backend. Writes to tensors that it didn't allocate are not executed.
 
     Raises:
         RuntimeError: its operators depend on values, or one of them can't be repeated.
@@ -63,7 +74,7 @@ def record(run: Callable[[], None]) -> list[Call]:
     recorder = _Recorder()
     with _NoReads(), recorder:
         run()
-    return recorder.calls()
+    return recorder.calls(), recorder.kernels
 
 
 class _NoReads(TorchFunctionMode):
@@ -80,7 +91,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: list[Call] = []
         self._variables: dict[StorageWeakRef, View] = {}
-        self._kernels: Any = None  # the backend of our operators
+        self.kernels: Any = None  # the backend of our operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -109,14 +120,14 @@ class _Recorder(TorchDispatchMode):
 
     def calls(self) -> list[Call]:
         """The recorded calls, fused."""
-        return self._calls if self._kernels is None else fused(self._calls, self._kernels)
+        return self._calls if self.kernels is None else fused(self._calls, self.kernels)
 
     def _implementation(self, func: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
         """Our operators bypass torch's dispatcher."""
         if func.namespace != "specmemo":
             return func, args
-        self._kernels = implementation(args[-1], args[0].device)
-        return getattr(self._kernels, func._schema.name.split("::")[1]), args[:-1]
+        self.kernels = implementation(args[-1], args[0].device)
+        return getattr(self.kernels, func._schema.name.split("::")[1]), args[:-1]
 
     def _recorded(self, value: Any) -> Any:
         """Tensors of the step as views of variables; others are constants."""

@@ -36,7 +36,9 @@ class Capture(Protocol):
     """
 
     after: int
-    nbytes: int
+
+    @property
+    def nbytes(self) -> int: ...
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]: ...
 
@@ -75,7 +77,7 @@ class CudaCapture:
     def _program(self, run: Callable[[], None]) -> Callable[[], None]:
         """The recorded program of a step; its kernels are compiled, because a capture can't load them."""
         try:
-            calls = record(run)
+            calls, _ = record(run)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise

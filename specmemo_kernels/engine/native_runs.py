@@ -1,0 +1,99 @@
+"""Operators that follow each other in a recorded step as one call of the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specmemo_kernels.engine.program import Call, View
+
+Tensor = torch.Tensor
+
+#: Shortest run that is worth a copy of its inputs and results.
+_SHORTEST = 3
+
+
+def native_runs(calls: Sequence[Call], kernels: Any, blocks: Any) -> list[Call]:
+    """``calls``, where each run of operators that backend ``kernels`` records is one call of its program.
+
+    ``blocks``: the memory of the programs, which never run at once.
+    """
+    last = {view.name: i for i, call in enumerate(calls) for view in call.views}
+    whole = {view.name: view for call in calls for view in call.results if view is not None}
+    result: list[Call] = []
+    runs = groupby(enumerate(calls), key=lambda item: item[1].function in kernels.RECORDED)
+    for recorded, group in runs:
+        positions, run = zip(*group, strict=True)
+        native = None
+        if recorded and len(run) >= _SHORTEST:
+            native = _Run(run, positions[0], last, whole).call(kernels, blocks)
+        result += run if native is None else [native]
+    return result
+
+
+class _NoOperators(TorchDispatchMode):
+    """Lets views pass; other operators of torch would run once, not in every replay."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(value.alias_info is None or value.alias_info.is_write for value in func._schema.returns):
+            raise RuntimeError(f"{func} isn't recorded")
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class _Run:
+    """Calls from position ``first`` on; ``last``: where each variable is read for the last time, ``whole``: as made."""
+
+    calls: tuple[Call, ...]
+    first: int
+    last: dict[str, int]
+    whole: dict[str, View]
+
+    def call(self, kernels: Any, blocks: Any) -> Call | None:
+        """The call of their program; ``None`` if an input or result isn't contiguous, or if they need torch."""
+        made = {view.name: view for call in self.calls for view in call.results if view is not None}
+        read = dict.fromkeys(view.name for call in self.calls for view in call.views)
+        inputs = [self.whole[name] for name in read if name not in made]
+        results = [view for view in made.values() if self.last.get(view.name, -1) >= self.first + len(self.calls)]
+        if not results or not all(view.contiguous and not view.offset for view in (*inputs, *results)):
+            return None
+        examples = [torch.empty(view.size, dtype=view.dtype) for view in inputs]
+
+        def run(*tensors: Tensor) -> list[Tensor]:
+            return self._run({view.name: tensor for view, tensor in zip(inputs, tensors, strict=True)}, results)
+
+        try:
+            with _NoOperators():
+                program = kernels.record(blocks, examples, run, self.calls)
+        except (RuntimeError, ValueError):
+            return None
+        return Call(program, tuple(inputs), results=tuple(results), single=False)
+
+    def _run(self, variables: dict[str, Tensor], results: Sequence[View]) -> list[Tensor]:
+        """Make the calls; a variable is freed after it was read for the last time."""
+
+        def value(argument: Any) -> Any:
+            if isinstance(argument, View):
+                return variables[argument.name].as_strided(argument.size, argument.stride, argument.offset)
+            return [value(x) for x in argument] if isinstance(argument, (list, tuple)) else argument
+
+        for i, call in enumerate(self.calls, self.first):
+            output = call.function(*map(value, call.args), **{name: value(x) for name, x in call.kwargs.items()})
+            for view, tensor in zip(call.results, [output] if call.single else output or (), strict=False):
+                if view is not None:
+                    variables[view.name] = tensor
+            del output
+            for name in self._over(call, i):
+                variables.pop(name, None)
+        return [variables[view.name] for view in results]
+
+    def _over(self, call: Call, position: int) -> Iterator[str]:
+        """The variables of a call that no later call reads."""
+        for view in (*call.views, *call.results):
+            if view is not None and self.last.get(view.name, -1) <= position:
+                yield view.name
