@@ -47,7 +47,7 @@ PYBIND11_MODULE(_cpu, m) {
   m.doc() = "C++ kernels of the cpu backend; specmemo_kernels.ops is the interface.";
   add_operators(m);
   py::class_<Blocks, std::shared_ptr<Blocks>>(m, "Blocks", "Memory of recordings that never run at once.")
-      .def(py::init<>())
+      .def(py::init<int64_t>())
       .def_property_readonly("nbytes", &Blocks::bytes);
   py::class_<Program>(m, "Program").def("__call__", &Program::run);
   m.def("record", &Program::record, "Record the operators of a function of tensors like `inputs`.");

@@ -11,7 +11,7 @@ namespace py = pybind11;
 namespace specmemo {
 namespace {
 
-constexpr int64_t kAlign = 64, kChunk = 64 << 10;  // bytes
+constexpr int64_t kAlign = 64, kChunk = 16 << 10;  // bytes
 thread_local Program* current = nullptr;
 
 struct Recorded {  // for a scope
@@ -35,7 +35,9 @@ void* Blocks::take(int64_t bytes) {
   for (auto block = free_.begin(); block != free_.end(); ++block)
     if (block->second >= bytes && (best == free_.end() || block->second < best->second)) best = block;
   if (best == free_.end()) {
-    const int64_t size = bytes > kChunk ? bytes : kChunk;
+    const int64_t wanted = bytes > kChunk ? bytes : kChunk, left = limit_ - total_,
+                  size = wanted < left ? wanted : left;
+    if (size < bytes) throw std::bad_alloc();
     void* chunk = std::aligned_alloc(kAlign, static_cast<size_t>(size));
     if (chunk == nullptr) throw std::bad_alloc();
     chunks_.push_back(chunk);

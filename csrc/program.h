@@ -16,10 +16,11 @@
 
 namespace specmemo {
 
-// Memory of recordings that never run at once: a block that is free after one is used by the next.
+// Memory of recordings that never run at once: a block that is free after one is used by the next. At most `limit`
+// bytes; std::bad_alloc beyond.
 class Blocks {
  public:
-  Blocks() = default;
+  explicit Blocks(int64_t limit) : limit_(limit) {}
   ~Blocks();
   Blocks(const Blocks&) = delete;
   Blocks& operator=(const Blocks&) = delete;
@@ -31,7 +32,7 @@ class Blocks {
  private:
   std::map<char*, int64_t> free_;  // sizes by address
   std::vector<void*> chunks_;
-  int64_t total_ = 0;
+  int64_t limit_, total_ = 0;
 };
 
 using Job = std::function<void(int threads)>;
@@ -41,8 +42,8 @@ class Program {
   explicit Program(std::shared_ptr<Blocks> blocks) : blocks_(std::move(blocks)) {}
 
   // Calls function(*inputs) while this thread records; it returns the results, contiguous tensors.
-  // inputs: examples of the inputs' shapes and types. kept: lives as long as the program, which has the addresses of its
-  // tensors.
+  // inputs: examples of the inputs' shapes and types. kept: lives as long as the program, which has the addresses of
+  // its tensors.
   static Program record(std::shared_ptr<Blocks> blocks, const pybind11::sequence& inputs,
                         const pybind11::function& function, pybind11::object kept);
 

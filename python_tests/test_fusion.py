@@ -58,7 +58,7 @@ def replayed(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) 
     def run() -> None:
         out.copy_(function(x))
 
-    replay = HostCapture(CPU)(run)
+    replay = HostCapture(CPU, limit=1 << 20)(run)
     x.copy_(later)
     replay()
     found = out.clone()

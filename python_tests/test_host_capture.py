@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def capture(run: Callable[[], None]) -> Callable[[], None]:
-    return HostCapture(CPU)(run)
+    return HostCapture(CPU, limit=1 << 20)(run)
 
 
 @pytest.fixture
@@ -250,7 +250,7 @@ def test_values_that_are_read(read: str) -> None:
 
 def test_only_a_cpu_is_recorded() -> None:
     with pytest.raises(ValueError, match="steps on cuda:0 can't be recorded"):
-        HostCapture(torch.device("cuda", 0))
+        HostCapture(torch.device("cuda", 0), limit=0)
 
 
 def test_other_functions_that_cant_be_recorded() -> None:

@@ -208,7 +208,7 @@ def test_plans_are_json_and_text(budget: int | None) -> None:
     assert DraftTree.from_paths(data.pop("tree")) == plan.tree
     assert data == {
         "max_sequences": plan.max_sequences, "page_size": 16, "max_pages": plan.max_pages,
-        "prefill_chunk": plan.prefill_chunk, "budget": budget, "parts": plan.parts,
+        "prefill_chunk": plan.prefill_chunk, "budget": budget, "parts": plan.parts, "recorded_bytes": 0,
     }  # fmt: skip
     text = str(plan)
     assert "at most 8 sequences at once" in text

@@ -174,11 +174,9 @@ copy_rows = _cpu.copy_rows
 #: ``record(blocks, inputs, function, kept)``: a program that repeats the calls of :data:`RECORDED` operators that
 #: ``function`` makes on tensors like ``inputs``. It returns copies of the function's results.
 record = _cpu.record
-#: The memory of programs that never run at once.
+#: ``Blocks(limit)``: the memory of programs that never run at once, at most ``limit`` bytes; ``MemoryError`` beyond.
 Blocks = _cpu.Blocks
-RECORDED = frozenset(
-    (linear, gated_mlp, rms_norm, add_rms_norm, rotary, tree_attention, append_paged_kv, copy_rows)
-)
+RECORDED = frozenset((linear, gated_mlp, rms_norm, add_rms_norm, rotary, tree_attention, append_paged_kv, copy_rows))
 
 
 def linear_workspace(dtype: torch.dtype, inputs: int, middle: int = 0) -> int:

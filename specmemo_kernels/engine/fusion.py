@@ -1,4 +1,4 @@
-"""Fused operators in a recorded step: rotary embedding in one call, addition and RMSNorm in one call; copies by our own.
+"""Fused operators in a recorded step: rotary embedding in one call, addition and RMSNorm in one call; own copies.
 
 A model's own code computes them with several operators, each with a pass over its tensors. The fused operators round
 as the separate ones do, so every bit is the same.

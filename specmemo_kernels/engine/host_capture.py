@@ -32,6 +32,9 @@ class HostCapture:
 
     Implements :class:`specmemo_kernels.engine.step_graph.Capture`.
 
+    Args:
+        limit: most bytes that all recordings keep. Operators whose tensors need more are called one by one.
+
     Raises:
         ValueError: ``device`` isn't a CPU.
     """
@@ -40,9 +43,10 @@ class HostCapture:
     #: and 7 million parameters). So steps that run only a few times aren't recorded.
     after = 8
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, limit: int) -> None:
         if device.type != "cpu":
             raise ValueError(f"steps on {device} can't be recorded, only steps on a CPU")
+        self._limit = limit
         self._blocks: Any = None
 
     @property
@@ -59,7 +63,7 @@ class HostCapture:
         calls, kernels = record(run)
         if hasattr(kernels, "record"):
             if self._blocks is None:
-                self._blocks = kernels.Blocks()
+                self._blocks = kernels.Blocks(self._limit)
             calls = native_runs(calls, kernels, self._blocks)
         program = compiled(calls)
         return lambda: run() if dispatcher_active() else program()

@@ -39,6 +39,9 @@ def native_runs(calls: Sequence[Call], kernels: Any, blocks: Any) -> list[Call]:
 class _NoOperators(TorchDispatchMode):
     """Lets views pass; other operators of torch would run once, not in every replay."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(value.alias_info is None or value.alias_info.is_write for value in func._schema.returns):
             raise RuntimeError(f"{func} isn't recorded")
@@ -55,7 +58,10 @@ class _Run:
     whole: dict[str, View]
 
     def call(self, kernels: Any, blocks: Any) -> Call | None:
-        """The call of their program; ``None`` if an input or result isn't contiguous, or if they need torch."""
+        """The call of their program.
+
+        ``None`` if an input or result isn't contiguous, an operator needs torch, or the blocks are too few.
+        """
         made = {view.name: view for call in self.calls for view in call.results if view is not None}
         read = dict.fromkeys(view.name for call in self.calls for view in call.views)
         inputs = [self.whole[name] for name in read if name not in made]
@@ -70,7 +76,7 @@ class _Run:
         try:
             with _NoOperators():
                 program = kernels.record(blocks, examples, run, self.calls)
-        except (RuntimeError, ValueError):
+        except (MemoryError, RuntimeError, ValueError):
             return None
         return Call(program, tuple(inputs), results=tuple(results), single=False)
 

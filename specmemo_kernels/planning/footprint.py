@@ -26,6 +26,8 @@ _JOINED_ROW_BYTES = 3 * 8
 _TOKEN_BYTES = 3 * 8
 #: A block table entry, and its copy in a step.
 _TABLE_BYTES = 2 * 4
+#: Unit in which recorded steps allocate (csrc/program.cpp).
+_CHUNK_BYTES = 16 << 10
 #: Graphs: torch's allocator rounds up to blocks of 2 and 20 MiB, and cuBLAS allocates a workspace of up to 32 MiB for
 #: the capturing stream.
 _GRAPH_BYTES = (2 + 20 + 32) << 20
@@ -135,6 +137,7 @@ class GenerationShape:
         devices: number of devices with layers; each gets a copy of a step's metadata.
         kept_steps: number of steps whose tensors are cached (``step_graph.MAX_STEPS``).
         graphs: whether cached steps are graphs, which own all tensors of a step.
+        recorded: whether cached steps are recorded on a CPU and keep the tensors of a pass.
     """
 
     kv_bytes_per_token: int
@@ -152,6 +155,7 @@ class GenerationShape:
     scratch_bytes_per_node: int | None = None
     kept_steps: int = 0
     graphs: bool = False
+    recorded: bool = False
     coded_head_bytes: int | None = None
     mixer_state_bytes: int = 0
     mixers: PassBytes = PassBytes()
@@ -161,6 +165,10 @@ class GenerationShape:
     def node_bytes(self) -> int:
         """Scratch bytes of a node, never quantised."""
         return self.kv_bytes_per_token if self.scratch_bytes_per_node is None else self.scratch_bytes_per_node
+
+    def recorded_bytes(self, nodes: int) -> int:
+        """Bytes that recorded steps of at most ``nodes`` nodes keep together: they never run at once."""
+        return self.forward.at(nodes) + _CHUNK_BYTES if self.recorded else 0
 
 
 @dataclass(frozen=True)
@@ -212,6 +220,7 @@ def fixed_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
         results = size.sequences * (8 * (2 * size.tree_size + 1) + 4)  # a row per sequence: tokens and nodes of a path
         parts["graphs"] = shape.kept_steps * (size.nodes * layout + results)
         parts["graphs"] += size.sequences * (shape.state_bytes + _SEQUENCE_BYTES)
+        parts["graphs"] += shape.recorded_bytes(size.nodes)
     if shape.graphs:
         splits = -(-size.nodes // shape.split_size) + 1 if shape.split_size else 0
         step = max(shape.forward.at(size.nodes) + shape.logits.at(size.nodes), shape.draft.at(size.sequences))

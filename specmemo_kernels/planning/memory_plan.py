@@ -69,6 +69,7 @@ class MemoryPlan:
             patching don't.
         parts: maximum bytes of each part; their sum is within the budget. A call with more rows than
             ``max_sequences`` also holds their ids, 24 bytes per padded token.
+        recorded_bytes: the part of ``parts["graphs"]`` that holds the tensors in recorded steps on a CPU.
         drafter: its kind, if chosen by the plan. heads: Medusa heads to load, if chosen by the plan.
         head_bits: 4 if their matrices are in 4-bit codes, ``None``: as stored.
         kv_dtype: ``"int8"`` or ``"fp8"`` for pages of codes with scales; ``None``: the model's dtype.
@@ -94,6 +95,7 @@ class MemoryPlan:
     step_seconds: float | None = None
     reasons: tuple[str, ...] = ()
     kernels: tuple[KernelConfig, ...] | None = None
+    recorded_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:

@@ -119,7 +119,9 @@ def _first_that_fits(
             shape = dataclasses.replace(shape, draft=measure_draft(setup.drafter, setup.facts, candidate))
         shape = setup.ranks.max_over_ranks(shape)
         try:
-            return setup, dataclasses.replace(divide_budget(shape, candidate, **limits), **fields)
+            plan = divide_budget(shape, candidate, **limits)
+            recorded = shape.recorded_bytes(plan.max_nodes)
+            return setup, dataclasses.replace(plan, recorded_bytes=recorded, **fields)
         except BudgetError as error:
             failure = error
     raise failure
@@ -218,6 +220,7 @@ def _generation_shape(setup: Setup, graphs: GraphUse, kv_dtype: str | None, max_
         devices=len({layer.device for layer in facts.layers} | {facts.device}),
         kept_steps=MAX_STEPS if graphs.wanted else 0,
         graphs=captured,
+        recorded=graphs.wanted and backend == "cpu",
     )
 
 
