@@ -13,7 +13,8 @@ Each engine has a process of its own with its own copy of the weights, and all r
   Medians over the rounds.
 - ``tokens_per_step`` of random weights are replayed (``bench/replay.py``, Medusa's published accuracies); the bundled
   model's are real.
-- ``mib``: peak of a run's anonymous resident memory beyond the weights, in a separate run.
+- ``mib``: peak of a run's anonymous resident memory beyond the weights, in a process of its own that returns freed
+  blocks of 256 KiB and more at once. (glibc's default is up to 32 MiB, so that loading leaves holes in the heap.)
 - ``equal``: the part of the new tokens before the first one that differs from the first engine's, mean over the
   prompts. Not given for replayed runs.
 """
@@ -21,6 +22,7 @@ Each engine has a process of its own with its own copy of the weights, and all r
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -38,6 +40,7 @@ from shapes import SHAPES, random_model
 from timing import print_rows, write_result
 
 from specmemo_kernels.cli.common import demo_model_folder, hide_loading_bars, load_model, load_tokenizer
+from specmemo_kernels.planning.host_allocator import MAPPED_BYTES
 
 Row = dict[str, Any]
 BUNDLED = "bundled"
@@ -45,17 +48,27 @@ WORKER = Path(__file__).with_name("engine_worker.py")
 
 
 class Worker:
-    """A process that runs an engine.
+    """A process that runs an engine, with more variables in its environment.
 
     Raises:
         RuntimeError: it ended before a result; its standard error is shown.
     """
 
-    def __init__(self, engine: str, setup: Setup, python: str) -> None:
-        self.engine = engine
+    def __init__(self, engine: str, setup: Setup, python: str, **environment: str) -> None:
+        self.engine, self._arguments = engine, (engine, setup, python)
         command = [python, str(WORKER), engine, json.dumps(asdict(setup))]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | environment
+        )
         self._read()
+
+    def memory(self, prompts: Tokens, new_tokens: int) -> int:
+        """Bytes at the peak of a second run, in another process."""
+        other = Worker(*self._arguments, MALLOC_MMAP_THRESHOLD_=str(MAPPED_BYTES))
+        other.run(prompts, new_tokens)
+        found: int = other.run(prompts, new_tokens, watch=True)["bytes"]
+        other.close()
+        return found
 
     def run(self, prompts: Tokens, new_tokens: int, watch: bool = False) -> Row:
         assert self._process.stdin is not None
@@ -108,7 +121,7 @@ def measure(workers: list[Worker], texts: Tokens, batch: int, new_tokens: int, r
     for turn in range(rounds):
         for worker in workers[:: -1 if turn % 2 else 1]:
             results[worker.engine].append(worker.run(groups[turn % len(groups)], new_tokens))
-    memory = {worker.engine: worker.run(groups[0], new_tokens, watch=True)["bytes"] for worker in workers}
+    memory = {worker.engine: worker.memory(groups[0], new_tokens) for worker in workers}
     rows = []
     for worker in workers:
         runs, total = results[worker.engine], batch * new_tokens

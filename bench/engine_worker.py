@@ -91,11 +91,14 @@ class Transformers(Engine):
 
 
 class Ours(Transformers):
-    """This package with Medusa heads (the folder's, or random ones with replayed acceptance) or prompt lookup."""
+    """This package with Medusa heads (the folder's, or random ones with replayed acceptance) or prompt lookup.
 
-    def __init__(self, setup: Setup, drafter: str, tree: int | None = None) -> None:
+    ``head_bits``: of :func:`specmemo_kernels.patch`.
+    """
+
+    def __init__(self, setup: Setup, drafter: str, tree: int | None = None, head_bits: int | None = None) -> None:
         super().__init__(setup)
-        self.drafter, self.tree = drafter, tree
+        self.drafter, self.tree, self.head_bits = drafter, tree, head_bits
 
     def start(self) -> None:
         import specmemo_kernels as sk
@@ -106,7 +109,10 @@ class Ours(Transformers):
 
             random = self.setup.replay
             heads = random_heads(self.model, 4, own_lm_head=False) if random else f"{self.setup.folder}/heads"
-        self.handle = sk.patch(self.model, heads, tree=self.tree, max_batch_size=self.setup.batch, reuse_prefix=False)
+        self.handle = sk.patch(
+            self.model, heads, tree=self.tree, head_bits=self.head_bits, max_batch_size=self.setup.batch,
+            reuse_prefix=False,
+        )  # fmt: skip
         self.target: Any = None
         if self.setup.replay and self.drafter == "heads" and self.tree is None:
             from replay import Published, ReplayedTarget
@@ -287,6 +293,7 @@ ENGINES: dict[str, Callable[[Setup], Engine]] = {
     "specmemo, no drafts": lambda setup: Ours(setup, "heads", tree=1),
     "specmemo, prompt lookup": lambda setup: Ours(setup, "prompt-lookup"),
     "specmemo, heads": lambda setup: Ours(setup, "heads"),
+    "specmemo, 4-bit heads": lambda setup: Ours(setup, "heads", head_bits=4),
 }
 
 

@@ -1,6 +1,6 @@
 // Arguments of the operators' kernels, and the table of kernels of each instruction set.
-// Plain pointers and integers only: nothing links torch, and only bindings.cpp, operators.cpp and tensors.cpp use
-// Python's C API.
+// Plain pointers and integers only: nothing links torch, and only bindings.cpp, operators.cpp, program.cpp and
+// tensors.cpp use Python's C API.
 #pragma once
 
 #include <cstdint>

@@ -83,17 +83,18 @@ class _Run:
     def _run(self, variables: dict[str, Tensor], results: Sequence[View]) -> list[Tensor]:
         """Make the calls; a variable is freed after it was read for the last time."""
 
-        def value(argument: Any) -> Any:
-            if isinstance(argument, View):
-                return variables[argument.name].as_strided(argument.size, argument.stride, argument.offset)
-            return [value(x) for x in argument] if isinstance(argument, (list, tuple)) else argument
+        def read(view: View) -> Tensor:
+            return variables[view.name].as_strided(view.size, view.stride, view.offset)
 
         for i, call in enumerate(self.calls, self.first):
-            output = call.function(*map(value, call.args), **{name: value(x) for name, x in call.kwargs.items()})
-            for view, tensor in zip(call.results, [output] if call.single else output or (), strict=False):
-                if view is not None:
-                    variables[view.name] = tensor
+            output = call.make(read)
+            outputs = [output] if call.single else list(output)
             del output
+            for view in call.results:
+                value = outputs.pop(0)
+                if view is not None:
+                    variables[view.name] = value
+                del value
             for name in self._over(call, i):
                 variables.pop(name, None)
         return [variables[view.name] for view in results]

@@ -58,16 +58,20 @@ class Call:
         """The variables among the arguments."""
         return _views([*self.args, *self.kwargs.values()])
 
+    def make(self, tensor: Callable[[View], Tensor]) -> Any:
+        """Make the call with ``tensor(view)`` for each variable; returns its result."""
+
+        def value(argument: Any) -> Any:
+            if isinstance(argument, View):
+                return tensor(argument)
+            return [value(x) for x in argument] if isinstance(argument, (list, tuple)) else argument
+
+        return self.function(*map(value, self.args), **{name: value(x) for name, x in self.kwargs.items()})
+
 
 def rehearse(call: Call, device: torch.device) -> None:
     """Make a call with uninitialised variables, so that its kernels are compiled."""
-
-    def value(argument: Any) -> Any:
-        if isinstance(argument, View):
-            return torch.empty_strided(argument.size, argument.stride, dtype=argument.dtype, device=device)
-        return [value(x) for x in argument] if isinstance(argument, (list, tuple)) else argument
-
-    call.function(*map(value, call.args), **{name: value(x) for name, x in call.kwargs.items()})
+    call.make(lambda view: torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=device))
 
 
 def _views(values: Sequence[Any]) -> Iterator[View]:
