@@ -88,7 +88,7 @@ class _Run:
 
         for i, call in enumerate(self.calls, self.first):
             output = call.make(read)
-            outputs = [output] if call.single else list(output)
+            outputs = [output] if call.single else list(output or ())
             del output
             for view in call.results:
                 value = outputs.pop(0)
