@@ -188,13 +188,14 @@ def test_a_program_keeps_its_tensors() -> None:
     assert len(others) == 20
 
 
+@pytest.mark.parametrize("tree", [1, 6])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_oss"])
-def test_layers_of_a_model(family: str, programs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_a_model(family: str, tree: int, programs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of the unpatched model; all layers of a Llama are one program."""
     monkeypatch.setattr(HostCapture, "after", 1)
     model, inputs = tiny_model(family), batch((40, 9))
     expected = greedy(model, inputs, 40)
-    with sk.patch(model, random_heads(model), tree=6, graph=True) as handle:
+    with sk.patch(model, random_heads(model), tree=tree, graph=True) as handle:
         assert torch.equal(greedy(model, inputs, 40), expected)
         assert handle.stats.graph_steps > 10
         assert 0 < handle.graphs._steps._capture.nbytes <= handle.plan.recorded_bytes
