@@ -39,8 +39,8 @@ class HostCapture:
         ValueError: ``device`` isn't a CPU.
     """
 
-    #: Recording takes as long as 3 to 9 eager steps. A replay saves a sixth to a half of an eager step (models of 125
-    #: and 7 million parameters). So steps that run only a few times aren't recorded.
+    #: Recording takes as long as 3 to 9 eager steps. A replay saves a quarter to three fifths of an eager step (models
+    #: of 125 and 7 million parameters). So steps that run only a few times aren't recorded.
     after = 8
 
     def __init__(self, device: torch.device, limit: int) -> None:
