@@ -28,6 +28,8 @@ _TOKEN_BYTES = 3 * 8
 _TABLE_BYTES = 2 * 4
 #: Unit in which recorded steps allocate (csrc/program.cpp).
 _CHUNK_BYTES = 16 << 10
+#: Steps of more nodes are bound by their products, so their operators need not be one call.
+_RECORDED_NODES = 16
 #: Graphs: torch's allocator rounds up to blocks of 2 and 20 MiB, and cuBLAS allocates a workspace of up to 32 MiB for
 #: the capturing stream.
 _GRAPH_BYTES = (2 + 20 + 32) << 20
@@ -168,7 +170,7 @@ class GenerationShape:
 
     def recorded_bytes(self, nodes: int) -> int:
         """Bytes that recorded steps of at most ``nodes`` nodes keep together: they never run at once."""
-        return self.forward.at(nodes) + _CHUNK_BYTES if self.recorded else 0
+        return self.forward.at(min(nodes, _RECORDED_NODES)) + _CHUNK_BYTES if self.recorded else 0
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,8 @@ def _first_that_fits(
             setup = dataclasses.replace(setup, drafter=_without_unused_heads(setup.drafter, candidate))
         if shape is None:
             shape = _generation_shape(setup, graphs, kv_dtype, limits["prefill_chunk"])
+            # A budget's bytes are better spent on pages.
+            shape = dataclasses.replace(shape, recorded=shape.recorded and limits["budget"] is None)
         shape = dataclasses.replace(
             shape, head_bytes=setup.drafter.nbytes, coded_head_bytes=_coded_bytes(setup.drafter)
         )
