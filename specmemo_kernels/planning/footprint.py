@@ -28,7 +28,8 @@ _TOKEN_BYTES = 3 * 8
 _TABLE_BYTES = 2 * 4
 #: Unit in which recorded steps allocate (csrc/program.cpp).
 _CHUNK_BYTES = 16 << 10
-#: Steps of more nodes are bound by their products, so their operators need not be one call.
+#: Nodes up to which all operators are one call. Products dominate larger steps: at 125M on an EPYC with AVX2 it saves
+#: 6 % of a step at 6 nodes, 1 to 5 % at 16.
 _RECORDED_NODES = 16
 #: Graphs: torch's allocator rounds up to blocks of 2 and 20 MiB, and cuBLAS allocates a workspace of up to 32 MiB for
 #: the capturing stream.
