@@ -14,11 +14,11 @@ namespace {
 constexpr int64_t kAlign = 64, kChunk = 16 << 10;  // bytes
 thread_local Program* current = nullptr;
 
-struct Recorded {  // for a scope
-  explicit Recorded(Program* program) : before(current) { current = program; }
-  ~Recorded() { current = before; }
-  Recorded(const Recorded&) = delete;
-  Recorded& operator=(const Recorded&) = delete;
+struct RecordingScope {
+  explicit RecordingScope(Program* program) : before(current) { current = program; }
+  ~RecordingScope() { current = before; }
+  RecordingScope(const RecordingScope&) = delete;
+  RecordingScope& operator=(const RecordingScope&) = delete;
   Program* before;
 };
 
@@ -83,7 +83,7 @@ Program Program::record(std::shared_ptr<Blocks> blocks, const py::sequence& inpu
                         py::object kept) {
   Program program(std::move(blocks));
   program.keep(kept);
-  const Recorded scope(&program);
+  const RecordingScope scope(&program);
   py::list arguments;
   for (const py::handle example : inputs) {
     Rows rows = rows_of(example);

@@ -61,7 +61,7 @@ class HostCapture:
             RuntimeError: its operators depend on values, or one of them can't be repeated.
         """
         calls, kernels = record(run)
-        if hasattr(kernels, "record"):
+        if self._limit and hasattr(kernels, "record"):
             if self._blocks is None:
                 self._blocks = kernels.Blocks(self._limit)
             calls = native_runs(calls, kernels, self._blocks)

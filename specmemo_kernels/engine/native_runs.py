@@ -14,9 +14,6 @@ from specmemo_kernels.engine.program import Call, View
 
 Tensor = torch.Tensor
 
-#: Shortest run that is worth a copy of its inputs and results.
-_SHORTEST = 3
-
 
 def native_runs(calls: Sequence[Call], kernels: Any, blocks: Any) -> list[Call]:
     """``calls``, where each run of operators that backend ``kernels`` records is one call of its program.
@@ -29,9 +26,7 @@ def native_runs(calls: Sequence[Call], kernels: Any, blocks: Any) -> list[Call]:
     runs = groupby(enumerate(calls), key=lambda item: item[1].function in kernels.RECORDED)
     for recorded, group in runs:
         positions, run = zip(*group, strict=True)
-        native = None
-        if recorded and len(run) >= _SHORTEST:
-            native = _Run(run, positions[0], last, whole).call(kernels, blocks)
+        native = _Run(run, positions[0], last, whole).call(kernels, blocks) if recorded else None
         result += run if native is None else [native]
     return result
 

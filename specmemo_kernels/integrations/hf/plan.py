@@ -109,9 +109,7 @@ def _first_that_fits(
         if tree is None:
             setup = dataclasses.replace(setup, drafter=_without_unused_heads(setup.drafter, candidate))
         if shape is None:
-            shape = _generation_shape(setup, graphs, kv_dtype, limits["prefill_chunk"])
-            # A budget's bytes are better spent on pages.
-            shape = dataclasses.replace(shape, recorded=shape.recorded and limits["budget"] is None)
+            shape = _generation_shape(setup, graphs, limits)
         shape = dataclasses.replace(
             shape, head_bytes=setup.drafter.nbytes, coded_head_bytes=_coded_bytes(setup.drafter)
         )
@@ -177,8 +175,9 @@ def _attention_sizes(facts: ModelFacts) -> list[tuple[LayerKV, int]]:
     return list(dict.fromkeys(zip(facts.layers, facts.num_qo_heads, strict=True)))
 
 
-def _generation_shape(setup: Setup, graphs: GraphUse, kv_dtype: str | None, max_rows: int) -> GenerationShape:
+def _generation_shape(setup: Setup, graphs: GraphUse, limits: dict[str, Any]) -> GenerationShape:
     """The sizes that a memory plan needs, measured where they depend on the model's code."""
+    kv_dtype, max_rows = limits["kv_dtype"], limits["prefill_chunk"]
     model, facts, drafter, backend = setup.model, setup.facts, setup.drafter, setup.backend
     shapes = _attention_sizes(facts)
     (forward, logits), library_bytes = measure_passes(model, facts, max_rows), measure_libraries(model, facts, max_rows)
@@ -222,7 +221,7 @@ def _generation_shape(setup: Setup, graphs: GraphUse, kv_dtype: str | None, max_
         devices=len({layer.device for layer in facts.layers} | {facts.device}),
         kept_steps=MAX_STEPS if graphs.wanted else 0,
         graphs=captured,
-        recorded=graphs.wanted and backend == "cpu",
+        recorded=graphs.wanted and backend == "cpu" and limits["budget"] is None,  # a budget's bytes go to pages
     )
 
 
