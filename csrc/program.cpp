@@ -35,8 +35,9 @@ void* Blocks::take(int64_t bytes) {
   for (auto block = free_.begin(); block != free_.end(); ++block)
     if (block->second >= bytes && (best == free_.end() || block->second < best->second)) best = block;
   if (best == free_.end()) {
-    const int64_t wanted = bytes > kChunk ? bytes : kChunk, left = limit_ - total_,
-                  size = wanted < left ? wanted : left;
+    const int64_t wanted = bytes > kChunk ? bytes : kChunk;
+    const int64_t left = (limit_ - total_) / kAlign * kAlign;  // aligned_alloc takes whole multiples
+    const int64_t size = wanted < left ? wanted : left;
     if (size < bytes) throw std::bad_alloc();
     void* chunk = std::aligned_alloc(kAlign, static_cast<size_t>(size));
     if (chunk == nullptr) throw std::bad_alloc();
