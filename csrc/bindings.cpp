@@ -48,7 +48,9 @@ PYBIND11_MODULE(_cpu, m) {
   add_operators(m);
   py::class_<Blocks, std::shared_ptr<Blocks>>(m, "Blocks", "Memory of recordings that never run at once.")
       .def(py::init<int64_t>())
-      .def_property_readonly("nbytes", &Blocks::bytes);
+      .def_property_readonly("nbytes", &Blocks::bytes)
+      .def_property_readonly("resident", &Blocks::resident)
+      .def("trim", &Blocks::trim);
   py::class_<Program>(m, "Program").def("__call__", &Program::run);
   m.def("record", &Program::record, "Record the operators of a function of tensors like `inputs`.");
   m.def("attention_workspace", &attention_workspace, "Bytes that each thread of tree_attention works in, at most.");

@@ -1,6 +1,8 @@
 #include "program.h"
 
-#include <cstdlib>
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <cstring>
 #include <new>
 #include <string>
@@ -11,7 +13,7 @@ namespace py = pybind11;
 namespace specmemo {
 namespace {
 
-constexpr int64_t kAlign = 64, kChunk = 16 << 10;  // bytes
+constexpr int64_t kChunk = 64 << 10;  // bytes
 thread_local Program* current = nullptr;
 
 struct RecordingScope {
@@ -27,7 +29,13 @@ struct RecordingScope {
 Program* recording() { return current; }
 
 Blocks::~Blocks() {
-  for (void* chunk : chunks_) std::free(chunk);
+  for (const auto& [chunk, size] : chunks_) munmap(chunk, static_cast<size_t>(size));
+}
+
+void Blocks::trim() {
+  if (!resident_) return;
+  for (const auto& [chunk, size] : chunks_) madvise(chunk, static_cast<size_t>(size), MADV_DONTNEED);
+  resident_ = false;
 }
 
 void* Blocks::take(int64_t bytes) {
@@ -35,16 +43,19 @@ void* Blocks::take(int64_t bytes) {
   for (auto block = free_.begin(); block != free_.end(); ++block)
     if (block->second >= bytes && (best == free_.end() || block->second < best->second)) best = block;
   if (best == free_.end()) {
-    const int64_t wanted = bytes > kChunk ? bytes : kChunk;
-    const int64_t left = (limit_ - total_) / kAlign * kAlign;  // aligned_alloc takes whole multiples
+    const int64_t page = sysconf(_SC_PAGESIZE);
+    const int64_t wanted = ((bytes > kChunk ? bytes : kChunk) + page - 1) / page * page;
+    const int64_t left = (limit_ - total_) / page * page;
     const int64_t size = wanted < left ? wanted : left;
     if (size < bytes) throw std::bad_alloc();
-    void* chunk = std::aligned_alloc(kAlign, static_cast<size_t>(size));
-    if (chunk == nullptr) throw std::bad_alloc();
-    chunks_.push_back(chunk);
+    void* mapped = mmap(nullptr, static_cast<size_t>(size), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) throw std::bad_alloc();
+    char* chunk = static_cast<char*>(mapped);
+    chunks_.emplace(chunk, size);
     total_ += size;
-    best = free_.emplace(static_cast<char*>(chunk), size).first;
+    best = free_.emplace(chunk, size).first;
   }
+  resident_ = true;
   const auto [block, size] = *best;
   free_.erase(best);
   if (size > bytes) free_.emplace(block + bytes, size - bytes);
@@ -101,6 +112,7 @@ Program Program::record(std::shared_ptr<Blocks> blocks, const py::sequence& inpu
 py::tuple Program::run(const py::args& inputs) const {
   if (inputs.size() != inputs_.size())
     throw py::value_error(std::to_string(inputs.size()) + " inputs given, expected " + std::to_string(inputs_.size()));
+  blocks_->used();
   for (size_t i = 0; i < inputs_.size(); ++i) {
     const Rows given = rows_of(inputs[i]);
     const Rows& input = inputs_[i];

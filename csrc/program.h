@@ -29,10 +29,16 @@ class Blocks {
   void give(void* block, int64_t bytes);
   int64_t bytes() const { return total_; }
 
+  // Returns the memory to the system, which maps it again, zeroed, where it is used. No recording is running.
+  void trim();
+  void used() { resident_ = true; }
+  bool resident() const { return resident_; }
+
  private:
-  std::map<char*, int64_t> free_;  // sizes by address
-  std::vector<void*> chunks_;
+  std::map<char*, int64_t> free_;    // sizes by address
+  std::map<char*, int64_t> chunks_;  // mapped, whole pages
   int64_t limit_, total_ = 0;
+  bool resident_ = false;  // since the last trim
 };
 
 using Job = std::function<void(int threads)>;

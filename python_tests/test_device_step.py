@@ -111,6 +111,8 @@ class Recording:
     def __init__(self) -> None:
         self.nbytes, self.captured, self.replayed = 0, 0, 0
 
+    def trim(self) -> None: ...
+
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         self.captured += 1
         self.nbytes += 1000

@@ -10,7 +10,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from selection import examples
 
-from specmemo_kernels.planning.footprint import GenerationShape, PassBytes, StepSize, fixed_parts, page_parts
+from specmemo_kernels.planning.footprint import (
+    GenerationShape,
+    PassBytes,
+    StepSize,
+    fixed_parts,
+    page_parts,
+    pass_bytes,
+)
 from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan, divide_budget, format_bytes, parse_bytes
 from specmemo_kernels.tree.draft_tree import DraftTree
 
@@ -199,7 +206,7 @@ def test_a_refusal_names_the_largest_part() -> None:
 
 @pytest.mark.parametrize("budget", [None, 2**28])
 def test_plans_are_json_and_text(budget: int | None) -> None:
-    plan = divide_budget(SHAPE, TREES[2], budget=budget, page_size=16)
+    plan, size = divide_budget(SHAPE, TREES[2], budget=budget, page_size=16), StepSize(TREES[2].size, 8, 256, 16)
     data = json.loads(json.dumps(plan.to_json()))
     names = ("drafter", "heads", "head_bits", "kernels", "kv_dtype", "tokens_per_step", "tokens_per_second")
     for name in (*names, "step_seconds"):
@@ -208,7 +215,8 @@ def test_plans_are_json_and_text(budget: int | None) -> None:
     assert DraftTree.from_paths(data.pop("tree")) == plan.tree
     assert data == {
         "max_sequences": plan.max_sequences, "page_size": 16, "max_pages": plan.max_pages,
-        "prefill_chunk": plan.prefill_chunk, "budget": budget, "parts": plan.parts, "recorded_bytes": 0,
+        "prefill_chunk": plan.prefill_chunk, "budget": budget, "parts": plan.parts,
+        "pass_bytes": pass_bytes(SHAPE, size),
     }  # fmt: skip
     text = str(plan)
     assert "at most 8 sequences at once" in text

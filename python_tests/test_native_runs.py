@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tiny_models import random_heads, tiny_model
 import specmemo_kernels as sk
 from specmemo_kernels.engine import host_capture
 from specmemo_kernels.engine.host_capture import HostCapture
+from specmemo_kernels.integrations.hf import target
 
 cpu: Any = pytest.importorskip("specmemo_kernels.backends.cpu")
 
@@ -79,7 +81,7 @@ def _change(y: torch.Tensor, choice: int, rows: torch.Tensor) -> torch.Tensor:
 @settings(max_examples=examples(100), deadline=None)
 @given(
     choices=st.lists(st.integers(0, 9), min_size=1, max_size=14), rows=st.integers(1, 9), seed=st.integers(0, 1000),
-    limit=st.sampled_from([0, 2048, 1 << 20]),
+    limit=st.sampled_from([0, 16 << 10, 2 << 20]),
 )  # fmt: skip
 def test_random_functions(choices: list[int], rows: int, seed: int, limit: int) -> None:
     """Replays on new input have the function's bits, whatever the memory; it is never exceeded."""
@@ -96,9 +98,11 @@ def test_random_functions(choices: list[int], rows: int, seed: int, limit: int) 
     x.normal_(generator=generator)
     capture = HostCapture(CPU, limit)
     replay = capture(lambda: run(0))
-    assert capture.nbytes <= limit
-    for _ in range(2):
+    assert capture.block_bytes <= limit // 2
+    for trim in (False, False, True):
         x.normal_(generator=generator)
+        if trim:
+            capture.trim()
         replay()
         run(1)
         assert torch.equal(out[0], out[1])
@@ -123,25 +127,58 @@ def test_a_run_is_one_call(programs: list[int]) -> None:
     """Beside it: the product in front of it, and the copy to the result."""
     capture = _replayed(lambda x: norm(linear(linear(norm(x), 0), 1)))
     assert programs == [1, 2]
-    assert 3 * 5 * SIZE * 4 <= capture.nbytes <= 16 << 10
+    assert 3 * 5 * SIZE * 4 <= capture.block_bytes <= 64 << 10
 
 
 def test_blocks_are_used_again(programs: list[int]) -> None:
-    """Forty operators need no more memory than four."""
+    """Four hundred operators need no more memory than four."""
 
     def chain(x: torch.Tensor, length: int) -> torch.Tensor:
         for i in range(length):
             x = linear(x, i % 3)
         return x
 
-    assert _replayed(lambda x: chain(x, 40)).nbytes == _replayed(lambda x: chain(x, 4)).nbytes
+    assert _replayed(lambda x: chain(x, 400)).block_bytes == _replayed(lambda x: chain(x, 4)).block_bytes
     assert programs == [1, 2]
 
 
 def test_too_little_memory(programs: list[int]) -> None:
     """The operators are called one by one."""
-    assert _replayed(lambda x: norm(linear(linear(norm(x), 0), 1)), limit=1000).nbytes <= 1000
+    assert _replayed(lambda x: norm(linear(linear(norm(x), 0), 1)), limit=1000).block_bytes <= 500
     assert programs == [0, 6]
+
+
+def test_other_temporaries_take_the_limit(programs: list[int]) -> None:
+    """A step that needs more than half of it outside of its blocks has none."""
+
+    for copies, expected in ((1, 1), (3, 0)):
+
+        def function(x: torch.Tensor, copies: int = copies) -> torch.Tensor:
+            return norm(linear(x.repeat(10, copies)[:, :SIZE].contiguous(), 0))[:5]
+
+        _replayed(function, limit=72 << 10)
+        assert programs[0] == expected
+
+
+def test_trimmed_memory() -> None:
+    """It is returned to the system, and the next run has the same results."""
+    x, weight = torch.randn(64, 2048), torch.randn(4096, 2048) / 64
+    blocks = cpu.Blocks(8 << 20)
+    program = cpu.record(blocks, [x], lambda x: [cpu.linear(x, weight, None, None, False)], None)
+    blocks.trim()
+    expected, empty = program(x)[0], _resident()
+    assert blocks.resident
+    blocks.trim()
+    assert not blocks.resident
+    assert empty - _resident() > 0.9 * (x.nbytes + expected.nbytes)
+    assert torch.equal(program(x)[0], expected)
+
+
+def _resident() -> int:
+    """Bytes of anonymous resident memory."""
+    if not (status := Path("/proc/self/status")).exists():
+        pytest.skip("resident memory is read from /proc")
+    return 1024 * int(next(line for line in status.read_text().splitlines() if line.startswith("RssAnon")).split()[1])
 
 
 def test_input_that_changes_shape() -> None:
@@ -188,15 +225,43 @@ def test_a_program_keeps_its_tensors() -> None:
     assert len(others) == 20
 
 
+@pytest.mark.parametrize("budget", [None, "2MiB"])
 @pytest.mark.parametrize("tree", [1, 6])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_oss"])
-def test_layers_of_a_model(family: str, tree: int, programs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_a_model(
+    family: str, tree: int, budget: str | None, programs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The tokens of the unpatched model; all layers of a Llama are one program."""
     monkeypatch.setattr(HostCapture, "after", 1)
     model, inputs = tiny_model(family), batch((40, 9))
     expected = greedy(model, inputs, 40)
-    with sk.patch(model, random_heads(model), tree=tree, graph=True) as handle:
+    with sk.patch(model, random_heads(model), tree=tree, graph=True, memory_budget=budget) as handle:
         assert torch.equal(greedy(model, inputs, 40), expected)
         assert handle.stats.graph_steps > 10
-        assert 0 < handle.graphs._steps._capture.nbytes <= handle.plan.recorded_bytes
+        assert 0 < handle.graphs._steps._capture.block_bytes <= handle.plan.pass_bytes // 2
         assert programs[0] == 1 if family in ("llama", "qwen3") else programs[0] > 0
+
+
+@pytest.mark.parametrize("drafter", ["heads", "prompt-lookup", "model"])
+def test_other_passes_have_the_memory(drafter: str, programs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, steps before a recording, and a draft model's passes run while no blocks are in memory."""
+    monkeypatch.setattr(HostCapture, "after", 2)
+    model, passes, run = tiny_model("llama"), [0, 0], target.run_packed
+    heads = {"heads": random_heads(model), "model": tiny_model("qwen3")}.get(drafter, drafter)
+
+    with sk.patch(model, heads, tree=4, graph=True, prefill_chunk=16) as handle:
+
+        def packed(*args: Any, **kwargs: Any) -> Any:
+            capture = handle.graphs._steps and handle.graphs._steps._capture
+            blocks = capture and capture._blocks
+            passes[blocks is not None] += 1
+            assert blocks is None or not blocks.resident
+            return run(*args, **kwargs)
+
+        monkeypatch.setattr(target, "run_packed", packed)
+        for lengths in ((40, 9), (30,), (5, 50, 11)):
+            inputs = batch(lengths)
+            assert torch.equal(greedy(model, inputs, 20), greedy(tiny_model("llama"), inputs, 20))
+        assert handle.stats.graph_steps > 10
+    assert programs[0] > 0
+    assert passes[1] > 5

@@ -175,6 +175,7 @@ copy_rows = _cpu.copy_rows
 #: ``function`` makes on tensors like ``inputs``. It returns copies of the function's results.
 record = _cpu.record
 #: ``Blocks(limit)``: the memory of programs that never run at once, at most ``limit`` bytes; ``MemoryError`` beyond.
+#: ``trim()`` returns it to the system until a program runs.
 Blocks = _cpu.Blocks
 RECORDED = frozenset((linear, gated_mlp, rms_norm, add_rms_norm, rotary, tree_attention, append_paged_kv, copy_rows))
 

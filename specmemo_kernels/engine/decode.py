@@ -231,7 +231,13 @@ class SpecDecoder:
 
     def _propose(self, tree: Trees) -> tuple[TreeBatch, float]:
         """The trees to verify, and the seconds that the drafter took."""
+        self._trim()
         return propose_trees(self.drafter, self.reader, tree, self.sequences, self.pool, self.target, self.agree)
+
+    def _trim(self) -> None:
+        """Free what captured steps hold, before another pass."""
+        if self.overlapped is not None:
+            self.overlapped.steps.trim()
 
     def behind(self) -> int:
         """Tokens that the drafter must compute before it drafts for the running sequences."""
@@ -244,6 +250,7 @@ class SpecDecoder:
 
     def _forward(self, trees: TreeBatch | None, timing: _StepTiming | None = None) -> list[SequenceState]:
         """Run one pass over trees and the next chunk, and advance the sequences; returns the finished sequences."""
+        self._trim()
         running = self.sequences if trees is not None else []
         nodes, depth = (0, 0) if trees is None else (trees.num_tree_nodes, trees.max_depth)
         chunk: Chunk | None = None

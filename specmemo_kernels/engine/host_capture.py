@@ -2,7 +2,7 @@
 
 The Python code of a small model's modules takes as long as its operators. A recorded step calls the same operators on
 the same tensors without that code, and fused ones where they apply. Temporary tensors are allocated and freed as in the
-step itself.
+step itself, or lie in blocks that the recordings share; no other pass runs while these are in memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specmemo_kernels.engine.fusion import fused
 from specmemo_kernels.engine.native_runs import native_runs
-from specmemo_kernels.engine.program import Call, View, compiled
+from specmemo_kernels.engine.program import Call, View, compiled, peak_bytes
 from specmemo_kernels.ops.dispatch import dispatcher_active, implementation
 
 Tensor = torch.Tensor
@@ -33,7 +33,8 @@ class HostCapture:
     Implements :class:`specmemo_kernels.engine.step_graph.Capture`.
 
     Args:
-        limit: most bytes that all recordings keep. Operators whose tensors need more are called one by one.
+        limit: bytes of a step's temporaries. The blocks get half of it; operators whose tensors need more, or that
+            leave other temporaries of more than the other half, are called one by one.
 
     Raises:
         ValueError: ``device`` isn't a CPU.
@@ -42,6 +43,7 @@ class HostCapture:
     #: Recording takes as long as 3 to 9 eager steps. A replay saves a quarter to three fifths of an eager step (models
     #: of 125 and 7 million parameters). So steps that run only a few times aren't recorded.
     after = 8
+    nbytes = 0
 
     def __init__(self, device: torch.device, limit: int) -> None:
         if device.type != "cpu":
@@ -50,9 +52,13 @@ class HostCapture:
         self._blocks: Any = None
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all recordings' memory; other temporaries are freed in every replay."""
+    def block_bytes(self) -> int:
+        """Bytes of the blocks."""
         return 0 if self._blocks is None else int(self._blocks.nbytes)
+
+    def trim(self) -> None:
+        if self._blocks is not None:
+            self._blocks.trim()
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         """Record ``run``. Its replays run it eagerly while a dispatch mode, tracer or profiler is active.
@@ -61,12 +67,27 @@ class HostCapture:
             RuntimeError: its operators depend on values, or one of them can't be repeated.
         """
         calls, kernels = record(run)
-        if self._limit and hasattr(kernels, "record"):
-            if self._blocks is None:
-                self._blocks = kernels.Blocks(self._limit)
-            calls = native_runs(calls, kernels, self._blocks)
+        calls, in_blocks = self._in_blocks(calls, kernels)
         program = compiled(calls)
-        return lambda: run() if dispatcher_active() else program()
+
+        def replay() -> None:
+            eager = dispatcher_active()
+            if eager or not in_blocks:
+                self.trim()
+            (run if eager else program)()
+
+        return replay
+
+    def _in_blocks(self, calls: list[Call], kernels: Any) -> tuple[list[Call], bool]:
+        """The calls with runs in blocks, and whether there are any."""
+        if not hasattr(kernels, "record"):
+            return calls, False
+        if self._blocks is None:
+            self._blocks = kernels.Blocks(self._limit // 2)
+        native = native_runs(calls, kernels, self._blocks)
+        if len(native) == len(calls) or peak_bytes(native) > self._limit - self._limit // 2:
+            return calls, False
+        return native, True
 
 
 def record(run: Callable[[], None]) -> tuple[list[Call], Any]:

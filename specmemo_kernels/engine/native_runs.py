@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specmemo_kernels.engine.program import Call, View
+from specmemo_kernels.engine.program import Call, View, last_uses
 
 Tensor = torch.Tensor
 
@@ -20,7 +20,7 @@ def native_runs(calls: Sequence[Call], kernels: Any, blocks: Any) -> list[Call]:
 
     ``blocks``: the memory of the programs, which never run at once.
     """
-    last = {view.name: i for i, call in enumerate(calls) for view in call.views}
+    last = last_uses(calls)
     whole = {view.name: view for call in calls for view in call.results if view is not None}
     result: list[Call] = []
     runs = groupby(enumerate(calls), key=lambda item: item[1].function in kernels.RECORDED)
@@ -60,7 +60,7 @@ class _Run:
         made = {view.name: view for call in self.calls for view in call.results if view is not None}
         read = dict.fromkeys(view.name for call in self.calls for view in call.views)
         inputs = [self.whole[name] for name in read if name not in made]
-        results = [view for view in made.values() if self.last.get(view.name, -1) >= self.first + len(self.calls)]
+        results = [view for view in made.values() if self.last[view.name] >= self.first + len(self.calls)]
         if not results or not all(view.contiguous and not view.offset for view in (*inputs, *results)):
             return None
         examples = [torch.empty(view.size, dtype=view.dtype) for view in inputs]
@@ -97,5 +97,5 @@ class _Run:
     def _over(self, call: Call, position: int) -> Iterator[str]:
         """The variables of a call that no later call reads."""
         for view in (*call.views, *call.results):
-            if view is not None and self.last.get(view.name, -1) <= position:
+            if view is not None and self.last[view.name] <= position:
                 yield view.name

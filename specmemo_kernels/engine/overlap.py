@@ -133,6 +133,7 @@ class OverlappedSteps:
             self.steps.load(sequences)
         filled, behind = None, 0
         if self.steps.host_drafter is not None:
+            self.steps.trim()
             tree = decoder.step_tree()
             behind = decoder.behind() if decoder.chooser is not None and tree.size > 1 else 0
             filled = propose(

@@ -26,6 +26,14 @@ class View:
         return cls(name, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of memory from the variable's start to the view's end."""
+        if 0 in self.size:
+            return 0
+        last = self.offset + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
+    @property
     def contiguous(self) -> bool:
         expected = 1
         for size, stride in zip(reversed(self.size), reversed(self.stride), strict=True):
@@ -80,6 +88,21 @@ def _views(values: Sequence[Any]) -> Iterator[View]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _views(value)
+
+
+def last_uses(calls: Sequence[Call]) -> dict[str, int]:
+    """The last call that reads each variable, or makes one that none reads."""
+    return {view.name: i for i, call in enumerate(calls) for view in (*call.results, *call.views) if view is not None}
+
+
+def peak_bytes(calls: Sequence[Call]) -> int:
+    """Most bytes of variables at once, without what functions allocate and free."""
+    last, live, peak = last_uses(calls), dict[str, int](), 0
+    for i, call in enumerate(calls):
+        live |= {view.name: view.nbytes for view in call.results if view is not None}
+        peak = max(peak, sum(live.values()))
+        live = {name: size for name, size in live.items() if last[name] > i}
+    return peak
 
 
 def compiled(calls: Sequence[Call]) -> Callable[[], None]:

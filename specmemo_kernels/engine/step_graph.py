@@ -32,13 +32,16 @@ class CaptureFailed(RuntimeError):
 class Capture(Protocol):
     """Records a function's launches without running them and returns a function that replays them.
 
-    ``after``: eager runs of a step before its capture. ``nbytes``: memory that all recordings hold for their tensors.
+    ``after``: eager runs of a step before its capture. ``nbytes``: memory that all recordings hold for their tensors
+    while other passes run. ``trim()`` frees what they hold besides, until the next replay.
     """
 
     after: int
 
     @property
     def nbytes(self) -> int: ...
+
+    def trim(self) -> None: ...
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]: ...
 
@@ -55,6 +58,8 @@ class CudaCapture:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool, self.nbytes = torch.cuda.graph_pool_handle(), 0
+
+    def trim(self) -> None: ...
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         with torch.cuda.device(self._device):
@@ -143,6 +148,11 @@ class StepCache:
         self._steps.clear()
         self._capture = None
 
+    def trim(self) -> None:
+        """Free what captured steps hold while nothing else runs; to be called before any other pass."""
+        if self._capture is not None:
+            self._capture.trim()
+
     def load(self, sequences: Sequence[SequenceState]) -> None:
         """Start the next step from the host's state of ``sequences``."""
         if self._state is None:
@@ -185,6 +195,8 @@ class StepCache:
         timed = cached.replay is not None if self._make_capture is not None else cached.runs > 0
         if self._make_capture is not None and cached.runs >= self.after and cached.replay is None:
             cached.replay = self._captured(cached.step)
+        if cached.replay is None:
+            self.trim()
         (cached.replay or cached.step.run)()
         cached.runs += 1
         return cached.step.emitted, timed
@@ -193,6 +205,7 @@ class StepCache:
         assert self._make_capture is not None
         if self._capture is None:
             self._capture = self._make_capture()
+        self.trim()
         try:
             return self._capture(step.run)
         except Exception as error:

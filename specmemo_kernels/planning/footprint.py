@@ -26,11 +26,6 @@ _JOINED_ROW_BYTES = 3 * 8
 _TOKEN_BYTES = 3 * 8
 #: A block table entry, and its copy in a step.
 _TABLE_BYTES = 2 * 4
-#: Unit in which recorded steps allocate (csrc/program.cpp).
-_CHUNK_BYTES = 16 << 10
-#: Nodes up to which all operators are one call. Products dominate larger steps: at 125M on an EPYC with AVX2 it saves
-#: 6 % of a step at 6 nodes, 1 to 5 % at 16.
-_RECORDED_NODES = 16
 #: Graphs: torch's allocator rounds up to blocks of 2 and 20 MiB, and cuBLAS allocates a workspace of up to 32 MiB for
 #: the capturing stream.
 _GRAPH_BYTES = (2 + 20 + 32) << 20
@@ -140,7 +135,6 @@ class GenerationShape:
         devices: number of devices with layers; each gets a copy of a step's metadata.
         kept_steps: number of steps whose tensors are cached (``step_graph.MAX_STEPS``).
         graphs: whether cached steps are graphs, which own all tensors of a step.
-        recorded: whether cached steps are recorded on a CPU and keep the tensors of a pass.
     """
 
     kv_bytes_per_token: int
@@ -158,7 +152,6 @@ class GenerationShape:
     scratch_bytes_per_node: int | None = None
     kept_steps: int = 0
     graphs: bool = False
-    recorded: bool = False
     coded_head_bytes: int | None = None
     mixer_state_bytes: int = 0
     mixers: PassBytes = PassBytes()
@@ -168,10 +161,6 @@ class GenerationShape:
     def node_bytes(self) -> int:
         """Scratch bytes of a node, never quantised."""
         return self.kv_bytes_per_token if self.scratch_bytes_per_node is None else self.scratch_bytes_per_node
-
-    def recorded_bytes(self, nodes: int) -> int:
-        """Bytes that recorded steps of at most ``nodes`` nodes keep together: they never run at once."""
-        return self.forward.at(min(nodes, _RECORDED_NODES)) + _CHUNK_BYTES if self.recorded else 0
 
 
 @dataclass(frozen=True)
@@ -193,8 +182,8 @@ class StepSize:
         return max(self.chunk, self.nodes)
 
 
-def fixed_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
-    """Bytes by part, without the shares that grow with the number of pages."""
+def pass_bytes(shape: GenerationShape, size: StepSize) -> int:
+    """Bytes of the tensors of one pass, of the model or the drafter."""
     # Rows are tree nodes and prompt tokens. Logits: all nodes, and the last token of a prompt.
     forward = shape.forward.at(size.rows)
     if shape.mixer_state_bytes:
@@ -202,7 +191,11 @@ def fixed_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
         for rows, trees in ((size.rows, size.sequences - 1), (size.nodes, size.sequences)):
             if trees:
                 forward = max(forward, shape.beside_mixers.at(rows) + shape.mixers.at(trees))
-    step = max(forward + shape.logits.at(size.nodes), shape.draft.at(size.sequences))
+    return max(forward + shape.logits.at(size.nodes), shape.draft.at(size.sequences))
+
+
+def fixed_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
+    """Bytes by part, without the shares that grow with the number of pages."""
     splits = -(-size.rows // shape.split_size) + 1 if shape.split_size else 0
     words = -(-size.tree_size // 64)
     layout = 8 * words + 4 + 8 + 8 + 8  # mask, parent, depth, row, column of the candidate
@@ -211,7 +204,9 @@ def fixed_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
     parts = {
         "heads": shape.head_bytes,
         "tree_scratch": size.nodes * shape.node_bytes,
-        "activations": step + size.sequences * shape.state_bytes + size.rows * splits * shape.split_row_bytes,
+        "activations": pass_bytes(shape, size)
+        + size.sequences * shape.state_bytes
+        + size.rows * splits * shape.split_row_bytes,
         "metadata": metadata * shape.devices,
         "workspace": shape.workspace_bytes,
     }
@@ -223,7 +218,6 @@ def fixed_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
         results = size.sequences * (8 * (2 * size.tree_size + 1) + 4)  # a row per sequence: tokens and nodes of a path
         parts["graphs"] = shape.kept_steps * (size.nodes * layout + results)
         parts["graphs"] += size.sequences * (shape.state_bytes + _SEQUENCE_BYTES)
-        parts["graphs"] += shape.recorded_bytes(size.nodes)
     if shape.graphs:
         splits = -(-size.nodes // shape.split_size) + 1 if shape.split_size else 0
         step = max(shape.forward.at(size.nodes) + shape.logits.at(size.nodes), shape.draft.at(size.sequences))

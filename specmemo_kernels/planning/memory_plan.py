@@ -11,7 +11,7 @@ import re
 from dataclasses import asdict, dataclass, field
 
 from specmemo_kernels.backends.kernel_config import KernelConfig
-from specmemo_kernels.planning.footprint import GenerationShape, StepSize, fixed_parts, page_parts
+from specmemo_kernels.planning.footprint import GenerationShape, StepSize, fixed_parts, page_parts, pass_bytes
 from specmemo_kernels.tree.tree_budget import TreeBudget, Trees
 
 _UNITS = {"": 1, "B": 1} | {
@@ -69,7 +69,8 @@ class MemoryPlan:
             patching don't.
         parts: maximum bytes of each part; their sum is within the budget. A call with more rows than
             ``max_sequences`` also holds their ids, 24 bytes per padded token.
-        recorded_bytes: the part of ``parts["graphs"]`` that holds the tensors in recorded steps on a CPU.
+        pass_bytes: the part of ``parts["activations"]`` for the tensors of one pass, on a CPU also of a recorded step;
+            0 in plans of :func:`plan_memory`.
         drafter: its kind, if chosen by the plan. heads: Medusa heads to load, if chosen by the plan.
         head_bits: 4 if their matrices are in 4-bit codes, ``None``: as stored.
         kv_dtype: ``"int8"`` or ``"fp8"`` for pages of codes with scales; ``None``: the model's dtype.
@@ -95,7 +96,7 @@ class MemoryPlan:
     step_seconds: float | None = None
     reasons: tuple[str, ...] = ()
     kernels: tuple[KernelConfig, ...] | None = None
-    recorded_bytes: int = 0
+    pass_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -166,8 +167,8 @@ def divide_budget(
         BudgetError: not a single page fits.
     """
     if budget is None:
-        parts = fixed_parts(shape, StepSize(tree.size, max_sequences, prefill_chunk, page_size))
-        return MemoryPlan(tree, max_sequences, page_size, None, prefill_chunk, None, parts, kv_dtype=kv_dtype)
+        size = StepSize(tree.size, max_sequences, prefill_chunk, page_size)
+        return _plan(shape, tree, size, None, None, fixed_parts(shape, size), kv_dtype)
     sizes = [
         StepSize(tree.size, sequences, chunk, page_size)
         for sequences in _halvings(max_sequences, 1)
@@ -180,8 +181,23 @@ def divide_budget(
         if left >= max(page_bytes, budget // 4) or (size == sizes[-1] and left >= page_bytes):
             pages = left // page_bytes
             parts = {name: parts.get(name, 0) + pages * page.get(name, 0) for name in parts | page}
-            return MemoryPlan(tree, size.sequences, page_size, pages, size.chunk, budget, parts, kv_dtype=kv_dtype)
+            return _plan(shape, tree, size, pages, budget, parts, kv_dtype)
     raise BudgetError(_too_small(budget, page_size, parts, page_bytes, shape))
+
+
+def _plan(
+    shape: GenerationShape,
+    tree: Trees,
+    size: StepSize,
+    pages: int | None,
+    budget: int | None,
+    parts: dict[str, int],
+    kv_dtype: str | None,
+) -> MemoryPlan:
+    return MemoryPlan(
+        tree, size.sequences, size.page_size, pages, size.chunk, budget, parts, kv_dtype=kv_dtype,
+        pass_bytes=pass_bytes(shape, size),
+    )  # fmt: skip
 
 
 def _too_small(budget: int, page_size: int, parts: dict[str, int], page_bytes: int, shape: GenerationShape) -> str:

@@ -111,7 +111,7 @@ class SpecMemo:
         decoder = SpecDecoder(
             self.target, self.drafter, plan.tree, pool, verifier,
             prefill_chunk=plan.prefill_chunk, backend=self.backend, stats=self.stats, chooser=self.chooser,
-            overlapped=self.graphs.overlapped_steps(self.target, self.drafter, pool, self.backend, plan.recorded_bytes),
+            overlapped=self.graphs.overlapped_steps(self.target, self.drafter, pool, self.backend, plan.pass_bytes),
             agree=self.ranks.agree_on_guesses(self.drafter),
         )  # fmt: skip
         return Scheduler(

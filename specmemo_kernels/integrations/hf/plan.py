@@ -120,8 +120,7 @@ def _first_that_fits(
         shape = setup.ranks.max_over_ranks(shape)
         try:
             plan = divide_budget(shape, candidate, **limits)
-            recorded = shape.recorded_bytes(plan.max_nodes)
-            return setup, dataclasses.replace(plan, recorded_bytes=recorded, **fields)
+            return setup, dataclasses.replace(plan, **fields)
         except BudgetError as error:
             failure = error
     raise failure
@@ -221,7 +220,6 @@ def _generation_shape(setup: Setup, graphs: GraphUse, limits: dict[str, Any]) ->
         devices=len({layer.device for layer in facts.layers} | {facts.device}),
         kept_steps=MAX_STEPS if graphs.wanted else 0,
         graphs=captured,
-        recorded=graphs.wanted and backend == "cpu" and limits["budget"] is None,  # a budget's bytes go to pages
     )
 
 

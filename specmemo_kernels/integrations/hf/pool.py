@@ -44,18 +44,18 @@ class GraphUse:
     _steps: StepCache | None = field(default=None, init=False, repr=False)
 
     def overlapped_steps(
-        self, target: TargetModel, drafter: AnyDrafter, pool: PagedKVPool, backend: str, recorded_bytes: int
+        self, target: TargetModel, drafter: AnyDrafter, pool: PagedKVPool, backend: str, pass_bytes: int
     ) -> OverlappedSteps | None:
         """A decoder's steps. Graphs of an earlier decoder are reused for the same target, drafter and pool.
 
-        ``recorded_bytes``: :attr:`MemoryPlan.recorded_bytes`.
+        ``pass_bytes``: :attr:`MemoryPlan.pass_bytes`.
         """
         if not self.wanted:
             return None
         steps = self._steps
         if steps is None or not (steps.pool is pool and steps.target is target and steps.drafter is drafter):
             capture = CAPTURES.get(target.device.type)
-            limit = {"limit": recorded_bytes} if target.device.type == "cpu" else {}
+            limit = {"limit": pass_bytes} if target.device.type == "cpu" else {}
             make = None if capture is None else partial(capture, target.device, **limit)
             after = 1 if capture is None else capture.after
             steps = StepCache(target, drafter, pool, pool.block_table.shape[0], backend, make, after)
