@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -65,3 +66,29 @@ def gpu_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(overlap.IN_FLIGHT, "cpu", 2)
     monkeypatch.delitem(pool.CAPTURES, "cpu")
+
+
+@pytest.fixture
+def device_state(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Checks that each step starts from the host's state; the number of steps that were told to, and of copies."""
+    from specmemo_kernels.engine.device_step import StepState
+    from specmemo_kernels.engine.step_graph import StepCache
+
+    counts, load, copy = [0, 0], StepCache.load, StepState.load
+
+    def loading(self: StepCache, sequences: Any) -> None:
+        load(self, sequences)
+        counts[0] += 1
+        state, number = self._state, len(sequences)
+        assert state is not None
+        found = torch.stack([state.slots, state.roots, state.seq_lens.long()])[:, :number]
+        assert found.T.tolist() == [[s.slot, s.tokens[-1], len(s.tokens) - 1] for s in sequences]
+        assert torch.equal(state.hidden[:number], torch.stack([s.hidden for s in sequences]))
+
+    def copying(self: StepState, sequences: Any) -> None:
+        counts[1] += 1
+        copy(self, sequences)
+
+    monkeypatch.setattr(StepCache, "load", loading)
+    monkeypatch.setattr(StepState, "load", copying)
+    return counts

@@ -20,11 +20,12 @@ import specmemo_kernels as sk
 from specmemo_kernels import ops
 from specmemo_kernels.drafting.base import DraftInput
 from specmemo_kernels.engine import host_capture, overlap
-from specmemo_kernels.engine.host_capture import HostCapture
+from specmemo_kernels.engine.host_capture import HostCapture, record
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
 
 TREE = sk.DraftTree.from_paths(_bushy_paths(14))
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("device_state")
 
 
 def capture(run: Callable[[], None]) -> Callable[[], None]:
@@ -48,6 +49,37 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(HostCapture, "__call__", counting)
     return count
+
+
+def test_unread_results_are_not_computed() -> None:
+    """Nor what only they read; writes are."""
+    x, out = torch.randn(3), torch.zeros(3)
+
+    def run() -> None:
+        x.sin().cos()
+        y = x * 2
+        y.add_(1)
+        out.copy_(y)
+
+    calls, _ = record(run)
+    assert [call.function.name() for call in calls] == ["aten::mul.Tensor", "aten::add_.Tensor", "aten::copy_"]
+
+
+def test_the_state_is_copied_when_it_has_changed(device_state: list[int], replays: list[int]) -> None:
+    """At the start, and where a row has ended or another pass was made between."""
+    model, inputs = tiny_model("llama"), batch((40, 1, 17))
+    expected = greedy(model, inputs, 40)
+    with sk.patch(model, random_heads(model), tree=4, graph=True) as handle:
+        assert torch.equal(greedy(model, inputs, 40), expected)
+        assert device_state[0] == handle.stats.graph_steps > 20
+        assert 1 <= device_state[1] <= 3
+        requests = [
+            sk.Request(list(range(1, 9 + i)), 12, [], sk.Sampling(seed=i) if i % 3 == 0 else None) for i in range(6)
+        ]
+        before = device_state[1]
+        sk.generate_batch(model, requests)
+        assert device_state[1] > before
+    assert replays[0] > 10
 
 
 @pytest.mark.parametrize("family", sample(FAMILIES, ["llama", "gemma2", "mixtral"]))

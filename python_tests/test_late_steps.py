@@ -24,7 +24,7 @@ from specmemo_kernels.integrations.hf import patch, plan
 from specmemo_kernels.integrations.hf.pool import GraphUse
 
 TREE = sk.DraftTree.from_paths(_bushy_paths(14))
-pytestmark = pytest.mark.usefixtures("gpu_overlap")
+pytestmark = pytest.mark.usefixtures("gpu_overlap", "device_state")
 PAUSES = {"a prompt is in prefill", "too few pages are free"}
 
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specmemo_kernels.engine.fusion import fused
 from specmemo_kernels.engine.native_runs import native_runs
-from specmemo_kernels.engine.program import Call, View, compiled, peak_bytes
+from specmemo_kernels.engine.program import Call, View, compiled, peak_bytes, without_unread
 from specmemo_kernels.ops.dispatch import dispatcher_active, implementation
 
 Tensor = torch.Tensor
@@ -145,7 +145,8 @@ class _Recorder(TorchDispatchMode):
 
     def calls(self) -> list[Call]:
         """The recorded calls, fused."""
-        return self._calls if self.kernels is None else fused(self._calls, self.kernels)
+        calls = without_unread(self._calls)
+        return calls if self.kernels is None else fused(calls, self.kernels)
 
     def _implementation(self, func: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
         """Our operators bypass torch's dispatcher."""

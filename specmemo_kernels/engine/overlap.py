@@ -131,6 +131,7 @@ class OverlappedSteps:
         sequences, tree = list(decoder.sequences), decoder.next_tree()
         if not self._flights:
             self.steps.load(sequences)
+        self.steps.hold(())
         filled, behind = None, 0
         if self.steps.host_drafter is not None:
             self.steps.trim()
@@ -186,6 +187,8 @@ class OverlappedSteps:
         finished = decoder.advance(alive, accepted, len(rows) * flight.tree.size, flight.tree.max_depth, hidden)
         decoder.release(finished)
         self._flights.popleft()
+        if not self._flights and len(rows) == len(flight.sequences) and not finished:
+            self.steps.hold(flight.sequences)
         if decoder.chooser is not None:
             alive_paths = [paths[row] for row in rows]
             decoder.chooser.stepped(flight.tree, alive_paths, self._seconds(flight), flight.drafting, flight.behind)

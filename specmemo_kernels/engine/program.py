@@ -95,6 +95,18 @@ def last_uses(calls: Sequence[Call]) -> dict[str, int]:
     return {view.name: i for i, call in enumerate(calls) for view in (*call.results, *call.views) if view is not None}
 
 
+def without_unread(calls: Sequence[Call]) -> list[Call]:
+    """``calls`` without those whose results no other call reads."""
+    read: set[str] = set()
+    kept = []
+    for call in reversed(calls):
+        results = {view.name for view in call.results if view is not None}
+        if not results or call.written or results & read:
+            kept.append(call)
+            read |= {view.name for view in call.views}
+    return kept[::-1]
+
+
 def peak_bytes(calls: Sequence[Call]) -> int:
     """Most bytes of variables at once, without what functions allocate and free."""
     last, live, peak = last_uses(calls), dict[str, int](), 0

@@ -133,6 +133,8 @@ class StepCache:
         self._make_capture = make_capture
         self._capture: Capture | None = None
         self._state: StepState | None = None
+        self._held: list[SequenceState] = []  # whose state is in ``_state``, when they were as in ``_rows``
+        self._rows: list[tuple[int, ...]] = []
         self._steps: dict[StepShape, _CachedStep] = {}
         self._version = pool.version
 
@@ -154,11 +156,16 @@ class StepCache:
             self._capture.trim()
 
     def load(self, sequences: Sequence[SequenceState]) -> None:
-        """Start the next step from the host's state of ``sequences``."""
+        """Start the next step from the host's state of ``sequences``, unless it is the last step's."""
         if self._state is None:
             assert sequences[0].hidden is not None, "a running sequence has a state"
             self._state = StepState(self.sequences, sequences[0].hidden)
-        self._state.load(sequences)
+        if not self._held or self._rows != _rows(sequences):
+            self._state.load(sequences)
+
+    def hold(self, sequences: Sequence[SequenceState]) -> None:
+        """Note that ``sequences`` are now as the last step left them; none: unknown."""
+        self._held, self._rows = list(sequences), _rows(sequences)
 
     def roots(self, sequences: int) -> Tensor:
         """``[sequences]`` int64: a copy of the newest tokens, from which the next step starts."""
@@ -219,3 +226,8 @@ class StepCache:
             cause = causes[-1]
             self.failed = f"a step can't be captured ({type(cause).__name__}: {str(cause).splitlines()[0][:200]})"
             raise CaptureFailed(self.failed) from error
+
+
+def _rows(sequences: Sequence[SequenceState]) -> list[tuple[int, ...]]:
+    """What tells states of sequences apart."""
+    return [(id(s), s.slot, s.tokens[-1], len(s.tokens)) for s in sequences]

@@ -149,7 +149,7 @@ ROOT = DraftTree.chain(0)
 
 def only_tokens(draft: Tensor, vocab_size: int) -> Tensor:
     """Replace values outside the vocabulary by -1."""
-    return torch.where((draft < 0) | (draft >= vocab_size), -1, draft)
+    return draft.masked_fill(draft != draft.clamp(0, vocab_size - 1), -1)
 
 
 def _without_empty_depths(tree: DraftTree, draft: Tensor) -> tuple[DraftTree, Tensor]:

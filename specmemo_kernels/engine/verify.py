@@ -94,8 +94,9 @@ class GreedyVerifier:
             batch.tokens, target_tokens, batch.parents, batch.qo_indptr, batch.max_depth
         )
         # The emitted tokens are the target's tokens at the accepted nodes.
-        node = (batch.qo_indptr[:-1, None] + index.clamp(min=0)).long()
-        rows = torch.cat([target_tokens[node], index.long(), length[:, None].long()], dim=1)
+        node = batch.qo_indptr[:-1, None] + index.clamp(min=0)
+        emitted = target_tokens.index_select(0, node.flatten()).view(node.shape)
+        rows = torch.cat([emitted, index.long(), length[:, None].long()], dim=1)
         return DeviceVerdict(index, length, bonus, rows)
 
 

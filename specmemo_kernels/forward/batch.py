@@ -148,7 +148,7 @@ def tree_batch(
         layout = tree_layout(tree, sequences, seq_lens.device)
     return TreeBatch(
         tokens=draft_tokens.reshape(-1),
-        positions=seq_lens.long()[layout.row] + layout.depths,
+        positions=seq_lens.index_select(0, layout.row) + layout.depths,
         parents=layout.parents,
         tree_mask=layout.tree_mask,
         qo_indptr=layout.qo_indptr,
