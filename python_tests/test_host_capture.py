@@ -82,6 +82,40 @@ def test_the_state_is_copied_when_it_has_changed(device_state: list[int], replay
     assert replays[0] > 10
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_passes_are_timed_as_recorded(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the choice of trees; the replays compute what the model does. A model that reads values is timed eagerly."""
+    model, replayed = tiny_model("llama"), [0]
+    if reads:
+        norm = model.model.norm.forward
+        monkeypatch.setattr(model.model.norm, "forward", lambda x: norm(x) * float(bool((x == x).all())))
+    original = HostCapture.__call__
+
+    def call(self: HostCapture, run: Callable[[], None]) -> Callable[[], None]:
+        replay = original(self, run)
+        (kept,) = (cell.cell_contents for cell in run.__closure__ or () if isinstance(cell.cell_contents, torch.Tensor))
+        run()
+        expected = kept.clone()
+        kept.fill_(float("nan"))
+
+        def checked() -> None:
+            replay()
+            assert torch.equal(kept, expected)
+            replayed[0] += 1
+
+        return checked
+
+    monkeypatch.setattr(HostCapture, "__call__", call)
+    with sk.patch(model, random_heads(model), graph=None) as handle:
+        assert handle.chooser is not None
+        assert all(seconds > 0 for _, seconds in handle.chooser.seconds.points)
+        assert (replayed[0] == 0) if reads else (replayed[0] >= 4 * len(handle.chooser.seconds.points))
+    before = replayed[0]
+    with sk.patch(model, random_heads(model), graph=False) as handle:
+        assert handle.chooser is not None
+        assert replayed[0] == before
+
+
 @pytest.mark.parametrize("family", sample(FAMILIES, ["llama", "gemma2", "mixtral"]))
 @pytest.mark.parametrize("fuse", sample([True, False], [True]))
 def test_families(family: str, fuse: bool, replays: list[int]) -> None:

@@ -8,11 +8,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from specmemo_kernels.engine.host_capture import HostCapture
 from specmemo_kernels.forward.tree_paths import paths_to_leaves
 from specmemo_kernels.integrations.hf.coded import measure_products
 from specmemo_kernels.integrations.hf.mixer_pass import MixerPass, chunk_pass, tree_pass
@@ -37,8 +39,9 @@ _LEAST_COUNTED = 2 << 20
 _PACKED = (torch.float32, torch.float64)
 #: Rows of the passes whose time is measured. A single row is a matrix-vector product.
 _TIMED_ROWS = (1, 2, 8, 32, 128)
-#: A pass is repeated, at most three times, until it has taken this long in total.
-_TIMED_SECONDS = 0.3
+#: A pass is repeated three times, if it takes less than the first of these times in total, and more often until it has
+#: taken the second.
+_TIMED_SECONDS, _LEAST_SECONDS = 0.3, 0.02
 
 
 def measure_passes(model: Any, facts: ModelFacts, max_rows: int) -> tuple[PassBytes, PassBytes]:
@@ -215,25 +218,53 @@ def _trace(
     return before, [max(0, held - before[-1]) for held in tracker.trace[len(before) :]]
 
 
-def time_passes(model: Any, facts: ModelFacts, max_rows: int, agreed: Callable[[float], float] = float) -> PassSeconds:
+def time_passes(
+    model: Any,
+    facts: ModelFacts,
+    max_rows: int,
+    agreed: Callable[[float], float] = float,
+    capture: HostCapture | None = None,
+) -> PassSeconds:
     """Seconds of forward passes up to the lm_head by their rows, at most ``max_rows``, without attention.
 
-    ``agreed`` returns the seconds that all ranks use, so that they run equally many passes.
+    Args:
+        agreed: returns the seconds that all ranks use, so that they run equally many passes.
+        capture: records the passes, as the steps that they predict. Python code takes as long for one row as for eight,
+            so that eager passes make the larger trees of a small model seem cheap.
     """
     points = []
     for rows in sorted({min(rows, max_rows) for rows in _TIMED_ROWS}):
         tokens = _same_tokens(facts, rows)
         current = tree_pass(facts.mixers, torch.arange(rows, device=facts.device))
+        run = partial(_run, model, facts, tokens, current)
+        with facts.pass_mode():
+            call = run if capture is None else _recorded(run, capture)
         times: list[float] = []
-        while len(times) < 4 and sum(times) < _TIMED_SECONDS:
+        while sum(times) < (_TIMED_SECONDS if len(times) < 4 else _LEAST_SECONDS):
             started = time.perf_counter()
             with facts.pass_mode():
-                _run(model, facts, tokens, current)
+                call()
             if facts.device.type == "cuda":
                 torch.cuda.synchronize(facts.device)
             times.append(agreed(time.perf_counter() - started))
         points.append((rows, min(times)))
     return PassSeconds(tuple(points))
+
+
+def _recorded(run: Callable[[], Tensor], capture: HostCapture) -> Callable[[], object]:
+    """A replay of ``run``, or ``run`` if it can't be recorded, or takes so long that its Python code doesn't matter."""
+    started = time.perf_counter()
+    kept = torch.empty_like(run())
+    if time.perf_counter() - started > _TIMED_SECONDS:
+        return run
+
+    def keep() -> None:
+        kept.copy_(run())
+
+    try:
+        return capture(keep)
+    except RuntimeError:
+        return run
 
 
 def _same_tokens(facts: ModelFacts, rows: int) -> Tensor:
@@ -247,7 +278,8 @@ def _run(
     tokens: Tensor,
     current: PackedPass | None = None,
     leaf_rows: int | None = None,
-) -> None:
-    """Run a pass over tokens at one position, which captures the states that a drafter reads."""
-    with tapped(cut=facts.exact_lm_head), facts.taps.captured(), facts.mixers.running(current):
+) -> Tensor:
+    """Run a pass over tokens at one position, which captures the states that a drafter reads; the hidden states."""
+    with tapped(cut=facts.exact_lm_head) as tap, facts.taps.captured(), facts.mixers.running(current):
         run_packed(model, tokens, tokens, like_attention, None, leaves=facts.leaves, leaf_rows=leaf_rows)
+    return tap.hidden

@@ -16,6 +16,7 @@ from specmemo_kernels.backends.kernel_config import (
 from specmemo_kernels.cache.kv_storage import LayerKV, page_dtype
 from specmemo_kernels.drafting.base import AnyDrafter, FeatureDrafter, PagedDrafter
 from specmemo_kernels.drafting.medusa import MedusaDrafter
+from specmemo_kernels.engine.host_capture import HostCapture
 from specmemo_kernels.engine.step_graph import MAX_STEPS
 from specmemo_kernels.integrations.hf.draft import HFDraftModel, Setup
 from specmemo_kernels.integrations.hf.feature_drafter import measure_advance, measure_draft, time_draft
@@ -153,7 +154,10 @@ def make_chooser(setup: Setup, plan: MemoryPlan, graphs: GraphUse) -> TreeChoose
         draft_seconds = time_draft(drafter, setup.facts, plan.tree, plan.max_sequences, agreed)
     prior = [[CHAIN_ACCURACY]] * plan.tree.max_depth if getattr(drafter, "prefers_chain", False) else setup.accuracy
     sizes = GRAPH_SIZES if graphs.wanted else None
-    seconds = time_passes(setup.model, setup.facts, rows, agreed)
+    device, capture = setup.facts.device, None
+    if graphs.wanted and device.type == "cpu":
+        capture = HostCapture(device, plan.pass_bytes)
+    seconds = time_passes(setup.model, setup.facts, rows, agreed, capture)
     acceptance: Acceptance
     recurrent = bool(setup.facts.mixers.mixers)
     if isinstance(plan.tree, TreeBudget):
