@@ -116,6 +116,17 @@ def test_passes_are_timed_as_recorded(reads: bool, monkeypatch: pytest.MonkeyPat
         assert replayed[0] == before
 
 
+def test_a_recording_that_fails_stops_no_patching(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: HostCapture, run: Callable[[], None]) -> Callable[[], None]:
+        raise TypeError("not recorded")
+
+    monkeypatch.setattr(HostCapture, "__call__", fail)
+    model = tiny_model("llama")
+    with sk.patch(model, random_heads(model)) as handle:
+        assert handle.chooser is not None
+        assert all(seconds > 0 for _, seconds in handle.chooser.seconds.points)
+
+
 @pytest.mark.parametrize("family", sample(FAMILIES, ["llama", "gemma2", "mixtral"]))
 @pytest.mark.parametrize("fuse", sample([True, False], [True]))
 def test_families(family: str, fuse: bool, replays: list[int]) -> None:

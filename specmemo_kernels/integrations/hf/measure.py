@@ -263,7 +263,7 @@ def _recorded(run: Callable[[], Tensor], capture: HostCapture) -> Callable[[], o
 
     try:
         return capture(keep)
-    except RuntimeError:
+    except Exception:  # whatever the model's code raises while it is recorded
         return run
 
 
