@@ -168,7 +168,10 @@ def divide_budget(
     """
     if budget is None:
         size = StepSize(tree.size, max_sequences, prefill_chunk, page_size)
-        return _plan(shape, tree, size, None, None, fixed_parts(shape, size), kv_dtype)
+        return MemoryPlan(
+            tree, max_sequences, page_size, None, prefill_chunk, None, fixed_parts(shape, size), kv_dtype=kv_dtype,
+            pass_bytes=pass_bytes(shape, size),
+        )  # fmt: skip
     sizes = [
         StepSize(tree.size, sequences, chunk, page_size)
         for sequences in _halvings(max_sequences, 1)
@@ -181,23 +184,11 @@ def divide_budget(
         if left >= max(page_bytes, budget // 4) or (size == sizes[-1] and left >= page_bytes):
             pages = left // page_bytes
             parts = {name: parts.get(name, 0) + pages * page.get(name, 0) for name in parts | page}
-            return _plan(shape, tree, size, pages, budget, parts, kv_dtype)
+            return MemoryPlan(
+                tree, size.sequences, page_size, pages, size.chunk, budget, parts, kv_dtype=kv_dtype,
+                pass_bytes=pass_bytes(shape, size),
+            )  # fmt: skip
     raise BudgetError(_too_small(budget, page_size, parts, page_bytes, shape))
-
-
-def _plan(
-    shape: GenerationShape,
-    tree: Trees,
-    size: StepSize,
-    pages: int | None,
-    budget: int | None,
-    parts: dict[str, int],
-    kv_dtype: str | None,
-) -> MemoryPlan:
-    return MemoryPlan(
-        tree, size.sequences, size.page_size, pages, size.chunk, budget, parts, kv_dtype=kv_dtype,
-        pass_bytes=pass_bytes(shape, size),
-    )  # fmt: skip
 
 
 def _too_small(budget: int, page_size: int, parts: dict[str, int], page_bytes: int, shape: GenerationShape) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from specmemo_kernels.engine.host_capture import HostCapture
+from specmemo_kernels.engine.step_graph import Capture
 from specmemo_kernels.forward.tree_paths import paths_to_leaves
 from specmemo_kernels.integrations.hf.coded import measure_products
 from specmemo_kernels.integrations.hf.mixer_pass import MixerPass, chunk_pass, tree_pass
@@ -223,7 +223,7 @@ def time_passes(
     facts: ModelFacts,
     max_rows: int,
     agreed: Callable[[float], float] = float,
-    capture: HostCapture | None = None,
+    capture: Capture | None = None,
 ) -> PassSeconds:
     """Seconds of forward passes up to the lm_head by their rows, at most ``max_rows``, without attention.
 
@@ -251,7 +251,7 @@ def time_passes(
     return PassSeconds(tuple(points))
 
 
-def _recorded(run: Callable[[], Tensor], capture: HostCapture) -> Callable[[], object]:
+def _recorded(run: Callable[[], Tensor], capture: Capture) -> Callable[[], object]:
     """A replay of ``run``, or ``run`` if it can't be recorded, or takes so long that its Python code doesn't matter."""
     started = time.perf_counter()
     kept = torch.empty_like(run())

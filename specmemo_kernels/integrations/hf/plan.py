@@ -16,7 +16,6 @@ from specmemo_kernels.backends.kernel_config import (
 from specmemo_kernels.cache.kv_storage import LayerKV, page_dtype
 from specmemo_kernels.drafting.base import AnyDrafter, FeatureDrafter, PagedDrafter
 from specmemo_kernels.drafting.medusa import MedusaDrafter
-from specmemo_kernels.engine.host_capture import HostCapture
 from specmemo_kernels.engine.step_graph import MAX_STEPS
 from specmemo_kernels.integrations.hf.draft import HFDraftModel, Setup
 from specmemo_kernels.integrations.hf.feature_drafter import measure_advance, measure_draft, time_draft
@@ -29,7 +28,7 @@ from specmemo_kernels.integrations.hf.measure import (
     measure_quantised,
     time_passes,
 )
-from specmemo_kernels.integrations.hf.pool import GraphUse
+from specmemo_kernels.integrations.hf.pool import GraphUse, capture_of
 from specmemo_kernels.integrations.hf.target import ModelFacts
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.device_probe import kernel_target, profile_of
@@ -154,10 +153,10 @@ def make_chooser(setup: Setup, plan: MemoryPlan, graphs: GraphUse) -> TreeChoose
         draft_seconds = time_draft(drafter, setup.facts, plan.tree, plan.max_sequences, agreed)
     prior = [[CHAIN_ACCURACY]] * plan.tree.max_depth if getattr(drafter, "prefers_chain", False) else setup.accuracy
     sizes = GRAPH_SIZES if graphs.wanted else None
-    device, capture = setup.facts.device, None
+    device, make = setup.facts.device, None
     if graphs.wanted and device.type == "cpu":
-        capture = HostCapture(device, plan.pass_bytes)
-    seconds = time_passes(setup.model, setup.facts, rows, agreed, capture)
+        make = capture_of(device, plan.pass_bytes)
+    seconds = time_passes(setup.model, setup.facts, rows, agreed, None if make is None else make())
     acceptance: Acceptance
     recurrent = bool(setup.facts.mixers.mixers)
     if isinstance(plan.tree, TreeBudget):

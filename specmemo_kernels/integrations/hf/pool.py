@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,7 +14,7 @@ from specmemo_kernels.engine.host_capture import HostCapture
 from specmemo_kernels.engine.overlap import IN_FLIGHT, OverlappedSteps
 from specmemo_kernels.engine.pressure import MemoryPressureController, is_out_of_memory, raise_exhausted
 from specmemo_kernels.engine.stats import DecodeStats
-from specmemo_kernels.engine.step_graph import CudaCapture, StepCache
+from specmemo_kernels.engine.step_graph import Capture, CudaCapture, StepCache
 from specmemo_kernels.forward.target import TargetModel
 from specmemo_kernels.integrations.hf.changes import ModelSignature
 from specmemo_kernels.integrations.hf.checks import rope_limit
@@ -54,9 +54,7 @@ class GraphUse:
             return None
         steps = self._steps
         if steps is None or not (steps.pool is pool and steps.target is target and steps.drafter is drafter):
-            capture = CAPTURES.get(target.device.type)
-            limit = {"limit": pass_bytes} if target.device.type == "cpu" else {}
-            make = None if capture is None else partial(capture, target.device, **limit)
+            make, capture = capture_of(target.device, pass_bytes), CAPTURES.get(target.device.type)
             after = 1 if capture is None else capture.after
             steps = StepCache(target, drafter, pool, pool.block_table.shape[0], backend, make, after)
             self._steps = steps
@@ -70,6 +68,16 @@ class GraphUse:
     def nbytes(self) -> int:
         """Bytes of the steps' tensors and the graphs' pool, without the driver's own memory."""
         return 0 if self._steps is None else self._steps.nbytes
+
+
+def capture_of(device: torch.device, pass_bytes: int) -> Callable[[], Capture] | None:
+    """What makes the capture of steps on ``device``; ``None``: they run eagerly.
+
+    ``pass_bytes``: :attr:`MemoryPlan.pass_bytes`.
+    """
+    capture = CAPTURES.get(device.type)
+    limit = {"limit": pass_bytes} if device.type == "cpu" else {}
+    return None if capture is None else partial(capture, device, **limit)
 
 
 def graph_use(graph: bool | None, setup: Setup) -> GraphUse:
