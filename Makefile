@@ -49,6 +49,7 @@ test-arm: $(STAMP)
 
 # The operators with the kernels under AddressSanitizer and UndefinedBehaviorSanitizer, built into build/asan by GCC.
 ASAN_TESTS := attention cpu_kernels fuse fusion head_bits linear native_runs op_calls ops page_order quantised_kv weight_codes
+SOURCES = csrc specmemo_kernels setup.py pyproject.toml CMakeLists.txt MANIFEST.in README.md LICENSE
 ASAN_LIBRARIES = $(foreach name,asan ubsan stdc++,$(shell g++ -print-file-name=lib$(name).so))
 test-asan: build/asan/installed
 	cd python_tests && ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(ASAN_LIBRARIES)" PYTHONPATH=$(abspath build/asan) \
@@ -159,9 +160,11 @@ endif
 	touch $@
 
 build/asan/installed: $(STAMP)
-	rm -rf build/asan
+	rm -rf build/asan build/asan-source
+	mkdir -p build/asan-source
+	cp -r $(SOURCES) build/asan-source  # a build here would leave its flags to the next one
 	CXX=g++ CXXFLAGS="-fsanitize=address,undefined -fno-sanitize=alignment -fno-sanitize-recover=undefined -g1" \
-	  $(PIP) install --quiet --no-deps --target build/asan .
+	  $(PIP) install --quiet --no-deps --target build/asan ./build/asan-source
 	touch $@
 
 # Finds torch and transformers in $(VENV).

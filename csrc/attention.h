@@ -217,7 +217,8 @@ class Attention {
       const int64_t node = first + r / group_, head = kv_head * group_ + r % group_;
       float top = state.max[r], total = state.sum[r], keep = 1.0f;
       if (args_.sinks != nullptr) {
-        const float sink = T::to_float(static_cast<const Raw*>(args_.sinks)[head]) * kLog2e;
+        const float sink = kLog2e * (args_.float_sinks ? static_cast<const float*>(args_.sinks)[head]
+                                                       : T::to_float(static_cast<const Raw*>(args_.sinks)[head]));
         const float with_sink = top > sink ? top : sink;
         keep = exp2_scalar(top - with_sink);
         total = total * keep + exp2_scalar(sink - with_sink);

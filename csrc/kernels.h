@@ -40,7 +40,7 @@ struct AttentionArgs {
   const int32_t* seq_lens;     // [batch]
   const int32_t* qo_indptr;    // [batch + 1]
   const int64_t* tree_mask;    // [N, mask_words], or null: causal
-  const void* sinks;           // [num_qo_heads] in q's dtype, or null
+  const void* sinks;           // [num_qo_heads] float if float_sinks, else in q's dtype, or null
   void* out;                   // [N, num_qo_heads, v_dim], contiguous
   float* lse;                  // [N, num_qo_heads]
   int64_t batch, max_pages, mask_words;
@@ -49,6 +49,7 @@ struct AttentionArgs {
   float softcap;   // 0: none
   int64_t window;  // 0: none
   bool invariant;  // a node's result is that of decoding its path's tokens one by one
+  bool float_sinks;
 };
 
 // x @ weight^T + bias

@@ -187,7 +187,7 @@ template <class T, class Dot>
 void run_gated_mlp(const GatedMlpArgs& args, int threads) {
   typedef typename T::Raw Raw;
   typedef RowProducts<T, Dot> Products;
-  if (args.gate.outputs == 0 || args.down.outputs == 0) return;
+  if (args.down.outputs == 0) return;
   for (int64_t row = 0; row < args.gate.rows; row += kMaxRows) {
     const ProductArgs gate = rows_from<T>(args.gate, row), up = rows_from<T>(args.up, row);
     ProductArgs down = args.down;
@@ -195,7 +195,8 @@ void run_gated_mlp(const GatedMlpArgs& args, int threads) {
     const MlpMemory<T, Dot> sizes(gate.rows, gate.inputs, gate.outputs);
     auto *memory = static_cast<char*>(arena(1, sizes.bytes)), *prepared = memory + sizes.activations;
     down.x = memory;
-    run_gates<T, Products>(gate, up, args.activation, reinterpret_cast<Raw*>(memory), prepared, threads);
+    if (gate.outputs != 0)
+      run_gates<T, Products>(gate, up, args.activation, reinterpret_cast<Raw*>(memory), prepared, threads);
     run_product<T, Products>(down, static_cast<Raw*>(args.out) + row * down.outputs, prepared, threads);
   }
 }

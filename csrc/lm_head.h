@@ -65,7 +65,7 @@ struct ExpSums {
     }
   }
 
-  static constexpr float kLargest = 3.4e38f;  // finite: the difference of two infinities is NaN
+  static constexpr float kLargest = __FLT_MAX__;  // finite: the difference of two infinities is NaN
 };
 
 // The same in one number.

@@ -74,8 +74,9 @@ py::object tree_attention(Arguments a) {
   const TensorView lengths = view(a[6]), mask = view(a[8]);
   py::object sinks = py::reinterpret_borrow<py::object>(a[12]);
   TensorView sink = view(sinks);
-  if (sink.data != nullptr && (sink.code != rows.code || sink.bits != rows.bits)) {
-    sinks = sinks.attr("to")(py::handle(a[0]).attr("dtype"));
+  auto is_float = [](const TensorView& tensor) { return tensor.code == kFloat && tensor.bits == 32; };
+  if (sink.data != nullptr && (sink.code != rows.code || sink.bits != rows.bits) && !is_float(sink)) {
+    sinks = sinks.attr("float")();
     if (recording() != nullptr) recording()->keep(sinks);
     sink = view(sinks);
   }
@@ -91,6 +92,7 @@ py::object tree_attention(Arguments a) {
   args.k_scales = view(a[16]).at<float>(), args.v_scales = view(a[17]).at<float>();
   args.block_table = table.at<int32_t>(), args.seq_lens = lengths.at<int32_t>();
   args.qo_indptr = view(a[7]).at<int32_t>(), args.tree_mask = mask.at<int64_t>(), args.sinks = sink.at<void>();
+  args.float_sinks = is_float(sink);
   args.batch = lengths.shape[0], args.max_pages = table.shape[1], args.order = page_order(k);
   args.mask_words = mask.data == nullptr ? 0 : mask.shape[1];
   args.num_qo_heads = rows.shape[1], args.num_kv_heads = values.shape[1];

@@ -134,8 +134,8 @@ class Weights {
       // Lanes past the rows are unused.
       const VecF previous = load<VecF>(state_max + first), block_max = top[0] * splat(unit);
       VecF maximum = block_max > previous ? block_max : previous;
-      // Only scores of NaN or minus infinity: they must reach the sum.
-      maximum = maximum == splat(kMinusInf) ? hide(VecF{}, has_visible) : maximum;
+      // Only scores of NaN or minus infinity: they must reach the sum. Any later score is above this maximum.
+      maximum = maximum == splat(kMinusInf) ? hide(splat(-3e38f), has_visible) : maximum;
       store(now + first, maximum);
       for (int i = 0; i < kLanes && first + i < group.count; ++i) state_max[first + i] = now[first + i];
       maximum = maximum == splat(kMinusInf) ? VecF{} : maximum;  // no visible key yet: any reference gives zero weights

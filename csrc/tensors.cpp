@@ -1,5 +1,7 @@
 #include "tensors.h"
 
+#include <pybind11/gil_safe_call_once.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -33,7 +35,8 @@ struct ExchangeApi {  // DLPackExchangeAPI
 
 constexpr uint32_t kMajor = 1;
 constexpr int32_t kCpu = 1;
-constexpr int kMaxDims = 4;  // of tensors made here
+constexpr int kMaxDims = 8;  // of tensors made here
+constexpr int64_t kMaxBytes = int64_t{1} << 48;
 
 struct Torch {
   const ExchangeApi* exchange;
@@ -42,19 +45,22 @@ struct Torch {
 
 std::atomic<bool> fill_new{false};
 
-// Looked up with the first tensor: torch is imported by then.
+// Looked up with the first tensor: torch is imported by then. The import may pass the GIL to a thread that waits here,
+// which a static variable's lock would not.
 const Torch& torch() {
-  static const Torch found = [] {
-    const py::object module = py::module_::import("torch"), tensor = module.attr("Tensor");
-    const py::capsule capsule = tensor.attr("__dlpack_c_exchange_api__");
-    const auto* api = capsule.get_pointer<const ExchangeApi>();
-    while (api != nullptr && api->major != kMajor) api = api->previous;
-    if (api == nullptr)
-      throw py::import_error(
-          "torch has no DLPack exchange API of version 1, which backend 'cpu' needs; use torch 2.11 to 2.13");
-    return Torch{api, py::object(module.attr("get_num_threads")).release().ptr()};
-  }();
-  return found;
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<Torch> found;
+  return found
+      .call_once_and_store_result([] {
+        const py::object module = py::module_::import("torch"), tensor = module.attr("Tensor");
+        const py::capsule capsule = tensor.attr("__dlpack_c_exchange_api__");
+        const auto* api = capsule.get_pointer<const ExchangeApi>();
+        while (api != nullptr && api->major != kMajor) api = api->previous;
+        if (api == nullptr)
+          throw py::import_error(
+              "torch has no DLPack exchange API of version 1, which backend 'cpu' needs; use torch 2.11 to 2.13");
+        return Torch{api, py::object(module.attr("get_num_threads")).release().ptr()};
+      })
+      .get_stored();
 }
 
 }  // namespace
@@ -106,14 +112,16 @@ NewTensor empty(uint8_t code, uint8_t bits, const int64_t* sizes, int ndim) {
     int64_t shape[kMaxDims], strides[kMaxDims], bytes;
     std::shared_ptr<Blocks> blocks;  // that the elements lie in; null: behind this
   };
-  constexpr size_t kAlign = 64, kHead = (sizeof(Owned) + kAlign - 1) / kAlign * kAlign;
+  constexpr int64_t kAlign = 64, kHead = (sizeof(Owned) + kAlign - 1) / kAlign * kAlign;
   if (ndim > kMaxDims)
-    throw py::value_error("the result has " + std::to_string(ndim) + " dimensions, at most 4 are allowed; flatten x");
-  int64_t count = 1;
-  for (int i = 0; i < ndim; ++i) count *= sizes[i];
-  const size_t bytes = (static_cast<size_t>(count) * bits / 8 + kAlign - 1) / kAlign * kAlign;
+    throw py::value_error("the result has " + std::to_string(ndim) + " dimensions, at most " +
+                          std::to_string(kMaxDims) + " are allowed; flatten x");
+  int64_t total = bits / 8;  // bytes of the elements
+  for (int i = 0; i < ndim; ++i)
+    if (__builtin_mul_overflow(total, sizes[i], &total) || total > kMaxBytes) throw std::bad_alloc();
+  const int64_t bytes = (total + kAlign - 1) / kAlign * kAlign;
   const std::shared_ptr<Blocks> blocks = recording() == nullptr || bytes == 0 ? nullptr : recording()->blocks();
-  void* block = blocks == nullptr ? nullptr : blocks->take(static_cast<int64_t>(bytes));
+  void* block = blocks == nullptr ? nullptr : blocks->take(bytes);
   void* memory = std::aligned_alloc(kAlign, kHead + (block == nullptr ? bytes : 0));
   if (memory == nullptr) throw std::bad_alloc();
   Owned* owned = new (memory) Owned{};
@@ -126,14 +134,17 @@ NewTensor empty(uint8_t code, uint8_t bits, const int64_t* sizes, int ndim) {
     std::free(self);
   };
   TensorView& tensor = owned->managed.tensor;
-  owned->bytes = static_cast<int64_t>(bytes), owned->blocks = blocks;
+  owned->bytes = bytes, owned->blocks = blocks;
   tensor.data = block == nullptr ? static_cast<char*>(memory) + kHead : block;
   if (fill_new) std::memset(tensor.data, 0xff, bytes);
   tensor.device_type = kCpu, tensor.code = code, tensor.bits = bits, tensor.lanes = 1;
   tensor.shape = owned->shape, tensor.strides = owned->strides;
   for (; tensor.ndim < ndim; ++tensor.ndim) owned->shape[tensor.ndim] = sizes[tensor.ndim];
   int64_t stride = 1;
-  for (int i = tensor.ndim - 1; i >= 0; stride *= owned->shape[i--]) owned->strides[i] = stride;
+  for (int i = tensor.ndim - 1; i >= 0; --i) {
+    owned->strides[i] = stride;
+    stride *= std::max<int64_t>(owned->shape[i], 1);
+  }
   PyObject* made = nullptr;
   if (torch().exchange->import_managed(&owned->managed, &made) != 0) throw py::error_already_set();
   return {py::reinterpret_steal<py::object>(made), tensor.data};

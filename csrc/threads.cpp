@@ -4,8 +4,10 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <exception>
 #include <new>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -16,8 +18,8 @@
 namespace specmemo {
 namespace {
 
-// No OpenMP runtime is linked, because a second one besides torch's would spin on the same cores. The loaded runtime is
-// used: GNU's, LLVM's and Intel's all export GOMP_parallel.
+// No OpenMP runtime is linked, because a second one besides torch's would spin on the same cores. Torch's is used:
+// GNU's, LLVM's and Intel's all export GOMP_parallel.
 using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 using PauseResources = int (*)(int kind);
 
@@ -28,44 +30,45 @@ struct Runtime {
 };
 
 #ifdef __linux__
-int look_into(dl_phdr_info* info, size_t, void* data) {
-  auto* found = static_cast<Runtime*>(data);
-  if (info->dlpi_name == nullptr || info->dlpi_name[0] == '\0') return 0;
-  const char* path = info->dlpi_name;
-  auto contains = [path](const char* part) {
-    for (const char* start = path; *start != '\0'; ++start) {
-      const char *a = start, *b = part;
-      while (*b != '\0' && *a == *b) ++a, ++b;
-      if (*b == '\0') return true;
-    }
-    return false;
-  };
-  if (!contains("omp")) return 0;
-  void* library = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
-  if (library == nullptr) return 0;
-  void* symbol = dlsym(library, "GOMP_parallel");
-  if (symbol == nullptr) {
-    dlclose(library);
-    return 0;
-  }
-  found->parallel = reinterpret_cast<GompParallel>(symbol);
-  found->name = "libomp";
-  if (contains("libgomp")) {
-    found->name = "libgomp";
-    found->pause = reinterpret_cast<PauseResources>(dlsym(library, "omp_pause_resource_all"));
-  }
-  return 1;  // the handle stays open, so the runtime stays loaded
+const char* file_name(const char* path) {
+  const char* slash = std::strrchr(path, '/');
+  return slash == nullptr ? path : slash + 1;
 }
+
+int find_torch(dl_phdr_info* info, size_t, void* path) {
+  constexpr char kName[] = "libtorch_cpu.so";
+  if (info->dlpi_name == nullptr) return 0;
+  if (std::strncmp(file_name(info->dlpi_name), kName, sizeof kName - 1) != 0) return 0;
+  *static_cast<std::string*>(path) = info->dlpi_name;
+  return 1;
+}
+
+// A process may have several runtimes: other packages bring their own. The symbols of a library's handle are its own
+// and those of the libraries it needs.
+Runtime torch_runtime() {
+  std::string path;
+  if (dl_iterate_phdr(find_torch, &path) == 0) return {};
+  void* torch = dlopen(path.c_str(), RTLD_LAZY | RTLD_NOLOAD);
+  if (torch == nullptr) return {};
+  void* symbol = dlsym(torch, "GOMP_parallel");
+  Dl_info found;
+  if (symbol == nullptr || dladdr(symbol, &found) == 0) {
+    dlclose(torch);
+    return {};
+  }
+  Runtime result{reinterpret_cast<GompParallel>(symbol), nullptr, "libomp"};  // the handle stays open
+  if (std::strstr(file_name(found.dli_fname), "gomp") != nullptr) {
+    result.name = "libgomp";
+    result.pause = reinterpret_cast<PauseResources>(dlsym(torch, "omp_pause_resource_all"));
+  }
+  return result;
+}
+#else
+Runtime torch_runtime() { return {}; }
 #endif
 
 const Runtime& runtime() {
-  static const Runtime found = [] {
-    Runtime result;
-#ifdef __linux__
-    dl_iterate_phdr(look_into, &result);
-#endif
-    return result;
-  }();
+  static const Runtime found = torch_runtime();
   return found;
 }
 

@@ -241,9 +241,9 @@ inline VecF exp2_nonpositive(VecF x) {
 }
 
 // tanh(x): rational approximation, odd degree 13 over even degree 6, on |x| <= 7.9053; error under 4 units in the last
-// place (the minimax coefficients that Eigen and XLA use).
+// place (the minimax coefficients that Eigen and XLA use). NaN for NaN, which the clamp keeps as a second operand.
 inline VecF tanh(VecF x) {
-  x = vmax(vmin(x, splat(7.90531110763549805f)), splat(-7.90531110763549805f));
+  x = vmax(splat(-7.90531110763549805f), vmin(splat(7.90531110763549805f), x));
   const VecF y = x * x;
   VecF p = splat(-2.76076847742355e-16f);
   p = p * y + 2.00018790482477e-13f;

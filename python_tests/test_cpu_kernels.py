@@ -207,11 +207,12 @@ def test_rows_are_copied_by_every_instruction_set(isa: str, case: PagedCase, dty
             assert torch.equal(*bits), (copy.__name__, pages)
 
 
+@pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("what", ["q", "k_new"])
-def test_nan_comes_through(isa: str, what: str, invariant: bool) -> None:
+def test_nan_comes_through(isa: str, what: str, invariant: bool, softcap: float | None) -> None:
     """NaN must not become finite numbers."""
-    inputs = attention_inputs(AttentionCase("nan", (30,), (4,), tree=False), torch.float32)
+    inputs = attention_inputs(AttentionCase("nan", (30,), (4,), tree=False, softcap=softcap), torch.float32)
     inputs[what][1, 0, 0] = float("nan")
     out, lse = ops.tree_attention(**{**inputs, "invariant": invariant}, backend="cpu")
     assert out[1, 0].isnan().all()
@@ -242,6 +243,29 @@ def test_lm_head_takes_nan_for_the_largest_as_torch_does(isa: str) -> None:
     logits = hidden @ weight.T
     assert ops.lm_head_argmax(hidden, weight, backend="cpu").item() == logits.argmax().item() == 17
     assert ops.lm_head_topk(hidden, weight, k=3, backend="cpu")[1].tolist() == [[17, 60, 99]]
+
+
+def test_a_block_of_keys_without_finite_scores(isa: str) -> None:
+    """Scores of minus infinity have no weight, however small the later ones are."""
+    keys = torch.full((70, 1, 1), -math.inf)
+    keys[64:, 0, 0] = torch.linspace(-800, -810, 6)
+    q, values = torch.ones(70, 1, 1), torch.randn(70, 1, 3, generator=torch.Generator().manual_seed(0))
+    pages, bounds = torch.empty(0, 1, 1, 1), torch.tensor([0, 70], dtype=torch.int32)
+    table, lengths = torch.empty(1, 0, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    out, lse = ops.tree_attention(
+        q, keys, values, pages, pages.new_empty(0, 1, 1, 3), table, lengths, bounds, scale=1.0, backend="cpu"
+    )
+    scores = keys[:, 0, 0].double()
+    rounding = {"rtol": 1e-4, "atol": 1e-4}  # of scores of 800 in float32
+    torch.testing.assert_close(out[-1, 0].double(), scores.softmax(0) @ values[:, 0].double(), **rounding)
+    torch.testing.assert_close(lse[-1, 0].double(), scores.logsumexp(0), **rounding)
+
+
+def test_log_probs_of_the_least_logits(isa: str) -> None:
+    hidden, weight = torch.ones(1, 1), torch.full((40, 1), torch.finfo(torch.float32).min)
+    values, _, lse = ops.lm_head_log_probs(hidden, weight, k=2, backend="cpu")
+    assert lse.item() == weight[0].item()
+    assert values.tolist() == [[0.0, 0.0]]
 
 
 def test_lm_head_rows_that_are_apart(isa: str) -> None:
@@ -286,10 +310,15 @@ print(_cpu.arena_bytes(), fixed + splits * row_bytes)
     assert 0 < held <= declared + (threads_set + 1) * 4096, "arenas are whole pages"
 
 
-def test_sinks_may_have_another_dtype() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_sinks_may_have_another_dtype(dtype: torch.dtype) -> None:
+    """They keep their precision, and the range of float32."""
     inputs = attention_inputs(AttentionCase("sinks", (30, 4), (3, 5), sinks=True), torch.bfloat16)
-    expected = ops.tree_attention(**inputs, backend="cpu")[0]
-    assert torch.equal(ops.tree_attention(**inputs | {"sinks": inputs["sinks"].float()}, backend="cpu")[0], expected)
+    same = inputs | {"sinks": inputs["sinks"].to(dtype)}
+    assert torch.equal(ops.tree_attention(**same, backend="cpu")[0], ops.tree_attention(**inputs, backend="cpu")[0])
+    other = inputs | {"sinks": torch.linspace(1, 7.03, len(inputs["sinks"])).to(dtype)}
+    found, expected = (ops.tree_attention(**other, backend=backend)[1] for backend in ("cpu", "reference"))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -335,8 +364,9 @@ def test_an_unknown_instruction_set_is_an_error_that_lists_the_known() -> None:
 
 def test_kernels_run_on_the_threads_that_torch_has() -> None:
     """No second OpenMP runtime: the kernels use torch's."""
-    loaded = Path("/proc/self/maps").read_text() if sys.platform == "linux" else ""
-    expected = "libgomp" if "libgomp" in loaded else "libomp" if "omp" in loaded else "std::thread"
+    mapped = Path("/proc/self/maps").read_text().split() if sys.platform == "linux" else []
+    loaded = {Path(path).name for path in mapped if path.startswith("/")}
+    expected = next((kind for kind in ("libgomp", "libomp") if any(kind in name for name in loaded)), "std::thread")
     assert _cpu.thread_runtime() == expected
 
 

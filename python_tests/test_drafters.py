@@ -267,6 +267,14 @@ def test_draft_model_through_patch(noise: float, places: int) -> None:
         assert handle.plan.tree == DraftTree.chain(5)
 
 
+def test_a_tree_without_a_first_guess() -> None:
+    """A draft model fills the chain of first guesses, which this tree doesn't have."""
+    model = tiny_model("llama", seed=11)
+    expected = greedy(model, batch((9,)), 12)
+    with sk.patch(model, sk.DraftModel(draft_of(model, 0.0), tokens=2), tree=[[1]]):
+        assert torch.equal(greedy(model, batch((9,)), 12), expected)
+
+
 def test_draft_model_of_another_family() -> None:
     """A draft model with layers of other sizes and kinds, with windows."""
     model, small = tiny_model("llama", seed=2), tiny_model("gemma2", seed=5)

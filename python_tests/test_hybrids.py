@@ -49,7 +49,7 @@ TREES: dict[int, Any] = {
         + [[0, 0, 0, 0, i] for i in range(3)]
     ),
 }
-EVERYDAY = ("qwen3_next", "jamba", "zamba2")
+EVERYDAY = ("qwen3_next", "zamba2")
 each_family = pytest.mark.parametrize("family", sample(HYBRIDS, EVERYDAY))
 
 
@@ -222,7 +222,7 @@ def test_sampling(family: str) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("family", EVERYDAY)
+@pytest.mark.parametrize("family", sample(["qwen3_next", "jamba", "zamba2"], ["qwen3_next"]))
 @pytest.mark.parametrize("damage", ["no copy", "no commit"])
 def test_negative_controls(family: str, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Verification in place, or without feeding the accepted rows: other tokens."""

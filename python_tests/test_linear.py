@@ -117,7 +117,7 @@ def test_few_rows() -> None:
 
 @each_backend
 @each_dtype
-@pytest.mark.parametrize("shape", [(3, 70), (1, 5, 70), (2, 3, 70), (2, 1, 3, 70), (70,)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 70), (1, 5, 70), (2, 3, 70), (2, 1, 3, 70), (1, 2, 1, 1, 3, 70), (70,)], ids=str)
 def test_leading_dimensions_and_strides(backend: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     weight = random(20, 70, dtype=dtype, seed=1)
     wide = random(*shape[:-1], 2 * shape[-1], dtype=dtype)
@@ -166,6 +166,12 @@ def test_gated_mlp(isa: str, size: tuple[int, ...], activation: str, dtype: torc
     one = ops.gated_mlp(x[-1:], gate, up, down, *biases, activation=activation, invariant=True, backend="cpu")
     whole = ops.gated_mlp(x, gate, up, down, *biases, activation=activation, invariant=True, backend="cpu")
     assert torch.equal(one[0], whole[-1])
+
+
+def test_a_gated_mlp_of_no_activations(isa: str) -> None:
+    x, none, down, bias = torch.ones(40, 4), torch.empty(0, 4), torch.empty(5, 0), torch.randn(5)
+    result = ops.gated_mlp(x, none, none, down, None, None, bias, activation="silu", backend="cpu")
+    assert torch.equal(result, bias.expand(40, 5))
 
 
 @each_dtype

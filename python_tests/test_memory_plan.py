@@ -62,7 +62,7 @@ def test_sizes_that_are_read() -> None:
 @pytest.mark.parametrize(
     "size",
     ["", "GiB", "-1", -5, 0, "0", "0.0MiB", "0.5", "0.0001 KB", "2 gigabytes", "2G", "1iB", "2gib", "1e9x", "1,5GB",
-     "nan", "inf", "9" * 400, None, True],
+     "nan", "inf", "9" * 400, 2.5, None, True],
 )  # fmt: skip
 def test_sizes_that_are_refused(size: object) -> None:
     """Anything below one byte; the message repeats it."""

@@ -87,6 +87,14 @@ PROBLEMS: dict[str, tuple[str, list[Any]]] = {
 }
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_transposed_input_has_the_strides_of_its_fake(backend: str) -> None:
+    x = torch.randn(3, 2, 16).transpose(0, 1)
+    arguments = (x, torch.ones(16), 1e-6, 1.0, True, backend)
+    result = torch.library.opcheck(torch.ops.specmemo.rms_norm.default, arguments, test_utils="test_faketensor")
+    assert set(result.values()) == {"SUCCESS"}
+
+
 @pytest.mark.parametrize("backend", sample(BACKENDS, BACKENDS[-1:]))
 @pytest.mark.parametrize("problem", sample(PROBLEMS, ["tree", "commit_int8", "verify", "topk_codes", "gated_mlp"]))
 def test_opcheck(problem: str, backend: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tiny_models import FAMILIES, VOCAB, OracleDrafter, tiny_model
 from transformers import PreTrainedModel
 
 import specmemo_kernels as sk
+from specmemo_kernels.planning.memory_plan import parse_bytes
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
 
 
@@ -158,6 +160,32 @@ def test_processors_get_one_row_at_a_time() -> None:
         more = peak_of(handle, batch((20,)), 8, repetition_penalty=1.2) - peak_of(handle, batch((20,)), 8)
         assert handle.stats.drafted > 0
         assert more < nodes * vocab * 4 // 4
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"sampling": sk.Sampling(top_k=50, top_p=0.9, min_p=0.1)},
+        {"sampling": sk.Sampling(repetition_penalty=1.2, presence_penalty=0.5, logit_bias={3: 1.0})},
+        {"sampling": sk.Sampling(typical=sk.TypicalAcceptance())},
+        {"logprobs": 5, "prompt_logprobs": True},
+    ],
+    ids=["best tokens", "penalties", "typical", "scores"],
+)
+def test_drawing_from_a_large_vocabulary_stays_within_the_budget(wanted: dict[str, Any]) -> None:
+    model = tiny_model("llama", seed=34, vocab_size=30_000)
+    options: dict[str, Any] = {"tree": 4, "max_batch_size": 2, "prefill_chunk": 16}
+    with pytest.raises(sk.BudgetError) as refusal:
+        sk.patch(model, "prompt-lookup", memory_budget=1000, **options)
+    least = re.search(r"give at least ([\d.]+ \w+)", str(refusal.value))
+    assert least is not None
+    with sk.patch(model, "prompt-lookup", memory_budget=parse_bytes(least[1]) + 2**18, **options) as handle:
+        requests = [sk.Request([5, 6, 7, 8] * 6, 6, [], **wanted) for _ in range(3)]
+        sk.generate_batch(model, requests)
+        handle.release()
+        with MemoryTracker() as tracker:
+            sk.generate_batch(model, requests)
+        assert tracker.peak <= handle.plan.total_bytes - handle.plan.parts["workspace"]
 
 
 def test_more_rows_than_places() -> None:

@@ -294,6 +294,24 @@ def test_typical_acceptance(rule: TypicalAcceptance) -> None:
     assert len(lengths) == 3
 
 
+EXTREMES = [1e-300, 1e-40, 1e-5, 1e30, 1e300]
+
+
+@pytest.mark.parametrize("value", EXTREMES)
+@pytest.mark.parametrize("name", ["temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "bias"])
+def test_every_accepted_value_has_a_distribution(name: str, value: float) -> None:
+    """Also with tokens of the prompt that the lm_head doesn't have."""
+    for sign in (1, -1) if name not in ("temperature", "repetition_penalty") else (1,):
+        given = {"logit_bias": {2: sign * value, 3: -sign * value}} if name == "bias" else {name: sign * value}
+        sampling = Sampling(top_k=3, top_p=0.9, **given)  # type: ignore[arg-type]
+        logits = torch.tensor([0.0, -3.0, 2.0, 5.0, -20.0])
+        probabilities = sampling.probabilities(logits, [1, 4, 7, 3, 3, 0], prompt_length=3)
+        assert probabilities.sum().item() == pytest.approx(1)
+        assert draw(probabilities, torch.Generator().manual_seed(0)) in range(5)
+        if name == "temperature" and value < 1:
+            assert probabilities.tolist() == [0, 0, 0, 1, 0]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -51,7 +51,7 @@ def gated_mlp(
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool) -> Tensor:
     """``x / sqrt(mean(x**2) + eps) * (weight + offset)``."""
     compute = torch.promote_types(x.dtype, torch.float32)
-    wide = x.to(compute)
+    wide = x.contiguous().to(compute)
     rows = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if round_first:
         rows = rows.to(x.dtype).to(compute)

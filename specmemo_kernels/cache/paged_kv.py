@@ -257,6 +257,16 @@ class PagedKVPool(KVStorage):
                     self._free_pages.append(page)
         self._free_slots.append(slot)
 
+    def is_open(self, slot: int) -> bool:
+        """Whether a sequence holds row ``slot``."""
+        return slot in self._pages
+
+    @property
+    def idle(self) -> bool:
+        """Whether no sequence holds a page or a row. An interrupt of :meth:`close` may leave some held for ever."""
+        rows, slots = self.block_table.shape[0], len(self._free_slots)
+        return not self._pages and not self._users and slots == rows and self.free_pages == self.num_pages
+
     def clear_cache(self) -> None:
         """Drop all cached pages, while no sequence is open.
 

@@ -160,7 +160,7 @@ class DraftModelDrafter:
         drafted = torch.stack(chain, dim=1)
         nodes = [node for node, path in enumerate(tree.paths, start=1) if not any(path)]
         depths = [tree.depths[node] - 1 for node in nodes]
-        index = torch.tensor(rows, device=device)[:, None], torch.tensor(nodes, device=device)
+        index = torch.tensor(rows, device=device)[:, None], torch.tensor(nodes, dtype=torch.int64, device=device)
         guesses[index] = drafted[:, depths].to(device)
         for sequence, length, tokens in zip(sequences, lengths, drafted[:, :-1].tolist(), strict=True):
             sequence.cached, sequence.guessed = length, tokens

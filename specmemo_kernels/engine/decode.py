@@ -203,7 +203,8 @@ class SpecDecoder:
         removed = {id(sequence) for sequence in sequences}
         for sequence in (*self.prefilling, *self.sequences):
             if id(sequence) in removed:
-                self.pool.close(sequence.slot, sequence.tokens, sequence.computed)
+                if self.pool.is_open(sequence.slot):  # not if an interrupt left this function
+                    self.pool.close(sequence.slot, sequence.tokens, sequence.computed)
                 if isinstance(self.drafter, StatefulDrafter):
                     self.drafter.close(sequence.slot)
                 sequence.close()

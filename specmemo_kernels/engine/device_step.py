@@ -113,7 +113,7 @@ class DeviceStep:
         self._slots, self._roots = state.slots[:count], state.roots[:count]
         self._seq_lens, self._hidden = state.seq_lens[:count], state.hidden[:count]
         with torch.inference_mode(False):
-            self._buffers = tuple(part.clone() for part in self._parts(tree))
+            self._buffers, self._complete = tuple(part.clone() for part in self._parts(tree)), True
             self.emitted = torch.zeros(count, 2 * shape.depth + 3, dtype=torch.int64, device=device)
             nodes = 0 if drafts_on_device(drafter) else shape.nodes
             self._drafts = torch.zeros(count, nodes, dtype=torch.int64, device=device)
@@ -140,11 +140,12 @@ class DeviceStep:
         """
         if drafts is not None:
             self._drafts.copy_(drafts)
-        if tree == self.tree:
+        if tree == self.tree and self._complete:
             return
+        self._complete = False  # an interrupt leaves parts of two trees
         for buffer, part in zip(self._buffers, self._parts(tree), strict=True):
             buffer.copy_(part)
-        self.tree = tree
+        self.tree, self._complete = tree, True
 
     def run(self) -> None:
         """Run the step. After a failure ``state`` is unchanged; pages differ only behind the sequences' ends."""

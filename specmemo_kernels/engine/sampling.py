@@ -16,6 +16,10 @@ Tensor = torch.Tensor
 SEEDS = (-(1 << 63), (1 << 64) - 1)
 
 
+#: Largest magnitude of a parameter; one over it is the least temperature.
+_LARGEST = 1e30
+
+
 @dataclass(frozen=True)
 class TypicalAcceptance:
     """Lossy: a candidate is accepted if its probability is above ``min(epsilon, alpha * exp(-entropy))``.
@@ -124,7 +128,7 @@ class Sampling:
         scores = self._changed_logits(logits.float(), tokens, prompt_length) if self.changes_logits else logits.float()
         if not self.temperature:
             return torch.zeros_like(scores).index_fill(0, scores.argmax(), 1.0)
-        scores = scores / self.temperature
+        scores = (scores - scores.max()) / max(self.temperature, 1 / _LARGEST)  # no quotient overflows
         if 0 < self.top_k < len(scores):
             scores = scores.masked_fill(scores < scores.topk(self.top_k).values[-1], -math.inf)
         if self.top_p < 1:
@@ -142,17 +146,23 @@ class Sampling:
         """``logits`` with bias and penalties."""
         if self.logit_bias:
             index = torch.tensor(list(self.logit_bias), device=logits.device)
-            logits = logits.index_add(0, index, logits.new_tensor(list(self.logit_bias.values())))
+            logits = logits.index_add(0, index, logits.new_tensor(list(map(_bounded, self.logit_bias.values()))))
         if self.repetition_penalty != 1:
-            index = torch.tensor(sorted(set(tokens)), device=logits.device)
-            seen = logits[index]
-            penalised = torch.where(seen < 0, seen * self.repetition_penalty, seen / self.repetition_penalty)
-            logits = logits.scatter(0, index, penalised)
+            # The embedding may have tokens that the lm_head doesn't have.
+            index = torch.tensor(sorted({t for t in tokens if t < len(logits)}), dtype=torch.int64).to(logits.device)
+            seen, penalty = logits[index], max(_bounded(self.repetition_penalty), 1 / _LARGEST)
+            logits = logits.scatter(0, index, torch.where(seen < 0, seen * penalty, seen / penalty))
         if self.presence_penalty or self.frequency_penalty:
             answer = torch.tensor(tokens[prompt_length:], dtype=torch.int64, device=logits.device)
             counts = torch.bincount(answer, minlength=len(logits))
-            logits = logits - self.frequency_penalty * counts - self.presence_penalty * (counts > 0)
-        return logits
+            logits = logits - _bounded(self.frequency_penalty) * counts
+            logits = logits - _bounded(self.presence_penalty) * (counts > 0)
+        return logits.clamp(max=torch.finfo(logits.dtype).max)
+
+
+def _bounded(value: float) -> float:
+    """A parameter that is finite in float32 too."""
+    return max(-_LARGEST, min(value, _LARGEST))
 
 
 def draw(probabilities: Tensor, generator: torch.Generator | None) -> int:

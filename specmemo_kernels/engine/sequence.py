@@ -31,7 +31,7 @@ class SequenceState:
         prompt: its tokens without padding; at least one.
         max_new_tokens: upper bound of the emitted tokens.
         eos_token_ids: emitting one of these ends the sequence (they may occur in the prompt).
-        stop: called after each new token with all tokens so far; ``True`` ends the sequence.
+        stop: called after each new token with a list of all tokens so far; ``True`` ends the sequence.
         sampling: how tokens are drawn; ``None``: greedily.
         logprobs: how many of the best tokens each token's score lists; ``None``: no scores.
         prompt_logprobs: whether the prompt's tokens are scored too.
@@ -73,6 +73,7 @@ class SequenceState:
     _random: torch.Generator | None = field(default=None, init=False, repr=False)
     _memo: list[int] = field(default_factory=list, init=False, repr=False)
     _memo_start: int = field(default=0, init=False, repr=False)
+    _stops: dict[int, bool] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -166,11 +167,17 @@ class SequenceState:
     def _take(self, emitted: Sequence[int]) -> int:
         for count, token in enumerate(emitted, start=1):
             self.tokens.append(token)
-            stopped = self.stop is not None and self.stop(self.tokens)
-            if stopped or token in self.eos_token_ids or self.remaining <= 0:
+            if self._stopped(self.tokens) or token in self.eos_token_ids or self.remaining <= 0:
                 self.finished = True
                 return count
         return len(emitted)
+
+    def _stopped(self, tokens: Sequence[int]) -> bool:
+        """Whether ``stop`` ends a text of these tokens."""
+        if self.stop is None:
+            return False
+        known = self._stops.get(len(tokens))
+        return self.stop(list(tokens)) if known is None else known
 
     def rollback(self, length: int) -> None:
         """Remove all tokens behind the first ``length``, which a failed step appended."""
@@ -204,8 +211,14 @@ class SequenceState:
         until :meth:`take`, so that a retry neither draws again nor calls a processor twice.
         """
         if not self.num_memoised:
-            self._memo_start, self._memo = len(self.tokens), []
+            self._memo_start, self._memo, self._stops = len(self.tokens), [], {}
         position = len(self.tokens) + ahead - self._memo_start
         if position == len(self._memo):
             self._memo.append(choose())
         return self._memo[position]
+
+    def memoised_stop(self, ahead: Sequence[int]) -> bool:
+        """Whether ``stop`` ends the sequence with these memoised tokens; it is called once for each token."""
+        tokens = [*self.tokens, *ahead]
+        self._stops[len(tokens)] = stopped = self._stopped(tokens)
+        return stopped

@@ -185,7 +185,8 @@ def walk(
     while True:
         token = sequence.memoised_token(len(tokens), partial(choose, path[-1], tokens))
         tokens.append(token)
-        if token in sequence.eos_token_ids or len(tokens) >= sequence.remaining or len(path) > max_depth:
+        stopped = sequence.memoised_stop(tokens)  # before the next draw, which would change the random state
+        if stopped or token in sequence.eos_token_ids or len(tokens) >= sequence.remaining or len(path) > max_depth:
             return path, tokens
         children = range(path[-1] + 1, len(parents))
         child = next((c for c in children if parents[c] == path[-1] and drafts[c] == token), None)

@@ -15,6 +15,8 @@ Tensor = torch.Tensor
 Shape = tuple[int | None, ...]
 Scales = tuple[Tensor | None, Tensor | None]
 QUANTISED = (torch.int8, torch.float8_e4m3fn)
+#: Nodes on a path are indexed in int32.
+_MAX_DEPTH = 2**31 - 2
 ACTIVATIONS = ("silu", "gelu_tanh", "relu")
 
 
@@ -65,6 +67,12 @@ def positive(**values: float | None) -> None:
             raise ValueError(f"{name} is {value}, it must be positive (or None)")
 
 
+def _not_empty(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} is {size}, it must be at least 1")
+
+
 def metadata(block_table: Tensor, seq_lens: Tensor, qo_indptr: Tensor, pages: Tensor) -> None:
     """Check the three tensors that locate each sequence's tokens."""
     _array("seq_lens", seq_lens, (None,), "[B]", torch.int32, pages.device)
@@ -109,6 +117,7 @@ def new_rows(k_new: Tensor, v_new: Tensor, k_pages: Tensor, v_pages: Tensor, sca
     """Check new keys and values against the pages."""
     _shape("k_pages", k_pages, (None, None, None, None), "[num_pages, page_size, num_kv_heads, head_dim]")
     num_pages, page_size, heads, head_dim = k_pages.shape
+    _not_empty(page_size=page_size, num_kv_heads=heads)
     _shape("v_pages", v_pages, (num_pages, page_size, heads, None), "[num_pages, page_size, num_kv_heads, v_head_dim]")
     _device("v_pages", v_pages, k_pages.device)
     page_dtype(k_pages, v_pages, scales, k_new, "k_new")
@@ -158,10 +167,13 @@ def tree_attention(
     metadata(block_table, seq_lens, qo_indptr, k_pages)
     shape = (k_new.shape[0], None, k_new.shape[2])
     _rows("q", q, shape, "[N, num_qo_heads, head_dim]", k_new.dtype, k_pages.device)
+    _not_empty(num_qo_heads=q.shape[1])
     if q.shape[1] % k_new.shape[1]:
         raise ValueError(f"num_qo_heads {q.shape[1]} is not a multiple of num_kv_heads {k_new.shape[1]}")
     if tree_mask is not None:
         _array("tree_mask", tree_mask, (q.shape[0], None), "[N, ceil(T/64)]", torch.int64, q.device)
+        if q.shape[0]:
+            _not_empty(mask_words=tree_mask.shape[1])
     if sinks is not None:
         _array("sinks", sinks, (q.shape[1],), "[num_qo_heads]", sinks.dtype, q.device)  # any dtype
     positive(window=window, softcap=softcap, max_qo_len=max_qo_len, min_qo_len=min_qo_len)
@@ -184,6 +196,7 @@ def commit_paged_kv(
     batch = seq_lens.shape[0]
     _shape("k_pages", k_pages, (None,) * 5, "[num_layers, num_pages, page_size, num_kv_heads, head_dim]")
     layers, num_pages, page_size, heads, head_dim = k_pages.shape
+    _not_empty(page_size=page_size, num_kv_heads=heads)
     _shape("v_pages", v_pages, (layers, num_pages, page_size, heads, None), "as k_pages, head_dim may differ")
     _device("v_pages", v_pages, k_pages.device)
     page_dtype(k_pages, v_pages, (k_scales, v_scales), k_scratch, "k_scratch")
@@ -206,8 +219,8 @@ def verify_tree_greedy(draft: Tensor, target: Tensor, parents: Tensor, qo_indptr
     ):
         _array(name, tensor, (nodes,), "[N]", dtype, draft.device)
     _array("qo_indptr", qo_indptr, (None,), "[B + 1]", torch.int32, draft.device)
-    if max_depth < 0:
-        raise ValueError(f"max_depth is {max_depth}, it must be at least 0")
+    if not 0 <= max_depth <= _MAX_DEPTH:
+        raise ValueError(f"max_depth is {max_depth}, it must be between 0 and {_MAX_DEPTH}")
 
 
 def lm_head_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -29,6 +29,8 @@ _TABLE_BYTES = 2 * 4
 #: Graphs: torch's allocator rounds up to blocks of 2 and 20 MiB, and cuBLAS allocates a workspace of up to 32 MiB for
 #: the capturing stream.
 _GRAPH_BYTES = (2 + 20 + 32) << 20
+#: Bytes per token of the vocabulary to draw from one row of logits: copies in float32, sorted values and their order.
+DRAW_BYTES = 32
 #: All tensors of single elements.
 _SMALL_BYTES = 4096
 _SEQUENCE_BYTES = 128
@@ -122,6 +124,7 @@ class GenerationShape:
         head_bytes: the drafter's weights. coded_head_bytes: the same with ``head_bits=4``; ``None``: no difference.
         forward: a forward pass up to its lm_head, by its rows.
         logits: logits by their rows, where steps need them.
+        draw: bytes to draw a token (:data:`DRAW_BYTES`), behind the pass.
         products: of quantised layers.
         draft: drafting by the number of sequences, for drafters with passes of their own.
         state_bytes: state of a sequence between passes (its last hidden state).
@@ -141,6 +144,7 @@ class GenerationShape:
     head_bytes: int
     forward: PassBytes
     logits: PassBytes = PassBytes()
+    draw: int = 0
     products: ProductBytes = ProductBytes()
     draft: PassBytes = PassBytes()
     state_bytes: int = 0
@@ -191,7 +195,8 @@ def pass_bytes(shape: GenerationShape, size: StepSize) -> int:
         for rows, trees in ((size.rows, size.sequences - 1), (size.nodes, size.sequences)):
             if trees:
                 forward = max(forward, shape.beside_mixers.at(rows) + shape.mixers.at(trees))
-    return max(forward + shape.logits.at(size.nodes), shape.draft.at(size.sequences))
+    logits = shape.logits.at(size.nodes)
+    return max(forward + logits, logits + shape.draw, shape.draft.at(size.sequences))
 
 
 def fixed_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
@@ -255,7 +260,7 @@ def weight_bytes(spec: ModelSpec, tp: int = 1) -> int:
     are more ranks. (transformers up to 5.17 replicates the embedding.)
     """
     share = math.ceil(spec.layer_bytes() * (spec.layer_weights_of_rank(tp) / spec.layer_weights))
-    return math.ceil(spec.vocab_bytes(tp)) + spec.vector_weights * spec.dtype_bytes + share
+    return math.ceil(spec.vocab_bytes(tp)) + spec.replicated_bytes + share
 
 
 def page_token_bytes(spec: ModelSpec, kv_dtype: str | None = None, tp: int = 1) -> int:
@@ -341,6 +346,7 @@ def predicted_shape(
         beside_mixers=PassBytes(unpacked, 0 if mixers is None else 4 * spec.hidden_size * spec.dtype_bytes),
         head_bytes=heads.nbytes(spec, depth, tp),
         forward=PassBytes(unpacked, heads.row_bytes(spec, target_row) if depth else target_row),
+        draw=DRAW_BYTES * spec.vocab_size,
         draft=PassBytes(0, heads.sequence_bytes(spec, depth, nodes) if depth else 0),
         state_bytes=3 * hidden_size * spec.dtype_bytes,
         workspace_bytes=workspace_bytes,

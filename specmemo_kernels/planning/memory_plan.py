@@ -33,6 +33,8 @@ def parse_bytes(size: int | str, name: str = "memory_budget") -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", str(size))
     count = float(match[1]) * _UNITS.get(match[2], math.nan) if match else math.nan
+    if isinstance(size, float) and size % 1:
+        count = math.nan
     if not 1 <= count < math.inf:
         raise ValueError(f"{name} is {size!r}, expected bytes or a size such as '2GiB' or '512MB'")
     return int(count)

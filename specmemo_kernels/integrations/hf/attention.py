@@ -6,6 +6,7 @@ forward pass runs in the same context. Plain forward passes, training and saving
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -212,16 +213,12 @@ class ConfigView:
         return copy.deepcopy(self._original, memo)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _same, (self._original,)
+        return operator.getitem, ([self._original], 0)  # loading doesn't need this package
 
 
 def _viewed(value: Any) -> Any:
     """A part of a config, as a view while our forward pass runs."""
     return ConfigView(value) if isinstance(value, PreTrainedConfig) and _current.get() is not None else value
-
-
-def _same(config: Any) -> Any:
-    return config
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:

@@ -272,7 +272,7 @@ def sequence_of(handle: SpecMemo, index: int, request: Request) -> SequenceState
         TypeError, ValueError: a wrong field, with its value.
     """
     prompt = integers(request.prompt)
-    vocabulary = handle.model.get_input_embeddings().weight.shape[0]
+    vocabulary, drawn = handle.model.get_input_embeddings().weight.shape[0], handle.facts.vocab_size
     if not prompt or min(prompt) < 0 or max(prompt) >= vocabulary:
         got = shown(request.prompt if prompt is None else prompt)
         raise ValueError(f"prompt {index} must be one row of token ids from 0 to {vocabulary - 1}, got {got}")
@@ -286,8 +286,8 @@ def sequence_of(handle: SpecMemo, index: int, request: Request) -> SequenceState
         raise wrong_type(f"eos_token_ids of prompt {index}", eos, "a list of token ids or None")
     if not isinstance(request.sampling, Sampling | None):
         raise wrong_type(f"sampling of prompt {index}", request.sampling, "a Sampling or None")
-    if request.sampling is not None and (high := [t for t in request.sampling.logit_bias if t >= vocabulary]):
-        raise ValueError(f"logit_bias of prompt {index} has the token {high[0]}, the last one is {vocabulary - 1}")
+    if request.sampling is not None and (high := [t for t in request.sampling.logit_bias if t >= drawn]):
+        raise ValueError(f"logit_bias of prompt {index} has the token {high[0]}, the last one is {drawn - 1}")
     if request.stop is not None and not callable(request.stop):
         raise wrong_type(f"stop of prompt {index}", request.stop, "a function of the tokens so far, or None")
     stop = None if request.stop is None else handle.ranks.stop(request.stop)
@@ -295,7 +295,7 @@ def sequence_of(handle: SpecMemo, index: int, request: Request) -> SequenceState
     flag(f"prompt_logprobs of prompt {index}", request.prompt_logprobs)
     logprobs = request.logprobs
     if logprobs is not None:
-        logprobs = integer(f"logprobs of prompt {index}", logprobs, 0, vocabulary, or_else=" or None")
+        logprobs = integer(f"logprobs of prompt {index}", logprobs, 0, drawn, or_else=" or None")
     elif request.prompt_logprobs:
         raise ValueError(f"prompt {index} has prompt_logprobs and no logprobs; give logprobs, 0 for no other tokens")
     if request.prompt_logprobs and not handle.facts.exact_lm_head:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn.modules import module as global_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedConfig
 
 from specmemo_kernels.integrations.hf.target import local_part
 
@@ -25,6 +26,9 @@ from specmemo_kernels.integrations.hf.target import local_part
 _FRAMEWORKS = frozenset(("torch", "transformers", "accelerate", "specmemo_kernels"))
 #: Attributes of every module.
 _COMMON = frozenset(vars(nn.Module()))
+_LAYERS = ("num_hidden_layers", "layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+#: Methods of generate that a speculative call doesn't run.
+_STEP_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 _SCALARS = (bool, int, float, str)
 #: Elements of each parameter that are compared.
 _SAMPLES = 4
@@ -40,7 +44,7 @@ class ModelGuard:
     def __init__(self, model: Any, name: str = "the model") -> None:
         self.model, self.name = model, name
         self._head = _head_facts(model)
-        self._forward = type(model).forward
+        self._forward, self._layers = type(model).forward, _layers(model)
         self._parameters = [(key, weakref.ref(p), _facts(p)) for key, p in model.named_parameters()]
 
     def reason(self) -> str:
@@ -63,11 +67,20 @@ class ModelGuard:
             return f"the lm_head of {self.name} has changed from {_described(self._head)} to {_described(head)}"
         if type(self.model).forward is not self._forward:
             return f"{type(self.model).__name__}.forward has been replaced"
+        for key, value in _layers(self.model).items():
+            if value != self._layers[key]:
+                return f"{key} of the configuration of {self.name} has changed from {self._layers[key]} to {value}"
         for key, reference, before in self._parameters:
             parameter = reference()  # None: replaced, as by an adapter or a training step, and checked by its layer
             if parameter is not None and (now := _facts(parameter)) != before:
                 return f"{key} of {self.name} has changed from {_written(before)} to {_written(now)}"
         return ""
+
+
+def _layers(model: Any) -> dict[str, Any]:
+    """The settings that decide which layers run, and what they attend to."""
+    config = model.config.get_text_config()
+    return {name: getattr(config, name, None) for name in _LAYERS}
 
 
 def _head_facts(model: Any) -> HeadFacts:
@@ -79,20 +92,24 @@ def _head_facts(model: Any) -> HeadFacts:
 
 
 def foreign_code(model: Any) -> str:
-    """The first hook or replaced ``forward`` that is neither the model's own nor a framework's, or an empty string.
+    """The first hook or replaced method that is neither the model's own nor a framework's, or an empty string.
 
     Hooks count on every module, because they may change packed rows. A replaced ``forward`` counts on the model and its
     lm_head only, whose logits a speculative step doesn't compute. In other modules it runs inside the step.
     """
+    for name in _STEP_METHODS:
+        method = vars(model).get(name)
+        if method is not None and _function(method) is not getattr(type(model), name, None):
+            return f"a replaced {name} ({_origin(method)})"
     head = model.get_output_embeddings()
     for kind, function in _hooks(global_hooks._global_forward_hooks, global_hooks._global_forward_pre_hooks):
-        if _is_foreign(function):
-            return f"a global {kind} ({_origin(function)})"
+        if origin := _foreign_origin(function):
+            return f"a global {kind} ({origin})"
     for module in model.modules():
         for kind, function in _attached(module, module is model or module is head):
-            if _is_foreign(function):
+            if origin := _foreign_origin(function, type(module).forward):
                 where = next(key for key, other in model.named_modules() if other is module)
-                return f"a {kind} on {where or type(model).__name__} ({_origin(function)})"
+                return f"a {kind} on {where or type(model).__name__} ({origin})"
     return ""
 
 
@@ -112,15 +129,31 @@ def _attached(module: nn.Module, check_forward: bool) -> Iterator[tuple[str, Any
         yield "replaced forward", attributes["forward"]
 
 
-def _is_foreign(function: Any) -> bool:
-    return _origin(function).partition(".")[0] not in _FRAMEWORKS
+def _foreign_origin(function: Any, own: Callable[..., Any] | None = None) -> str:
+    """The module that defines a callable, or one that it wraps, if that is no framework's; else an empty string.
+
+    ``own``: the ``forward`` of the module's class, which a framework's wrapper calls.
+    """
+    if own is not None and _function(function) is _function(own):
+        return ""
+    origin = _origin(function)
+    if origin.partition(".")[0] not in _FRAMEWORKS:
+        return origin
+    # Decorators (torch.no_grad) and partial objects of frameworks call other functions.
+    inner = (getattr(function, "func", None), getattr(_function(function), "__wrapped__", None))
+    return next((found for each in inner if callable(each) and (found := _foreign_origin(each, own))), "")
+
+
+def _function(function: Any) -> Any:
+    """The function of a bound method."""
+    return getattr(function, "__func__", function)
 
 
 def _origin(function: Any) -> str:
     """The module that defines a callable; names that ``functools.wraps`` copies are ignored."""
     while isinstance(function, partial):
         function = function.func
-    function = getattr(function, "__func__", function)
+    function = _function(function)
     module: Callable[[], str] | str = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
     return str(module)
 
@@ -145,7 +178,8 @@ class ModelSignature:
 
     - Each parameter and buffer: its identity, address, dtype, shape and version (torch counts changes in place), and
       four of its elements, because torch doesn't count changes through ``.data`` (merged adapters, some optimizers).
-    - Each module: its attributes besides tensors and modules, such as an adapter's switches.
+    - Each module: its class and its attributes besides tensors and modules, such as an adapter's switches.
+    - The configuration's values, which some models read in each pass.
 
     Not detected: changes through ``.data`` that miss these elements, and values that a replaced function reads from
     elsewhere. Hooks aren't included: models with foreign hooks don't speculate (:func:`foreign_code`).
@@ -156,13 +190,14 @@ class ModelSignature:
         self._facts: list[Hashable] = []
         samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for module in model.modules():
-            attributes = vars(module)
-            self._facts.append(id(module))
+            attributes, kind = vars(module), cast(Any, type(module))
+            self._facts += id(module), kind, kind.forward
             for name in attributes.keys() - _COMMON:
                 self._facts += name, _plain(attributes[name])
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None:
                     self._add(tensor, samples)
+        self._facts.append(_settings(getattr(model, "config", None)))
         self._samples = {kind: torch.cat(parts).view(torch.uint8) for kind, parts in samples.items()}
 
     def _add(self, tensor: Tensor, samples: dict[tuple[torch.device, torch.dtype], list[Tensor]]) -> None:
@@ -187,6 +222,13 @@ class ModelSignature:
         )
 
     __hash__ = None  # type: ignore[assignment]  # it holds tensors
+
+
+def _settings(config: Any) -> Any:
+    """The public attributes of a configuration and of those inside of it."""
+    if not isinstance(config, PreTrainedConfig):
+        return _plain(config)
+    return tuple((name, _settings(value)) for name, value in vars(config).items() if not name.startswith("_"))
 
 
 def _plain(value: Any) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationMixin
 
 from specmemo_kernels import ops
 from specmemo_kernels.engine.pressure import is_out_of_memory
@@ -28,6 +29,8 @@ Tensor = torch.Tensor
 _LAYER_TYPES = {"full_attention", "sliding_attention"} | RECURRENT_KINDS
 #: Kinds of layers that mix no tokens.
 _NO_MIXER = {"moe", "mlp", "dummy"}
+#: The last part of the names of tables of positions.
+_POSITIONS = re.compile(r"(pos|wpe)[^.]*$")
 #: Packages of torch's quantised modules.
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 #: Positions of the packed nodes, shuffled: operations besides attention that mix tokens then change the result.
@@ -68,10 +71,37 @@ def rope_limit(config: Any) -> int | None:
     return min(limit for limit in limits if limit)
 
 
+def table_positions(model: Any) -> int | None:
+    """The positions of a model with a table of them, learned or computed; ``None``: it has none."""
+    count = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    embeddings = ((name, m.weight) for name, m in model.named_modules() if isinstance(m, nn.Embedding))
+    for name, table in (*embeddings, *model.named_buffers()):
+        # OPT's has two rows more.
+        if count and table.ndim == 2 and count <= table.shape[0] <= count + 2 and _POSITIONS.search(name):
+            return int(count)
+    return None
+
+
 def without_wrapper(model: Any) -> Any:
     """The transformers model inside of a ``PeftModel``; other models as they are."""
     is_peft = any(cls.__name__ == "PeftModel" and cls.__module__.startswith("peft.") for cls in type(model).__mro__)
     return model.get_base_model() if is_peft else model
+
+
+def check_generation(model: Any) -> None:
+    """Refuse models whose ``generate`` does more than transformers' loop around the model's ``forward``.
+
+    Raises:
+        UnsupportedModel: with what it does.
+    """
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise UnsupportedModel(
+            "the active adapter learns a prompt, which PeftModel.generate adds and a speculative call doesn't; use an "
+            "adapter of weights (LoRA, ...)"
+        )
+    inner = without_wrapper(model)
+    if getattr(type(inner), "_sample", GenerationMixin._sample) is not GenerationMixin._sample:
+        raise UnsupportedModel(f"{type(inner).__name__} has a _sample of its own, which patch would replace")
 
 
 def check_modules(model: Any) -> None:

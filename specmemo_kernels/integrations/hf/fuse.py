@@ -55,7 +55,8 @@ class Leaf:
     Attributes:
         name: the module's name in the model. operator: the operator's name. call: computes the result.
         inputs, dtype: size and dtype of the input's rows.
-        attached: the parameters and modules inside of the module.
+        own: the ``forward`` of the module's class.
+        attached: the parameters and modules inside of the module. parts: the attributes of it and of these modules.
     """
 
     module: nn.Module
@@ -64,12 +65,18 @@ class Leaf:
     call: Operator
     inputs: int
     dtype: torch.dtype
+    own: Callable[..., Any]
     attached: tuple[Attached, ...]
+    parts: tuple[dict[str, Any], ...]
 
     @property
     def unchanged(self) -> bool:
-        """Whether no parameter or module has been replaced, as by an adapter."""
-        return all(values.get(key) is reference() for values, key, reference in self.attached)
+        """Whether no parameter, module or ``forward`` has been replaced, as by an adapter."""
+        return (
+            type(self.module).forward is self.own
+            and all(values.get(key, _GONE) is reference() for values, key, reference in self.attached)
+            and all("forward" not in part or _is_ours(part["forward"]) for part in self.parts)
+        )
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the operator, or the module's own ``forward`` outside of our passes and for other inputs."""
@@ -87,6 +94,14 @@ class Leaf:
         if self.operator in operators.names:
             return self.call(operators.kernels, x)
         return type(self.module).forward(self.module, x)
+
+
+#: No parameter or module of a leaf.
+_GONE = object()
+
+
+def _is_ours(forward: Any) -> bool:
+    return getattr(forward, "__func__", None) is Leaf.forward
 
 
 def _attached(module: nn.Module) -> Iterator[Attached]:
@@ -199,8 +214,9 @@ def find_leaves(model: Any, dtype: torch.dtype, backend: str, invariant: bool) -
                 if kind not in matches:
                     matches[kind] = _best_match(module, calls, kernels, dtype)
                 if (match := matches[kind]) is not None:
-                    inputs, attached = sizes[0][-1], tuple(_attached(module))
-                    leaves.append(Leaf(module, name, operator, calls[match], inputs, dtype, attached))
+                    attached, parts = tuple(_attached(module)), tuple(part.__dict__ for part in module.modules())
+                    own, inputs = type(module).forward, sizes[0][-1]
+                    leaves.append(Leaf(module, name, operator, calls[match], inputs, dtype, own, attached, parts))
                     inside.update(module.modules())
                     break
     matrices = {(leaf.inputs, _middle(leaf.module)) for leaf in leaves if leaf.operator != "rms_norm"}
@@ -273,12 +289,15 @@ def _gated_matrices(parts: list[nn.Linear]) -> tuple[tuple[Tensor, ...], tuple[T
 
 def _rms_norm(module: nn.Module, _: bool) -> list[Operator]:
     """Operators for a class named ``...RMSNorm`` with a weight and an epsilon: the known variants."""
-    eps = next((e for name in _EPSILONS if isinstance(e := getattr(module, name, None), float)), None)
+    attributes = vars(module)
+    eps = next((name for name in _EPSILONS if isinstance(attributes.get(name), float)), None)
     if not type(module).__name__.endswith("RMSNorm") or eps is None or set(module._parameters) != {"weight"}:
         return []
 
     def call_with(offset: float, round_first: bool) -> Operator:
-        return lambda kernels, x: kernels.rms_norm(x, module._parameters["weight"], eps, offset, round_first)
+        return lambda kernels, x: kernels.rms_norm(
+            x, module._parameters["weight"], attributes[eps], offset, round_first
+        )
 
     return [call_with(offset, round_first) for offset in (0.0, 1.0) for round_first in (True, False)]
 

@@ -21,7 +21,6 @@ from specmemo_kernels.integrations.hf.processors import (
     needs_whole_batch,
     row_generators,
     row_processors,
-    update_default_generator,
 )
 from specmemo_kernels.integrations.hf.run import SequenceRun
 
@@ -31,7 +30,15 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 #: Model arguments that a speculative call handles.
-_SUPPORTED = {"attention_mask", "position_ids", CACHE_ARGUMENT, "use_cache", "cache_position", "logits_to_keep"}
+_SUPPORTED = {
+    "attention_mask",
+    "position_ids",
+    CACHE_ARGUMENT,
+    "use_cache",
+    "cache_position",
+    "logits_to_keep",
+    "tokenizer",  # of stop_strings, which a criterion has
+}
 
 
 @dataclass(frozen=True)
@@ -103,12 +110,14 @@ class Generator:
 
     def _unsupported(self, call: _Call) -> str:
         """Why this call can't speculate, or an empty string."""
+        if self.handle.nested:
+            return "a processor, criterion or streamer of this model's generation calls it"
         reason = _unsupported_arguments(call) or self._unsupported_prompts(call)
         return reason or self.unsupported_model(call.max_length)
 
     def unsupported_model(self, max_length: int | None) -> str:
         """Why the model can't speculate up to ``max_length`` tokens in its present state, or an empty string."""
-        model, cached_tokens = self.handle.model, self.handle.facts.cached_tokens
+        model, facts = self.handle.model, self.handle.facts
         if model.training:
             return "the model is in training mode; call model.eval() first"
         if max_length is not None:
@@ -116,8 +125,10 @@ class Generator:
             limit = rope_limit(model.config)
             if limit is not None and max_length + self.handle.plan.tree.max_depth > limit:
                 return "the rotary embedding changes with the length on the way"
-            if cached_tokens is not None and max_length > cached_tokens:
-                return f"the model's own cache keeps only {cached_tokens} tokens"
+            if facts.cached_tokens is not None and max_length > facts.cached_tokens:
+                return f"the model's own cache keeps only {facts.cached_tokens} tokens"
+            if facts.table_positions is not None and max_length > facts.table_positions + 1:  # the last isn't read
+                return f"the model has embeddings of {facts.table_positions} positions, {max_length} tokens need more"
         return self.handle.changed()
 
     def _unsupported_prompts(self, call: _Call) -> str:
@@ -129,6 +140,8 @@ class Generator:
             return f"input_ids has the token {int(outside[0])}, which is not one of 0 to {vocabulary - 1}"
         if mask.shape != ids.shape:
             return f"the attention_mask has the shape {list(mask.shape)}, not {list(ids.shape)} as input_ids"
+        if not bool(((mask == 0) | (mask == 1)).all()):
+            return "the attention_mask has other values than 0 and 1"
         if not bool(mask[:, -1].all()):
             return "the attention_mask hides the last token of a prompt (padding on the right)"
         if any(self.handle.facts.windows) and bool((mask[:, 1:] < mask[:, :-1]).any()):
@@ -144,30 +157,28 @@ class Generator:
         generators = row_generators(device, len(call.input_ids)) if call.config.do_sample else None
         verifier = self._verifier(call, generators)
         scores = verifier.scores if isinstance(verifier, ProcessedVerifier) and call.returns("output_scores") else None
-        sequences = self._sequences(call, scores)
-        columns = _Columns(call, sequences)
+        columns = _Columns(call)
+        sequences = self._sequences(call, scores, columns)
         running = SequenceRun(self.handle, sequences, verifier)
         try:
             while not running.scheduler.idle:
                 running.step(sequences)
-                columns.put()
+                columns.put(sequences)
         finally:
             running.close()
-            if generators is not None:
-                update_default_generator(generators[0])
         columns.end()
         self.handle.ranks.finish(sequences)
-        return self._result(call, columns.padded(), verifier)
+        return self._result(call, columns.padded(sequences), verifier)
 
-    def _sequences(self, call: _Call, scores: list[Tensor] | None) -> list[SequenceState]:
-        limit = (call.max_length or 0) - call.input_ids.shape[1]
+    def _sequences(self, call: _Call, scores: list[Tensor] | None, columns: _Columns) -> list[SequenceState]:
+        limit = max(1, (call.max_length or 0) - call.input_ids.shape[1])  # criteria are checked after a token
         mask, eos = call.attention_mask.bool(), call.eos_token_ids
         return [
             SequenceState(
                 prompt=call.input_ids[row][mask[row]].tolist(),
                 max_new_tokens=limit,
                 eos_token_ids=eos,
-                stop=self.handle.ranks.stop(_stop(call, row, scores)) if call.other_criteria else None,
+                stop=self.handle.ranks.stop(_stop(call, row, scores, columns)) if call.other_criteria else None,
                 index=row,
             )
             for row in range(call.input_ids.shape[0])
@@ -239,12 +250,17 @@ def _usual_positions(call: _Call) -> bool:
     return positions.shape == mask.shape and torch.equal(positions[mask.bool()].long(), expected)
 
 
-def _stop(call: _Call, row: int, scores: list[Tensor] | None) -> Callable[[list[int]], bool]:
-    """The call's criteria for one row; ``scores``: ``[1, V]`` per new token, or ``None``."""
+def _stop(call: _Call, row: int, scores: list[Tensor] | None, columns: _Columns) -> Callable[[list[int]], bool]:
+    """The call's criteria for one row, and before them the row's streamer.
+
+    ``scores``: ``[1, V]`` per new token, or ``None``.
+    """
     padded, criteria = call.input_ids[row], call.other_criteria
     prompt_length = int(call.attention_mask[row].sum())
 
     def stop(tokens: list[int]) -> bool:
+        if len(call.input_ids) == 1:  # transformers streams a token behind its criteria
+            columns.put_rows([tokens[prompt_length:]], len(tokens) - prompt_length - 1)
         new = torch.tensor(tokens[prompt_length:], dtype=padded.dtype, device=padded.device)
         new_scores = None if scores is None else tuple(scores[: len(new)])
         return bool(criteria(torch.cat([padded, new])[None], new_scores)[0])
@@ -255,19 +271,21 @@ def _stop(call: _Call, row: int, scores: list[Tensor] | None) -> Callable[[list[
 class _Columns:
     """The growing output ``[B, L + new]``. Streamers receive it column by column, as from transformers."""
 
-    def __init__(self, call: _Call, sequences: Sequence[SequenceState]) -> None:
-        self.call, self.sequences, self.sent = call, sequences, 0
+    def __init__(self, call: _Call) -> None:
+        self.call, self.sent = call, 0
         pad = call.config._pad_token_tensor
         self.pad = 0 if pad is None else int(pad)
 
-    def put(self) -> None:
+    def put(self, sequences: Sequence[SequenceState]) -> None:
         """Stream the columns that every unfinished row has reached; finished rows are padded."""
-        if self.call.streamer is None:
-            return
-        rows = [s.new_tokens for s in self.sequences]
-        ready = min((len(r) for r, s in zip(rows, self.sequences, strict=True) if not s.finished), default=None)
-        for column in range(self.sent, max(map(len, rows)) if ready is None else ready):
-            values = [r[column] if column < len(r) else self.pad for r in rows]
+        rows = [s.new_tokens for s in sequences]
+        ready = min((len(r) for r, s in zip(rows, sequences, strict=True) if not s.finished), default=None)
+        self.put_rows(rows, max(map(len, rows)) if ready is None else ready)
+
+    def put_rows(self, rows: Sequence[Sequence[int]], end: int) -> None:
+        """Stream the columns before ``end`` that were not streamed yet."""
+        while self.call.streamer is not None and self.sent < end:
+            values = [r[self.sent] if self.sent < len(r) else self.pad for r in rows]
             self.call.streamer.put(torch.tensor(values))
             self.sent += 1
 
@@ -275,8 +293,8 @@ class _Columns:
         if self.call.streamer is not None:
             self.call.streamer.end()
 
-    def padded(self) -> Tensor:
+    def padded(self, sequences: Sequence[SequenceState]) -> Tensor:
         """Prompts and new tokens of all rows, padded on the right."""
-        rows = [torch.tensor(s.new_tokens, dtype=torch.int64) for s in self.sequences]
+        rows = [torch.tensor(s.new_tokens, dtype=torch.int64) for s in sequences]
         new = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.pad)
         return torch.cat([self.call.input_ids, new.to(self.call.input_ids.device)], dim=1)

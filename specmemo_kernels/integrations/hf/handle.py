@@ -145,6 +145,15 @@ class SpecMemo:
         """Pages for sequences of these lengths, see :meth:`PoolCache.pages_for`."""
         return self._pools.pages_for(lengths)
 
+    @property
+    def _held_here(self) -> bool:
+        return self._lock.locked() and self._owner_thread == threading.get_ident()
+
+    @property
+    def nested(self) -> bool:
+        """Whether this code runs inside of this thread's call of generate."""
+        return self._held_here and self._run is None
+
     def lock(self, run: BatchRun | None = None) -> None:
         """Wait for another thread's generation, then block other threads until :meth:`unlock`.
 
@@ -155,7 +164,7 @@ class SpecMemo:
             RuntimeError: this thread holds the lock already.
             Unpatched: the model isn't patched any more.
         """
-        if self._lock.locked() and self._owner_thread == threading.get_ident():
+        if self._held_here:
             raise RuntimeError(
                 "this thread's generation with the same model isn't over; finish it first, or close the batch "
                 "(BatchRun.close)"

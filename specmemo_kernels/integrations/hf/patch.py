@@ -23,6 +23,7 @@ from specmemo_kernels.integrations.distributed.ranks import digest
 from specmemo_kernels.integrations.distributed.tensor_parallel import ranks_of
 from specmemo_kernels.integrations.hf.checks import (
     check_config,
+    check_generation,
     check_modules,
     check_numbers,
     evaluation,
@@ -167,10 +168,10 @@ def patch(
         The handle, also ``model.specmemo``; ``with patch(...):`` unpatches at the end.
 
     Raises:
-        UnsupportedModel, HeadsError, BudgetError, RankError, TypeError, ValueError: with the value and the limit; the
-            model is as before.
+        UnsupportedModel, HeadsError, BudgetError, RankError, BackendUnavailable, TypeError, ValueError: with the value
+            and the limit; the model is as before.
     """
-    model = without_wrapper(model)
+    wrapped, model = model, without_wrapper(model)
     if isinstance(getattr(model, "specmemo", None), SpecMemo):
         raise ValueError("the model is patched already; call specmemo_kernels.unpatch(model) first")
     page_size = None if page_size is None else integer("page_size", page_size)
@@ -184,6 +185,7 @@ def patch(
         raise wrong_type("backend", backend, "'reference', 'cpu', 'triton' or None")
     if not hasattr(model, "generate") or not hasattr(model, "get_output_embeddings"):
         raise ValueError(f"patch needs a transformers model with generate and an lm_head, got {type(model).__name__}")
+    check_generation(wrapped)
     check_config(model.config)
     check_modules(model)
     budget = None if memory_budget is None else parse_bytes(memory_budget)

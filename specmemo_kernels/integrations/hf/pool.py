@@ -240,7 +240,9 @@ class PoolCache:
         self.pool = pool
 
     def _clear_if_changed(self) -> None:
-        """Drop cached pages and graphs if the model has changed since they were made."""
+        """Drop cached pages and graphs if the model has changed since they were made, a damaged pool as a whole."""
+        if self.pool is not None and not self.pool.idle:
+            self.release()
         if not (self.reuse_prefix or self.graphs.wanted):
             return
         signature = ModelSignature(self.setup.model)

@@ -11,7 +11,7 @@ from torch import nn
 from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.engine.pressure import is_out_of_memory
 from specmemo_kernels.integrations.hf.changes import foreign_code
-from specmemo_kernels.integrations.hf.checks import check_equivalence, unsupported_errors
+from specmemo_kernels.integrations.hf.checks import check_equivalence, table_positions, unsupported_errors
 from specmemo_kernels.integrations.hf.coded import plain_weight
 from specmemo_kernels.integrations.hf.find_mixers import checked, is_recurrent, trials
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
@@ -66,6 +66,7 @@ def probe(model: Any) -> ModelFacts:
         exact_lm_head=plain and exact,
         windows=tuple(windows[i] for i in with_keys),
         cached_tokens=cached_tokens,
+        table_positions=table_positions(model),
         mixers=mixers,
         attention=tuple(with_keys),
         last_attention=list(layers)[-1],

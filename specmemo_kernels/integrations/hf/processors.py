@@ -103,23 +103,15 @@ class ProcessedVerifier:
 
 
 def row_generators(device: torch.device, rows: int) -> list[torch.Generator]:
-    """A generator per row of a batch, derived from the state of torch's default generator on ``device``.
+    """A generator per row of a batch.
 
-    The first generator has that state, so that a single prompt draws transformers' tokens; after the call
-    :func:`update_default_generator` copies its state back. The other generators have their own seeds, so that no row's
-    tokens depend on another row.
+    The first is torch's default generator on ``device``, as in transformers, so that a single prompt draws its tokens.
+    The others have seeds from its state, so that no row's tokens depend on another row.
     """
-    first = torch.Generator(device)
-    first.set_state(_default_generator(device).get_state())
-    base = torch.Generator(device)
+    first, base = _default_generator(device), torch.Generator(device)
     base.set_state(first.get_state())
     seed = int(torch.randint(2**62, (1,), generator=base, device=device))
     return [first, *(torch.Generator(device).manual_seed(seed + row) for row in range(1, rows))]
-
-
-def update_default_generator(generator: torch.Generator) -> None:
-    """Copy the generator's state to torch's default generator on the same device."""
-    _default_generator(generator.device).set_state(generator.get_state())
 
 
 def _default_generator(device: torch.device) -> torch.Generator:

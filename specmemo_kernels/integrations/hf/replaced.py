@@ -18,21 +18,29 @@ class ReplacedForwards:
 
     def __init__(self) -> None:
         self._passes, self._lock = 0, threading.Lock()
-        self._modules: list[nn.Module] = []
+        self._installed: list[tuple[dict[str, Any], Callable[..., Any], Any]] = []  # attributes, ours, the former
 
     @contextmanager
     def installed(self, replacements: Callable[[], Iterable[Replacement]]) -> Iterator[None]:
         """Replace in a block of code; the first of overlapping blocks decides what."""
-        with self._lock:
-            self._passes += 1
-            if self._passes == 1:
-                for module, forward in replacements():
-                    vars(module)["forward"] = forward
-                    self._modules.append(module)
+        counted = False
         try:
+            with self._lock:
+                counted, self._passes = True, self._passes + 1
+                if self._passes == 1:
+                    for module, forward in replacements():
+                        attributes = vars(module)
+                        self._installed.append((attributes, forward, attributes.get("forward")))
+                        attributes["forward"] = forward
             yield
         finally:
             with self._lock:
-                self._passes -= 1
-                while self._modules and not self._passes:
-                    vars(self._modules.pop()).pop("forward", None)
+                self._passes -= counted
+                while self._installed and not self._passes:
+                    attributes, forward, former = self._installed.pop()
+                    if attributes.get("forward") is not forward:
+                        continue  # replaced meanwhile, or not yet
+                    if former is None:
+                        del attributes["forward"]
+                    else:
+                        attributes["forward"] = former

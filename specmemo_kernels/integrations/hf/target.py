@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -51,6 +52,7 @@ class ModelFacts:
         windows: the sliding window of each layer's attention mask, ``None`` for full attention.
         cached_tokens: smallest size of a layer cache of generate that holds fewer tokens than the layer's mask sees;
             for longer texts the model's own tokens differ. ``None``: no such layer.
+        table_positions: the positions that the model has embeddings of; ``None``: of any.
         leaves: the modules that operators compute.
         mixers: the layers with a state per sequence.
         attention: the layer index of each attention layer. last_attention: that of the last one in a pass.
@@ -68,6 +70,7 @@ class ModelFacts:
     exact_lm_head: bool
     windows: tuple[int | None, ...] = ()
     cached_tokens: int | None = None
+    table_positions: int | None = None
     leaves: FusedLeaves = field(default_factory=FusedLeaves)
     mixers: Mixers = field(default_factory=Mixers)
     attention: tuple[int, ...] = ()
@@ -120,8 +123,11 @@ class HFTarget:
                 pool = attention.pool.states
                 assert pool is not None, "the pool has the mixers' states"
                 call, current = self._placed(attention), MixerPass.of_batch(pool, batch)
+            positions = batch.positions
+            if self.facts.table_positions is not None:  # nodes behind the end of a text are never accepted
+                positions = positions.clamp(max=self.facts.table_positions - 1)
             with mixers.running(current):
-                output = run_packed(self.model, tokens, batch.positions, call, rows, self._windows, leaves, last=last)
+                output = run_packed(self.model, tokens, positions, call, rows, self._windows, leaves, last=last)
             features = self._features(states)
         kept = slice(0, 0 if no_rows else None)
         own = output[0].to(self.device)[kept] if by_model else None
@@ -211,9 +217,17 @@ def run_packed(
             use_cache=False,
             logits_to_keep=0 if keep is None else keep,
             return_dict=True,
+            **_without_router_logits(type(model).forward),
         )
     logits: Tensor = output.logits
     return logits
+
+
+@cache
+def _without_router_logits(forward: Callable[..., Any]) -> dict[str, bool]:
+    """The argument that leaves out a mixture's balancing loss, which reads the attention mask."""
+    name = "output_router_logits"
+    return {name: False} if name in inspect.signature(forward).parameters else {}
 
 
 @cache
