@@ -158,7 +158,7 @@ def trained() -> str:
              *(f"{row['tokens_per_step']:.2f}, {row['tokens_per_s']:.0f} ({row['speedup']:.2f}x)" for row in of_side)]
         )  # fmt: skip
     trees = [f"{size} nodes" if size else "chosen by `patch`" for size in sizes]
-    return table(["drafter", "trained on", "in", "float32", *trees], rows, "trained_cpu")
+    return table(["drafter", "trained on", "training time", "size (float32)", *trees], rows, "trained_cpu")
 
 
 def trained_accuracy() -> str:
