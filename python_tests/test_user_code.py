@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import specmemo_kernels as sk
+from specmemo_kernels.backends import cpu
 from specmemo_kernels.integrations.hf.target import current_tap
 
 INPUTS = batch((9,))
@@ -400,6 +403,31 @@ def test_interrupts(model: PreTrainedModel, place: str) -> None:
         assert handle.pool is not None
         handle.pool.check_integrity()
         assert handle.pool.free_pages == handle.pool.num_pages
+
+
+def test_copies_that_are_made_inside_of_a_step(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by another thread: they are plain models, whose modules are fused when they are patched."""
+    copies: list[Any] = []
+    own = cpu.gated_mlp
+
+    def copying(*args: Any) -> Any:
+        if len(copies) < 2:
+            copies.append(copy.deepcopy(model) if copies else pickle.loads(pickle.dumps(model)))
+        return own(*args)
+
+    drafter, expected = random_heads(model), greedy(model, INPUTS, 12)
+    with sk.patch(model, drafter, tree=6) as handle:
+        fused = handle.fused
+        with monkeypatch.context() as patched:
+            patched.setattr(cpu, "gated_mlp", copying)
+            greedy(model, INPUTS, 4)
+    assert len(copies) == 2
+    for plain in copies:
+        assert torch.equal(greedy(plain, INPUTS, 12), expected)
+        pickle.dumps(plain)
+        with sk.patch(plain, drafter, tree=6) as handle:
+            assert handle.fused == fused
+            assert torch.equal(greedy(plain, INPUTS, 12), expected)
 
 
 def test_a_saved_model_needs_no_package(model: PreTrainedModel, tmp_path: Path) -> None:

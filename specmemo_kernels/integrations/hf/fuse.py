@@ -25,7 +25,7 @@ from specmemo_kernels.integrations.hf.attention import (
     attention_call,
     leaf_operators,
 )
-from specmemo_kernels.integrations.hf.replaced import ReplacedForwards, Replacement
+from specmemo_kernels.integrations.hf.replaced import OurForward, ReplacedForwards, Replacement
 from specmemo_kernels.ops import Kernels
 
 Tensor = torch.Tensor
@@ -75,7 +75,7 @@ class Leaf:
         return (
             type(self.module).forward is self.own
             and all(values.get(key, _GONE) is reference() for values, key, reference in self.attached)
-            and all("forward" not in part or _is_ours(part["forward"]) for part in self.parts)
+            and all(isinstance(part.get("forward"), OurForward | None) for part in self.parts)
         )
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -98,10 +98,6 @@ class Leaf:
 
 #: No parameter or module of a leaf.
 _GONE = object()
-
-
-def _is_ours(forward: Any) -> bool:
-    return getattr(forward, "__func__", None) is Leaf.forward
 
 
 def _attached(module: nn.Module) -> Iterator[Attached]:
@@ -245,7 +241,9 @@ def _is_plain(module: nn.Module) -> bool:
     """Whether a module has no replaced ``forward`` and no hooks except this package's."""
     attached = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     foreign = (hook for hooks in attached for hook in hooks.values() if hook.__module__.split(".")[0] != _PACKAGE)
-    return not any(True for _ in foreign) and not {"forward", "_hf_hook"} & set(vars(module))
+    forward = getattr(vars(module).get("forward"), "__func__", vars(module).get("forward"))
+    own = forward is None or forward is type(module).forward  # a copy may have its own as an attribute
+    return own and "_hf_hook" not in vars(module) and not any(True for _ in foreign)
 
 
 def _linear(module: nn.Module, invariant: bool) -> list[Operator]:

@@ -13,12 +13,25 @@ from torch import nn
 Replacement = tuple[nn.Module, Callable[..., Any]]
 
 
+class OurForward:
+    """A replaced ``forward``; copied or pickled with its module, it is the module's own."""
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        self.module, self.function = module, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        return getattr, (self.module, "forward")  # found in its class, because the copy has no attributes yet
+
+
 class ReplacedForwards:
     """Counts the passes that need the replacements; passes of several threads may overlap."""
 
     def __init__(self) -> None:
         self._passes, self._lock = 0, threading.Lock()
-        self._installed: list[tuple[dict[str, Any], Callable[..., Any], Any]] = []  # attributes, ours, the former
+        self._installed: list[tuple[OurForward, Any]] = []  # with the attribute before
 
     @contextmanager
     def installed(self, replacements: Callable[[], Iterable[Replacement]]) -> Iterator[None]:
@@ -28,16 +41,17 @@ class ReplacedForwards:
             with self._lock:
                 counted, self._passes = True, self._passes + 1
                 if self._passes == 1:
-                    for module, forward in replacements():
-                        attributes = vars(module)
-                        self._installed.append((attributes, forward, attributes.get("forward")))
+                    for module, function in replacements():
+                        attributes, forward = vars(module), OurForward(module, function)
+                        self._installed.append((forward, attributes.get("forward")))
                         attributes["forward"] = forward
             yield
         finally:
             with self._lock:
                 self._passes -= counted
                 while self._installed and not self._passes:
-                    attributes, forward, former = self._installed.pop()
+                    forward, former = self._installed.pop()
+                    attributes = vars(forward.module)
                     if attributes.get("forward") is not forward:
                         continue  # replaced meanwhile, or not yet
                     if former is None:
