@@ -140,10 +140,10 @@ class Engine:
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    folder = Path(sys.argv[1]) if sys.argv[2:] else sys.exit("usage: minimal_engine.py FOLDER_OF_A_LLAMA TEXT...")
     heads = {name: w.float() for file in folder.glob("heads/*.safetensors") for name, w in load_file(file).items()}
     engine = Engine(Llama(folder, torch.float32), heads, num_pages=256)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     sequences = [engine.add(tokenizer.encode(text).ids, max_new_tokens=64) for text in sys.argv[2:]]
     while engine.waiting or engine.running:
         engine.step()

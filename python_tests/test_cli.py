@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,14 @@ def test_env_names_versions_and_backends() -> None:
     assert all(f"backend {name} " in result.output for name in ("cpu", "triton"))
 
 
+def test_env_with_an_unknown_instruction_set() -> None:
+    env = os.environ | {"SPECMEMO_CPU_ISA": "avx9"}
+    command = [sys.executable, "-m", "specmemo_kernels.cli", "env"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "backend cpu        SPECMEMO_CPU_ISA is 'avx9', this machine can run" in done.stdout
+
+
 def test_chat_replies_with_the_models_own_tokens(plain_model: Path) -> None:
     result = chat(plain_model, "def f(x):\n/stats\n/exit\nnot read\n")
     assert result.exit_code == 0, result.output
@@ -146,13 +155,13 @@ def test_chat_with_heads_in_4_bits(plain_model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("--head-bits", "3"), "head_bits is 3, expected 4 or None"),
-        (("--kv-dtype", "int4"), "kv_dtype is 'int4', expected 'int8', 'fp8' or None"),
+        (("--head-bits", "3"), "--head-bits is 3, expected 4"),
+        (("--kv-dtype", "int4"), "'--kv-dtype': 'int4' is not one of 'int8', 'fp8'"),
         (("--memory-budget", "1KiB"), "too small for one page"),
         (("--memory-budget", "many"), "expected bytes or a size"),
         (("--backend", "nonsense"), "unknown backend 'nonsense'"),
         (("--dtype", "int8"), "expected auto, float32"),
-        (("--device", "nowhere"), "--device nowhere"),
+        (("--device", "gpu"), "--device gpu: expected cpu, cuda or cuda:N"),
     ],
 )
 def test_chat_says_in_one_line_what_is_wrong(plain_model: Path, args: tuple[str, ...], says: str) -> None:
@@ -169,8 +178,17 @@ def test_chat_says_that_a_folder_is_missing(plain_model: Path) -> None:
     assert_one_line(run("chat", "--model", missing, "--heads", missing, text="hello\n"), f"there is no {missing}")
 
 
-def test_chat_wants_model_and_heads_together(plain_model: Path) -> None:
-    assert_one_line(run("chat", "--model", plain_model, text="hello\n"), "--model and --heads go together")
+def test_chat_needs_heads_for_a_model_and_a_model_for_heads(plain_model: Path) -> None:
+    assert_one_line(run("chat", "--model", plain_model, text="hello\n"), "needs --heads: a drafter, or prompt-lookup")
+    heads = plain_model / "heads"
+    assert_one_line(run("chat", "--heads", heads, text="hello\n"), f"--heads {heads} needs --model; leave both out")
+
+
+def test_chat_with_the_bundled_model_and_prompt_lookup() -> None:
+    few = ("--max-new-tokens", 4, "--tree", 2)
+    result = run("chat", "--heads", "prompt-lookup", *few, text="import os\n/stats\n")
+    assert result.exit_code == 0, result.output
+    assert "tokens per step" in result.output
 
 
 def assert_one_line(result: Result, says: str) -> None:

@@ -77,6 +77,7 @@ def test_the_budget_has_one_name() -> None:
     assert {name: list(options) for name, options in found.items() if options} == {
         name: ["--memory-budget"] for name in ("demo", "chat", "serve", "plan", "train")
     }
+    assert "demo, chat and serve the weights don't count" in " ".join(found["plan"]["--memory-budget"].split())
     assert "without the model's weights" in found["chat"]["--memory-budget"]
     assert "for the model's weights and generation together" in found["plan"]["--memory-budget"]
     assert "beside the model" in found["train"]["--memory-budget"]
@@ -257,14 +258,47 @@ def test_only_the_beginning_of_a_large_file_is_read(tmp_path: Path) -> None:
     [
         (("--tp", "1000"), "tp is 1000"), (("--batch", "99999999"), "--batch"), (("--batch", "0"), "--batch"),
         (("--context", "1"), "--context"), (("--context", "many"), "--context"), (("--weight-bits", "99"), "--weight"),
-        (("--heads", "99999"), "up to 5 heads"), (("--nonsense",), "--nonsense"), (("--dtype", "x"), "dtype is 'x'"),
+        (("--heads", "99999"), "up to 5 heads"), (("--nonsense",), "--nonsense"),
+        (("--dtype", "fp16"), "'--dtype': 'fp16' is not one of 'float32'"),
         (("--plot", "x"), "--plot x"), (("--plot", "/no/such/place/x.png"), "--plot /no/such/place/x.png"),
         (("--plot", "x.nonsense"), "--plot x.nonsense"), (("--device", "none.json"), "none.json"),
+        (("--kv-dtype", "int4"), "'--kv-dtype': 'int4' is not one of 'int8', 'fp8'"),
+        (("--head-bits", "8"), "--head-bits is 8, expected 4"), (("--plot", "x.foo"), "svg"),
+        (("--device", "rtx-9999"), "unknown device 'rtx-9999'; did you mean rtx-4090"),
         (("--device", ""), "unknown device ''"), (("--memory-budget", "nan"), "'nan'"), (("extra",), "extra"),
     ],
 )  # fmt: skip
 def test_wrong_values_of_plan(model: Path, args: tuple[str, ...], says: str) -> None:
     assert says in the_line(plan_of(model, *args))
+
+
+def test_a_plan_names_files_that_are_no_configuration(model: Path, tmp_path: Path) -> None:
+    line = the_line(plan_of(model / "model.safetensors"))
+    assert line == f"--model {model / 'model.safetensors'} is a weights file; give its folder or config.json"
+    (tmp_path / "config.json").write_text('{"model_type": "t5", "d_model": 64, "vocab_size": 99}')
+    for path in (model / "tokenizer.json", tmp_path):
+        assert the_line(plan_of(path)) == f"{path} is not a decoder's config.json (no hidden_size)"
+
+
+def test_a_plan_checks_the_device_before_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specmemo_kernels.cli.plan.ModelSpec.load", lambda *_: pytest.fail("the hub is asked"))
+    assert "unknown device 'typo'" in the_line(run("plan", "--model", "org/none", "--device", "typo"))
+
+
+def test_a_budget_above_the_device(model: Path) -> None:
+    args = ("--model", "llama-3.1-8b", "--device", "rtx-3060", "--memory-budget", "20GiB")
+    assert the_line(run("plan", *args)).startswith("--memory-budget is 20GiB, but the device has 12.00 GiB: ")
+
+
+def test_a_context_above_the_models_is_noted(model: Path) -> None:
+    assert "--context 600 is above the 512 positions" in plan_of(model, "--context", 600).stderr
+    assert plan_of(model).stderr == ""
+
+
+def test_memory_that_can_not_be_kept_free(model: Path) -> None:
+    serve = ("serve", "--model", model, "--heads", model / "heads", "--keep-free")
+    assert the_line(run(*serve, "100000GiB")).startswith("--keep-free 100000GiB: cpu has ")
+    assert "--keep-free is 'much'" in the_line(run(*serve, "much"))
 
 
 @pytest.mark.parametrize(

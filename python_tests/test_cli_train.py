@@ -16,14 +16,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_cli import TEMPLATE, run, save_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import specmemo_kernels as sk
 import specmemo_kernels.training.loop as loop
 from specmemo_kernels.cli import app
 from specmemo_kernels.planning.scaling_law import ScalingLaw
 from specmemo_kernels.training.answers import read_answers, read_prompts, write_answers
-from specmemo_kernels.training.windows import DataError, read_documents
+from specmemo_kernels.training.loop import TrainingError
+from specmemo_kernels.training.run import RunFolder
+from specmemo_kernels.training.windows import DataError, read_documents, read_rows
 
 TEXT = "def f(x):\n    return x + 1\n\n\nfor i in range(10):\n    print(f(i))\n"
 WEIGHTS = {"medusa": "medusa_lm_head.safetensors", "clover2": "model.safetensors", "eagle3": "model.safetensors"}
@@ -67,6 +69,7 @@ def test_a_trained_drafter_is_used(model: Path, data: Path, tmp_path: Path, kind
     assert len(accuracy) == 2
     assert json.loads((tmp_path / "config.json").read_text())["cumulative_topk_accuracy"] == accuracy
     assert len(summary["progress"]["losses"]) * 128 == summary["tokens"] == 2048
+    assert "training (steps of 128 tokens): 16" in output
     assert "tokens ahead" in output
     assert f"{summary['expected_tokens_per_step']['8']:.2f} with 8 nodes" in output
     target = AutoModelForCausalLM.from_pretrained(model)
@@ -80,7 +83,7 @@ def test_a_trained_drafter_is_used(model: Path, data: Path, tmp_path: Path, kind
 
 def test_documents(data: Path, model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
-    texts = [tokenizer.decode(ids) for ids in read_documents([data], tokenizer)]
+    texts = [tokenizer.decode(ids) for ids in read_documents([data], tokenizer, 257)]
     assert texts[0] == TEXT * 20
     assert texts[1:3] == [TEXT, "def g(y):\n    pass\n"]
     assert texts[3] == tokenizer.decode([5, 6, 7])
@@ -94,7 +97,59 @@ def test_documents(data: Path, model: Path) -> None:
 def test_lines_that_are_no_documents(tmp_path: Path, model: Path, line: str, says: str) -> None:
     (tmp_path / "rows.jsonl").write_text(line + "\n")
     with pytest.raises(DataError, match=says):
-        list(read_documents([tmp_path / "rows.jsonl"], AutoTokenizer.from_pretrained(model)))
+        list(read_documents([tmp_path / "rows.jsonl"], AutoTokenizer.from_pretrained(model), 257))
+
+
+def test_rows_end_at_line_feeds(tmp_path: Path) -> None:
+    """Not at the other line ends of str.splitlines, which JSON has in strings; a byte order mark is no text."""
+    texts = ["a\u2028b\u0085c", "\u001ed"]
+    lines = "\r\n".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    (tmp_path / "rows.jsonl").write_bytes(f"\ufeff{lines}\r\n".encode())
+    assert [row for _, row in read_rows(tmp_path / "rows.jsonl")] == texts
+
+
+def test_arguments_of_a_run(tmp_path: Path) -> None:
+    """The main process writes them once; unreadable ones are an error that names the file."""
+    file = tmp_path / "training" / "arguments.json"
+    RunFolder(tmp_path, {"seed": 1}, main_process=False)
+    assert not file.exists()
+    RunFolder(tmp_path, {"seed": 1})
+    written = file.stat().st_mtime_ns
+    RunFolder(tmp_path, {"seed": 1})
+    assert file.stat().st_mtime_ns == written
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    for content in (b"", b"[1]", b"\xff"):
+        file.write_bytes(content)
+        with pytest.raises(TrainingError, match=r"arguments\.json doesn't hold a run's arguments"):
+            RunFolder(tmp_path, {"seed": 1})
+
+
+@pytest.mark.parametrize("token", [-1, 257, 1 << 40])
+def test_tokens_that_the_model_does_not_have(model: Path, tmp_path: Path, token: int) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"tokens": [5] * 99}) + "\n" + json.dumps({"tokens": [5, token]}))
+    result = run("train", "--model", model, "--out", tmp_path / "out", "--data", tmp_path / "rows.jsonl")
+    assert result.exit_code == 2, result.output
+    assert f"rows.jsonl, line 2 has the token {token}, the model's are 0 to 256" in result.stderr
+    assert not (tmp_path / "out" / "training" / "windows.safetensors").exists()
+
+
+def test_messages_that_are_no_objects(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"messages": ["a"]}')
+    for option in ("--self-generate", "--data"):
+        result = run("train", "--model", model, "--out", tmp_path / option, option, tmp_path / "rows.jsonl")
+        assert result.exit_code == 2, result.output
+        assert "line 1 has the message 'a', expected an object" in result.stderr
+
+
+def test_windows_longer_than_a_table_of_positions(model: Path, data: Path, tmp_path: Path) -> None:
+    GPT2LMHeadModel(GPT2Config(vocab_size=257, n_positions=64, n_embd=32, n_layer=6, n_head=2)).save_pretrained(
+        tmp_path
+    )
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path)
+    result = run("train", "--model", tmp_path, "--out", tmp_path / "out", "--data", data, "--length", 65)
+    assert result.exit_code == 2, result.output
+    assert "--length 65: " in result.stderr
+    assert "has 64 positions" in result.stderr
 
 
 def test_prompts(tmp_path: Path, model: Path) -> None:
@@ -139,6 +194,15 @@ def test_answers(tmp_path: Path, model: Path, temperature: float) -> None:
     write(tmp_path / "b")
     assert read_answers(tmp_path / "b") == texts
     assert not hasattr(target, "specmemo") or target.specmemo is None
+
+
+def test_answers_of_a_model_without_a_number_of_positions(tmp_path: Path, model: Path) -> None:
+    target = AutoModelForCausalLM.from_pretrained(model)
+    del target.config.max_position_embeddings
+    write_answers(
+        target, [[]], tmp_path / "a", max_new_tokens=9, temperature=0, seed=1, memory_budget=None, tick=lambda _: None
+    )
+    assert read_answers(tmp_path / "a") == []
 
 
 def test_training_on_own_answers(model: Path, tmp_path: Path) -> None:

@@ -218,3 +218,10 @@ def test_command_line_without_transformers() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("import os")
     assert "\n---\ndef main():" in done.stdout
+
+
+@pytest.mark.parametrize(("args", "says"), [((), "usage: "), (("/none", "x"), "'/none/config.json'")])
+def test_wrong_command_lines(args: tuple[str, ...], says: str) -> None:
+    done = subprocess.run([sys.executable, SOURCE, *args], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert says in done.stderr.splitlines()[-1]

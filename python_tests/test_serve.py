@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import specmemo_kernels as sk
 from specmemo_kernels.integrations.serve.app import ServerLimits
+from specmemo_kernels.integrations.serve.protocol import CompletionRequest
 from specmemo_kernels.integrations.serve.text import TextStream
 
 WAIT = 60.0
@@ -207,6 +208,7 @@ def test_logprobs(plain: PreTrainedModel, client: openai.OpenAI) -> None:
         assert len(found.tokens or []) == len(found.text_offset or []) == len(tokens)
         stream = [*client.completions.create(**options, logprobs=3, stream=True)]
         parts = [chunk.choices[0].logprobs for chunk in stream if chunk.choices]
+        assert [offset for part in parts for offset in part.text_offset] == found.text_offset
         assert [v for part in parts for v in part.token_logprobs][1:] == pytest.approx(values, abs=1e-4)
 
 
@@ -226,7 +228,9 @@ def test_logprobs_of_messages(client: openai.OpenAI, address: str) -> None:
     for entry in content:
         assert entry.top_logprobs[0].token == entry.token, "greedy"
         assert len(entry.top_logprobs) == 2
-        assert bytes(entry.bytes or []).decode() == entry.token
+        assert bytes(entry.bytes or []).decode(errors="replace") == entry.token
+    text = b"".join(bytes(entry.bytes or []) for entry in content).decode(errors="replace")
+    assert text == done.message.content
     assert client.chat.completions.create(**options).choices[0].logprobs is None
     refused = post(address, "/v1/chat/completions", messages=messages, top_logprobs=2)
     assert refused.status_code == 400
@@ -299,16 +303,19 @@ def test_clients_that_vanish(address: str, model: PreTrainedModel) -> None:
             "the prompt has 1 tokens and max_tokens is 600, together they may be 512",
         ),
         ({"prompt": "a" * 600}, 400, "the prompt has 600 tokens"),
-        ({"prompt": ""}, 400, "must be one row of token ids"),
+        ({"prompt": ""}, 400, "the prompt is empty"),
         ({"prompt": []}, 400, "prompt is an empty list"),
-        ({"prompt": [[]]}, 400, "must be one row of token ids"),
-        ({"prompt": [999]}, 400, "from 0 to 256"),
-        ({"prompt": 3}, 400, "prompt"),
+        ({"prompt": [[]]}, 400, "the prompt is empty"),
+        ({"prompt": ["a", ""]}, 400, "prompt[1] is empty"),
+        ({"prompt": [[1], [999]]}, 400, "prompt[1] has the token 999, the last one is 256"),
+        ({"prompt": 3}, 400, "prompt: expected a text, token ids, or a list of texts or token ids, got 3"),
+        ({"prompt": "a", "stop": 5}, 400, "stop: expected a text or at most 16 texts, got 5"),
         ({}, 400, "prompt: Field required"),
         ({"prompt": "a", "temperature": -1}, 400, "temperature: Input should be greater than or equal to 0"),
         ({"prompt": "a", "logprobs": 21}, 400, "logprobs: "),
-        ({"prompt": "a", "best_of": 3}, 400, "best_of: Extra inputs are not permitted"),
-        ({"prompt": "a", "logit_bias": {"999": 1}}, 400, "logit_bias of prompt"),
+        ({"prompt": "a", "best_of": 3}, 400, "unknown field 'best_of'"),
+        ({"prompt": "a", "logit_bias": {"999": 1}}, 400, "logit_bias has the token 999, the last one is 256"),
+        ({"prompt": "a", "logit_bias": {"-1": 1}}, 400, "logit_bias.-1"),
         ({"prompt": "a", "n": 0}, 400, "n: "),
         ({"prompt": "a", "model": "gpt-4"}, 404, "the model 'gpt-4' isn't served, 'tiny' is"),
     ],
@@ -326,11 +333,12 @@ def test_wrong_messages(address: str) -> None:
     for fields, says in (
         ({"messages": []}, "messages: "),
         ({"messages": [{"role": "robot", "content": "hi"}]}, "messages.0.role"),
-        ({"messages": [user], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": [user], "response_format": {"type": "json_object"}}, "structured output isn't supported"),
+        ({"messages": [user], "max_tokens": 5, "max_completion_tokens": 6}, "max_tokens and max_completion_tokens are"),
         ({"messages": [user], "tool_choice": "required"}, "tool_choice: "),
         ({"messages": [user], "tools": [{"type": "function"}]}, "tools.0.function: Field required"),
-        ({"messages": [{"role": "user"}]}, "content is missing"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "user"}]}, "messages.0: content is missing"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "images, audio and"),
     ):
         response = post(address, path, **fields)
         assert response.status_code == 400
@@ -338,13 +346,26 @@ def test_wrong_messages(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"{", b"", b"\xff\xfe", b'{"prompt": "\xc3\x28"}', b'{"prompt": "\\ud800"}', b"[]", b"NaN"]
+    "body",
+    [b"{", b'{"prompt": "a",', b"", b"\xff\xfe", b'{"prompt": "\xc3\x28"}', b'{"prompt": "\\ud800"}', b"[]", b"NaN"],
 )
 def test_bodies_of_nonsense(address: str, body: bytes) -> None:
     headers = {"content-type": "application/json"}
     response = httpx.post(f"{address}/v1/completions", content=body, headers=headers, timeout=WAIT)
     assert response.status_code == 400
-    assert response.json()["error"]["type"] == "invalid_request_error"
+    error = response.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", None)
+    if body == b'{"prompt": "a",':
+        assert "the body isn't JSON (at character 15)" in error["message"]
+
+
+def test_values_that_sampling_refuses_are_a_400(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> None:
+        raise TypeError("seed is wrong")
+
+    monkeypatch.setattr(CompletionRequest, "sampling", refuse)
+    response = post(address, prompt="a")
+    assert (response.status_code, response.json()["error"]["message"]) == (400, "seed is wrong")
 
 
 def test_limits(model: PreTrainedModel) -> None:
@@ -357,8 +378,11 @@ def test_limits(model: PreTrainedModel) -> None:
         with httpx.Client(base_url=f"{address}/v1", headers=headers, timeout=WAIT) as session:
             assert session.get("/models").json()["data"][0]["id"] == "tiny"
             assert session.get("/models/tiny").headers["x-request-id"] == "mine"
-            assert session.get("/models/other").status_code == 404
-            assert session.get("/nothing").status_code == 404
+            assert session.get("/models/other").json()["error"]["code"] == "model_not_found"
+            unknown = session.get("/nothing")
+            assert unknown.status_code == 404
+            assert unknown.json()["error"]["code"] is None
+            assert unknown.json()["error"]["message"] == "GET /v1/nothing: Not Found"
             assert session.post("/completions", json={"prompt": "a" * 3000}).status_code == 413
             long = {"prompt": ["a"] * 9, "max_tokens": 200, "ignore_eos": True}
             refused = session.post("/completions", json=long)

@@ -388,6 +388,17 @@ def test_held_out_accuracy_is_that_of_generation(model: PreTrainedModel, kind: s
     assert result.accuracy[0][0] == pytest.approx(right / drafts, abs=0.2)
 
 
+def test_a_depth_without_places_repeats_the_row_before_it(model: PreTrainedModel) -> None:
+    """Zeros would drop its heads, although nothing was measured."""
+    target, drafter = made(model, "medusa")
+    ids = [5]
+    for _ in range(20):  # no token is the model's own
+        ids.append((int(model(torch.tensor([ids])).logits[0, -1].argmax()) + 1) % VOCAB)
+    first = evaluate(Objective(drafter), torch.tensor([ids]).int(), target.states, lambda: None).accuracy
+    assert sum(first[0]) > 0
+    assert first == (first[0],) * DEPTH
+
+
 def count_first_guesses(model: PreTrainedModel, handle: Any, prompt: list[int], new: int) -> tuple[int, int]:
     model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False)
     return handle.stats.steps, handle.stats.tokens - handle.stats.steps

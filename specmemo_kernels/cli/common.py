@@ -14,12 +14,12 @@ import torch
 from rich.console import Console
 
 from specmemo_kernels import ops
-from specmemo_kernels.cache.kv_storage import page_dtype
 from specmemo_kernels.cli.errors import UserError
 from specmemo_kernels.cli.options import ModelOptions, PatchOptions
+from specmemo_kernels.drafting.base import PROMPT_LOOKUP
 from specmemo_kernels.drafting.head_files import HUB_ID
 from specmemo_kernels.engine.pressure import is_out_of_memory
-from specmemo_kernels.ops.weight_codes import check_bits
+from specmemo_kernels.ops.weight_codes import CODE_BITS
 from specmemo_kernels.planning.memory_plan import parse_bytes
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo_model"
@@ -125,8 +125,13 @@ def check_options(options: PatchOptions, dtype: torch.dtype | str) -> torch.devi
             raise UserError(f"--backend {options.backend}: {reason}")
         if options.memory_budget is not None:
             parse_bytes(options.memory_budget, "--memory-budget")
-        page_dtype(options.kv_dtype)
     return device
+
+
+def check_head_bits(bits: int | None) -> None:
+    """Raise a UserError unless ``--head-bits`` has a supported value."""
+    if bits not in (None, CODE_BITS):
+        raise UserError(f"--head-bits is {bits}, expected {CODE_BITS}; leave it out for heads as stored")
 
 
 def patch_arguments(options: PatchOptions) -> dict[str, Any]:
@@ -170,6 +175,9 @@ def torch_device(name: str) -> torch.device:
         name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     try:
         device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"--device {name or repr(name)}: expected cpu, cuda or cuda:N") from error
+    try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         if is_out_of_memory(error):
@@ -218,20 +226,23 @@ def load_with_heads(options: ModelOptions) -> LoadedModel:
     Raises:
         UserError, ValueError, BackendUnavailable: an option, or the model, can't be used.
     """
-    if (options.model is None) != (options.heads is None):
-        raise UserError("--model and --heads go together: heads are trained for one model")
+    if options.model is not None and options.heads is None:
+        raise UserError(f"--model {options.model} needs --heads: a drafter, or {PROMPT_LOOKUP}")
+    if options.model is None and options.heads not in (None, PROMPT_LOOKUP):
+        raise UserError(f"--heads {options.heads} needs --model; leave both out for the bundled model")
     if options.dtype not in DTYPES:
         raise UserError(f"--dtype is {options.dtype!r}, expected auto, float32, bfloat16 or float16")
     dtype = DTYPES[options.dtype]
-    if options.model is None or options.heads is None:
+    if options.model is None:
         hide_loading_bars()
-        folder, heads = str(demo_model_folder()), str(demo_model_folder() / "heads")
+        folder = str(demo_model_folder())
+        heads = options.heads or str(demo_model_folder() / "heads")
         name = "the bundled demo model, which completes Python code"
         dtype = torch.float32 if dtype == "auto" else dtype
     else:
         name = folder = existing_or_hub(options.model, "--model takes a folder or a hub id")
-        heads = existing_or_hub(options.heads, "--heads takes a folder, a file or a hub id", files=True)
-    check_bits(options.head_bits)
+        heads = existing_or_hub(str(options.heads), "--heads takes a folder, a file or a hub id", files=True)
+    check_head_bits(options.head_bits)
     device = check_options(options, dtype)
     tokenizer = load_tokenizer(folder)
     return LoadedModel(name, load_model(folder, dtype, device), tokenizer, heads)

@@ -27,8 +27,16 @@ def collect_env() -> dict[str, str]:
     facts["torch"] = torch.__version__  # the package's metadata may lack the build
     facts["gpu"] = _gpus()
     for name in BACKENDS:
-        facts[f"backend {name}"] = unavailable(name) or "available" + _details(name)
+        facts[f"backend {name}"] = _backend(name)
     return facts
+
+
+def _backend(name: str) -> str:
+    """Whether a backend can be used here, and why not."""
+    try:
+        return unavailable(name) or "available" + _details(name)
+    except (RuntimeError, ValueError) as error:  # a wrong SPECMEMO_CPU_ISA
+        return str(error)
 
 
 def _version(package: str) -> str:

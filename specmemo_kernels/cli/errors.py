@@ -109,7 +109,7 @@ def importing() -> Iterator[None]:
 
 def _usage(error: Any) -> str:
     """The error of the command line and its help command."""
-    message = str(error.format_message()).strip().rstrip(".")
+    message = str(error.format_message()).strip().rstrip(".").replace("Value error, ", "")  # pydantic's
     return f"{message}; see {error.ctx.command_path} --help" if message and error.ctx is not None else message
 
 

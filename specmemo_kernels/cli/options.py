@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from typer import Option
 
 KVDtype = Annotated[
-    str | None, Option(help="int8 or fp8: keys and values as 8-bit codes, not lossless (default: the model's dtype).")
+    Literal["int8", "fp8"] | None,
+    Option(help="Keys and values as 8-bit codes, not lossless (default: the model's dtype)."),
 ]
 HeadBits = Annotated[
     int | None,
@@ -51,7 +52,11 @@ class DemoOptions(PatchOptions):
     json_out: Annotated[Path | None, Option("--json", help="Also write every figure to this file.")] = None
     seed: Annotated[int, Option(help="Seed for the choice of files and positions.")] = 0
     model: Annotated[
-        str | None, Option(help="A folder with a model and, in heads/, its heads (default: the bundled model).")
+        str | None,
+        Option(
+            help="A folder with a model and, in its folder heads/, its heads; no hub id, which chat and serve take "
+            "(default: the bundled model)."
+        ),
     ] = None
 
 
@@ -59,9 +64,18 @@ class DemoOptions(PatchOptions):
 class ModelOptions(PatchOptions):
     """Options of the commands that run any model."""
 
-    model: Annotated[str | None, Option(help="A hub id or a folder (default: the bundled demo model).")] = None
+    model: Annotated[
+        str | None,
+        Option(
+            help="A hub id or a folder, whose drafter --heads names (default: the bundled demo model and its heads)."
+        ),
+    ] = None
     heads: Annotated[
-        str | None, Option(help="A drafter for that model, such as Medusa heads: a hub id, a folder or a file.")
+        str | None,
+        Option(
+            help="A drafter for that model, such as Medusa heads (a hub id, a folder or a file); mtp for the model's "
+            "own MTP layer; or prompt-lookup, which needs no weights."
+        ),
     ] = None
     dtype: Annotated[str, Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto"
     head_bits: HeadBits = None
@@ -86,7 +100,7 @@ class ServeOptions(ModelOptions):
     served_name: Annotated[str | None, Option(help="The model's name for clients (default: its folder or id).")] = None
     batch: Annotated[int, Option(help="Most requests generated at once.", min=1)] = 8
     max_waiting: Annotated[int, Option(help="Most requests that wait; further ones get status 429.", min=1)] = 256
-    keep_free: Annotated[str | None, Option(help="Main or GPU memory to leave to others: 1GiB, ...")] = None
+    keep_free: Annotated[str | None, Option(help="Device memory to leave free for other processes: 1GiB, ...")] = None
     max_body: Annotated[int, Option(help="Most bytes of a request's body.", min=1)] = 4 << 20
     max_seconds: Annotated[
         float | None, Option(help="How long an answer may take, waiting included (default: no limit).", min=0.001)
@@ -102,7 +116,13 @@ class ProbeOptions:
 
     device: Annotated[str, Option(help="A torch device: cpu, cuda, cuda:1, ...")] = "cpu"
     output: Annotated[Path | None, Option(help="A file for the profile (default: in the user's cache).")] = None
-    seconds: Annotated[float, Option(help="How long to measure.", min=0.1, max=3600)] = 3.0
+    seconds: Annotated[
+        float,
+        Option(
+            help="How long to measure; each product runs at least three times, which takes longer on a busy machine.",
+            min=0.1, max=3600,
+        ),
+    ] = 3.0  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +153,8 @@ class PlanOptions:
     memory_budget: Annotated[
         str | None,
         Option(
-            help="Memory per device for the model's weights and generation together (default: all of it); in chat and "
-            "demo the weights don't count."
+            help="Memory per device for the model's weights and generation together (default: all of it); in demo, "
+            "chat and serve the weights don't count."
         ),
     ] = None
     context: Annotated[int, Option(help="Tokens per sequence, prompt and answer.", min=2)] = 4096
@@ -145,7 +165,7 @@ class PlanOptions:
         str,
         Option(
             help="A drafter or Medusa heads (a folder, a file or a hub id; no weights are read), mtp, prompt-lookup, "
-            "or a number of heads like Vicuna's."
+            "or a number: that many Medusa heads, with Vicuna-7B's published accuracies."
         ),
     ] = "5"
     scaling: Annotated[
@@ -158,7 +178,10 @@ class PlanOptions:
     shared_lm_head: Annotated[
         bool, Option("--shared-lm-head", help="With a number of heads: all share the model's lm_head.")
     ] = False
-    dtype: Annotated[str | None, Option(help="Plan for this dtype of the model (default: as configured).")] = None
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        Option(help="Plan for this dtype of the model (default: as configured)."),
+    ] = None
     kv_dtype: KVDtype = None
     head_bits: HeadBits = None
     weight_bits: Annotated[
@@ -166,7 +189,7 @@ class PlanOptions:
         Option(help="Plan for layers in this many bits, scales included, whatever the model has.", min=1, max=32),
     ] = None
     as_json: Annotated[bool, Option("--json", help="Print JSON, for programs.")] = False
-    plot: Annotated[Path | None, Option(help="Also draw speed over memory to this .png or .svg.")] = None
+    plot: Annotated[Path | None, Option(help="Also draw speed over memory to this file: .png, .svg, .pdf, ...")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +247,8 @@ class TrainOptions:
         bool,
         Option(
             "--scaling",
-            help="Train a grid of drafters around these options, fit scaling laws, and write scaling.json for plan.",
+            help="15 runs around these options: four token counts by three sizes, and three that test the scaling "
+            "laws fitted to these; writes scaling.json for plan.",
         ),
     ] = False
     answer_tokens: Annotated[

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from pathlib import Path
 
-from specmemo_kernels.cli.common import existing_or_hub, setting_up, terminal, torch_device
+from specmemo_kernels.cli.common import check_head_bits, existing_or_hub, setting_up, terminal, torch_device
 from specmemo_kernels.cli.errors import UserError
 from specmemo_kernels.cli.options import PlanOptions
 from specmemo_kernels.cli.plan_plot import check_plot, draw
@@ -23,12 +24,14 @@ from specmemo_kernels.planning.device import DeviceProfile
 from specmemo_kernels.planning.device_probe import profile_of
 from specmemo_kernels.planning.drafter_spec import DrafterSpec, HeadsSpec, PromptLookupSpec
 from specmemo_kernels.planning.known_devices import KNOWN_DEVICES, known_device
+from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan, format_bytes, parse_bytes
 from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.planning.mtp_spec import mtp_spec
 from specmemo_kernels.planning.planner import choose, plan_request
-from specmemo_kernels.planning.search import candidates
+from specmemo_kernels.planning.search import PlanCandidate, PlanRequest, candidates
 from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, Accuracy
 
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 MODEL_HELP = "--model takes a known name (llama-3.1-8b), a config.json, a folder with one, a .gguf file or a hub id"
 
 
@@ -42,8 +45,11 @@ def run_plan(options: PlanOptions) -> None:
     if options.plot is not None:
         check_plot(options.plot)
     model = existing_or_hub(options.model, MODEL_HELP, files=True)
+    if model.endswith(WEIGHTS) and Path(model).is_file():
+        raise UserError(f"--model {options.model} is a weights file; give its folder or config.json")
     with setting_up():
-        spec = ModelSpec.load(model, options.weight_bits)
+        device, tp = devices_of(options)
+        spec = load_spec(model, options.weight_bits)
         if spec.recurrent:
             # Imported here, because transformers' caches and models take a second.
             from specmemo_kernels.integrations.hf.hybrid_sizes import recurrent_spec
@@ -53,10 +59,12 @@ def run_plan(options: PlanOptions) -> None:
             spec = spec.with_dtype(options.dtype)
         workload = Workload(options.context, options.batch, options.prompt or 0)
         heads, accuracy = heads_of(options, spec)
-        device, tp = devices_of(options)
         request = plan_request(spec, device, workload, heads=heads, accuracy=accuracy, tp=tp, kv_dtype=options.kv_dtype)
         choices = candidates(request)
-        plan = choose(request, choices, options.memory_budget)
+        plan = chosen_plan(request, choices, options.memory_budget)
+    if options.context > spec.max_context:
+        note = f"--context {options.context} is above the {spec.max_context} positions that {spec.name} was made for"
+        terminal(stderr=True).print(note, soft_wrap=True)
     if options.scaling is not None:
         with setting_up():
             show_scaling(terminal(), options, request)
@@ -68,6 +76,37 @@ def run_plan(options: PlanOptions) -> None:
         show(terminal(), request, choices, plan, rows)
     if options.plot is not None:
         draw(options.plot, request, choices, plan, rows)
+
+
+def load_spec(model: str, weight_bits: float | None) -> ModelSpec:
+    """The sizes of a model.
+
+    Raises:
+        UserError, ValueError: no configuration of a decoder.
+    """
+    try:
+        return ModelSpec.load(model, weight_bits)
+    except ValueError as error:
+        if "hidden_size=None" not in str(error):
+            raise
+        raise UserError(f"{model} is not a decoder's config.json (no hidden_size)") from error
+
+
+def chosen_plan(request: PlanRequest, choices: list[PlanCandidate], budget: str | None) -> MemoryPlan:
+    """:func:`choose` with a message that names the device where its memory is the limit.
+
+    Raises:
+        BudgetError: nothing fits. ValueError: not a budget.
+    """
+    try:
+        return choose(request, choices, budget)
+    except BudgetError as error:
+        device = request.device
+        if budget is None or parse_bytes(budget, "--memory-budget") <= device.memory:
+            raise
+        raise BudgetError(
+            f"--memory-budget is {budget}, but the device has {format_bytes(device.memory)}: {error}"
+        ) from error
 
 
 def device_profile(name: str) -> DeviceProfile:
@@ -89,7 +128,17 @@ def device_profile(name: str) -> DeviceProfile:
     path = Path(os.path.expanduser(name))
     if path.suffix == ".json" or path.is_file():
         return DeviceProfile.load(path)
-    return described_device(name) if is_description(name) else known_device(name)
+    if is_description(name):
+        return described_device(name)
+    try:
+        return known_device(name)
+    except ValueError as error:
+        close = difflib.get_close_matches(name.casefold(), KNOWN_DEVICES, n=3)
+        hint = f"did you mean {' or '.join(close)}? " if close else ""
+        raise UserError(
+            f"unknown device {name!r}; {hint}docs/planning.md lists the known ones; measure others with specmemo "
+            f"probe, or {_DESCRIBE}"
+        ) from error
 
 
 _DESCRIBE = 'describe it: --device "8GiB, 100GB/s, 5TFLOP/s fp16"'
@@ -117,8 +166,8 @@ def heads_of(options: PlanOptions, spec: ModelSpec) -> tuple[DrafterSpec, Accura
     Raises:
         UserError: neither a number nor a source, or an option that is for other drafters.
         HeadsError: no drafter in the files, or one for another model.
-        ValueError: ``--head-bits`` other than 4, or for heads without vocabulary matrices.
     """
+    check_head_bits(options.head_bits)
     if options.heads.isdecimal():
         if int(options.heads) > len(DEFAULT_ACCURACY):
             raise UserError(f"--heads is {options.heads}; accuracies are known for up to {len(DEFAULT_ACCURACY)} heads")

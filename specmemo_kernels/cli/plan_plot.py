@@ -29,7 +29,7 @@ def check_plot(path: Path) -> None:
 
     formats = FigureCanvasBase.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:
-        raise UserError(f"--plot {path}: its ending decides the format; end it in .png or .svg ({', '.join(formats)})")
+        raise UserError(f"--plot {path}: its ending decides the format, expected {', '.join(sorted(formats))}")
     check_output("--plot", path)
 
 

@@ -7,12 +7,23 @@ import signal
 import socket
 from pathlib import Path
 
-from specmemo_kernels.cli.common import leave_ranks, load_with_heads, patch_arguments, setting_up, terminal
+import torch
+
+from specmemo_kernels.cli.common import (
+    leave_ranks,
+    load_with_heads,
+    patch_arguments,
+    setting_up,
+    terminal,
+    torch_device,
+)
 from specmemo_kernels.cli.errors import UserError
 from specmemo_kernels.cli.options import ServeOptions
 from specmemo_kernels.integrations.distributed.ranks import RankError
 from specmemo_kernels.integrations.hf.engine import Engine
 from specmemo_kernels.integrations.hf.patch import patch
+from specmemo_kernels.planning.host_memory import host_memory
+from specmemo_kernels.planning.memory_plan import format_bytes, parse_bytes
 
 try:
     import uvicorn
@@ -40,8 +51,23 @@ def run_serve(options: ServeOptions) -> None:
         leave_ranks()
 
 
+def check_keep_free(options: ServeOptions) -> None:
+    """Check that the device has the memory that ``--keep-free`` reserves.
+
+    Raises:
+        UserError: it has less. ValueError: not a size.
+    """
+    if options.keep_free is None:
+        return
+    device = torch_device(options.device)
+    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_memory()
+    if parse_bytes(options.keep_free, "--keep-free") >= memory:
+        raise UserError(f"--keep-free {options.keep_free}: {device} has {format_bytes(memory)}; leave less free")
+
+
 def _serve(options: ServeOptions) -> None:
     with setting_up():
+        check_keep_free(options)
         loaded = load_with_heads(options)
         arguments = patch_arguments(options) | {"max_batch_size": options.batch, "keep_free": options.keep_free}
         handle = patch(loaded.model, loaded.heads, head_bits=options.head_bits, **arguments)

@@ -34,6 +34,7 @@ from specmemo_kernels.cli.env import collect_env
 from specmemo_kernels.cli.errors import UserError
 from specmemo_kernels.cli.options import TrainOptions
 from specmemo_kernels.cli.train_scaling import LAW, Grid, fit_laws, show_laws
+from specmemo_kernels.integrations.hf.checks import table_positions
 from specmemo_kernels.planning.memory_plan import format_bytes, parse_bytes
 from specmemo_kernels.planning.scaling_law import ScalingLaw
 from specmemo_kernels.training.answers import read_answers, read_prompts, write_answers
@@ -102,9 +103,11 @@ def run_train(options: TrainOptions) -> None:
     name = existing_or_hub(options.model, "--model takes a hub id or a folder with a model")
     torch.use_deterministic_algorithms(True, warn_only=True)
     with _user_errors():
-        run = RunFolder(options.out, _arguments(options))
+        run = RunFolder(options.out, _arguments(options), main_process=accelerator.is_main_process)
         with console.status("loading the model"):
             tokenizer, model = load_tokenizer(name), _load(name, options.dtype, device)
+        if (positions := table_positions(model)) and options.length > positions:
+            raise UserError(f"--length {options.length}: {name} has {positions} positions; lower it to them or fewer")
         with ProgressBars(console) as bars:
             windows = _windows(options, run, model, tokenizer, accelerator, bars)
             console.print(
@@ -185,13 +188,14 @@ def _windows(
 ) -> Windows:
     """The text in windows; the main process reads or writes it first, the others read its file."""
     end, length = tokenizer.eos_token_id, options.length
+    vocab_size = int(model.get_input_embeddings().weight.shape[0])
 
     def make() -> Windows:
-        held_out = read_documents(options.held_out, tokenizer) if options.held_out else None
+        held_out = read_documents(options.held_out, tokenizer, vocab_size) if options.held_out else None
         if options.data:
-            return cut_windows(read_documents(options.data, tokenizer), held_out, length, end)
+            return cut_windows(read_documents(options.data, tokenizer, vocab_size), held_out, length, end)
         prompts = list(read_prompts(options.self_generate or (), tokenizer))
-        bars.phase("writing answers", len(prompts))
+        bars.phase("writing answers (prompts)", len(prompts))
         write_answers(
             model, prompts, run.answers, max_new_tokens=options.answer_tokens or _ANSWER_TOKENS,
             temperature=_TEMPERATURE if options.temperature is None else options.temperature, seed=options.seed,

@@ -10,6 +10,7 @@ from typing import Any
 
 from specmemo_kernels.engine.sampling import Sampling
 from specmemo_kernels.integrations.hf.batch import Request, stream_batch
+from specmemo_kernels.integrations.hf.chat import longest_text
 from specmemo_kernels.integrations.hf.patch import patch
 from specmemo_kernels.training.windows import DataError, chat_ids, read_rows, read_text
 
@@ -40,7 +41,7 @@ def read_prompts(paths: Sequence[Path], tokenizer: Any) -> Iterator[list[int]]:
 def _of_row(where: str, row: Any, tokenizer: Any) -> list[int]:
     match row:
         case {"messages": [*messages]}:
-            while messages and messages[-1].get("role") == "assistant":
+            while messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
                 messages.pop()
             return chat_ids(where, messages, tokenizer, add_generation_prompt=True)
         case {"turns": [str(first), *_]}:
@@ -74,7 +75,7 @@ def write_answers(
         memory_budget: of generation, see :func:`specmemo_kernels.patch`. tick: called with the number of finished ones.
     """
     done = {json.loads(line)["index"] for line in _whole_lines(path)}
-    room = model.config.get_text_config().max_position_embeddings - max_new_tokens
+    room = longest_text(model) - max_new_tokens
     waiting = [i for i, prompt in enumerate(prompts) if i not in done and 0 < len(prompt) <= room]
     tick(len(prompts) - len(waiting))
     if not waiting:

@@ -108,7 +108,8 @@ class HeldOut:
 
     Attributes:
         losses: cross-entropy of each depth, in nats.
-        accuracy: ``[depth][k]``, the share of places whose token is among the best ``k + 1`` guesses.
+        accuracy: ``[depth][k]``, the share of places whose token is among the best ``k + 1`` guesses. A depth without
+            places repeats the row before it: zeros would mean that its guesses are useless.
         places: number of places of the first depth.
     """
 
@@ -131,6 +132,9 @@ def evaluate(
         hits, places = objective.hits(seen)
         counts, totals, losses = counts + hits, totals + places, losses + each.cpu().double()
         tick()
+    for d in range(1, depth):
+        if not totals[d]:
+            counts[d], totals[d] = counts[d - 1], totals[d - 1]
     accuracy = counts.cumsum(dim=1) / totals.clamp(min=1)[:, None]
     rows = tuple(tuple(round(value, 4) for value in row) for row in accuracy.tolist())
     return HeldOut(tuple((losses / max(1, len(windows))).tolist()), rows, int(totals[0]))

@@ -16,7 +16,7 @@ from specmemo_kernels.training.loop import Schedule, Training, TrainingError
 from specmemo_kernels.training.memory import windows_within
 from specmemo_kernels.training.objective import HeldOut, Objective, evaluate
 from specmemo_kernels.training.recipes import DrafterSizes, feature_ids, new_drafter
-from specmemo_kernels.training.saved import save_drafter
+from specmemo_kernels.training.saved import replace_file, save_drafter
 from specmemo_kernels.training.target_states import FrozenTarget
 from specmemo_kernels.training.windows import Windows
 
@@ -89,24 +89,37 @@ class RunFolder:
 
     Args:
         folder: of the drafter. arguments: all that decides the result, as JSON.
+        main_process: writes the arguments; other processes only compare them.
 
     Raises:
-        TrainingError: the folder has a finished drafter, or a run with other arguments.
+        TrainingError: the folder has a finished drafter, or a run with other or unreadable arguments.
     """
 
-    def __init__(self, folder: Path, arguments: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, arguments: dict[str, Any], *, main_process: bool = True) -> None:
         self.folder, self.files = folder, folder / RUN_FOLDER
         if (folder / SUMMARY).exists():
             raise TrainingError(f"{folder} has a trained drafter; name another folder with --out, or remove this one")
-        noted = self.files / "arguments.json"
-        if noted.exists() and (stored := json.loads(noted.read_text())) != json.loads(json.dumps(arguments)):
-            changed = [name for name in arguments if stored.get(name) != json.loads(json.dumps(arguments[name]))]
+        noted, given = self.files / "arguments.json", json.loads(json.dumps(arguments))
+        if noted.exists():
+            self._check_arguments(noted, given)
+        elif main_process:
+            self.files.mkdir(parents=True, exist_ok=True)
+            replace_file(noted, lambda path: path.write_text(json.dumps(given, indent=1) + "\n"))
+
+    def _check_arguments(self, noted: Path, given: dict[str, Any]) -> None:
+        try:
+            stored = dict(json.loads(noted.read_text()))
+        except (TypeError, ValueError) as error:
             raise TrainingError(
-                f"{folder} has an unfinished run with other arguments ({', '.join(changed) or 'fewer of them'}); "
+                f"{noted} doesn't hold a run's arguments ({error}); name another folder with --out, or remove "
+                f"{self.folder}"
+            ) from error
+        if stored != given:
+            changed = [name for name in given if stored.get(name) != given[name]]
+            raise TrainingError(
+                f"{self.folder} has an unfinished run with other arguments ({', '.join(changed) or 'fewer of them'}); "
                 "repeat its arguments to continue it, name another folder with --out, or remove this one"
             )
-        self.files.mkdir(parents=True, exist_ok=True)
-        noted.write_text(json.dumps(arguments, indent=1) + "\n")
 
     @property
     def state(self) -> Path:
@@ -122,14 +135,12 @@ class RunFolder:
         """The stored windows; without any, those of ``make``, stored."""
         path = self.files / "windows.safetensors"
         if not path.exists():
-            fresh = path.with_suffix(".new")
-            make().save(fresh)
-            fresh.replace(path)
+            replace_file(path, make().save)
         return Windows.load(path)
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write the summary, and remove the run's files."""
-        (self.folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
+        replace_file(self.folder / SUMMARY, lambda path: path.write_text(json.dumps(summary, indent=1) + "\n"))
         shutil.rmtree(self.files)
 
 
@@ -161,12 +172,12 @@ def train_drafter(
     micro = windows_within(budget, most, objective, target.states, length, processes)
     schedule = Schedule(steps, per_step, micro, recipe.rate, recipe.seed)
     training = Training(accelerator, target, objective, windows, schedule, state)
-    reporter.phase("training", steps, training.progress.step)
+    reporter.phase(f"training (steps of {per_step * length:,} tokens)", steps, training.progress.step)
     training.run(lambda losses: reporter.advance(f"loss {losses[0]:.3f}"))
     if accelerator.is_main_process:
         training.save()
     chosen = torch.linspace(0, len(windows.held_out) - 1, min(len(windows.held_out), _EVALUATED)).round().long()
-    reporter.phase("measuring acceptance", len(chosen))
+    reporter.phase(f"measuring acceptance (windows of {length:,} tokens)", len(chosen))
     held_out = evaluate(objective, windows.held_out[chosen], target.states, reporter.advance)
     if accelerator.is_main_process:
         save_drafter(drafter, folder, held_out, verifier)

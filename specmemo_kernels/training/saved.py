@@ -44,11 +44,11 @@ def save_drafter(drafter: Trainable, folder: Path, held_out: HeldOut, verifier: 
         config = _clover_json(drafter)
     config["cumulative_topk_accuracy"] = accuracy
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / WEIGHTS_NAME, lambda path: save_file(tensors, path))
-    _replace(folder / CONFIG_NAME, lambda path: path.write_text(json.dumps(config, indent=2) + "\n"))
+    replace_file(folder / WEIGHTS_NAME, lambda path: save_file(tensors, path))
+    replace_file(folder / CONFIG_NAME, lambda path: path.write_text(json.dumps(config, indent=2) + "\n"))
 
 
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file atomically."""
     fresh = path.with_name(path.name + ".new")
     write(fresh)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from specmemo_kernels.arguments import shown
+
 Tensor = torch.Tensor
 
 #: One document in so many is held out.
@@ -60,33 +62,42 @@ def _mixed(seed: int, epoch: int) -> int:
     return zlib.crc32(f"{seed}/{epoch}".encode())
 
 
-def read_documents(paths: Sequence[Path], tokenizer: Any) -> Iterator[list[int]]:
-    """The token ids of each document in files and folders.
+def read_documents(paths: Sequence[Path], tokenizer: Any, vocab_size: int) -> Iterator[list[int]]:
+    """The token ids of each document in files and folders, for a model with ``vocab_size`` tokens.
 
     A ``.jsonl`` file has a document per line: an object with ``tokens``, ``text``, ``messages`` (of the chat template),
     or ``prompt`` and ``answer``. Any other file is one document. Of a folder, all files are read, sorted by name.
 
     Raises:
-        DataError: a file that isn't UTF-8 text, or a line with none of these keys.
+        DataError: a file that isn't UTF-8 text, a line with none of these keys, or a token that the model doesn't have.
     """
+    for where, ids in _documents(paths, tokenizer):
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            wrong = next(token for token in ids if not 0 <= token < vocab_size)
+            raise DataError(f"{where} has the token {wrong}, the model's are 0 to {vocab_size - 1}")
+        yield ids
+
+
+def _documents(paths: Sequence[Path], tokenizer: Any) -> Iterator[tuple[str, list[int]]]:
+    """Documents, each with its place for messages."""
     for path in paths:
         files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
         for file in files:
             if file.suffix != ".jsonl":
-                yield _ids(tokenizer, read_text(file))
+                yield str(file), _ids(tokenizer, read_text(file))
                 continue
             for where, row in read_rows(file):
-                yield _of_row(where, row, tokenizer)
+                yield where, _of_row(where, row, tokenizer)
 
 
 def read_text(file: Path) -> str:
-    """A file's text.
+    """A file's text, without a byte order mark.
 
     Raises:
         DataError: it isn't UTF-8.
     """
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{file} is not a UTF-8 text: {error}") from error
 
@@ -97,7 +108,8 @@ def read_rows(file: Path) -> Iterator[tuple[str, Any]]:
     Raises:
         DataError: a line that isn't JSON.
     """
-    for number, line in enumerate(read_text(file).splitlines(), start=1):
+    # str.splitlines also ends lines at U+2028 and others, which JSON has in strings.
+    for number, line in enumerate(read_text(file).split("\n"), start=1):
         where = f"{file}, line {number}"
         if not line.strip():
             continue
@@ -124,8 +136,10 @@ def chat_ids(where: str, messages: list[Any], tokenizer: Any, *, add_generation_
     """The token ids of a conversation by the tokenizer's chat template.
 
     Raises:
-        DataError: the tokenizer has no template, or it refuses the messages.
+        DataError: a message that isn't an object, or the tokenizer has no template, or it refuses the messages.
     """
+    if wrong := [message for message in messages if not isinstance(message, dict)]:
+        raise DataError(f'{where} has the message {shown(wrong[0])}, expected an object with "role" and "content"')
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
     except Exception as error:  # templates raise errors of every type

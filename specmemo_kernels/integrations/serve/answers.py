@@ -69,6 +69,7 @@ class Model:
         self.max_seconds = max_seconds
         self.created = int(time.time())
         self.longest = longest_text(engine.handle.model)
+        self.vocab_size = int(engine.handle.model.get_input_embeddings().weight.shape[0])
         self.parses_messages = has_template(engine.handle.model, tokenizer)
 
     def chat_prompt(self, request: ChatRequest) -> list[int]:
@@ -86,7 +87,7 @@ class Model:
             text = self.tokenizer.apply_chat_template(
                 template_messages(request), tools=tools, tokenize=False, add_generation_prompt=True
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError) as error:
             raise BadRequest(f"messages: the model's chat template refuses them: {error}") from error
         return self.encode(text, special=False)
 
@@ -116,19 +117,19 @@ class Model:
         """``n`` requests of the engine for each prompt, with a seed of its own each.
 
         Raises:
-            BadRequest: a prompt leaves no room for new tokens; the message has the numbers.
+            BadRequest: a wrong value, or a prompt that leaves no room for new tokens; the message has the numbers.
         """
         if not prompts:
             raise BadRequest("prompt is an empty list; give a text or token ids")
-        sampling, requests = request.sampling(), []
-        for prompt in prompts:
-            room = self.longest - len(prompt)
-            limit = request.limit or max(1, room)
-            if limit > room:
-                raise BadRequest(
-                    f"the prompt has {len(prompt)} tokens and max_tokens is {limit}, together they may be "
-                    f"{self.longest}; shorten the prompt or lower max_tokens"
-                )
+        try:
+            sampling = request.sampling()
+        except (TypeError, ValueError) as error:
+            raise BadRequest(str(error)) from error
+        last, requests = self.engine.handle.facts.vocab_size - 1, []
+        if (token := max(sampling.logit_bias, default=0)) > last:
+            raise BadRequest(f"logit_bias has the token {token}, the last one is {last}")
+        for i, prompt in enumerate(prompts):
+            limit = self._new_tokens("the prompt" if len(prompts) == 1 else f"prompt[{i}]", prompt, request.limit)
             requests += [
                 Request(
                     prompt,
@@ -141,6 +142,25 @@ class Model:
                 for k in range(request.n)
             ]
         return requests
+
+    def _new_tokens(self, name: str, prompt: list[int], limit: int | None) -> int:
+        """Most new tokens behind a prompt, which is called ``name`` in messages.
+
+        Raises:
+            BadRequest: an empty or too long prompt, or one with an unknown token.
+        """
+        if not prompt:
+            raise BadRequest(f"{name} is empty; give at least one token")
+        if max(prompt) >= self.vocab_size:
+            raise BadRequest(f"{name} has the token {max(prompt)}, the last one is {self.vocab_size - 1}")
+        room = self.longest - len(prompt)
+        limit = limit or max(1, room)
+        if limit > room:
+            raise BadRequest(
+                f"{name} has {len(prompt)} tokens and max_tokens is {limit}, together they may be {self.longest}; "
+                "shorten the prompt or lower max_tokens"
+            )
+        return limit
 
     async def answer(
         self, requests: Sequence[Request], stop: Sequence[str], *, special: bool = False
@@ -169,7 +189,7 @@ class Model:
             for request in requests:
                 try:
                     generation = self.engine.submit(request, on_piece=on_piece)
-                except ValueError as error:  # BudgetError among them
+                except (TypeError, ValueError) as error:  # BudgetError among them
                     raise BadRequest(str(error)) from error
                 stack.callback(generation.abort)
                 generations.append(generation)

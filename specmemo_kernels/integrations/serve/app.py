@@ -88,9 +88,26 @@ def _card(model: Model) -> dict[str, Any]:
     }  # fmt: skip
 
 
+class ModelNotFound(ValueError):
+    """A request for another model than the served one."""
+
+
 def _check_name(model: Model, name: str | None) -> None:
     if name is not None and name != model.name:
-        raise HTTPException(404, f"the model {name!r} isn't served, {model.name!r} is")
+        raise ModelNotFound(f"the model {name!r} isn't served, {model.name!r} is")
+
+
+def _invalid(details: dict[str, Any]) -> tuple[str, str | None]:
+    """The message of a validation error of pydantic, and the field."""
+    if details["type"] == "json_invalid":
+        return f"the body isn't JSON (at character {details['loc'][-1]}): {details['ctx']['error']}", None
+    place = ".".join(str(part) for part in details["loc"][1:])  # behind "body"
+    if details["type"] == "extra_forbidden":
+        return f"unknown field {place!r}", place
+    message = str(details["msg"]).removeprefix("Value error, ")
+    if details["type"] == "value_error" and not place:  # a sentence about several fields
+        return message, None
+    return f"{place or 'the body'}: {message}", place or None
 
 
 def _handle_errors(app: FastAPI) -> None:
@@ -104,15 +121,13 @@ def _handle_errors(app: FastAPI) -> None:
 
     async def invalid(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        details = error.errors()[0]
-        place = ".".join(str(part) for part in details["loc"] if part != "body")
-        message = f"{place}: {details['msg']}" if place else str(details["msg"])
-        return JSONResponse(error_body(message, "invalid_request_error", place or None), 400)
+        message, param = _invalid(error.errors()[0])
+        return JSONResponse(error_body(message, "invalid_request_error", param), 400)
 
-    async def http(_: Request, error: Exception) -> JSONResponse:
+    async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        code = "model_not_found" if error.status_code == 404 else None
-        return JSONResponse(error_body(str(error.detail), "invalid_request_error", code=code), error.status_code)
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return JSONResponse(error_body(message, "invalid_request_error"), error.status_code)
 
     async def gone(_: Request, __: Exception) -> Response:
         return Response(status_code=499)  # nginx's status for it, for the log
@@ -120,6 +135,7 @@ def _handle_errors(app: FastAPI) -> None:
     app.add_exception_handler(ClientGone, gone)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(ModelNotFound, refused(404, "invalid_request_error", code="model_not_found"))
     app.add_exception_handler(BadRequest, refused(400, "invalid_request_error"))
     app.add_exception_handler(QueueFull, refused(429, "rate_limit_error", headers={"retry-after": "1"}))
     app.add_exception_handler(EngineClosed, refused(503, "server_error"))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from specmemo_kernels.engine.scores import TokenScore
 from specmemo_kernels.integrations.serve.answers import Model
 
 
 def completion_logprobs(
-    model: Model, scores: Sequence[TokenScore], prompt: Sequence[int], prompt_scores: Sequence[TokenScore]
-) -> dict[str, Any]:
-    """The ``logprobs`` of a completion.
+    model: Model, scores: Sequence[TokenScore], prompt: Sequence[int], prompt_scores: Sequence[TokenScore], start: int
+) -> tuple[dict[str, Any], int]:
+    """The ``logprobs`` of a completion, or of a piece of it that begins at offset ``start``; and the offset of its end.
 
     Args:
         prompt: its tokens if they are echoed, else empty; the first one has no score. prompt_scores: of the others.
@@ -20,16 +24,14 @@ def completion_logprobs(
     tokens = [*prompt, *(score.token for score in scores)]
     every = [*([None] * min(1, len(prompt))), *prompt_scores, *scores]
     texts = [model.decode([token]) for token in tokens]
-    offsets, place = [], 0
-    for text in texts:
-        offsets.append(place)
-        place += len(text)
-    return {
+    *offsets, end = accumulate(map(len, texts), initial=start)
+    logprobs = {
         "tokens": texts,
         "token_logprobs": [None if score is None else score.logprob for score in every],
         "top_logprobs": [None if score is None else _top(model, score) for score in every],
         "text_offset": offsets,
     }
+    return logprobs, end
 
 
 def _top(model: Model, score: TokenScore) -> dict[str, float]:
@@ -44,10 +46,26 @@ def chat_logprobs(model: Model, scores: Sequence[TokenScore]) -> dict[str, Any]:
     """The ``logprobs`` of a message."""
 
     def entry(token: int, value: float) -> dict[str, Any]:
-        text = model.decode([token])
-        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+        return {"token": model.decode([token]), "logprob": value, "bytes": list(_bytes(model, token))}
 
     content = [
         entry(score.token, score.logprob) | {"top_logprobs": [entry(*each) for each in score.top]} for score in scores
     ]
     return {"content": content, "refusal": None}
+
+
+#: Bytes by their characters in the vocabularies of byte-level BPE.
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def _bytes(model: Model, token: int) -> bytes:
+    """A token's bytes; of a part of a character those that byte-level BPE or SentencePiece's byte fallback has."""
+    text = model.decode([token])
+    if "\ufffd" in text:
+        piece = str(model.tokenizer.convert_ids_to_tokens(token))
+        if match := _BYTE_FALLBACK.fullmatch(piece):
+            return bytes.fromhex(match[1])
+        if all(character in _BYTES for character in piece):
+            return bytes(_BYTES[character] for character in piece)
+    return text.encode()

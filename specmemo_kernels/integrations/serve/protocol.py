@@ -9,11 +9,24 @@ from __future__ import annotations
 import secrets
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
 
+from specmemo_kernels.arguments import shown
 from specmemo_kernels.engine.sampling import Sampling
 
 TokenIds = list[Annotated[int, Field(ge=0)]]
+
+
+def _expecting(expected: str) -> WrapValidator:
+    """A validator with one sentence instead of an error for each member of a union."""
+
+    def check(value: Any, inner: Any) -> Any:
+        try:
+            return inner(value)
+        except ValidationError as error:
+            raise ValueError(f"expected {expected}, got {shown(value)}") from error
+
+    return WrapValidator(check)
 
 
 class _Fields(BaseModel):
@@ -35,7 +48,9 @@ class _Generation(_Fields):
 
     model: str | None = None
     n: int = Field(1, ge=1, le=128)
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stop: Annotated[
+        str | Annotated[list[str], Field(max_length=16)] | None, _expecting("a text or at most 16 texts")
+    ] = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     temperature: float | None = Field(1.0, ge=0, le=100, allow_inf_nan=False)
     top_p: float | None = Field(1.0, gt=0, le=1)
@@ -44,7 +59,7 @@ class _Generation(_Fields):
     repetition_penalty: float | None = Field(1.0, gt=0, allow_inf_nan=False)
     presence_penalty: float | None = Field(0.0, ge=-2, le=2)
     frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] | None = None
     max_tokens: int | None = Field(None, ge=1)
     ignore_eos: bool = False
     stream: bool | None = False
@@ -80,7 +95,9 @@ class _Generation(_Fields):
 class CompletionRequest(_Generation):
     """``POST /v1/completions``."""
 
-    prompt: str | TokenIds | list[str] | list[TokenIds]
+    prompt: Annotated[
+        str | TokenIds | list[str] | list[TokenIds], _expecting("a text, token ids, or a list of texts or token ids")
+    ]
     echo: bool | None = False
     logprobs: int | None = Field(None, ge=0, le=20)
 
@@ -135,7 +152,10 @@ class Message(_Fields):
     """A message of a conversation: text, and tool calls of the assistant."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: Annotated[
+        str | list[TextPart] | None,
+        _expecting("a text or text parts (images, audio and files aren't supported)"),
+    ] = None
     name: str | None = None
     refusal: None = None
     reasoning_content: str | None = None
@@ -158,7 +178,9 @@ class ChatRequest(_Generation):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1)
-    response_format: ResponseFormat | None = None
+    response_format: Annotated[
+        ResponseFormat | None, _expecting('{"type": "text"} (structured output isn\'t supported)')
+    ] = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Tool] | None = None
@@ -173,9 +195,11 @@ class ChatRequest(_Generation):
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
     @model_validator(mode="after")
-    def _logprobs_first(self) -> Self:
+    def _consistent(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens and max_completion_tokens are the same limit; give one of them")
         return self
 
     @property

@@ -53,6 +53,7 @@ class _Answers:
         self._chat = isinstance(body, ChatRequest)
         self._echo = isinstance(body, CompletionRequest) and bool(body.echo)
         self._pieces: list[TextPiece | None] = [None] * len(prompts)
+        self._offsets = [0] * len(prompts)  # ends of the texts with log-probabilities
         self._messages: list[MessageParser] = []
         if isinstance(body, ChatRequest):
             served = model.engine.handle.model
@@ -118,7 +119,8 @@ class _Answers:
             logprobs = chat_logprobs(self._model, piece.scores)
         elif self._body.top is not None:
             prompt = self._prompts[piece.index] if echo and self._echo else []
-            logprobs = completion_logprobs(self._model, piece.scores, prompt, piece.prompt_scores if prompt else [])
+            scores, start = piece.prompt_scores if prompt else [], self._offsets[piece.index]
+            logprobs, self._offsets[piece.index] = completion_logprobs(self._model, piece.scores, prompt, scores, start)
         return {"index": piece.index, **content, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
     def _usage(self) -> dict[str, int]:
