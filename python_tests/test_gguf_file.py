@@ -191,6 +191,8 @@ def test_a_published_size(tmp_path: Path) -> None:
         tensors |= {f"blk.{layer}.{name}.weight": (shape, Q4_K) for name, shape in shapes.items()}
         tensors |= {f"blk.{layer}.attn_v.weight": ((keys, hidden), more)}
         tensors |= {f"blk.{layer}.ffn_down.weight": ((hidden, width), more)}
+        tensors |= {f"blk.{layer}.{name}.weight": ((hidden,), F32) for name in ("attn_norm", "ffn_norm")}
+    tensors["output_norm.weight"] = (hidden,), F32
     spec = ModelSpec.load(write(tmp_path / "m.gguf", metadata, tensors))
     assert spec.parameters == ModelSpec.from_config(config).parameters
     assert spec.weight_bytes == pytest.approx(4.92e9, rel=0.01), "the published file has 4.92 GB"

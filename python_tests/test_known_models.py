@@ -33,15 +33,14 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters(name: str) -> None:
-    """Those of the card to 1 %, and exactly those of transformers' model (gpt-oss has biases of experts and sinks)."""
+    """Those of the card to 1 %, and exactly those of transformers' model."""
     config = dict(known_model(name) or {})
     spec = ModelSpec.from_config(config)
     assert spec.parameters == pytest.approx(PUBLISHED[name] * 1e9, rel=0.01)
     config.pop("quantization_config", None)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config.pop("model_type")](**config))
-    exact = sum(parameter.numel() for parameter in model.parameters())
-    assert spec.parameters == (pytest.approx(exact, rel=3e-3) if "gpt-oss" in name else exact)
+    assert spec.parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_every_entry_is_checked() -> None:

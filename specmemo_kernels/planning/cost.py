@@ -140,7 +140,7 @@ def pass_seconds(
     nbytes = share * spec.read_bytes(run.rows) / read
     seconds = device.linear_seconds(share, nbytes, rows_per_matrix, dtype, spec.layer_matrices)
     seconds += 2 * spec.unpacked_bytes(run.rows, run.lm_rows > 0) / tp / device.read_rate
-    vocabulary = spec.vocab_weights / tp
+    vocabulary = spec.lm_head_weights / tp
     if run.lm_rows:
         seconds += device.linear_seconds(vocabulary, spec.lm_head_bytes / tp, run.lm_rows, dtype, 1)
     width = spec.num_qo_heads * (spec.head_dim + spec.v_head_dim) / tp * spec.attention_layers

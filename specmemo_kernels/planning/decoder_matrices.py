@@ -1,13 +1,14 @@
-"""Names and shapes of a decoder's matrices, from its configuration."""
+"""Names and shapes of a decoder's matrices. :func:`llama_weights` derives those of a Llama-like decoder from sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-#: Families whose matrices are fused: queries, keys and values; gate and up.
-_FUSED_QKV, _FUSED_GATE = {"phi3"}, {"phi3", "glm", "glm4"}
+#: Parts of a decoder's layers.
+LAYER_PARTS = ("attention", "feed_forward", "experts")
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,79 @@ class Matrix:
         return self.rows * self.columns * self.count
 
 
-def decoder_matrices(text: Mapping[str, Any], sizes: Mapping[str, Any]) -> tuple[Matrix, ...]:
-    """All matrices of a decoder, in the order of its layers.
+@dataclass(frozen=True)
+class DecoderWeights:
+    """All parameters of a decoder.
 
-    Expert 0 stands for all experts of its layer. Matrices of recurrent layers aren't listed.
+    Attributes:
+        matrices: of its layers, in their order, the embedding and the lm_head.
+        vectors: elements of norms and biases. held: elements that a pass doesn't read, or only rows of: tables of
+            positions or per-layer embeddings, vision and audio towers.
+        tied: whether the lm_head is the embedding. experts_per_token: 0 without mixtures.
+    """
+
+    matrices: tuple[Matrix, ...]
+    vectors: int
+    tied: bool
+    held: int = 0
+    experts_per_token: int = 0
+
+    def elements(self, *parts: str) -> int:
+        """Of the matrices of these parts."""
+        return sum(matrix.elements for matrix in self.matrices if matrix.part in parts)
+
+    def sizes(self) -> dict[str, Any]:
+        """The fields of a ``ModelSpec`` that count elements."""
+        parts = {f"{part}_weights": self.elements(part) for part in (*LAYER_PARTS, "embedding", "lm_head")}
+        return parts | {"vector_weights": self.vectors, "held_weights": self.held, "tied": self.tied}
+
+    def widths(self, sizes: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a ``ModelSpec`` about feed-forward layers and mixtures, which say what a pass computes.
+
+        Args:
+            sizes: ``hidden_size``, ``num_layers`` and ``intermediate_size``.
+        """
+        hidden, layers = sizes["hidden_size"], sizes["num_layers"]
+        experts = [matrix for matrix in self.matrices if matrix.part == "experts"]
+        others = [matrix for matrix in self.matrices if matrix.part == "feed_forward"]
+        shared = {matrix.name for matrix in others if experts and re.search("shared|shexp", matrix.name)}
+        dense = _width([matrix for matrix in others if matrix.name not in shared], hidden)
+        beside = _width([matrix for matrix in others if matrix.name in shared], hidden)
+        each = _width(experts, hidden)
+        numbers = (re.search(r"\.(\d+)\.", matrix.name) for matrix in experts)
+        mixtures = len({number[1] for number in numbers if number})
+        gated = (dense if dense.size else each).gated
+        return {
+            "intermediate_size": dense.size or sizes["intermediate_size"], "dense_layers": max(0, layers - mixtures),
+            "gated": gated, "ffn_tensors": 2 if not gated else 4 if dense.fused else 3,
+            "num_experts": max((matrix.count for matrix in experts), default=0),
+            "experts_per_token": self.experts_per_token if experts else 0, "expert_size": each.size,
+            "shared_size": beside.size,
+        }  # fmt: skip
+
+
+class _Width(NamedTuple):
+    """The width of a feed-forward layer, and whether it has a gate, in one matrix with the other one."""
+
+    size: int = 0
+    gated: bool = True
+    fused: bool = False
+
+
+def _width(matrices: Sequence[Matrix], hidden: int) -> _Width:
+    """Of the widest layer, whose last matrix has ``hidden`` rows."""
+    last = max((m for m in matrices if m.rows == hidden), key=lambda m: m.columns, default=None)
+    if last is None:
+        return _Width()
+    layer = [m for m in matrices if m.name.rpartition(".")[0] == last.name.rpartition(".")[0]]
+    gated = sum(m.rows * m.columns for m in layer) > 2.5 * hidden * last.columns
+    return _Width(last.columns, gated, any(m.rows == 2 * last.columns for m in layer))
+
+
+def llama_weights(text: Mapping[str, Any], sizes: Mapping[str, Any]) -> DecoderWeights:
+    """The weights of a Llama-like decoder. Matrices of recurrent layers aren't included.
+
+    Expert 0 stands for all experts of its layer.
 
     Args:
         text: a text configuration.
@@ -50,7 +120,15 @@ def decoder_matrices(text: Mapping[str, Any], sizes: Mapping[str, Any]) -> tuple
         prefix = f"model.layers.{layer}"
         matrices += _attention(text, sizes, f"{prefix}.self_attn")
         matrices += _feed_forward(text, sizes, f"{prefix}.mlp", layer in dense)
-    return *matrices, Matrix("lm_head", "lm_head", *vocabulary)
+    matrices.append(Matrix("lm_head", "lm_head", *vocabulary))
+    biases = sizes["head_dim"] * (sizes["num_qo_heads"] + 2 * sizes["num_kv_heads"]) if _biased(text) else 0
+    vectors = sizes["num_layers"] * (2 * sizes["hidden_size"] + biases) + sizes["hidden_size"]
+    tied = bool(text.get("tie_word_embeddings", text.get("tie_embedding")))
+    return DecoderWeights(tuple(matrices), vectors, tied, experts_per_token=sizes["experts_per_token"])
+
+
+def _biased(text: Mapping[str, Any]) -> bool:
+    return bool(text.get("attention_bias") or text.get("use_qkv_bias"))
 
 
 def _dense_layers(text: Mapping[str, Any], sizes: Mapping[str, Any]) -> set[int]:
@@ -73,8 +151,6 @@ def _attention(text: Mapping[str, Any], sizes: Mapping[str, Any], name: str) -> 
         return
     keys = sizes["num_kv_heads"]
     rows = {"q_proj": heads * dim, "k_proj": keys * dim, "v_proj": keys * value}
-    if text.get("model_type") in _FUSED_QKV:
-        rows = {"qkv_proj": sum(rows.values())}
     for kind, count in rows.items():
         yield Matrix(f"{name}.{kind}", "attention", count, hidden)
     yield Matrix(f"{name}.o_proj", "attention", hidden, heads * value)
@@ -82,13 +158,10 @@ def _attention(text: Mapping[str, Any], sizes: Mapping[str, Any], name: str) -> 
 
 def _feed_forward(text: Mapping[str, Any], sizes: Mapping[str, Any], name: str, dense: bool) -> Iterator[Matrix]:
     hidden = sizes["hidden_size"]
-    fused, gated = text.get("model_type") in _FUSED_GATE, sizes["gated"]
 
     def mlp(name: str, part: str, width: int, count: int = 1, linear: bool = True) -> Iterator[Matrix]:
-        if gated and not fused:
-            yield Matrix(f"{name}.gate_proj", part, width, hidden, count, linear)
-        kind, rows = ("gate_up_proj", 2 * width) if gated and fused else ("up_proj", width)
-        yield Matrix(f"{name}.{kind}", part, rows, hidden, count, linear)
+        for kind in ("gate_proj", "up_proj"):
+            yield Matrix(f"{name}.{kind}", part, width, hidden, count, linear)
         yield Matrix(f"{name}.down_proj", part, hidden, width, count, linear)
 
     if dense:

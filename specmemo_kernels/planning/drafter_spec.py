@@ -157,7 +157,7 @@ class HeadsSpec(_StaticDrafter):
         sequences, depth = drafts.sequences, drafts.depth
         blocks = depth * self.num_layers
         matrices, rows = (depth, sequences) if self.own_lm_head else (1, depth * sequences)
-        vocabulary = matrices * spec.vocab_weights / tp
+        vocabulary = matrices * spec.lm_head_weights / tp
         read = self.vocab_bytes(spec, tp) if self.own_lm_head else spec.lm_head_bytes / tp
         products = (
             Product(blocks * spec.hidden_size**2, blocks * self.block_bytes(spec), sequences, blocks),

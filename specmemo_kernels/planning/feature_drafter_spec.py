@@ -120,7 +120,7 @@ class FeatureDrafterSpec:
         predicted = (sequences * drafts.depth,) if self.block_rows else (sequences, *passes)
         parts = [(self.advance, sequences * (drafts.depth + 1)), *((self.draft, rows) for rows in passes)]
         products = [_product(spec, part, rows) for part, rows in (*parts, (self.state, sequences))]
-        vocabulary = self.vocab_rows * self.hidden_size or spec.vocab_weights / tp
+        vocabulary = self.vocab_rows * self.hidden_size or spec.lm_head_weights / tp
         read = vocabulary * spec.dtype_bytes if self.vocab_rows else spec.lm_head_bytes / tp
         products += [Product(vocabulary, read, rows, 1) for rows in predicted]
         merges = self.num_layers * max(0, drafts.depth - 2) if self._has_ancestors else 0

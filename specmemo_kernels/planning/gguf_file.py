@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from specmemo_kernels.planning.decoder_matrices import Matrix
+from specmemo_kernels.planning.decoder_matrices import DecoderWeights, Matrix
 from specmemo_kernels.planning.gguf_header import FLOAT32, GgufHeader, GgufTensor, read_header
 from specmemo_kernels.planning.model_config import read_sizes
 from specmemo_kernels.planning.quantisation_scheme import AT_LOAD
@@ -64,17 +65,25 @@ def _sizes(header: GgufHeader, name: str) -> dict[str, Any]:
             text[field] = _one(metadata[f"{architecture}.{key}"])
     text |= _latent(metadata, architecture) if "kv_lora_rank" in text else {}
     embedding = tensors["token_embd.weight"]
+    tied = "output.weight" not in tensors
     text |= {
         "model_type": _MODEL_TYPES.get(architecture, architecture), "vocab_size": embedding.shape[0],
-        "tie_word_embeddings": "output.weight" not in tensors, "dtype": "float32",
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "dtype": "float32",
     }  # fmt: skip
     parts = [(part, tensor) for tensor in header.tensors if (part := _part(tensor)) is not None]
-    if "output.weight" not in tensors:
+    if tied:
         parts.append(("lm_head", embedding))
     stored = [(_matrix(tensor, part), _coded_bytes(tensor)) for part, tensor in parts]
+    sizes = read_sizes(text, name)
+    weights = DecoderWeights(
+        tuple(matrix for matrix, _ in stored),
+        vectors=sum(prod(tensor.shape) for tensor in header.tensors if len(tensor.shape) < 2),
+        held=sum(prod(tensor.shape) for tensor in header.tensors if len(tensor.shape) > 1 and _part(tensor) is None),
+        tied=tied, experts_per_token=sizes["experts_per_token"],
+    )  # fmt: skip
     note = "transformers loads a .gguf file in float32 unless from_pretrained gets a dtype (here: --dtype)"
-    return read_sizes(text, name) | {"quantised": QuantisedWeights.of_matrices("gguf", stored, AT_LOAD, (note,))}
+    quantised = QuantisedWeights.of_matrices("gguf", stored, AT_LOAD, (note,))
+    return sizes | weights.widths(sizes) | weights.sizes() | {"quantised": quantised}
 
 
 def _one(value: Any) -> int:
@@ -109,7 +118,7 @@ def _part(tensor: GgufTensor) -> str | None:
 
 def _matrix(tensor: GgufTensor, part: str) -> Matrix:
     *count, rows, columns = tensor.shape
-    return Matrix(tensor.name, part, rows, columns, count[0] if count else 1)
+    return Matrix(tensor.name.removesuffix(".weight"), part, rows, columns, count[0] if count else 1)
 
 
 def _coded_bytes(tensor: GgufTensor) -> float | None:

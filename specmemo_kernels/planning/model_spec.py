@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from specmemo_kernels.planning.decoder_matrices import decoder_matrices
+from specmemo_kernels.planning.built_model import build
+from specmemo_kernels.planning.decoder_matrices import DecoderWeights, llama_weights
 from specmemo_kernels.planning.gguf_file import read_gguf
 from specmemo_kernels.planning.gguf_header import is_gguf
 from specmemo_kernels.planning.known_models import known_model
-from specmemo_kernels.planning.model_config import DTYPE_BYTES, read_json, read_sizes
+from specmemo_kernels.planning.model_config import DTYPE_BYTES, check_experts, read_json, read_sizes
 from specmemo_kernels.planning.quantised_weights import UNQUANTISED, QuantisedWeights
 
 
@@ -44,20 +45,24 @@ class ModelSpec:
 
     Attributes:
         num_kv_heads, head_dim, v_head_dim: of keys and values as attention receives them.
-        attention_weights: matrix elements of one layer's attention.
         intermediate_size: width of a dense feed-forward layer. dense_layers: number of layers with one.
         gated: whether feed-forward layers have a gate matrix.
         num_experts, experts_per_token, expert_size, shared_size: of the other layers, mixtures of experts.
         ffn_tensors, expert_tensors: tensors of the intermediate width that a dense layer and an expert hold at once.
-        norm_weights, bias_weights: vector elements of one layer.
-        tied: whether the lm_head is the embedding.
+            Two; three with a gate (gate, up, product); four with a fused matrix. Experts have four as well; gpt-oss's
+            nine: the fused pair, both clamped, three for the gate, up plus one, the product.
+        attention_weights, feed_forward_weights, experts_weights: matrix elements of all layers, recurrent layers with
+            attention, shared experts and routers with feed-forward layers.
+        embedding_weights, lm_head_weights: elements. tied: whether the lm_head is the embedding.
+        vector_weights, held_weights: as in :class:`DecoderWeights`.
         dtype: of activations, keys, values, and weights that aren't quantised.
         max_context: the model's maximum of positions. mtp_layers: its layers for multi-token prediction.
         quantised: which matrices are stored as codes.
-        layers_without_keys: layers that have no keys and values. other_weights: matrix elements of all layers besides
-            attention and feed-forward layers (of recurrent layers). recurrent: there are layers with a state per
-            sequence. mixers: their sizes; ``None``: there are none, or their sizes aren't known yet
+        layers_without_keys: layers that have no keys and values. other_weights: matrix elements of recurrent layers
+            that aren't counted as attention, in models of other code than transformers'. recurrent: there are layers
+            with a state per sequence. mixers: their sizes; ``None``: there are none, or their sizes aren't known yet
             (:mod:`specmemo_kernels.integrations.hf.hybrid_sizes`).
+        notes: sentences for the plan.
     """
 
     name: str
@@ -68,7 +73,6 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
-    attention_weights: int
     intermediate_size: int
     dense_layers: int
     gated: bool
@@ -78,8 +82,13 @@ class ModelSpec:
     shared_size: int
     ffn_tensors: int
     expert_tensors: int
-    norm_weights: int
-    bias_weights: int
+    attention_weights: int
+    feed_forward_weights: int
+    experts_weights: int
+    embedding_weights: int
+    lm_head_weights: int
+    vector_weights: int
+    held_weights: int
     tied: bool
     dtype: str
     max_context: int
@@ -89,6 +98,7 @@ class ModelSpec:
     other_weights: int = 0
     recurrent: bool = False
     mixers: MixerSizes | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def attention_layers(self) -> int:
@@ -121,33 +131,26 @@ class ModelSpec:
         return 3 if self.gated else 2
 
     @property
-    def dense_ffn_weights(self) -> int:
-        """Feed-forward elements of one dense layer."""
-        return self._ffn_matrices * self.hidden_size * self.intermediate_size
-
-    @property
-    def expert_weights(self) -> int:
-        """Matrix elements of one expert."""
-        return self._ffn_matrices * self.hidden_size * self.expert_size
-
-    @property
     def moe_layers(self) -> int:
         return self.num_layers - self.dense_layers
 
     @property
-    def shared_weights(self) -> int:
-        """Elements of one mixture layer that every token uses: shared expert and router."""
-        return self._ffn_matrices * self.hidden_size * self.shared_size + self.num_experts * self.hidden_size
-
-    @property
     def layer_weights(self) -> int:
         """Matrix elements of all layers."""
-        return int(self._layer_weights(self.num_experts))
+        return self._unconditional_weights + self.experts_weights
+
+    @property
+    def _unconditional_weights(self) -> int:
+        """Matrix elements that every token is multiplied with."""
+        return self.attention_weights + self.feed_forward_weights + self.other_weights
 
     def _layer_weights(self, experts: float) -> float:
         """Matrix elements of all layers with ``experts`` experts per mixture."""
-        dense = self.attention_layers * self.attention_weights + self.dense_layers * self.dense_ffn_weights
-        return dense + self.other_weights + self.moe_layers * (experts * self.expert_weights + self.shared_weights)
+        return self._unconditional_weights + self._of_experts(experts)
+
+    def _of_experts(self, experts: float) -> float:
+        """Matrix elements of ``experts`` experts per mixture."""
+        return self.experts_weights * experts / self.num_experts if self.num_experts else 0.0
 
     @property
     def layer_matrices(self) -> int:
@@ -157,24 +160,20 @@ class ModelSpec:
         return 4 * self.attention_layers + mixers + self._ffn_matrices * (self.dense_layers + experts)
 
     @property
-    def vocab_weights(self) -> int:
-        """Elements of one vocabulary matrix."""
-        return self.vocab_size * self.hidden_size
-
-    @property
-    def vector_weights(self) -> int:
-        """Elements of norms and biases."""
-        return self.num_layers * (self.norm_weights + self.bias_weights) + self.hidden_size
-
-    @property
     def parameters(self) -> int:
         """Elements of the model."""
-        return self.layer_weights + self.vocab_weights * (1 if self.tied else 2) + self.vector_weights
+        vocabulary = self.embedding_weights + (0 if self.tied else self.lm_head_weights)
+        return self.layer_weights + vocabulary + self.vector_weights + self.held_weights
+
+    @property
+    def replicated_bytes(self) -> int:
+        """Bytes of all parameters but the matrices of layers and vocabulary; never quantised."""
+        return (self.vector_weights + self.held_weights) * self.dtype_bytes
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the model; norms are never quantised."""
-        return int(self.vocab_bytes() + self.vector_weights * self.dtype_bytes + self.layer_bytes())
+        """Bytes of the model."""
+        return int(self.vocab_bytes() + self.replicated_bytes + self.layer_bytes())
 
     def vocab_bytes(self, tp: int = 1) -> float:
         """Bytes of the embedding and the lm_head on one of ``tp`` ranks, which have equal shares of the rows.
@@ -182,15 +181,15 @@ class ModelSpec:
         A tied lm_head that is stored otherwise than the embedding takes its own bytes.
         """
         weights = self.quantised
-        size = weights.embedding.per_element(self.dtype_bytes)
+        nbytes = self.embedding_weights * weights.embedding.per_element(self.dtype_bytes)
         if not self.tied or weights.lm_head != weights.embedding:
-            size += weights.lm_head.per_element(self.dtype_bytes)
-        return -(-self.vocab_size // tp) * self.hidden_size * size
+            nbytes += self.lm_head_bytes
+        return -(-self.vocab_size // tp) * nbytes / self.vocab_size
 
     @property
     def lm_head_bytes(self) -> float:
         """Bytes of the lm_head's matrix, read in each product with it."""
-        return self.vocab_weights * self.quantised.lm_head.per_element(self.dtype_bytes)
+        return self.lm_head_weights * self.quantised.lm_head.per_element(self.dtype_bytes)
 
     @property
     def bytes_per_weight(self) -> float:
@@ -200,10 +199,12 @@ class ModelSpec:
     def layer_bytes(self, experts: float | None = None) -> float:
         """Bytes of all layers' matrices, with ``experts`` experts per mixture (``None``: all)."""
         size, weights = self.dtype_bytes, self.quantised
-        attention = self.attention_layers * self.attention_weights + self.other_weights
-        dense = self.dense_layers * self.dense_ffn_weights + self.moe_layers * self.shared_weights
-        expert = self.moe_layers * (self.num_experts if experts is None else experts) * self.expert_weights
-        parts = ((attention, weights.attention), (dense, weights.feed_forward), (expert, weights.experts))
+        expert = self._of_experts(self.num_experts if experts is None else experts)
+        parts = (
+            (self.attention_weights + self.other_weights, weights.attention),
+            (self.feed_forward_weights, weights.feed_forward),
+            (expert, weights.experts),
+        )
         return sum(elements * part.per_element(size) for elements, part in parts)
 
     @property
@@ -302,13 +303,31 @@ class ModelSpec:
             raise ValueError(f"text_config of {name or 'the configuration'} is {text!r}, expected an object")
         source = name or str(text.get("model_type", "model"))
         try:
-            sizes = read_sizes(text, source)
+            sizes, weights = _sizes(config, text, source)
             quantisation = config.get("quantization_config") or text.get("quantization_config")
             if weight_bits is not None:
                 sizes["quantised"] = QuantisedWeights.uniform(weight_bits)
             elif quantisation:
-                matrices = decoder_matrices(text, sizes)
-                sizes["quantised"] = QuantisedWeights.read(quantisation, matrices, DTYPE_BYTES[sizes["dtype"]])
+                size = DTYPE_BYTES[sizes["dtype"]]
+                sizes["quantised"] = QuantisedWeights.read(quantisation, weights.matrices, size)
             return cls(**sizes)
         except (ArithmeticError, AttributeError, KeyError, TypeError) as error:  # a field of another type
             raise ValueError(f"the configuration of {source} can't be read: {type(error).__name__}: {error}") from error
+
+
+def _sizes(config: Mapping[str, Any], text: Mapping[str, Any], name: str) -> tuple[dict[str, Any], DecoderWeights]:
+    """The fields of a ``ModelSpec`` but the quantisation, and the weights: transformers', or those of a Llama.
+
+    Raises:
+        ValueError: as :func:`read_sizes`.
+    """
+    built = build(config)
+    if not isinstance(built, str):
+        fields, weights = built
+        sizes = read_sizes(fields, name)
+        return sizes | weights.widths(sizes) | weights.sizes(), weights
+    sizes = read_sizes(text, name)
+    check_experts(text, name, sizes["num_experts"])
+    weights = llama_weights(text, sizes)
+    note = f"weights are counted as those of a Llama-like decoder, since transformers can't build {name} ({built})"
+    return sizes | weights.sizes() | {"notes": (note,)}, weights

@@ -34,8 +34,8 @@ def tag_of(name: str) -> str:
 
 
 def is_router(matrix: Matrix) -> bool:
-    """Whether this is a mixture's router, which no method quantises."""
-    return matrix.part == "feed_forward" and not matrix.linear
+    """Whether this is a mixture's router or a filter of a recurrent layer, which no method quantises."""
+    return matrix.part in ("attention", "feed_forward") and not matrix.linear
 
 
 @dataclass(frozen=True)

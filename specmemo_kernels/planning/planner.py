@@ -209,7 +209,7 @@ def _reasons(
         lines.append(f"{device.name} has {format_bytes(device.memory)}, less than the budget")
     if device.backend is None:
         lines.append(f"{device.name}: {device.without_kernels}")
-    return [*lines, *request.spec.quantised.notes]
+    return [*lines, *request.spec.notes, *request.spec.quantised.notes]
 
 
 def _nothing_fits(request: PlanRequest, choices: list[PlanCandidate], limit: int) -> str:
@@ -241,5 +241,5 @@ def _nothing_fits(request: PlanRequest, choices: list[PlanCandidate], limit: int
         f"{format_bytes(limit)} is too small for {spec.name} on {request.device.name}: the smallest plan needs "
         f"{needed}; {format_bytes(least.total_bytes - limit)} missing, the largest part is {largest}. What would fit: "
         + "; or ".join(advice)
-        + "".join(f". Note: {note}" for note in spec.quantised.notes)
+        + "".join(f". Note: {note}" for note in (*spec.notes, *spec.quantised.notes))
     )
