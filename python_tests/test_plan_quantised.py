@@ -53,7 +53,7 @@ def test_when_weights_are_dequantised(config: dict[str, Any], device: str, loade
 
 def test_memory_and_time_of_dequantisation() -> None:
     """Activations hold the largest matrix; a pass writes and reads all matrices but lm_head and embedding."""
-    work, profile = Workload(64, prompt=8), replace(known_device("rtx-4060"), memory=1 << 40, launch_seconds=1e-12)
+    work, profile = Workload(2048, prompt=512), replace(known_device("rtx-4060"), memory=1 << 40, launch_seconds=1e-12)
     spec = quantised(NF4)
     bits = ModelSpec.from_config(LLAMA, weight_bits=8 * spec.bytes_per_weight)
     plans = [plan_memory(s, profile, None, work, heads=HeadsSpec(0)) for s in (spec, bits)]

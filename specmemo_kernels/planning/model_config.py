@@ -80,14 +80,14 @@ def check_experts(text: Mapping[str, Any], name: str, experts: int) -> None:
 
 
 def _size_or_0(text: Mapping[str, Any], name: str, *keys: str) -> int:
-    """The first of these fields that is set, else 0; of sizes per layer, the largest.
+    """The first of these fields that is set, else 0; of a list of every layer's size, the largest.
 
     Raises:
         ValueError: not a number of at least 0.
     """
     key = next((key for key in keys if text.get(key) is not None), keys[0])
     value = text.get(key) or 0
-    if isinstance(value, list | tuple) and all(isinstance(size, int) for size in value):
+    if isinstance(value, list | tuple) and len(value) == text.get("num_hidden_layers"):
         value = max(value)
     if not isinstance(value, int | float) or not 0 <= value < 1 << 63:
         raise ValueError(f"the configuration of {name} has {key}={value!r}, expected a number of at least 0")
