@@ -219,6 +219,8 @@ class SequenceState:
 
     def memoised_stop(self, ahead: Sequence[int]) -> bool:
         """Whether ``stop`` ends the sequence with these memoised tokens; it is called once for each token."""
+        if self.stop is None:
+            return False
         tokens = [*self.tokens, *ahead]
         self._stops[len(tokens)] = stopped = self._stopped(tokens)
         return stopped

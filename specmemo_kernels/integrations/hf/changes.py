@@ -26,6 +26,7 @@ from specmemo_kernels.integrations.hf.target import local_part
 _FRAMEWORKS = frozenset(("torch", "transformers", "accelerate", "specmemo_kernels"))
 #: Attributes of every module.
 _COMMON = frozenset(vars(nn.Module()))
+#: Settings that decide which layers run, and what they attend to.
 _LAYERS = ("num_hidden_layers", "layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
 #: Methods of generate that a speculative call doesn't run.
 _STEP_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
@@ -78,7 +79,6 @@ class ModelGuard:
 
 
 def _layers(model: Any) -> dict[str, Any]:
-    """The settings that decide which layers run, and what they attend to."""
     config = model.config.get_text_config()
     return {name: getattr(config, name, None) for name in _LAYERS}
 
