@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,13 +57,14 @@ def side(work: runs.Work, setting: Setting, budget: int | None, disturb: bool, i
 
 
 def scarce_budget(work: runs.Work, setting: Setting, share: float) -> int:
-    """Bytes for all parts but pages, and pages for a ``share`` of ``batch`` times the longest sequence."""
+    """Bytes for all parts but pages, and pages for a ``share`` of the longest sequence ``batch`` times, at least once."""
     patched = side(work, setting, None, disturb=False)
     slot = sum(layer.bytes_per_token for layer in patched.handle.facts.layers)
     longest = max(map(len, work.prompts)) + work.new_tokens + patched.handle.plan.tree.size
-    parts = patched.handle.plan.generation_bytes
+    parts, page_size = patched.handle.plan.generation_bytes, patched.handle.plan.page_size
     patched.close()
-    return parts + int(share * setting.batch * longest * slot)
+    pages = math.ceil(max(1, share * setting.batch) * longest / page_size)
+    return parts + pages * page_size * slot
 
 
 def identical(answers: list[list[int]], reference: list[list[int]]) -> int:

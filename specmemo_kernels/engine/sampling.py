@@ -18,6 +18,8 @@ SEEDS = (-(1 << 63), (1 << 64) - 1)
 
 #: Largest magnitude of a parameter; one over it is the least temperature.
 _LARGEST = 1e30
+#: Temperatures below this one are divided by after the best score is subtracted.
+_COLD = 1e-3
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,9 @@ class Sampling:
         scores = self._changed_logits(logits.float(), tokens, prompt_length) if self.changes_logits else logits.float()
         if not self.temperature:
             return torch.zeros_like(scores).index_fill(0, scores.argmax(), 1.0)
-        scores = (scores - scores.max()) / max(self.temperature, 1 / _LARGEST)  # no quotient overflows
+        if self.temperature < _COLD:
+            scores = scores - scores.max()  # so that no quotient overflows
+        scores = scores / max(self.temperature, 1 / _LARGEST)
         if 0 < self.top_k < len(scores):
             scores = scores.masked_fill(scores < scores.topk(self.top_k).values[-1], -math.inf)
         if self.top_p < 1:
@@ -157,7 +161,7 @@ class Sampling:
             counts = torch.bincount(answer, minlength=len(logits))
             logits = logits - _bounded(self.frequency_penalty) * counts
             logits = logits - _bounded(self.presence_penalty) * (counts > 0)
-        return logits.clamp(max=torch.finfo(logits.dtype).max)
+        return logits.clamp(max=_COLD * torch.finfo(logits.dtype).max)
 
 
 def _bounded(value: float) -> float:
