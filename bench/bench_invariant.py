@@ -57,7 +57,7 @@ def side(work: runs.Work, setting: Setting, budget: int | None, disturb: bool, i
 
 
 def scarce_budget(work: runs.Work, setting: Setting, share: float) -> int:
-    """Bytes for all parts but pages, and pages for a ``share`` of the longest sequence ``batch`` times, at least once."""
+    """Bytes for all parts but pages, and pages for ``share * batch`` of the longest sequence, one at least."""
     patched = side(work, setting, None, disturb=False)
     slot = sum(layer.bytes_per_token for layer in patched.handle.facts.layers)
     longest = max(map(len, work.prompts)) + work.new_tokens + patched.handle.plan.tree.size
