@@ -33,9 +33,9 @@ def tag_of(name: str) -> str:
     return ".".join(word for word in name.split(".") if word not in ("model", "layers") and not word.isdecimal())
 
 
-def is_router(matrix: Matrix) -> bool:
-    """Whether this is a mixture's router or a filter of a recurrent layer, which no method quantises."""
-    return matrix.part in ("attention", "feed_forward") and not matrix.linear
+def is_never_quantised(matrix: Matrix) -> bool:
+    """Whether no method quantises this matrix: an embedding, a mixture's router, a filter of a recurrent layer."""
+    return matrix.part == "embedding" or (matrix.part in ("attention", "feed_forward") and not matrix.linear)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from specmemo_kernels.planning.decoder_matrices import Matrix
-from specmemo_kernels.planning.module_names import compressed_tensors_names, glob, is_router, regex, skips, tag_of
+from specmemo_kernels.planning.module_names import (
+    compressed_tensors_names,
+    glob,
+    is_never_quantised,
+    regex,
+    skips,
+    tag_of,
+)
 from specmemo_kernels.planning.quantisation_scheme import (
     AT_LOAD,
     GPU_KERNELS,
@@ -30,7 +37,7 @@ def gptq(config: Config, matrices: Sequence[Matrix], dtype_bits: int) -> Scheme:
     left_out = skips(matrices, config.get("modules_to_not_convert") or ())
 
     def select(matrix: Matrix) -> Codec | None:
-        if matrix.part == "embedding" or is_router(matrix) or matrix.name in left_out.names:
+        if is_never_quantised(matrix) or matrix.name in left_out.names:
             return None
         if matrix.part == "lm_head":
             if not config.get("lm_head"):
@@ -56,7 +63,7 @@ def awq(config: Config, matrices: Sequence[Matrix], dtype_bits: int) -> Scheme:
     codec = _gptq_codec(config)
 
     def select(matrix: Matrix) -> Codec | None:
-        outside = matrix.part == "embedding" or is_router(matrix) or matrix.name in left_out.names
+        outside = is_never_quantised(matrix) or matrix.name in left_out.names
         return None if outside else codec
 
     return Scheme("awq", select, GPU_KERNELS, left_out.notes("modules_to_not_convert"))
@@ -71,7 +78,7 @@ def auto_round(config: Config, matrices: Sequence[Matrix], dtype_bits: int) -> S
         rule = next((name for name in extra if matrix.name == name or regex(name).fullmatch(matrix.name)), None)
         outside = matrix.part == "lm_head" and not everywhere and rule is None
         settings = {**config, **(extra[rule] if rule is not None else {})}
-        if matrix.part == "embedding" or is_router(matrix) or outside or int(settings.get("bits", 4)) >= 16:
+        if is_never_quantised(matrix) or outside or int(settings.get("bits", 4)) >= 16:
             return None
         return _gptq_codec(settings)
 
@@ -124,7 +131,7 @@ def compressed_tensors(config: Config, matrices: Sequence[Matrix], dtype_bits: i
     ignored = compressed_tensors_names(config.get("ignore") or ())
 
     def select(matrix: Matrix) -> Codec | None:
-        if matrix.part == "embedding" or is_router(matrix) or ignored(matrix):
+        if is_never_quantised(matrix) or ignored(matrix):
             return None
         return next((codec for targets, codec in groups if targets(matrix)), None)
 
@@ -167,7 +174,7 @@ def modelopt(config: Config, matrices: Sequence[Matrix], dtype_bits: int) -> Sch
     rules = [glob(name) for name in settings.get("ignore") or settings.get("exclude_modules") or ()]
 
     def select(matrix: Matrix) -> Codec | None:
-        outside = matrix.part == "embedding" or is_router(matrix)
+        outside = is_never_quantised(matrix)
         return None if outside or any(rule.match(matrix.name) for rule in rules) else codecs[algorithm]
 
     return Scheme("modelopt", select, NEVER, ("transformers 5.24 doesn't load modelopt, vLLM and TensorRT-LLM do",))

@@ -25,7 +25,7 @@ from specmemo_kernels.integrations.hf.attention import (
     attention_call,
     leaf_operators,
 )
-from specmemo_kernels.integrations.hf.replaced import OurForward, ReplacedForwards, Replacement
+from specmemo_kernels.integrations.hf.replaced import OurForward, ReplacedForwards
 from specmemo_kernels.ops import Kernels
 
 Tensor = torch.Tensor
@@ -180,8 +180,8 @@ class FusedLeaves:
         few = self.max_rows is None or rows <= self.max_rows
         return self._operators if few else self._operators & _ALWAYS_FASTER
 
-    def _replacements(self) -> list[Replacement]:
-        return [(leaf.module, leaf.forward) for leaf in self.leaves if leaf.unchanged]
+    def _replacements(self) -> list[OurForward]:
+        return [OurForward(leaf.module, leaf.forward) for leaf in self.leaves if leaf.unchanged]
 
 
 @torch.no_grad()

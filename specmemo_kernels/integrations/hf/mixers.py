@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from specmemo_kernels.cache.state_pool import MixerSpec
 from specmemo_kernels.integrations.hf.recurrence import FEW_TOKENS, Recurrence
-from specmemo_kernels.integrations.hf.replaced import ReplacedForwards
+from specmemo_kernels.integrations.hf.replaced import OurForward, ReplacedForwards
 
 Tensor = torch.Tensor
 #: States that an unknown layer may have; transformers' layers have up to four (Inkling).
@@ -231,7 +231,7 @@ class Mixers:
         if not self.mixers:
             yield
             return
-        with self._forwards.installed(lambda: [(mixer.module, mixer.forward) for mixer in self.mixers]):
+        with self._forwards.installed(lambda: [OurForward(m.module, m.forward) for m in self.mixers]):
             token = _pass.set(current)
             try:
                 yield

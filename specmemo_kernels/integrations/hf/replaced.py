@@ -9,9 +9,6 @@ from typing import Any
 
 from torch import nn
 
-#: A module and its ``forward`` during our passes.
-Replacement = tuple[nn.Module, Callable[..., Any]]
-
 
 class OurForward:
     """A replaced ``forward``; copied or pickled with its module, it is the module's own."""
@@ -34,15 +31,15 @@ class ReplacedForwards:
         self._installed: list[tuple[OurForward, Any]] = []  # with the attribute before
 
     @contextmanager
-    def installed(self, replacements: Callable[[], Iterable[Replacement]]) -> Iterator[None]:
+    def installed(self, replacements: Callable[[], Iterable[OurForward]]) -> Iterator[None]:
         """Replace in a block of code; the first of overlapping blocks decides what."""
         counted = False
         try:
             with self._lock:
                 counted, self._passes = True, self._passes + 1
                 if self._passes == 1:
-                    for module, function in replacements():
-                        attributes, forward = vars(module), OurForward(module, function)
+                    for forward in replacements():
+                        attributes = vars(forward.module)
                         self._installed.append((forward, attributes.get("forward")))
                         attributes["forward"] = forward
             yield
