@@ -1,7 +1,7 @@
 # Every target sets up what it needs in $(VENV) first: a machine with Python 3.11 or 3.12 and a C++ compiler will do.
 #
-#   make demo | test | test-all | test-arm | test-asan | test-quantised | test-hub | test-vllm | hub-kernel | mutants |
-#     lint | docs | models | bench | gpu | clean
+#   make demo | test | test-all | test-exhaustive | test-arm | test-asan | test-quantised | test-hub | test-vllm |
+#     hub-kernel | mutants | lint | docs | models | bench | gpu | clean
 #   make test TORCH=torch==2.12.0        another torch than the CPU build of constraints-cpu.txt
 #   make test TESTS=python_tests/test_cli.py ARGS=-x
 #   make demo PYTHON=python3.12 ARGS="--turns 3"
@@ -24,21 +24,22 @@ STAMP := $(VENV)/installed-$(firstword $(shell echo '$(TORCH)' | cksum))
 BUILT_FROM := pyproject.toml setup.py CMakeLists.txt constraints-cpu.txt $(wildcard csrc/* csrc/*/*)
 CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.hpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.hpp python_tests/arm/*)
 
-.PHONY: demo test test-all test-arm test-asan test-quantised test-hub test-vllm hub-kernel mutants lint docs models \
-  bench gpu clean install linters
+.PHONY: demo test test-all test-exhaustive test-arm test-asan test-quantised test-hub test-vllm hub-kernel mutants \
+  lint docs models bench gpu clean install linters
 
 demo: $(STAMP)
 	$(BIN)/specmemo demo $(ARGS)
 
-# A process per core, each with one thread. Without the slow tests, and with fewer examples; test-all runs everything.
+# A process per core, each with one thread. Without the slow tests; test-all has them, and test-exhaustive more
+# combinations of parameters and more random examples.
 # Bytecode is kept, because many tests start processes.
 WORKERS ?= auto
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 test: $(STAMP)
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m 'not slow and not four_ranks' $(TESTS) $(ARGS)
 
-test-all: export SPECMEMO_ALL_EXAMPLES := 1
-test-all: $(STAMP)
+test-exhaustive: export SPECMEMO_EXHAUSTIVE := 1
+test-all test-exhaustive: $(STAMP)
 	$(PYTEST) -n $(WORKERS) --dist worksteal python_tests $(ARGS)
 
 # The operators on emulated ARM processors. Needs a cross compiler and an emulator, in Debian and Ubuntu the packages

@@ -21,7 +21,7 @@ import torch
 from drafter_oracles import PlainDrafter
 from failing_allocations import FailingAllocations, failing_everywhere
 from safetensors.torch import load_file
-from selection import ALL_EXAMPLES, pairwise, sample
+from selection import EXHAUSTIVE, covering, sample
 from test_call_corners import falls_back
 from test_families import batch, greedy
 from test_feature_drafters import KINDS, LAYERS, Recorder, expected_tree, features_of, texts_of, token_paths
@@ -49,7 +49,8 @@ NAMES = {"eagle3": "eagle3, reduced vocabulary", "eagle": "eagle", "clover2": "c
 SHARP = 6.0
 NEW = 16
 TREE = [[0], [0, 1], [2], [0, 0], [2, 0], [0, 1, 2], [1], [0, 0, 0], [2, 0, 0], [2, 0, 0, 1]]
-GRAPHS = [(kind, graph) for kind in NAMES for graph in (False, True)]
+EVERYDAY_GRAPHS = [("eagle3", True), ("clover2", False)]
+GRAPHS = covering(NAMES, (True, False), first=EVERYDAY_GRAPHS)
 
 
 @cache
@@ -209,7 +210,7 @@ EVERYDAY = [
     ("clover2", 8, "static", True),
     ("dflash", 1, "8", True),
 ]
-CASES = pairwise(NAMES, (1, 8), TREES, (False, True), first=EVERYDAY)
+CASES = covering(NAMES, (1, 8), TREES, (False, True), first=EVERYDAY)
 
 
 def new_tokens(count: int, rows: Sequence[int] | None = None) -> list[list[int]]:
@@ -231,8 +232,7 @@ def test_sixty_prompts(kind: str, size: int, tree: str, graph: bool, tmp_path: P
         assert (handle.stats.graph_steps > 0) == graph
 
 
-@pytest.mark.parametrize("tree", sample(TREES, ["8"]))
-@pytest.mark.parametrize("kind", sample(NAMES, ["eagle"]))
+@pytest.mark.parametrize(("kind", "tree"), sample(covering(NAMES, TREES, first=[("eagle", "8")]), [("eagle", "8")]))
 def test_recorded_steps_of_a_batch(kind: str, tree: str, tmp_path: Path) -> None:
     """Eight rows at once in recorded steps, by ``generate``; rows end at different lengths."""
     files, rows = write(kind, tmp_path, target()), range(20, 28)
@@ -252,7 +252,7 @@ SAMPLED = [sk.Sampling(), sk.Sampling(temperature=0.7, top_k=20, top_p=0.9)]
 
 
 EVERYDAY_SAMPLED = [("eagle3", "8", 8, 1)]
-CASES_SAMPLED = pairwise(NAMES, TREES, (1, 8), (0, 1), first=EVERYDAY_SAMPLED)
+CASES_SAMPLED = covering(NAMES, TREES, (1, 8), (0, 1), first=EVERYDAY_SAMPLED)
 
 
 @pytest.mark.parametrize(("kind", "tree", "size", "sampling"), sample(CASES_SAMPLED, EVERYDAY_SAMPLED))
@@ -352,7 +352,7 @@ def check_drafts(
     handle: sk.SpecMemo,
     recorded: Sequence[Any],
     texts: Sequence[list[int]],
-    count: int = 16 if ALL_EXAMPLES else 8,
+    count: int = 16 if EXHAUSTIVE else 8,
 ) -> None:
     """``count`` of the drafter's own trees are those of the plain implementation, so its keys and values in pages are
     right.
@@ -371,7 +371,7 @@ def check_drafts(
         assert set(token_paths(tokens, parents)) in expected, (length, root, tree)
 
 
-@pytest.mark.parametrize(("kind", "graph"), sample(GRAPHS, [("eagle3", True), ("clover2", False)]))
+@pytest.mark.parametrize(("kind", "graph"), sample(GRAPHS, EVERYDAY_GRAPHS))
 def test_aborts(kind: str, graph: bool, tmp_path: Path) -> None:
     """At random steps, in every state of a request; the pages of aborted requests are reused."""
     rng, files = random.Random(graph), write(kind, tmp_path, target())
@@ -397,7 +397,7 @@ EVERYDAY_PREEMPTED = [("clover2", False, True), ("eagle3", True, False)]
 
 @pytest.mark.parametrize(
     ("kind", "graph", "swap"),
-    sample(pairwise(NAMES, (False, True), (False, True), first=EVERYDAY_PREEMPTED), EVERYDAY_PREEMPTED),
+    sample(covering(NAMES, (False, True), (False, True), first=EVERYDAY_PREEMPTED), EVERYDAY_PREEMPTED),
 )
 def test_preemption(kind: str, graph: bool, swap: bool, tmp_path: Path) -> None:
     """Pages for a few sequences only. Trees after a preemption are those of a drafter that saw the whole text."""
@@ -469,7 +469,7 @@ def test_a_conversation(kind: str, tmp_path: Path) -> None:
             known = len(prompt) + NEW - 4
 
 
-@pytest.mark.parametrize(("kind", "graph"), sample(GRAPHS, [("clover2", False), ("eagle3", True)]))
+@pytest.mark.parametrize(("kind", "graph"), sample(GRAPHS, EVERYDAY_GRAPHS))
 def test_prefixes_of_sequences_in_flight(kind: str, graph: bool, tmp_path: Path) -> None:
     """Sequences with a common beginning share pages while they run, diverge inside and at the ends of pages, and end
     inside of accepted paths; then their texts are continued.
@@ -514,7 +514,7 @@ EVERYDAY_MEMORY = [("dflash", "static", MEMORY[0])]
 
 
 @pytest.mark.parametrize(
-    ("kind", "tree", "sizes"), sample(pairwise(NAMES, TREES, MEMORY, first=EVERYDAY_MEMORY), EVERYDAY_MEMORY), ids=str
+    ("kind", "tree", "sizes"), sample(covering(NAMES, TREES, MEMORY, first=EVERYDAY_MEMORY), EVERYDAY_MEMORY), ids=str
 )
 def test_peak_stays_within_the_budget(kind: str, tree: str, sizes: tuple[int, int, int, bool], tmp_path: Path) -> None:
     """Peak bytes of live tensors and the drafter's weights, prompts longer than a chunk; the plan isn't wasteful."""
@@ -550,7 +550,7 @@ EVERYDAY_STEPS = [("dflash", "8", STEPS[1]), ("dflash", "24", STEPS[0])]
 
 
 @pytest.mark.parametrize(
-    ("kind", "tree", "sizes"), sample(pairwise(NAMES, TREES, STEPS, first=EVERYDAY_STEPS), EVERYDAY_STEPS), ids=str
+    ("kind", "tree", "sizes"), sample(covering(NAMES, TREES, STEPS, first=EVERYDAY_STEPS), EVERYDAY_STEPS), ids=str
 )
 def test_activations_are_predicted(kind: str, tree: str, sizes: tuple[int, int], tmp_path: Path) -> None:
     """Bytes of a step besides weights, pages and scratch, where little else is allocated."""
@@ -566,9 +566,13 @@ def test_activations_are_predicted(kind: str, tree: str, sizes: tuple[int, int],
         assert used <= planned <= 2 * used
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("family", sample(["llama", "gemma2"], ["gemma2"]))
-@pytest.mark.parametrize("kind", sample(NAMES, ["eagle"]))
+EVERYDAY_VOCABULARY = [("eagle", "gemma2", True)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "do_sample"),
+    sample(covering(NAMES, ("llama", "gemma2"), (False, True), first=EVERYDAY_VOCABULARY), EVERYDAY_VOCABULARY),
+)
 def test_a_large_vocabulary(kind: str, family: str, do_sample: bool, tmp_path: Path) -> None:
     """Logits of drafted nodes, and with sampling of the target's rows: none of prompts."""
     vocab, chunk = 3000, 64
@@ -624,8 +628,7 @@ SAMPLED_TREES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tree", SAMPLED_TREES)
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize(("kind", "tree"), covering(NAMES, SAMPLED_TREES))
 def test_every_failing_allocation_is_retried(
     kind: str, tree: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -655,12 +658,12 @@ def test_every_failing_allocation_is_retried(
         empty(handle.pool)
 
 
-@pytest.mark.parametrize(("kind", "graph"), sample(GRAPHS, [("clover2", True)]))
+@pytest.mark.parametrize(("kind", "graph"), sample(GRAPHS, [("clover2", False)]))
 def test_failing_allocations_degrade(kind: str, graph: bool, tmp_path: Path) -> None:
     """One to four failures at places all over two calls, of which steps, recordings and everything around them; each
     case has other places.
     """
-    places, shift = 8 if ALL_EXAMPLES else 4, GRAPHS.index((kind, graph)) / len(GRAPHS)
+    places, shift = 8 if EXHAUSTIVE else 4, GRAPHS.index((kind, graph)) / len(GRAPHS)
     files, rows = write(kind, tmp_path, target()), (20, 31, 40)
     inputs, outcomes = padded([prompts()[i] for i in rows]), Counter[bool]()
     expected = greedy(target(), inputs, 2 * NEW)
@@ -779,11 +782,7 @@ def test_foreign_hooks_and_changes(kind: str, tmp_path: Path) -> None:
     assert not torch.equal(changed, expected)
 
 
-#: Two trees with each drafter.
-ALTERNATE = [(kind, tree) for i, kind in enumerate(NAMES) for j, tree in enumerate(TREES) if (i + j) % 2 == 0]
-
-
-@pytest.mark.parametrize(("kind", "tree"), sample(ALTERNATE, [("dflash", "8")]))
+@pytest.mark.parametrize(("kind", "tree"), sample(covering(NAMES, TREES, first=[("dflash", "8")]), [("dflash", "8")]))
 def test_other_numbers(kind: str, tree: str, tmp_path: Path) -> None:
     """Models in bfloat16, pages in int8, invariant rows."""
     model = tiny_model("llama", seed=4, num_hidden_layers=LAYERS, max_position_embeddings=2048).to(torch.bfloat16)
@@ -807,8 +806,9 @@ def test_other_numbers(kind: str, tree: str, tmp_path: Path) -> None:
     assert all(len(tokens) == NEW for tokens in int8[0] + int8[1])
 
 
-@pytest.mark.parametrize("kv_dtype", sample(["int8", "fp8"], ["int8"]))
-@pytest.mark.parametrize("kind", sample(NAMES, ["clover2"]))
+@pytest.mark.parametrize(
+    ("kind", "kv_dtype"), sample(covering(NAMES, ("int8", "fp8"), first=[("clover2", "int8")]), [("clover2", "int8")])
+)
 def test_quantised_pages(kind: str, kv_dtype: str, tmp_path: Path) -> None:
     """The cpu backend's tokens are the reference's with the same trees, in recorded steps too."""
     files, rows = write(kind, tmp_path, target()), range(24, 28)
@@ -839,11 +839,12 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
 }
 
 
-#: Two kinds of drafters on each family.
-OF_FAMILIES = [(f, kind) for i, f in enumerate(FAMILIES) for j, kind in enumerate(NAMES) if (i + j // 2) % 2 == 0]
+EVERYDAY_FAMILIES = [("gemma2", "eagle3"), ("deepseek_v3", "dflash")]
 
 
-@pytest.mark.parametrize(("family", "kind"), sample(OF_FAMILIES, [("gemma2", "eagle3"), ("deepseek_v3", "dflash")]))
+@pytest.mark.parametrize(
+    ("family", "kind"), sample(covering(FAMILIES, NAMES, first=EVERYDAY_FAMILIES), EVERYDAY_FAMILIES)
+)
 def test_families(family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy tokens are the model's own; the features of every pass are the unpatched model's hidden states."""
     model = tiny_model(family, num_hidden_layers=LAYERS, **OF_FAMILY.get(family, {}))

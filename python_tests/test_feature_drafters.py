@@ -23,7 +23,7 @@ from drafter_oracles import (
     write_eagle1,
     write_eagle3,
 )
-from selection import ALL_EXAMPLES, examples, sample
+from selection import EXHAUSTIVE, covering, examples, sample
 from test_families import batch, greedy
 from tiny_models import VOCAB, tiny_model
 from transformers import PreTrainedModel
@@ -99,7 +99,7 @@ def check_trees(
 ) -> int:
     """Compare recorded trees with those of ``plain``; returns how many were compared."""
     compared = 0
-    calls = calls[:: -max(1, len(calls) // (4 if ALL_EXAMPLES else 2))]  # the plain implementations take long
+    calls = calls[:: -max(1, len(calls) // (4 if EXHAUSTIVE else 2))]  # the plain implementations take long
     features = [features_of(model, drafter.feature_ids, text) for text in texts]
     for rows, tree, drafted in calls:
         lengths, roots = rows.seq_lens.tolist(), rows.roots.tolist()
@@ -146,8 +146,12 @@ def write_drafter(kind: str, model: PreTrainedModel, folder: Path) -> Any:
     return plain_class(config, tensors, model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach())
 
 
-@pytest.mark.parametrize("graph", [False, None])
-@pytest.mark.parametrize("kind", sample(KINDS, ["eagle3, speculators", *MAIN[1:]]))
+EVERYDAY_TREES = [("eagle3, speculators", None), ("eagle", False), ("clover2", None), ("dflash", False)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "graph"), sample(covering(KINDS, (False, None), first=EVERYDAY_TREES), EVERYDAY_TREES)
+)
 def test_dynamic_trees(
     kind: str, graph: bool | None, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 from hidden_oracle import HiddenOracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from selection import examples, sample
+from selection import covering, examples, sample
 from test_families import _bushy_paths, answers, batch, greedy
 from test_late_steps import whole
 from tiny_models import FAMILIES, OracleDrafter, random_heads, tiny_model
@@ -127,8 +127,10 @@ def test_a_recording_that_fails_stops_no_patching(monkeypatch: pytest.MonkeyPatc
         assert all(seconds > 0 for _, seconds in handle.chooser.seconds.points)
 
 
-@pytest.mark.parametrize("family", sample(FAMILIES, ["llama", "gemma2", "mixtral"]))
-@pytest.mark.parametrize("fuse", sample([True, False], [True]))
+EVERYDAY = [("llama", True), ("gemma2", True), ("mixtral", False)]
+
+
+@pytest.mark.parametrize(("family", "fuse"), sample(covering(FAMILIES, (True, False), first=EVERYDAY), EVERYDAY))
 def test_families(family: str, fuse: bool, replays: list[int]) -> None:
     """Token for token, in batches whose sequences end one after the other."""
     model = tiny_model(family)

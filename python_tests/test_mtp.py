@@ -11,7 +11,7 @@ import torch
 from failing_allocations import failing_everywhere
 from hybrid_models import hybrid_model
 from mtp_models import FAMILIES, LAYERS, random_mtp, save_with_mtp
-from selection import ALL_EXAMPLES, pairwise, sample
+from selection import EXHAUSTIVE, covering, sample
 from test_cli_plan import plan_json
 from test_families import batch, greedy
 from test_feature_drafter_engine import Seer, few_pages, prompts, texts
@@ -52,8 +52,7 @@ class PlainMtp:
         return mtp.shared_head(hidden[-1]).log_softmax(-1)
 
 
-@pytest.mark.parametrize("graph", [False, None])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "graph"), covering(FAMILIES, (False, None)))
 def test_trees(family: str, graph: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(family, **FAMILIES[family])
     inputs, mtp = batch((20, 1, 11)), random_mtp(model)
@@ -135,12 +134,12 @@ EVERYDAY_PROMPTS = [("glm4_moe", 8, True)]
 
 @pytest.mark.parametrize(
     ("family", "size", "graph"),
-    sample(pairwise(FAMILIES, (1, 8), (False, True), first=EVERYDAY_PROMPTS), EVERYDAY_PROMPTS),
+    sample(covering(FAMILIES, (1, 8), (False, True), first=EVERYDAY_PROMPTS), EVERYDAY_PROMPTS),
 )
 def test_prompts(family: str, size: int, graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of all lengths, greedy and sampled, with few pages: the model's tokens, accepted paths of all lengths."""
     model = tiny_model(family, **FAMILIES[family], max_position_embeddings=2048)
-    asked = prompts()[: 12 if size == 1 else 24 if ALL_EXAMPLES else 15]
+    asked = prompts()[: 12 if size == 1 else 24 if EXHAUSTIVE else 15]
     expected = texts(model, asked, 24)
     requests = [sk.Request(p, 12, [], sk.Sampling(temperature=0.8, top_k=9).with_seed(i)) for i, p in enumerate(asked)]
     with sk.patch(model, "prompt-lookup", tree=1):
@@ -199,8 +198,9 @@ def test_failing_allocations_and_an_abort(family: str, monkeypatch: pytest.Monke
         assert handle.stats.retries == mode.failures > 100
 
 
-@pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize("family", sample(FAMILIES, ["glm4_moe"]))
+@pytest.mark.parametrize(
+    ("family", "graph"), sample(covering(FAMILIES, (False, True), first=[("glm4_moe", True)]), [("glm4_moe", True)])
+)
 def test_peak_stays_within_the_budget(family: str, graph: bool) -> None:
     sizes: dict[str, object] = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 2048}
     model = tiny_model(family, **(FAMILIES[family] | sizes))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import AttentionCase, attention_inputs
 from op_cases import PAGED_CASES, PagedCase, append_inputs, commit_inputs, hard_rows
-from selection import sample
+from selection import covering, sample
 from test_families import answers, batch, greedy
 from test_ops import same_bits, slot_of
 from test_patch_memory import peak_of, wide_model
@@ -202,8 +202,10 @@ def test_unknown_kv_dtype() -> None:
         sk.patch(tiny_model("llama"), OracleDrafter([], 0.0), kv_dtype="int4")
 
 
-@pytest.mark.parametrize("family", sample(FAMILIES, ("gemma2", "deepseek_v3")))
-@each_kv
+EVERYDAY = [("gemma2", "int8"), ("deepseek_v3", "fp8")]
+
+
+@pytest.mark.parametrize(("family", "kv_dtype"), sample(covering(FAMILIES, KV_DTYPES, first=EVERYDAY), EVERYDAY))
 def test_families(family: str, kv_dtype: str) -> None:
     """The cpu backend's tokens are the reference's with the same quantised pages, for a ragged batch across windows."""
     model = tiny_model(family)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from coded_layers import KINDS, CodedWeight, quantise
 from drafter_oracles import write_eagle1
-from selection import sample
+from selection import covering, sample
 from test_families import answers, batch, greedy
 from test_resident_memory import MIB, check, measured
 from tiny_models import VOCAB, OracleDrafter, random_heads, tiny_model
@@ -186,8 +186,7 @@ def test_products_that_torch_shows_are_not_counted_twice() -> None:
 
 @proc
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["codes", "subclass", "foreign", "aliased"])
-@pytest.mark.parametrize("coded_head", [False, True])
+@pytest.mark.parametrize(("kind", "coded_head"), covering(("codes", "subclass", "foreign", "aliased"), (False, True)))
 def test_resident_memory(kind: str, coded_head: bool) -> None:
     sizes = {"hidden": 512, "intermediate": 1536, "layers": 2, "kv_heads": 8, "vocab": 2000, "dtype": "float32"}
     call = {"batch": 4, "budget": 40, "drafter": "heads", "graph": None, "kv_dtype": None, "tree": 4}

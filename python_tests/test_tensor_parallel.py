@@ -23,7 +23,7 @@ from filelock import FileLock
 from mtp_models import FAMILIES, random_mtp, save_with_mtp
 from packaging.version import Version
 from rank_cases import DRAFTERS_OF, SHARED
-from selection import ALL_EXAMPLES, sample
+from selection import EXHAUSTIVE, sample
 from served_process import served_process
 from tiny_models import VOCAB, tiny_model
 from transformers import AutoConfig
@@ -46,6 +46,8 @@ MODELS = {
 }
 #: In every run: a whole key head per rank, which has most parts of its own.
 EVERYDAY = ("model-qwen3-mqa",)
+#: Of the long session.
+LONG = [*MODELS] if EXHAUSTIVE else ["model-llama-gqa", "model-qwen3"]
 #: On four ranks each of its key heads is held by two.
 TWO_HEADS = {"model-llama-two-heads": ("llama", {"num_key_value_heads": 2, "num_attention_heads": 8})}
 
@@ -115,7 +117,7 @@ DRAFTERS: dict[str, Callable[..., Any]] = {
     "dflash": write_dflash,
 }
 Results = tuple[dict[int, Any], Path]
-each_model = pytest.mark.parametrize("name", sample(MODELS, EVERYDAY))
+each_model = pytest.mark.parametrize("name", sample(dict.fromkeys([*EVERYDAY, *LONG]), EVERYDAY))
 
 
 @pytest.fixture(scope="module")
@@ -135,14 +137,14 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Results]:
         with FileLock(f"{folder}.lock"):
             if not folder.exists():
                 folder.mkdir()
-                write_models(folder, [*(EVERYDAY if everyday else MODELS)])
+                write_models(folder, [*(EVERYDAY if everyday else LONG)])
                 write_drafters(folder, ["eagle3"] if everyday else list(DRAFTERS))
                 if not everyday:
                     write_mtp_models(folder)
                 assert session(what, folder, 2, 1000)[1] == [0, 0]
         return {rank: json.loads((folder / f"{what}-{rank}.json").read_text()) for rank in (0, 1)}, folder
 
-    return lambda name, heads="own": results_of(name in EVERYDAY and heads == "own" and not ALL_EXAMPLES)
+    return lambda name, heads="own": results_of(name in EVERYDAY and heads == "own" and not EXHAUSTIVE)
 
 
 @each_model
@@ -150,7 +152,7 @@ def test_two_ranks_write_what_one_process_writes(two: Callable[..., Results], na
     """Every rank, every kind of call; greedy tokens equal the unpatched model's too. One test, so that pytest's workers
     don't wait for one session.
     """
-    long_session = ALL_EXAMPLES or name not in EVERYDAY
+    long_session = EXHAUSTIVE or name not in EVERYDAY
     both = long_session and name in SHARED
     for heads in ("own", "shared") if both else ("own",):
         results, folder = two(name, heads)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from selection import sample
+from selection import covering, sample
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter doesn't compile")
@@ -44,8 +44,9 @@ def check(job: Any, target: str) -> None:
     assert row["registers"] > 0
 
 
-@pytest.mark.parametrize("nodes", sample([1, 25], [25]))
-@pytest.mark.parametrize("target", sample(TARGETS, ["sm_75"]))
+@pytest.mark.parametrize(
+    ("target", "nodes"), sample(covering(TARGETS, (1, 25), first=[("sm_75", 25)]), [("sm_75", 25)])
+)
 def test_attention(kernels: ModuleType, target: str, nodes: int) -> None:
     check(kernels.attention_job(target, kernels.Shape(head_dim=128, nodes=nodes, group=4)), target)
 
@@ -188,15 +189,14 @@ def test_devices_find_their_rule() -> None:
         target_for_arch("gfx803")
 
 
+CODED = (("sm_80", "int8"), ("sm_80", "fp8"), ("sm_90", "fp8"), ("gfx942", "fp8"), ("gfx1100", "int8"))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("target", "kv_dtype"),
-    [("sm_80", "int8"), ("sm_80", "fp8"), ("sm_90", "fp8"), ("gfx942", "fp8"), ("gfx1100", "int8")],
-)
-def test_quantised_pages(kernels: ModuleType, target: str, kv_dtype: str) -> None:
+@pytest.mark.parametrize(("pages", "sizes"), covering(CODED, ((128, 25), (64, 1))))
+def test_quantised_pages(kernels: ModuleType, pages: tuple[str, str], sizes: tuple[int, int]) -> None:
     """Codes are dequantised in registers, without spills; fp8 also on targets without it (sm_80)."""
-    shape = kernels.Shape(nodes=25, kv_dtype=kv_dtype)
-    for head_dim, nodes in ((128, 25), (64, 1)):
-        check(kernels.attention_job(target, kernels.Shape(head_dim, nodes, kv_dtype=kv_dtype)), target)
-    for job in kernels.paged_jobs(shape):
+    target, kv_dtype = pages
+    shape = kernels.Shape(*sizes, kv_dtype=kv_dtype)
+    for job in (kernels.attention_job(target, shape), *kernels.paged_jobs(shape)):
         check(job, target)
