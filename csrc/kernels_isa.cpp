@@ -21,98 +21,53 @@ typedef BFloat16Dot DotOfBFloat16;
 typedef Float32Dot DotOfBFloat16;
 #endif
 
-void tree_attention(const AttentionArgs& args, int threads) {
-  switch (args.dtype) {
-    case DType::kFloat32:
-      return run_attention<Float32, Float32Dot>(args, threads);
+// function(T, Dot) with the types for a dtype, as empty values.
+template <class Function>
+auto by_dtype(DType dtype, Function function) {
+  switch (dtype) {
     case DType::kBFloat16:
-      return run_attention<BFloat16, DotOfBFloat16>(args, threads);
+      return function(BFloat16{}, DotOfBFloat16{});
     case DType::kFloat16:
-      return run_attention<Float16, Float32Dot>(args, threads);
+      return function(Float16{}, Float32Dot{});
+    default:
+      return function(Float32{}, Float32Dot{});
   }
 }
 
-template <class T, class Dot>
-int64_t workspace_of(const AttentionArgs& args) {
-  const int64_t nodes = max_nodes_per_task(args);
-  return Attention<T, Dot>(args, nodes, max_heads_per_task(args, nodes)).workspace_bytes();
+void tree_attention(const AttentionArgs& args, int threads) {
+  by_dtype(args.dtype, [&](auto t, auto dot) { run_attention<decltype(t), decltype(dot)>(args, threads); });
 }
 
 int64_t attention_workspace(const AttentionArgs& args) {
-  switch (args.dtype) {
-    case DType::kBFloat16:
-      return workspace_of<BFloat16, DotOfBFloat16>(args);
-    case DType::kFloat16:
-      return workspace_of<Float16, Float32Dot>(args);
-    default:
-      return workspace_of<Float32, Float32Dot>(args);
-  }
+  const int64_t nodes = max_nodes_per_task(args);
+  return by_dtype(args.dtype, [&](auto t, auto dot) {
+    return Attention<decltype(t), decltype(dot)>(args, nodes, max_heads_per_task(args, nodes)).workspace_bytes();
+  });
 }
 
 void lm_head_topk(const LmHeadArgs& args, int threads) {
-  switch (args.product.dtype) {
-    case DType::kFloat32:
-      return run_lm_head<Float32, Float32Dot>(args, threads);
-    case DType::kBFloat16:
-      return run_lm_head<BFloat16, DotOfBFloat16>(args, threads);
-    case DType::kFloat16:
-      return run_lm_head<Float16, Float32Dot>(args, threads);
-  }
+  by_dtype(args.product.dtype, [&](auto t, auto dot) { run_lm_head<decltype(t), decltype(dot)>(args, threads); });
 }
 
 void linear(const LinearArgs& args, int threads) {
-  switch (args.product.dtype) {
-    case DType::kFloat32:
-      return run_linear<Float32, Float32Dot>(args, threads);
-    case DType::kBFloat16:
-      return run_linear<BFloat16, DotOfBFloat16>(args, threads);
-    case DType::kFloat16:
-      return run_linear<Float16, Float32Dot>(args, threads);
-  }
+  by_dtype(args.product.dtype, [&](auto t, auto dot) { run_linear<decltype(t), decltype(dot)>(args, threads); });
 }
 
 int64_t linear_workspace(DType dtype, int64_t inputs, int64_t middle, int threads) {
-  switch (dtype) {
-    case DType::kBFloat16:
-      return linear_workspace<BFloat16, DotOfBFloat16>(inputs, middle, threads);
-    case DType::kFloat16:
-      return linear_workspace<Float16, Float32Dot>(inputs, middle, threads);
-    default:
-      return linear_workspace<Float32, Float32Dot>(inputs, middle, threads);
-  }
+  return by_dtype(
+      dtype, [&](auto t, auto dot) { return linear_workspace<decltype(t), decltype(dot)>(inputs, middle, threads); });
 }
 
 void gated_mlp(const GatedMlpArgs& args, int threads) {
-  switch (args.gate.dtype) {
-    case DType::kFloat32:
-      return run_gated_mlp<Float32, Float32Dot>(args, threads);
-    case DType::kBFloat16:
-      return run_gated_mlp<BFloat16, DotOfBFloat16>(args, threads);
-    case DType::kFloat16:
-      return run_gated_mlp<Float16, Float32Dot>(args, threads);
-  }
+  by_dtype(args.gate.dtype, [&](auto t, auto dot) { run_gated_mlp<decltype(t), decltype(dot)>(args, threads); });
 }
 
 void rms_norm(const RmsNormArgs& args, int threads) {
-  switch (args.dtype) {
-    case DType::kFloat32:
-      return run_rms_norm<Float32>(args, threads);
-    case DType::kBFloat16:
-      return run_rms_norm<BFloat16>(args, threads);
-    case DType::kFloat16:
-      return run_rms_norm<Float16>(args, threads);
-  }
+  by_dtype(args.dtype, [&](auto t, auto) { run_rms_norm<decltype(t)>(args, threads); });
 }
 
 void rotary(const RotaryArgs& args, int threads) {
-  switch (args.dtype) {
-    case DType::kFloat32:
-      return run_rotary<Float32>(args, threads);
-    case DType::kBFloat16:
-      return run_rotary<BFloat16>(args, threads);
-    case DType::kFloat16:
-      return run_rotary<Float16>(args, threads);
-  }
+  by_dtype(args.dtype, [&](auto t, auto) { run_rotary<decltype(t)>(args, threads); });
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from specmemo_kernels.integrations.hf.probe import probe
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.drafter_spec import HeadsSpec
-from specmemo_kernels.planning.footprint import predicted_shape, weight_bytes
+from specmemo_kernels.planning.footprint import page_token_bytes, predicted_shape, weight_bytes
 from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.planning.planner import plan_memory
 
@@ -158,7 +158,7 @@ def test_keys_and_values_of_every_family(family: str) -> None:
     model = tiny_model(family)
     attach(model)
     facts, spec = probe(model), ModelSpec.from_config(model.config)
-    assert spec.kv_bytes_per_token == sum(layer.bytes_per_token for layer in facts.layers)
+    assert page_token_bytes(spec) == sum(layer.bytes_per_token for layer in facts.layers)
     assert spec.num_qo_heads == facts.num_qo_heads[0]
 
 
@@ -167,7 +167,7 @@ def test_llama_by_hand() -> None:
     spec = ModelSpec.from_config(LLAMA8)
     assert spec.parameters == 8_030_261_248
     assert spec.weight_bytes == 2 * spec.parameters
-    assert spec.kv_bytes_per_token == 128 * 1024
+    assert page_token_bytes(spec) == 128 * 1024
     assert spec.max_context == 131072
     assert spec.read_weights(1) == spec.read_weights(500) == spec.active_weights == spec.layer_weights
 

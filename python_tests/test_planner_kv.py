@@ -12,6 +12,7 @@ from specmemo_kernels.backends.kernel_config import attention_configs
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.cost import Pass, pass_seconds
 from specmemo_kernels.planning.drafter_spec import HeadsSpec
+from specmemo_kernels.planning.footprint import page_token_bytes
 from specmemo_kernels.planning.known_devices import known_device
 from specmemo_kernels.planning.memory_plan import BudgetError, parse_bytes
 from specmemo_kernels.planning.planner import plan_memory
@@ -25,7 +26,7 @@ def test_quantised_pages(kv_dtype: str) -> None:
     plain, coded = (plan_memory(VICUNA, "a100", None, work, kv_dtype=kind) for kind in (None, kv_dtype))
     assert (plain.kv_dtype, coded.kv_dtype) == (None, kv_dtype)
     assert coded.parts["kv_pages"] == coded.max_tokens * 32 * 32 * (2 * 128 + 2 * 4)
-    assert coded.parts["tree_scratch"] == coded.max_nodes * VICUNA.kv_bytes_per_token, "a step's own are never codes"
+    assert coded.parts["tree_scratch"] == coded.max_nodes * page_token_bytes(VICUNA), "a step's own are never codes"
     assert coded.tokens_per_second > plain.tokens_per_second
     assert any(f"kept in {kv_dtype}: tokens may differ" in reason for reason in coded.reasons)
     assert not any("tokens may differ" in reason for reason in plain.reasons)

@@ -19,6 +19,7 @@ from specmemo_kernels.planning.footprint import (
     StepSize,
     fixed_parts,
     page_parts,
+    page_token_bytes,
     pass_row_bytes,
     predicted_shape,
     weight_bytes,
@@ -184,7 +185,7 @@ def test_medusa_as_published() -> None:
     spec = ModelSpec.from_config(
         CONFIG_MAPPING["llama"](**CONFIGS["Llama-2-7B"] | {"max_position_embeddings": 2048}, dtype="float16")
     )
-    assert spec.kv_bytes_per_token == 512 * 1024
+    assert page_token_bytes(spec) == 512 * 1024
     parts = medusa_parts(spec, Workload(2049, prompt=2048))
     assert parts["kv_cache"] == 2049 * 512 * 1024
     assert parts["logits"] == (1 + 2 * 5) * 2048 * 32000 * 2 == 1375 * MIB

@@ -106,7 +106,7 @@ def lm_head_topk(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int, scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The ``k`` best logits of each row and their tokens, best first; ties go to the lower token."""
-    values, tokens, _ = _best_logits(hidden, weight, bias, k, scales, None)
+    values, tokens = _best_logits(hidden, weight, bias, k, scales, None)
     return values.to(hidden.dtype), tokens
 
 
@@ -115,19 +115,19 @@ def lm_head_log_probs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The ``k`` best log-probabilities of each row and their tokens, and the log-sum-exp of all logits."""
     lse = torch.empty(hidden.shape[0], dtype=torch.float32, device=_CPU)
-    values, tokens, _ = _best_logits(hidden, weight, bias, k, scales, lse)
+    values, tokens = _best_logits(hidden, weight, bias, k, scales, lse)
     return values, tokens, lse
 
 
 def _best_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int, scales: Tensor | None, lse: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Logits ``[N, k]`` float32, or with ``lse``, which the call fills, log-probabilities; tokens; and ``lse``."""
+) -> tuple[Tensor, Tensor]:
+    """Logits ``[N, k]`` float32, or with ``lse``, which the call fills, log-probabilities; and tokens."""
     rows = hidden.shape[0]
     tokens = torch.empty(rows, k, dtype=torch.int64, device=_CPU)
     values = torch.empty(rows, k, dtype=torch.float32, device=_CPU)
     _cpu.lm_head_topk(hidden, weight, scales, bias, k, tokens, values, lse, torch.get_num_threads())
-    return values, tokens, lse
+    return values, tokens
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, invariant: bool) -> Tensor:

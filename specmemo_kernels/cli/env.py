@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from specmemo_kernels import __version__
 from specmemo_kernels.ops.dispatch import BACKENDS, unavailable
+from specmemo_kernels.planning.host_memory import cpu_name
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton")
 
@@ -21,7 +22,7 @@ def collect_env() -> dict[str, str]:
         "specmemo-kernels": __version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "platform": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
-        "processor": f"{_cpu_name()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads",
+        "processor": f"{cpu_name()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads",
     }
     facts |= {name: _version(name) for name in _PACKAGES}
     facts["torch"] = torch.__version__  # the package's metadata may lack the build
@@ -44,16 +45,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _cpu_name() -> str:
-    """The processor's name from /proc/cpuinfo, else its architecture."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _gpus() -> str:

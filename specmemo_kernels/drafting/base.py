@@ -234,6 +234,11 @@ class OffloadingDrafter(Drafter, Protocol):
         """Move back to the device; if memory doesn't suffice, everything stays on the host."""
 
 
+def prefers_chain(drafter: AnyDrafter) -> bool:
+    """Whether a drafter's default tree is a chain (:class:`Drafter`)."""
+    return getattr(drafter, "prefers_chain", False)
+
+
 def can_offload(drafter: AnyDrafter) -> bool:
     """Whether a drafter can free memory while it isn't in use."""
     return isinstance(drafter, PagedDrafter) or (isinstance(drafter, OffloadingDrafter) and drafter.offloadable)

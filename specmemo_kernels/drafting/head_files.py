@@ -28,6 +28,8 @@ CANDIDATES = (
 )
 Fetch = Callable[[str], Path | None]
 _PREFIX = re.compile(r"(?:.*\.)?medusa_heads?\.(.+)")
+#: Floating-point dtypes, as safetensors and torch name them.
+FLOATING = re.compile(r"B?F\d+.*|torch\.b?float\w+")
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 

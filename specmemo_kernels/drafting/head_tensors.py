@@ -8,10 +8,18 @@ from typing import Any
 
 import torch
 
-from specmemo_kernels.drafting.head_files import CONFIG_NAME, MEDUSA, VLLM, HeadsError, Stored, first_few, layout_of
+from specmemo_kernels.drafting.head_files import (
+    CONFIG_NAME,
+    FLOATING,
+    MEDUSA,
+    VLLM,
+    HeadsError,
+    Stored,
+    first_few,
+    layout_of,
+)
 from specmemo_kernels.ops.weight_codes import CODE_BITS, GROUP, groups_of, pack
 
-_FLOATING = re.compile(r"B?F\d+.*|torch\.b?float\w+")  # names of safetensors and torch
 _BYTES = re.compile(r"U8|torch\.uint8")
 _VLLM_EXTRAS = ("lm_head.weight", "token_map")
 
@@ -97,7 +105,7 @@ class StoredHeads:
                 groups = groups_of(hidden_size)
                 expected = (expected[0], groups if key.endswith("scales") else groups * (GROUP // 2))
             is_codes = _is_coded(target) and key.endswith("codes")
-            if not (_BYTES if is_codes else _FLOATING).fullmatch(entry.dtype):
+            if not (_BYTES if is_codes else FLOATING).fullmatch(entry.dtype):
                 needed = "uint8 for codes" if is_codes else "floating-point tensors"
                 raise HeadsError(f"{at} is {entry.dtype}, heads need {needed}")
             if entry.shape == expected or (target is None and entry.shape == (stored_vocab, hidden_size)):

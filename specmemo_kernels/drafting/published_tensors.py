@@ -7,11 +7,10 @@ from collections.abc import Mapping
 
 import torch
 
-from specmemo_kernels.drafting.head_files import CONFIG_NAME, Entry, HeadsError, first_few
+from specmemo_kernels.drafting.head_files import CONFIG_NAME, FLOATING, Entry, HeadsError, first_few
 from specmemo_kernels.drafting.published_config import DFlashConfig, DrafterConfig, Eagle3Config, EagleConfig
 
 _Shapes = dict[str, tuple[int, ...]]
-_FLOATING = re.compile(r"B?F\d+.*|torch\.b?float\w+")  # names of safetensors and torch
 _INTEGER = re.compile(r"[IU](8|16|32|64)|torch\.u?int(8|16|32|64)")
 
 
@@ -33,7 +32,7 @@ def check_tensors(where: str, names: Mapping[str, Entry], config: DrafterConfig)
     if unknown := [entry.name for key, entry in names.items() if key not in shapes]:
         raise HeadsError(f"{where}: unknown keys {first_few(unknown)}; no option of its {CONFIG_NAME} needs them")
     for key, entry in names.items():
-        pattern, needed = (_INTEGER, "integers") if key == "d2t" else (_FLOATING, "floating-point numbers")
+        pattern, needed = (_INTEGER, "integers") if key == "d2t" else (FLOATING, "floating-point numbers")
         if not pattern.fullmatch(entry.dtype):
             raise HeadsError(f"{location(entry)} is {entry.dtype}, it must be {needed}")
         if entry.value is not None and entry.value.layout is not torch.strided:

@@ -183,7 +183,7 @@ class SpecDecoder:
             for sequence in self.sequences:
                 self.reserve(sequence)
             tree = self.step_tree()
-            behind = self.behind() if self.chooser is not None and tree.size > 1 else 0
+            behind = self.behind(tree)
             trees, drafting = self._propose(tree)
             self._ended += self._forward(trees, _StepTiming(started, drafting, behind))
             if self.overlapped is not None and reason is not None:
@@ -240,14 +240,18 @@ class SpecDecoder:
         if self.overlapped is not None:
             self.overlapped.steps.trim()
 
-    def behind(self) -> int:
+    def behind(self, tree: Trees) -> int:
+        """What the chooser is told of a step over ``tree``: tokens that the drafter computes before it drafts."""
+        return self._behind() if self.chooser is not None and tree.size > 1 else 0
+
+    def _behind(self) -> int:
         """Tokens that the drafter must compute before it drafts for the running sequences."""
         if not isinstance(self.drafter, PagedDrafter):
             return 0
         return sum(self.drafter.behind(sequence.slot, sequence.tokens) for sequence in self.sequences)
 
     def _backlog(self) -> DraftBacklog:
-        return DraftBacklog(self.behind(), sum(s.remaining for s in self.sequences) / len(self.sequences))
+        return DraftBacklog(self._behind(), sum(s.remaining for s in self.sequences) / len(self.sequences))
 
     def _forward(self, trees: TreeBatch | None, timing: _StepTiming | None = None) -> list[SequenceState]:
         """Run one pass over trees and the next chunk, and advance the sequences; returns the finished sequences."""
@@ -278,7 +282,7 @@ class SpecDecoder:
             )  # fmt: skip
             emitted = [] if verdict is None else verdict.emitted
             scores = [] if verdict is None else verdict.scores
-            finished = self.advance(running, emitted, nodes, depth, hidden.unbind(0), chunk, scores)
+            finished = self.advance(running, emitted, nodes, hidden.unbind(0), chunk, scores)
             for row, each in zip(scored, new_scores, strict=True):
                 row.sequence.take_prompt_score(each)
             if depth and verdict is not None:
@@ -307,7 +311,6 @@ class SpecDecoder:
         running: Sequence[SequenceState],
         emitted: Sequence[Sequence[int]],
         nodes: int,
-        depth: int,
         hidden: Sequence[Tensor] | None,
         chunk: Chunk | None = None,
         scores: Sequence[Sequence[TokenScore]] = (),
@@ -315,7 +318,7 @@ class SpecDecoder:
         """Change the sequences after a pass: all of them, or none if a ``stop`` fails.
 
         Args:
-            running: the sequences whose trees were verified. nodes, depth: total nodes and depth of these trees.
+            running: the sequences whose trees were verified. nodes: of all these trees.
             emitted: the tokens of ``running``, then the first tokens of the prompts that ``chunk`` completed.
             hidden: the states that predicted the newest of these tokens; ``None``: a later step returns them.
             scores: of ``emitted``; empty where no sequence wants them.
@@ -334,7 +337,7 @@ class SpecDecoder:
             raise
         if running:
             accepted = [len(tokens) - 1 for tokens in emitted[: len(running)]]
-            self.stats.record_step(accepted, nodes, depth)
+            self.stats.record_step(accepted, nodes)
             self.stats.tokens += sum(taken[: len(running)])
             for sequence, drafts in zip(running, accepted, strict=True):
                 sequence.record_step(drafts)

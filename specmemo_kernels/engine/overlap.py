@@ -131,12 +131,12 @@ class OverlappedSteps:
         sequences, tree = list(decoder.sequences), decoder.next_tree()
         if not self._flights:
             self.steps.load(sequences)
-        self.steps.hold(())
+        self.steps.mark_current(())
         filled, behind = None, 0
         if self.steps.host_drafter is not None:
             self.steps.trim()
             tree = decoder.step_tree()
-            behind = decoder.behind() if decoder.chooser is not None and tree.size > 1 else 0
+            behind = decoder.behind(tree)
             filled = propose(
                 self.steps.host_drafter, tree, sequences, self.steps.roots(len(sequences)), decoder.target,
                 decoder.agree,
@@ -184,11 +184,11 @@ class OverlappedSteps:
             states = self.steps.hidden(len(flight.sequences))
             hidden = [states[row] for row in rows]
         alive, accepted = [flight.sequences[row] for row in rows], [emitted[row] for row in rows]
-        finished = decoder.advance(alive, accepted, len(rows) * flight.tree.size, flight.tree.max_depth, hidden)
+        finished = decoder.advance(alive, accepted, len(rows) * flight.tree.size, hidden)
         decoder.release(finished)
         self._flights.popleft()
         if not self._flights and len(rows) == len(flight.sequences) and not finished:
-            self.steps.hold(flight.sequences)
+            self.steps.mark_current(flight.sequences)
         if decoder.chooser is not None:
             alive_paths = [paths[row] for row in rows]
             decoder.chooser.stepped(flight.tree, alive_paths, self._seconds(flight), flight.drafting, flight.behind)

@@ -13,7 +13,7 @@ Tensor = torch.Tensor
 class TokenScore:
     """A token's natural log-probability by the model's own logits, before temperature, penalties and biases.
 
-    ``top``: the most probable tokens with theirs, as many as the request asked for, the best first.
+    ``top``: the most probable tokens with theirs, as many as requested, the best first.
     """
 
     token: int

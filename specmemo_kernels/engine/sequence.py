@@ -45,7 +45,7 @@ class SequenceState:
         finished, aborted: the sequence is complete, or was aborted on request.
         arrival: its position in the scheduler's order.
         steps, accepted, preemptions: verification steps, drafts accepted in them, and preemptions.
-        scores, prompt_scores: of the emitted tokens, and of the prompt's tokens from its second on, if they are wanted.
+        scores, prompt_scores: of the emitted tokens, and of the prompt's tokens from its second on, if requested.
     """
 
     prompt: list[int]
@@ -140,7 +140,7 @@ class SequenceState:
 
     @property
     def unscored(self) -> int:
-        """The first token of the prompt whose score is wanted and not known; the prompt's length if there is none."""
+        """The first token of the prompt that must still be scored; the prompt's length if there is none."""
         return min(len(self.prompt), 1 + len(self.prompt_scores)) if self.prompt_logprobs else len(self.prompt)
 
     @property
@@ -155,7 +155,7 @@ class SequenceState:
     def take(self, emitted: Sequence[int], scores: Sequence[TokenScore] = ()) -> int:
         """Append tokens until one ends the sequence; returns how many were taken, 0 for a finished sequence.
 
-        ``scores``: of these tokens, if they are wanted.
+        ``scores``: of these tokens, if requested.
         """
         if self.finished:
             return 0

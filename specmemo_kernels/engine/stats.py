@@ -24,7 +24,6 @@ class DecodeStats:
             (:mod:`specmemo_kernels.engine.pressure`).
         drafted: candidate tokens verified.
         accepted_at_depth: entry d: sequence steps that accepted at least d + 1 drafts.
-        offered_at_depth: entry d: sequence steps that verified a tree of depth d + 1 or more.
         slots_written: KV slots written to pages (prefill, recomputed tokens and commits).
         bytes_by_part: bytes held by heads, pages, scratch and graphs when the last call ended; during a call, when it
             began.
@@ -45,7 +44,6 @@ class DecodeStats:
     grows: int = 0
     drafted: int = 0
     accepted_at_depth: list[int] = field(default_factory=list)
-    offered_at_depth: list[int] = field(default_factory=list)
     slots_written: int = 0
     bytes_by_part: dict[str, int] = field(default_factory=dict)
 
@@ -59,11 +57,8 @@ class DecodeStats:
         """Share of sequence steps whose accepted path reached depth 1, 2, ..."""
         return [count / self.sequence_steps for count in self.accepted_at_depth] if self.sequence_steps else []
 
-    def record_step(self, accept_lengths: list[int], nodes: int, depth: int = 0) -> None:
-        """Count a step over ``len(accept_lengths)`` sequences, with ``nodes`` nodes in trees of ``depth``."""
-        self.offered_at_depth.extend([0] * (depth - len(self.offered_at_depth)))
-        for level in range(depth):
-            self.offered_at_depth[level] += len(accept_lengths)
+    def record_step(self, accept_lengths: list[int], nodes: int) -> None:
+        """Count a step over ``len(accept_lengths)`` sequences, with ``nodes`` nodes in all trees."""
         self.steps += 1
         self.sequence_steps += len(accept_lengths)
         self.drafted += nodes - len(accept_lengths)

@@ -110,7 +110,6 @@ class StepCache:
     Args:
         sequences: most sequences per step.
         make_capture: makes the capture; ``None``: steps run eagerly, with the same results.
-        after: :attr:`Capture.after`.
 
     Attributes:
         host_drafter: the drafter, if it fills trees before the step.
@@ -125,16 +124,14 @@ class StepCache:
         sequences: int,
         backend: str | None,
         make_capture: Callable[[], Capture] | None = None,
-        after: int = 1,
     ) -> None:
         self.target, self.drafter, self.pool, self.sequences = target, drafter, pool, sequences
-        self.backend, self.after, self.failed = backend, after, ""
+        self.backend, self.failed = backend, ""
         self.host_drafter = None if drafts_on_device(drafter) else cast(Drafter, drafter)
         self._make_capture = make_capture
         self._capture: Capture | None = None
         self._state: StepState | None = None
-        self._held: list[SequenceState] = []  # whose state is in ``_state``, when they were as in ``_rows``
-        self._rows: list[tuple[int, ...]] = []
+        self._rows: list[_Row] = []  # of ``_state``, as the last step left it
         self._steps: dict[StepShape, _CachedStep] = {}
         self._version = pool.version
 
@@ -160,12 +157,12 @@ class StepCache:
         if self._state is None:
             assert sequences[0].hidden is not None, "a running sequence has a state"
             self._state = StepState(self.sequences, sequences[0].hidden)
-        if not self._held or self._rows != _rows(sequences):
+        if self._rows != _rows(sequences):
             self._state.load(sequences)
 
-    def hold(self, sequences: Sequence[SequenceState]) -> None:
+    def mark_current(self, sequences: Sequence[SequenceState]) -> None:
         """Note that ``sequences`` are now as the last step left them; none: unknown."""
-        self._held, self._rows = list(sequences), _rows(sequences)
+        self._rows = _rows(sequences)
 
     def roots(self, sequences: int) -> Tensor:
         """``[sequences]`` int64: a copy of the newest tokens, from which the next step starts."""
@@ -200,21 +197,21 @@ class StepCache:
         self._steps[shape] = cached  # reinserted at the end: the first key is the least recently used
         cached.step.use(tree, drafts)
         timed = cached.replay is not None if self._make_capture is not None else cached.runs > 0
-        if self._make_capture is not None and cached.runs >= self.after and cached.replay is None:
-            cached.replay = self._captured(cached.step)
+        if self._make_capture is not None and cached.replay is None:
+            if self._capture is None:
+                self._capture = self._make_capture()
+            if cached.runs >= self._capture.after:
+                cached.replay = self._captured(cached.step, self._capture)
         if cached.replay is None:
             self.trim()
         (cached.replay or cached.step.run)()
         cached.runs += 1
         return cached.step.emitted, timed
 
-    def _captured(self, step: DeviceStep) -> Callable[[], None]:
-        assert self._make_capture is not None
-        if self._capture is None:
-            self._capture = self._make_capture()
+    def _captured(self, step: DeviceStep, capture: Capture) -> Callable[[], None]:
         self.trim()
         try:
-            return self._capture(step.run)
+            return capture(step.run)
         except Exception as error:
             self.clear()
             causes: list[BaseException] = [error]  # ending a failed capture fails again, with a vaguer message
@@ -228,6 +225,9 @@ class StepCache:
             raise CaptureFailed(self.failed) from error
 
 
-def _rows(sequences: Sequence[SequenceState]) -> list[tuple[int, ...]]:
-    """What tells states of sequences apart."""
-    return [(id(s), s.slot, s.tokens[-1], len(s.tokens)) for s in sequences]
+#: What distinguishes the states of a sequence: itself, its slot, its newest token and its length.
+_Row = tuple[SequenceState, int, int, int]
+
+
+def _rows(sequences: Sequence[SequenceState]) -> list[_Row]:
+    return [(s, s.slot, s.tokens[-1], len(s.tokens)) for s in sequences]

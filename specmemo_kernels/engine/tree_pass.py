@@ -181,7 +181,7 @@ class Chunk:
         last_rows: ``[len(ended)]`` int64, the last row of each of ``ended`` in the chunk.
         first_trees: the last rows of ``fresh`` as single-node trees for the verifier; ``None`` without ``fresh``.
         next_tokens: ``[N]`` int64, the token behind each row; any token behind the last rows of ``fresh``.
-        scored: the rows of prompt tokens whose next token's score is wanted.
+        scored: the rows that score a prompt's next token.
     """
 
     parts: list[tuple[SequenceState, int]]
@@ -216,7 +216,7 @@ def next_chunk(prefilling: Sequence[SequenceState], room: int, pool: PagedKVPool
 
 
 def _scored_rows(sequence: SequenceState, size: int, first_row: int) -> list[ScoredRow]:
-    """The rows, of a sequence's next ``size`` tokens, that predict prompt tokens whose scores are wanted."""
+    """The rows, of a sequence's next ``size`` tokens, that score prompt tokens."""
     start = sequence.computed
     places = range(max(sequence.unscored, start + 1), min(len(sequence.prompt), start + size + 1))
     return [ScoredRow(sequence, first_row + place - 1 - start, sequence.prompt[place]) for place in places]

@@ -186,17 +186,13 @@ def chunk_batch(chunks: Sequence[Tensor], starts: Sequence[int], block_table: Te
     )
 
 
-def continued_batch(
-    tokens: Tensor, seq_lens: Tensor, block_table: Tensor, max_seq_len: int, positions: Tensor | None = None
-) -> TreeBatch:
+def continued_batch(tokens: Tensor, seq_lens: Tensor, block_table: Tensor, max_seq_len: int) -> TreeBatch:
     """A causal chunk of equal size for each sequence: ``tokens`` ``[B, R]`` int64 behind its ``seq_lens`` tokens."""
     sequences, size = tokens.shape
     indptr = uniform_rows(sequences, size, tokens.device)[0]
-    if positions is None:
-        positions = seq_lens.long()[:, None] + torch.arange(size, device=tokens.device)
     return TreeBatch(
         tokens=tokens.flatten(),
-        positions=positions.flatten(),
+        positions=(seq_lens.long()[:, None] + torch.arange(size, device=tokens.device)).flatten(),
         parents=None,
         tree_mask=None,
         qo_indptr=indptr,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +17,7 @@ import torch
 from specmemo_kernels import ops
 from specmemo_kernels.backends.kernel_target import target_of_gpu
 from specmemo_kernels.planning.device import Curve, DeviceProfile
-from specmemo_kernels.planning.host_memory import host_memory
+from specmemo_kernels.planning.host_memory import cpu_name, host_memory
 from specmemo_kernels.planning.known_devices import KNOWN_DEVICES, same_name
 
 Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -163,12 +162,7 @@ def _best(call: Callable[[], Any], share: float, sync: Callable[[], None]) -> fl
 
 def _machine() -> str:
     """Processor and number of torch threads; a CPU profile is valid for this pair."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        model = platform.processor() or platform.machine()
-    return f"{model}, {torch.get_num_threads()} threads"
+    return f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,9 +35,9 @@ def host_free(root: Path = ROOT) -> int:
     """
     import resource  # not on every system
 
-    free = [_fields(root / "proc/meminfo", ":")["MemAvailable"] * 1024]
+    free = [numbers(root / "proc/meminfo", ":")["MemAvailable"] * 1024]
     free += [limit - used for limit, used in _groups(root)]
-    status = _fields(root / "proc/self/status", ":")
+    status = numbers(root / "proc/self/status", ":")
     for limit, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
         allowed = resource.getrlimit(limit)[0]
         if allowed != resource.RLIM_INFINITY:
@@ -50,11 +51,20 @@ def host_memory(root: Path = ROOT) -> int:
     return min([total, *(limit for limit, _ in _groups(root))])
 
 
+def cpu_name(root: Path = ROOT) -> str:
+    """The processor's name, or its architecture."""
+    try:
+        lines = (root / "proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
 def _groups(root: Path) -> Iterator[tuple[int, int]]:
     """Limit and usage in bytes of each control group of this process with a limit, parents included, both versions."""
     for folder, files in _folders(root):
         try:
-            used = int((folder / files.usage).read_text()) - _fields(folder / "memory.stat", " ")[files.droppable]
+            used = int((folder / files.usage).read_text()) - numbers(folder / "memory.stat", " ")[files.droppable]
             yield int((folder / files.limit).read_text()), used
         except (OSError, ValueError, KeyError):  # no memory controller here, or no limit ("max")
             pass
@@ -94,8 +104,8 @@ def _unescaped(path: str) -> str:
     return re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), path)
 
 
-def _fields(file: Path, separator: str) -> dict[str, int]:
-    """Parse the lines ``name<separator>number ...`` of a file."""
+def numbers(file: Path, separator: str) -> dict[str, int]:
+    """The first number of each line ``name<separator>number ...`` of a file, by name."""
     pairs = (line.partition(separator) for line in file.read_text().splitlines())
     values = ((name, rest.split()) for name, _, rest in pairs)
     return {name: int(words[0]) for name, words in values if words and words[0].isdigit()}

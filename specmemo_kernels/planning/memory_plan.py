@@ -136,7 +136,7 @@ class MemoryPlan:
             (
                 f"budget {'none' if self.budget is None else format_bytes(self.budget)}",
                 f"tree of {counted(self.tree.size, 'node')}, depth {self.tree.max_depth}",
-                f"KV: {pages}" + (f" in {self.kv_dtype}" if self.kv_dtype in ("int8", "fp8") else ""),
+                f"KV: {pages}" + (f" in {self.kv_dtype}" if self.kv_dtype is not None else ""),
                 *((f"the heads in {self.head_bits} bits",) if self.head_bits is not None else ()),
                 f"prefill chunk {self.prefill_chunk}",
                 f"at most {counted(self.max_sequences, 'sequence')} at once",

@@ -109,11 +109,6 @@ class ModelSpec:
     def dtype_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """All layers' keys and values: ``layers * kv heads * (head_dim + v_head_dim) * bytes``."""
-        return self.attention_layers * self.num_kv_heads * (self.head_dim + self.v_head_dim) * self.dtype_bytes
-
     def kv_heads_of_rank(self, tp: int) -> int:
         """KV heads of one of ``tp`` ranks, at least one."""
         return max(1, self.num_kv_heads // tp)
@@ -274,7 +269,7 @@ class ModelSpec:
         path = Path(source)
         if path.suffix == ".gguf" or (path.is_file() and is_gguf(path)):
             spec = cls(**read_gguf(path))
-            return spec if weight_bits is None else replace(spec, quantised=QuantisedWeights.uniform(weight_bits))
+            return spec if weight_bits is None else spec.with_weights(weight_bits)
         file = path / "config.json" if path.is_dir() else path
         if file.is_file():
             return cls.from_config(read_json(file), str(source), weight_bits)

@@ -26,6 +26,7 @@ from specmemo_kernels.planning.memory_plan import (
 )
 from specmemo_kernels.planning.model_spec import ModelSpec, ranks_share
 from specmemo_kernels.planning.search import (
+    MAX_NODES,
     PlanCandidate,
     PlanRequest,
     candidates,
@@ -49,7 +50,7 @@ def plan_request(
     heads: DrafterSpec | None = None,
     accuracy: Accuracy | None = None,
     tp: int = 1,
-    max_nodes: int = 64,
+    max_nodes: int = MAX_NODES,
     workspace_bytes: int = 0,
     kv_dtype: str | None = None,
 ) -> PlanRequest:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from specmemo_kernels.planning.host_allocator import release_host_memory
+from specmemo_kernels.planning.host_memory import numbers
 
 _STATUS, _REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 #: Seconds between two looks at the process, where the kernel's peak can't be reset.
@@ -40,10 +41,8 @@ def peak_of(call: Callable[[], object], device: torch.device) -> int:
 
 
 def _fields() -> dict[str, int]:
-    """Bytes by name."""
-    names = ("VmHWM", "RssAnon", "RssShmem", "RssFile")
-    lines = (line.split() for line in _STATUS.read_text().splitlines() if line.startswith(names))
-    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines}
+    """Bytes by name, of the fields in KiB."""
+    return {name: kib * 1024 for name, kib in numbers(_STATUS, ":").items()}
 
 
 def _anonymous(fields: dict[str, int]) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from specmemo_kernels.planning.drafter_spec import RANKS
 from specmemo_kernels.training.distillation import Teacher, distillation, greedy_tokens, ranks
 from specmemo_kernels.training.target_states import TargetStates
 from specmemo_kernels.training.trainable import Trainable
@@ -17,8 +18,6 @@ Tensor = torch.Tensor
 
 #: Weight of a depth's loss, by the depth's power: 0.8 in EAGLE-3 (arXiv 2503.01840) and Medusa (arXiv 2401.10774).
 DECAY = 0.8
-#: Ranks whose accuracy is measured.
-RANKS = 10
 
 
 class Objective(nn.Module):

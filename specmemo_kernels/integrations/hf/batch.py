@@ -57,7 +57,7 @@ class Completion:
         tokens: new tokens, the ending token included.
         finish_reason: ``"eos"``, ``"length"``, ``"stop"`` or ``"aborted"``.
         steps: verification steps. accepted: accepted drafts. preemptions: number of preemptions.
-        scores, prompt_scores: of the tokens, and of the prompt's from the second on, if the request asked for them.
+        scores, prompt_scores: of the tokens, and of the prompt's from the second on, if requested.
     """
 
     tokens: list[int]

@@ -25,7 +25,7 @@ from specmemo_kernels.tree.choice import PassSeconds
 from specmemo_kernels.tree.tree_budget import Trees
 
 Tensor = torch.Tensor
-#: Rows of the measured passes, see ``probe``.
+#: Rows of the measured passes, as in ``measure``.
 _MEASURED_ROWS = (8, 16)
 _PAGE = 16
 #: A timed call is repeated, at most three times, until it has taken this long in total.

@@ -14,7 +14,7 @@ from specmemo_kernels.backends.kernel_config import (
     preferred_page_size,
 )
 from specmemo_kernels.cache.kv_storage import LayerKV, page_dtype
-from specmemo_kernels.drafting.base import AnyDrafter, FeatureDrafter, PagedDrafter
+from specmemo_kernels.drafting.base import AnyDrafter, FeatureDrafter, PagedDrafter, prefers_chain
 from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.engine.step_graph import MAX_STEPS
 from specmemo_kernels.integrations.hf.draft import HFDraftModel, Setup
@@ -151,12 +151,11 @@ def make_chooser(setup: Setup, plan: MemoryPlan, graphs: GraphUse) -> TreeChoose
         draft_seconds = time_passes(drafter.hf_model, drafter.facts, rows, agreed)
     if isinstance(drafter, FeatureDrafter):
         draft_seconds = time_draft(drafter, setup.facts, plan.tree, plan.max_sequences, agreed)
-    prior = [[CHAIN_ACCURACY]] * plan.tree.max_depth if getattr(drafter, "prefers_chain", False) else setup.accuracy
+    prior = [[CHAIN_ACCURACY]] * plan.tree.max_depth if prefers_chain(drafter) else setup.accuracy
     sizes = GRAPH_SIZES if graphs.wanted else None
-    device, make = setup.facts.device, None
-    if graphs.wanted and device.type == "cpu":
-        make = capture_of(device, plan.pass_bytes)
-    seconds = time_passes(setup.model, setup.facts, rows, agreed, None if make is None else make())
+    device = setup.facts.device
+    make_capture = capture_of(device, plan.pass_bytes) if graphs.wanted and device.type == "cpu" else None
+    seconds = time_passes(setup.model, setup.facts, rows, agreed, make_capture and make_capture())
     acceptance: Acceptance
     recurrent = bool(setup.facts.mixers.mixers)
     if isinstance(plan.tree, TreeBudget):
@@ -238,7 +237,7 @@ def _tree_candidates(setup: Setup, tree: Trees | int | None, kv_dtype: str | Non
     Raises:
         ValueError: the given tree is deeper than the drafter, or wider than the vocabulary.
     """
-    if tree is None and not getattr(setup.drafter, "prefers_chain", False):
+    if tree is None and not prefers_chain(setup.drafter):
         candidates: list[_Candidate] = setup.ranks.broadcast_result(lambda: _device_trees(setup, kv_dtype))
         return candidates
     return [(_given_tree(tree, setup), {})]
@@ -254,7 +253,7 @@ def _given_tree(tree: Trees | int | None, setup: Setup) -> Trees:
         )
     if isinstance(tree, int) and isinstance(drafter, FeatureDrafter):
         return drafter.spec.budget(tree, drafter.max_depth)
-    if tree is None or (isinstance(tree, int) and getattr(drafter, "prefers_chain", False)):
+    if tree is None or (isinstance(tree, int) and prefers_chain(drafter)):
         return DraftTree.chain(drafter.max_depth if tree is None else min(drafter.max_depth, tree - 1))
     if isinstance(tree, int):
         return DraftTree.from_paths(best_first_paths(setup.accuracy[: drafter.max_depth], tree - 1))

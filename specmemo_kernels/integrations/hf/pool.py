@@ -54,9 +54,8 @@ class GraphUse:
             return None
         steps = self._steps
         if steps is None or not (steps.pool is pool and steps.target is target and steps.drafter is drafter):
-            make, capture = capture_of(target.device, pass_bytes), CAPTURES.get(target.device.type)
-            after = 1 if capture is None else capture.after
-            steps = StepCache(target, drafter, pool, pool.block_table.shape[0], backend, make, after)
+            make_capture = capture_of(target.device, pass_bytes)
+            steps = StepCache(target, drafter, pool, pool.block_table.shape[0], backend, make_capture)
             self._steps = steps
         return OverlappedSteps(steps, self.in_flight, self.must)
 

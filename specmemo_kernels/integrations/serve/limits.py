@@ -92,7 +92,7 @@ class EventStream(StreamingResponse):
 
 
 class ClientGone(Exception):
-    """The client has closed its connection; nobody reads a response."""
+    """The client has closed its connection."""
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

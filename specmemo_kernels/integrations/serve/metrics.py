@@ -46,7 +46,7 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Reads the engine's counters when they are asked for."""
+    """Reads the engine's counters at each collection."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

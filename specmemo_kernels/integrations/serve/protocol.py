@@ -189,7 +189,7 @@ class ChatRequest(_Generation):
 
     @property
     def template_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the model is told about."""
+        """The tools in the prompt."""
         if not self.tools or self.tool_choice == "none":
             return None
         return [tool.model_dump(exclude_none=True) for tool in self.tools]

@@ -92,7 +92,7 @@ class _Answers:
         return self._head | {"object": kind, "choices": choices, "usage": self._usage()}
 
     async def events(self, pieces: AsyncGenerator[TextPiece], first: TextPiece) -> AsyncGenerator[bytes]:
-        """A chunk per piece, the token counts if they were asked for, and ``[DONE]``."""
+        """A chunk per piece, the token counts if the request includes them, and ``[DONE]``."""
         options = self._body.stream_options
         with_usage = options is not None and options.include_usage
         head = self._head | {"object": "chat.completion.chunk" if self._chat else "text_completion"}

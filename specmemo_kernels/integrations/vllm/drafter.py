@@ -72,5 +72,5 @@ class TreeDrafter:
             self.source = FeatureTrees(published, self.options, self._config, model, nodes)
 
     def propose(self, *_: Any, **__: Any) -> list[list[int]]:
-        """vLLM asks for this method; :class:`TreeRunner` calls ``source.propose``."""
+        """Unused, but required by vLLM; :class:`TreeRunner` calls ``source.propose``."""
         raise NotImplementedError("this drafter is called by TreeWorker, not through propose")
