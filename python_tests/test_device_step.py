@@ -108,6 +108,8 @@ def test_nothing_is_asked_and_sizes_stay(family: str, kv_dtype: str | None) -> N
 class Recording:
     """A stand-in for CUDA graphs: a capture runs nothing, each replay runs the step."""
 
+    after = 1
+
     def __init__(self) -> None:
         self.nbytes, self.captured, self.replayed = 0, 0, 0
 

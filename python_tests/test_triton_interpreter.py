@@ -18,7 +18,7 @@ from cases import (
     one_sequence,
 )
 from interpreter import INTERPRETING
-from selection import sample
+from selection import EXHAUSTIVE, covering, sample
 
 from specmemo_kernels.backends import reference
 
@@ -34,9 +34,8 @@ IN_SPLITS = (
 )
 
 
-#: In every run: some by the launcher's rule, some in splits.
+#: In every run.
 SHORT = ("page_7", "v_narrower", "causal_chunk", "wide_mask", "all_extras")
-SPLIT = ("ragged",)
 
 CODES = tuple(
     case
@@ -45,9 +44,19 @@ CODES = tuple(
 )
 
 
+EVERYDAY_CODES = [(case, torch.float32) for case in CODES if case.name in ("page_7-int8", "head_dim_80-fp8")]
+OVER_CODES = covering(CODES, (torch.float32, torch.float16), first=EVERYDAY_CODES)
+
+
 def by_name(cases: Iterable[AttentionCase], everyday: Collection[str]) -> list[Any]:
     """The cases; those with other names are slow."""
     return sample(cases, everyday, lambda case: case.name)
+
+
+def in_splits(place: int, everyday: str) -> list[Any]:
+    """The cases of one of three tests in splits: a third of them, or in exhaustive runs all."""
+    cases = IN_SPLITS if EXHAUSTIVE else IN_SPLITS[place::3]
+    return by_name(dict.fromkeys([*cases, *(case for case in IN_SPLITS if case.name == everyday)]), [everyday])
 
 
 def problem(case: AttentionCase, dtype: torch.dtype) -> Inputs:
@@ -130,7 +139,7 @@ class TestInterpreter:
     def test_attention_float16(self, case: AttentionCase) -> None:
         check_attention(case, torch.float16)
 
-    @pytest.mark.parametrize("case", by_name(IN_SPLITS, SPLIT), ids=lambda case: case.name)
+    @pytest.mark.parametrize("case", in_splits(0, "ragged"), ids=lambda case: case.name)
     def test_attention_in_splits(self, case: AttentionCase) -> None:
         check_attention(case, torch.float32, configs=small_configs())
 
@@ -149,7 +158,7 @@ class TestInterpreter:
         config = replace(decode, block_m=32, block_n=128, direct_n=128, split_size=128, max_nodes=2**31 - 1)
         check_attention(case, torch.float32, configs=(config,))
 
-    @pytest.mark.parametrize("case", by_name(IN_SPLITS, ("ragged",)), ids=lambda case: case.name)
+    @pytest.mark.parametrize("case", in_splits(1, "ragged"), ids=lambda case: case.name)
     def test_weights_rounded_by_bits(self, case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
         """As on AMD GPUs: within bfloat16's error budget, and with other bits than the conversion's."""
         from specmemo_kernels.backends.triton import attention
@@ -160,7 +169,7 @@ class TestInterpreter:
         rounded = run_attention(problem(case, torch.bfloat16), configs=small_configs())[0]
         assert not torch.equal(converted, rounded), "the interpreter's conversion truncates"
 
-    @pytest.mark.parametrize("case", by_name(IN_SPLITS, ("short_chunk",)), ids=lambda case: case.name)
+    @pytest.mark.parametrize("case", in_splits(2, "short_chunk"), ids=lambda case: case.name)
     def test_attention_in_fixed_splits(self, case: AttentionCase) -> None:
         check_attention(case, torch.float32, configs=small_configs(invariant=True))
 
@@ -168,8 +177,9 @@ class TestInterpreter:
     def test_attention_bfloat16(self) -> None:
         check_attention(next(case for case in ATTENTION_CASES if case.name == "ragged"), torch.bfloat16)
 
-    @pytest.mark.parametrize("dtype", sample((torch.float32, torch.float16), [torch.float32]), ids=str)
-    @pytest.mark.parametrize("case", by_name(CODES, ("page_7-int8", "head_dim_80-fp8")), ids=lambda case: case.name)
+    @pytest.mark.parametrize(
+        ("case", "dtype"), sample(OVER_CODES, EVERYDAY_CODES), ids=lambda x: getattr(x, "name", str(x))
+    )
     def test_attention_over_codes(self, case: AttentionCase, dtype: torch.dtype) -> None:
         check_attention(case, dtype, configs=small_configs() if dtype == torch.float32 else None)
 
