@@ -18,8 +18,7 @@ from specmemo_kernels import ops
 from specmemo_kernels.arguments import flag, integer, wrong_type
 from specmemo_kernels.cache.kv_storage import page_dtype
 from specmemo_kernels.drafting.base import Drafter, FeatureDrafter, OffloadingDrafter
-from specmemo_kernels.drafting.medusa import MedusaDrafter
-from specmemo_kernels.integrations.distributed.ranks import digest
+from specmemo_kernels.integrations.distributed.ranks import SingleRank, digest
 from specmemo_kernels.integrations.distributed.tensor_parallel import ranks_of
 from specmemo_kernels.integrations.hf.checks import (
     check_config,
@@ -43,10 +42,10 @@ from specmemo_kernels.integrations.hf.fuse import FUSED_BACKENDS, find_leaves
 from specmemo_kernels.integrations.hf.handle import SpecMemo, Unpatched
 from specmemo_kernels.integrations.hf.invariance import check_invariance, check_invariant_arguments
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
-from specmemo_kernels.integrations.hf.plan import kernel_blocks, make_chooser, make_plan
+from specmemo_kernels.integrations.hf.plan import PlanLimits, make_chooser, make_plan
 from specmemo_kernels.integrations.hf.pool import graph_use
 from specmemo_kernels.integrations.hf.probe import probe
-from specmemo_kernels.integrations.hf.target import attach, lm_head_hook
+from specmemo_kernels.integrations.hf.target import ModelFacts, attach, lm_head_hook
 from specmemo_kernels.ops.weight_codes import check_bits
 from specmemo_kernels.planning.host_allocator import release_host_memory, return_large_blocks
 from specmemo_kernels.planning.memory_plan import parse_bytes
@@ -190,6 +189,7 @@ def patch(
     check_modules(model)
     budget = None if memory_budget is None else parse_bytes(memory_budget)
     free = None if keep_free is None else parse_bytes(keep_free, "keep_free")
+    limits = PlanLimits(budget, page_size, prefill_chunk, max_batch_size, kv_dtype)
     page_dtype(kv_dtype)
     check_bits(head_bits)
     device = model.get_input_embeddings().weight.device
@@ -208,25 +208,13 @@ def patch(
     try:
         with ranks.guarded(), evaluation(model):
             undo.append(attach(model))
-            limits: dict[str, Any] = {"budget": budget, "page_size": page_size, "prefill_chunk": prefill_chunk}
-            limits |= {"max_sequences": max_batch_size, "kv_dtype": kv_dtype}
             if ranks.size > 1:
                 if free is not None:
                     raise ValueError(f"keep_free is {keep_free}, but {ranks.size} ranks can't degrade; leave it out")
                 others = {"tree": tree, "backend": name, "reuse_prefix": reuse_prefix, "graph": graph, "fuse": fuse}
-                ranks.assert_same(digest(model) | limits | others | {"head_bits": head_bits})
+                ranks.assert_same(digest(model) | vars(limits) | others | {"head_bits": head_bits})
             undo.append(ranks.replicate_kv_heads(model))
-            facts = probe(model)
-            check_numbers(facts, name)
-            if facts.mixers.mixers and ranks.size > 1:
-                raise UnsupportedModel(
-                    f"{type(model).__name__} has recurrent layers and is on {ranks.size} ranks; it can be patched "
-                    "on one device only"
-                )
-            if fuse and name in FUSED_BACKENDS:
-                facts = replace(facts, leaves=find_leaves(model, facts.dtype, name, invariant))
-            if invariant:
-                check_invariance(model, facts)
+            facts = _facts(model, name, ranks, fuse, invariant)
             if budget is not None and facts.device.type == "cpu":
                 return_large_blocks()
             drafter, accuracy = make_drafter(without_others(heads), model, facts, name, head_bits, ranks, fuse)
@@ -240,14 +228,11 @@ def patch(
                 drafter.keeps_pages = reuse_prefix
             setup = Setup(model, facts, drafter, accuracy, name, ranks)
             setup, plan, graphs = make_plan(setup, tree, graph_use(graph, setup), limits)
-            drafter = setup.drafter
-            bits = drafter.heads.head_bits if isinstance(drafter, MedusaDrafter) else None
-            plan = replace(plan, kernels=kernel_blocks(facts, name, kv_dtype), head_bits=bits)
             chooser = make_chooser(setup, plan, graphs) if tree is None else None
             target = ranks.target(model, facts, name)
             undo_steps: list[Callable[[], None]] = [*undo, partial(_make_plain, model)]
-            if isinstance(drafter, OffloadingDrafter):
-                undo_steps.append(drafter.restore)
+            if isinstance(setup.drafter, OffloadingDrafter):
+                undo_steps.append(setup.drafter.restore)
             undo_steps.append(ranks.close)
             handle = SpecMemo(
                 setup, plan, target, graphs, chooser, undo_steps, keep_free=free, reuse_prefix=reuse_prefix
@@ -264,6 +249,26 @@ def patch(
     if facts.device.type == "cpu":
         release_host_memory()
     return handle
+
+
+def _facts(model: Any, backend: str, ranks: SingleRank, fuse: bool, invariant: bool) -> ModelFacts:
+    """The model's facts, with the modules that operators replace.
+
+    Raises:
+        UnsupportedModel: as :func:`probe`, or recurrent layers on several ranks.
+    """
+    facts = probe(model)
+    check_numbers(facts, backend)
+    if facts.mixers.mixers and ranks.size > 1:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has recurrent layers and is on {ranks.size} ranks; it can be patched on one "
+            "device only"
+        )
+    if fuse and backend in FUSED_BACKENDS:
+        facts = replace(facts, leaves=find_leaves(model, facts.dtype, backend, invariant))
+    if invariant:
+        check_invariance(model, facts)
+    return facts
 
 
 def _make_plain(model: Any) -> None:

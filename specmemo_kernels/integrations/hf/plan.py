@@ -59,17 +59,26 @@ _CONTEXT = 1024
 #: Maximum nodes where no speed can be predicted: an unsupported device or dtype, or unknown model sizes.
 _UNKNOWN_TREE = 12
 
+
+@dataclasses.dataclass(frozen=True)
+class PlanLimits:
+    """Arguments of ``patch`` that limit the plan; ``page_size`` ``None``: as the kernels prefer."""
+
+    budget: int | None
+    page_size: int | None
+    prefill_chunk: int
+    max_sequences: int
+    kv_dtype: str | None
+
+
 #: A tree to plan for, and the plan's fields that describe it (predicted speed, reasons).
 _Candidate = tuple[Trees, dict[str, Any]]
 
 
 def make_plan(
-    setup: Setup, tree: Trees | int | None, graphs: GraphUse, limits: dict[str, Any]
+    setup: Setup, tree: Trees | int | None, graphs: GraphUse, limits: PlanLimits
 ) -> tuple[Setup, MemoryPlan, GraphUse]:
     """Divide the memory budget for ``patch``'s ``tree``, without graphs where they would take too much of it.
-
-    Args:
-        limits: the other arguments of :func:`divide_budget`.
 
     Returns:
         The setup, whose drafter lacks unused heads if ``tree`` is ``None``; the plan; and ``graphs``, or no graphs if
@@ -78,9 +87,9 @@ def make_plan(
     Raises:
         BudgetError: not even one page fits.
     """
-    budget = limits["budget"]
-    if limits["page_size"] is None:
-        limits = limits | {"page_size": _page_size(setup, limits)}
+    budget = limits.budget
+    if limits.page_size is None:
+        limits = dataclasses.replace(limits, page_size=_page_size(setup, limits))
     if not graphs.wanted or graphs.must or budget is None:
         return *_first_that_fits(setup, tree, graphs, limits), graphs
     with suppress(BudgetError):
@@ -91,21 +100,21 @@ def make_plan(
     return *_first_that_fits(setup, tree, none, limits), none
 
 
-def _page_size(setup: Setup, limits: dict[str, Any]) -> int:
+def _page_size(setup: Setup, limits: PlanLimits) -> int:
     """The page size that the GPU's kernels prefer, unless one page per sequence is a large share of the budget."""
-    device, budget = setup.facts.device, limits["budget"]
+    device, budget = setup.facts.device, limits.budget
     preferred = preferred_page_size(kernel_target(device) if device.type == "cuda" else None)
-    token = sum(layer.page_bytes_per_token(limits["kv_dtype"]) for layer in setup.facts.layers)
-    fits = budget is None or limits["max_sequences"] * preferred * token <= WIDE_PAGE_SHARE * budget
+    token = sum(layer.page_bytes_per_token(limits.kv_dtype) for layer in setup.facts.layers)
+    fits = budget is None or limits.max_sequences * preferred * token <= WIDE_PAGE_SHARE * budget
     return preferred if setup.backend == "triton" and fits else PAGE_SIZE
 
 
 def _first_that_fits(
-    setup: Setup, tree: Trees | int | None, graphs: GraphUse, limits: dict[str, Any]
+    setup: Setup, tree: Trees | int | None, graphs: GraphUse, limits: PlanLimits
 ) -> tuple[Setup, MemoryPlan]:
     """The plan for the first candidate tree that the budget holds."""
-    kv_dtype, shape = limits["kv_dtype"], None
-    for candidate, fields in _tree_candidates(setup, tree, kv_dtype):
+    shape = None
+    for candidate, fields in _tree_candidates(setup, tree, limits.kv_dtype):
         if tree is None:
             setup = dataclasses.replace(setup, drafter=_without_unused_heads(setup.drafter, candidate))
         if shape is None:
@@ -119,8 +128,10 @@ def _first_that_fits(
             shape = dataclasses.replace(shape, draft=measure_draft(setup.drafter, setup.facts, candidate))
         shape = setup.ranks.max_over_ranks(shape)
         try:
-            plan = divide_budget(shape, candidate, **limits)
-            return setup, dataclasses.replace(plan, **fields)
+            plan = divide_budget(shape, candidate, **vars(limits))
+            kernels = _kernel_blocks(setup.facts, setup.backend, limits.kv_dtype)
+            bits = setup.drafter.heads.head_bits if isinstance(setup.drafter, MedusaDrafter) else None
+            return setup, dataclasses.replace(plan, kernels=kernels, head_bits=bits, **fields)
         except BudgetError as error:
             failure = error
     raise failure
@@ -165,7 +176,7 @@ def make_chooser(setup: Setup, plan: MemoryPlan, graphs: GraphUse) -> TreeChoose
     return TreeChooser(plan.tree, acceptance, seconds, draft_seconds, sizes, agreed, by_depth=recurrent)
 
 
-def kernel_blocks(facts: ModelFacts, backend: str, kv_dtype: str | None) -> tuple[KernelConfig, ...] | None:
+def _kernel_blocks(facts: ModelFacts, backend: str, kv_dtype: str | None) -> tuple[KernelConfig, ...] | None:
     """The backend's block sizes for the model's attention; of its widest heads where layers differ."""
     layer, num_qo_heads = max(_attention_sizes(facts), key=lambda pair: pair[0].head_dim)
     return ops.kernel_configs(backend, layer, num_qo_heads, page_dtype(kv_dtype))
@@ -176,9 +187,9 @@ def _attention_sizes(facts: ModelFacts) -> list[tuple[LayerKV, int]]:
     return list(dict.fromkeys(zip(facts.layers, facts.num_qo_heads, strict=True)))
 
 
-def _generation_shape(setup: Setup, graphs: GraphUse, limits: dict[str, Any]) -> GenerationShape:
+def _generation_shape(setup: Setup, graphs: GraphUse, limits: PlanLimits) -> GenerationShape:
     """The sizes that a memory plan needs, measured where they depend on the model's code."""
-    kv_dtype, max_rows = limits["kv_dtype"], limits["prefill_chunk"]
+    kv_dtype, max_rows = limits.kv_dtype, limits.prefill_chunk
     model, facts, drafter, backend = setup.model, setup.facts, setup.drafter, setup.backend
     shapes = _attention_sizes(facts)
     (forward, logits), library_bytes = measure_passes(model, facts, max_rows), measure_libraries(model, facts, max_rows)
