@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -172,14 +173,14 @@ def test_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = greedy(model, inputs, 40)
     captures(monkeypatch, Failing)
     with sk.patch(model, oracle(model, inputs), tree=TREE, graph=True) as handle:
-        handle.graphs.must = False  # as on a GPU by default
+        handle._pools.graphs = replace(handle.graphs, must=False)  # as on a GPU by default
         assert torch.equal(greedy(model, inputs, 40), expected)
         (reason,) = handle.stats.eager_reasons
         assert reason == ("a step can't be captured (RuntimeError: operation not permitted when stream is capturing)")
         assert handle.stats.eager_reasons[reason] == handle.stats.steps - 1
         whole(handle)
         handle.release()
-        handle.graphs.must = True
+        handle._pools.graphs = replace(handle.graphs, must=True)
         with pytest.raises(RuntimeError, match="can't be captured"):
             greedy(model, inputs, 40)
         whole(handle)
@@ -227,7 +228,7 @@ def test_few_steps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_graph, "MAX_STEPS", 2)
     with sk.patch(model, oracle(model, inputs), tree=TREE, graph=True) as handle, seeing_launches() as launches:
         assert torch.equal(greedy(model, inputs, 40, **options), expected)
-        kept = handle.graphs._steps
+        kept = handle._pools.steps
         assert kept is not None
         assert len({shape for shape, _ in launches}) > 2
         assert list(kept._steps) == list(dict.fromkeys(shape for shape, _ in launches[::-1]))[1::-1]

@@ -242,7 +242,7 @@ def test_recorded_steps_of_a_batch(kind: str, tree: str, tmp_path: Path) -> None
     with patched(target(), files, seer(0.5), tree=TREES[tree], graph=True) as handle:
         for _ in range(2):
             assert torch.equal(greedy(target(), inputs, 2 * NEW), expected)
-        steps = handle.graphs._steps
+        steps = handle._pools.steps
         assert steps is not None
         assert max(cached.runs for cached in steps._steps.values() if cached.replay is not None) > 9
         assert handle.stats.tokens_per_step > 1.3
@@ -863,10 +863,10 @@ def test_families(family: str, kind: str, tmp_path: Path, monkeypatch: pytest.Mo
             return advance(batch, features, keep, pool)
 
         monkeypatch.setattr(drafter, "advance", advancing, raising=False)
-        handle.graphs.wanted = False
+        handle._pools.graphs = replace(handle.graphs, wanted=False)
         assert torch.equal(greedy(model, inputs, NEW), expected)
         monkeypatch.undo()
-        handle.graphs.wanted = True
+        handle._pools.graphs = replace(handle.graphs, wanted=True)
         assert torch.equal(greedy(model, inputs, NEW), expected)
         ids = drafter.feature_ids
     own = [captured(model, ids, row) for row in rows]

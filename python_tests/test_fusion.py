@@ -229,7 +229,7 @@ def test_bits_of_families(family: str, monkeypatch: pytest.MonkeyPatch, recorded
         with sk.patch(model, random_heads(model).to(torch.bfloat16), tree=7, graph=True) as handle:
             tokens = model.generate(ids, max_new_tokens=25, do_sample=False)
             assert handle.stats.graph_steps > 2
-            written.append((tokens, handle.graphs._steps.hidden(1)[0]))
+            written.append((tokens, handle._pools.steps.hidden(1)[0]))
         if fuse and family in ("llama", "qwen3"):
             assert {"rotary", "add_rms_norm"} <= set(recorded)
     assert torch.equal(written[0][0], written[1][0])

@@ -225,7 +225,7 @@ def test_generation_from_graphs(family: str, lengths: tuple[int, ...]) -> None:
         assert handle.graphs.reason == ""
         for _ in range(2):
             assert torch.equal(greedy(model, inputs, 60), expected)
-        stats, kept = handle.stats, handle.graphs._steps
+        stats, kept = handle.stats, handle._pools.steps
         assert kept is not None
         assert kept.failed == ""
         assert stats.graph_steps > 0.8 * stats.steps

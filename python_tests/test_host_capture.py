@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -156,7 +157,7 @@ def test_a_model_that_reads_values(replays: list[int]) -> None:
         with pytest.raises(RuntimeError, match=r"can't be captured .*one_hot.* depends on a tensor's values"):
             greedy(model, inputs, 30)
         whole(handle)
-        handle.graphs.must = False  # as without graph=True
+        handle._pools.graphs = replace(handle.graphs, must=False)  # as without graph=True
         handle.release()
         assert torch.equal(greedy(model, inputs, 30), expected)
         assert any("one_hot" in reason for reason in handle.stats.eager_reasons)
@@ -183,7 +184,7 @@ def test_a_step_is_recorded_when_it_has_come_often(replays: list[int], monkeypat
     expected = greedy(model, inputs, 30)
     with sk.patch(model, random_heads(model), tree=6, graph=True) as handle:
         assert torch.equal(greedy(model, inputs, 30), expected)
-        shapes = len(handle.graphs._steps._steps) if handle.graphs._steps is not None else 0
+        shapes = len(handle._pools.steps._steps) if handle._pools.steps is not None else 0
         assert handle.stats.graph_steps - 5 * shapes <= replays[0] < handle.stats.graph_steps - 4
         handle.stats.reset()
         replays[0] = 0

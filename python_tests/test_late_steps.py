@@ -279,13 +279,13 @@ def test_a_changed_model_gets_steps_of_its_own(model: PreTrainedModel) -> None:
     inputs = batch((9,))
     with sk.patch(other, random_heads(other), tree=6, graph=True) as handle:
         before = greedy(other, inputs, 15)
-        kept = handle.graphs._steps
+        kept = handle._pools.steps
         assert kept is not None
         greedy(other, inputs, 15)
-        assert handle.graphs._steps is kept
+        assert handle._pools.steps is kept
         other.lm_head.weight.data = model.lm_head.weight.data.clone()
         after = greedy(other, inputs, 15)
-        assert handle.graphs._steps is not kept
+        assert handle._pools.steps is not kept
     assert not torch.equal(before, after)
     assert torch.equal(greedy(other, inputs, 15), after)
 

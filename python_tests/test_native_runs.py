@@ -238,7 +238,7 @@ def test_layers_of_a_model(
     with sk.patch(model, random_heads(model), tree=tree, graph=True, memory_budget=budget) as handle:
         assert torch.equal(greedy(model, inputs, 40), expected)
         assert handle.stats.graph_steps > 10
-        assert 0 < handle.graphs._steps._capture.block_bytes <= handle.plan.pass_bytes // 2
+        assert 0 < handle._pools.steps._capture.block_bytes <= handle.plan.pass_bytes // 2
         assert programs[0] == 1 if family in ("llama", "qwen3") else programs[0] > 0
 
 
@@ -252,7 +252,7 @@ def test_other_passes_have_the_memory(drafter: str, programs: list[int], monkeyp
     with sk.patch(model, heads, tree=4, graph=True, prefill_chunk=16) as handle:
 
         def packed(*args: Any, **kwargs: Any) -> Any:
-            capture = handle.graphs._steps and handle.graphs._steps._capture
+            capture = handle._pools.steps and handle._pools.steps._capture
             blocks = capture and capture._blocks
             passes[blocks is not None] += 1
             assert blocks is None or not blocks.resident

@@ -236,7 +236,7 @@ class ModelSpec:
         """Matrix elements of the layers that one token is multiplied with."""
         return int(self._layer_weights(self.experts_per_token))
 
-    def with_weights(self, bits: float) -> ModelSpec:
+    def with_weights(self, bits: float) -> Self:
         """A copy with the layers' matrices in ``bits`` bits, scales included, which kernels read as they are."""
         return replace(self, quantised=QuantisedWeights.uniform(bits))
 

@@ -69,7 +69,7 @@ class SpecMemo:
     ) -> None:
         self.model, self.facts, self.drafter = setup.model, setup.facts, setup.drafter
         self.ranks, self.backend = setup.ranks, setup.backend
-        self.plan, self.target, self.graphs, self.chooser = plan, target, graphs, chooser
+        self.plan, self.target, self.chooser = plan, target, chooser
         self.reuse_prefix, self.undo_steps = reuse_prefix, list(undo_steps)
         all_levels = levels(plan.tree.size, plan.prefill_chunk, plan.max_sequences, can_offload(self.drafter))
         self.memory_pressure = MemoryPressureController(
@@ -111,7 +111,7 @@ class SpecMemo:
         decoder = SpecDecoder(
             self.target, self.drafter, plan.tree, pool, verifier,
             prefill_chunk=plan.prefill_chunk, backend=self.backend, stats=self.stats, chooser=self.chooser,
-            overlapped=self.graphs.overlapped_steps(self.target, self.drafter, pool, self.backend, plan.pass_bytes),
+            overlapped=self._pools.overlapped_steps(self.target),
             agree=self.ranks.agree_on_guesses(self.drafter),
         )  # fmt: skip
         return Scheduler(
@@ -125,6 +125,10 @@ class SpecMemo:
     @property
     def fused(self) -> Mapping[str, str]:
         return self.facts.leaves.names
+
+    @property
+    def graphs(self) -> GraphUse:
+        return self._pools.graphs
 
     @property
     def pool(self) -> PagedKVPool | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from specmemo_kernels.cache.paged_kv import PagedKVPool, pages_for
-from specmemo_kernels.drafting.base import AnyDrafter, FeatureDrafter, PagedDrafter, drafts_on_device
+from specmemo_kernels.drafting.base import FeatureDrafter, PagedDrafter, drafts_on_device
 from specmemo_kernels.engine.host_capture import HostCapture
 from specmemo_kernels.engine.overlap import IN_FLIGHT, OverlappedSteps
 from specmemo_kernels.engine.pressure import MemoryPressureController, is_out_of_memory, raise_exhausted
@@ -26,7 +26,7 @@ from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan
 CAPTURES: dict[str, type[CudaCapture] | type[HostCapture]] = {"cuda": CudaCapture, "cpu": HostCapture}
 
 
-@dataclass
+@dataclass(frozen=True)
 class GraphUse:
     """The outcome of ``patch(graph=...)``.
 
@@ -41,32 +41,6 @@ class GraphUse:
     reason: str = ""
     must: bool = False
     in_flight: int = 1
-    _steps: StepCache | None = field(default=None, init=False, repr=False)
-
-    def overlapped_steps(
-        self, target: TargetModel, drafter: AnyDrafter, pool: PagedKVPool, backend: str, pass_bytes: int
-    ) -> OverlappedSteps | None:
-        """A decoder's steps. Graphs of an earlier decoder are reused for the same target, drafter and pool.
-
-        ``pass_bytes``: :attr:`MemoryPlan.pass_bytes`.
-        """
-        if not self.wanted:
-            return None
-        steps = self._steps
-        if steps is None or not (steps.pool is pool and steps.target is target and steps.drafter is drafter):
-            make_capture = capture_of(target.device, pass_bytes)
-            steps = StepCache(target, drafter, pool, pool.block_table.shape[0], backend, make_capture)
-            self._steps = steps
-        return OverlappedSteps(steps, self.in_flight, self.must)
-
-    def clear(self) -> None:
-        """Free the graphs and the steps' tensors."""
-        self._steps = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the steps' tensors and the graphs' pool, without the driver's own memory."""
-        return 0 if self._steps is None else self._steps.nbytes
 
 
 def capture_of(device: torch.device, pass_bytes: int) -> Callable[[], Capture] | None:
@@ -121,6 +95,7 @@ class PoolCache:
 
     Attributes:
         pool: the last call's pool, or ``None``.
+        steps: the captured steps over this pool, or ``None``.
     """
 
     def __init__(
@@ -135,6 +110,7 @@ class PoolCache:
         self.setup, self.plan, self.graphs, self.stats = setup, plan, graphs, stats
         self.memory_pressure, self.reuse_prefix = memory_pressure, reuse_prefix
         self.pool: PagedKVPool | None = None
+        self.steps: StepCache | None = None
         self._signature: ModelSignature | None = None
 
     def pages_for(self, lengths: Sequence[int]) -> int:
@@ -185,6 +161,17 @@ class PoolCache:
             self.stats.bytes_by_part = self.bytes_by_part
             return self.pool
 
+    def overlapped_steps(self, target: TargetModel) -> OverlappedSteps | None:
+        """A decoder's steps over :attr:`pool`; ``None``: all of its steps run from the host."""
+        if not self.graphs.wanted:
+            return None
+        if self.steps is None:
+            assert self.pool is not None, "get() allocates it"
+            sequences, setup = self.pool.block_table.shape[0], self.setup
+            make_capture = capture_of(target.device, self.plan.pass_bytes)
+            self.steps = StepCache(target, setup.drafter, self.pool, sequences, setup.backend, make_capture)
+        return OverlappedSteps(self.steps, self.graphs.in_flight, self.graphs.must)
+
     def _suffices(self, pages: int, sequences: int, nodes: int) -> bool:
         pool = self.pool  # no local name may outlive this call: two pools might not fit at once
         if pool is None or pool.free_pages < pages:
@@ -193,7 +180,7 @@ class PoolCache:
 
     def _replace(self, pages: int, sequences: int, nodes: int) -> None:
         """Allocate a new pool. Cached pages of the old pool are copied if both pools fit the plan at once."""
-        self.graphs.clear()
+        self.steps = None
         if self.pool is not None and self.pool.cached_pages and self.memory_pressure.level.spare_pages:
             if self._both_fit(pages, sequences):
                 try:
@@ -247,12 +234,12 @@ class PoolCache:
         signature = ModelSignature(self.setup.model)
         if self.pool is not None and signature != self._signature:
             self.pool.clear_cache()
-            self.graphs.clear()
+            self.steps = None
         self._signature = signature
 
     def release(self) -> None:
         """Free the pool, the drafter's pages and the graphs."""
-        self.graphs.clear()
+        self.steps = None
         self.pool = None
         if isinstance(self.setup.drafter, PagedDrafter):
             self.setup.drafter.release()
@@ -268,5 +255,5 @@ class PoolCache:
             "kv_pages": pool.page_bytes if pool else 0,
             "drafter_pages": drafter.page_bytes if isinstance(drafter, PagedDrafter) else 0,
             "tree_scratch": pool.scratch_bytes if pool else 0,
-            "graphs": self.graphs.nbytes,
+            "graphs": 0 if self.steps is None else self.steps.nbytes,
         } | ({} if pool is None or pool.states is None else {"states": pool.states.nbytes})
