@@ -2,6 +2,9 @@
 // In invariant mode, blocks with new rows are computed per run (visibility.h), whose own ancestors follow the committed
 // tokens: a key is at its position in the block, before and after its commit, so that its node sums in the same order.
 //
+// A hidden key has weight 0, which times a value that isn't finite is NaN. Nodes are therefore computed again, each
+// alone with zeros instead of the keys that it doesn't see, if a result of their task is NaN.
+//
 // For each block: pack keys, then for each group of tiles of rows: scores = q k (registers), mask, running maximum,
 // weights, output = output * factor + weights * v (registers), with values packed where more than one tile reads them.
 // Keys and values are read once per KV head. Tasks with few rows don't pack (few_rows.h).
@@ -37,15 +40,7 @@ class Attention {
 
   // Computes all splits of a task, merges them in order and writes the result.
   void run(const AttentionTask& task) const {
-    Workspace w(*this);
-    load_queries(task, w);
-    const Visibility visibility(args_, task.sequence, w.depths);
-    run_split(task, 0, visibility, w, states_of(task, w.total));
-    for (int split = 1; split < task.splits; ++split) {
-      run_split(task, split, visibility, w, states_of(task, w.part));
-      merge_heads(task, states_of(task, w.total), states_of(task, w.part));
-    }
-    finish(task, states_of(task, w.total));
+    if (run_splits(task, false)) run_nodes(task);
   }
 
   // Computes one split; its state stays in `memory` for finish_splits.
@@ -53,16 +48,38 @@ class Attention {
     Workspace w(*this);
     load_queries(task, w);
     const Visibility visibility(args_, task.sequence, w.depths);
-    run_split(task, split, visibility, w, states_of(task, memory));
+    run_split(task, split, visibility, w, states_of(task, memory), false);
   }
 
   void finish_splits(const AttentionTask& task, float* memory) const {
     for (int split = 1; split < task.splits; ++split)
       merge_heads(task, states_of(task, memory), states_of(task, memory + split * state_floats()));
-    finish(task, states_of(task, memory));
+    if (finish(task, states_of(task, memory))) run_nodes(task);
   }
 
  private:
+  // Returns whether a result is NaN. `alone`: with zeros instead of the keys that the task's only node doesn't see.
+  bool run_splits(const AttentionTask& task, bool alone) const {
+    Workspace w(*this);
+    load_queries(task, w);
+    const Visibility visibility(args_, task.sequence, w.depths);
+    run_split(task, 0, visibility, w, states_of(task, w.total), alone);
+    for (int split = 1; split < task.splits; ++split) {
+      run_split(task, split, visibility, w, states_of(task, w.part), alone);
+      merge_heads(task, states_of(task, w.total), states_of(task, w.part));
+    }
+    return finish(task, states_of(task, w.total));
+  }
+
+  void run_nodes(const AttentionTask& task) const {
+    AttentionTask node = task;
+    node.nodes = 1;
+    for (int32_t i = 0; i < task.nodes; ++i) {
+      node.first_node = task.first_node + i;
+      run_splits(node, true);
+    }
+  }
+
   // One thread's workspace. Constructed twice: without memory to compute its size, then in the thread's arena.
   struct Workspace {
     explicit Workspace(const Attention& a) : Workspace(a, nullptr) {
@@ -148,7 +165,7 @@ class Attention {
   }
 
   void run_split(const AttentionTask& task, int split, const Visibility& visibility, const Workspace& w,
-                 const States& states) const {
+                 const States& states, bool alone) const {
     const int64_t rows = task.nodes * group_;
     const bool in_place = !values_are_staged(args_) && whole_key_vectors() && has_few_rows(args_, task.sequence);
     for (int64_t h = 0; h < task.heads; ++h) {
@@ -163,8 +180,12 @@ class Attention {
     if (begin < first) begin = first;
     if (end > (keys + kBlockKeys - 1) / kBlockKeys) end = (keys + kBlockKeys - 1) / kBlockKeys;
     const Blocks blocks(args_, task, kRawBytes, w.zero_row, in_place);
+    const auto locate = [&](int64_t b, Block& block) {
+      blocks.locate(b, block);
+      if (alone) blocks.hide_others(blocks.in_order(visibility.word(task.first_node, b), b), block);
+    };
     Block one, other, *now = &one, *ahead = &other;
-    blocks.locate(begin, *now);
+    locate(begin, *now);
     HeadRows read = now->head(0);
     const HeadsOfRows<Word> all{task.heads, rows, w.query, states, w.lane_sums, w.visible, w.scores};
     const FewRows<T, Dot> direct(args_, k_words_, columns_);
@@ -172,7 +193,7 @@ class Attention {
     if (in_place) direct.begin(*now);
     const int64_t shared = args_.invariant ? args_.seq_lens[task.sequence] / kBlockKeys : end;  // without new rows
     for (int64_t b = begin; b < end && b < shared; ++b) {
-      blocks.locate(b + 1, *ahead);  // also past the split's end, for the next split
+      locate(b + 1, *ahead);  // also past the split's end, for the next split
       for (int64_t i = 0; i < task.nodes; ++i)
         w.visible[i] = blocks.in_order(visibility.word(task.first_node + i, b), b);
       const int64_t used = used_keys(keys - b * kBlockKeys);
@@ -185,14 +206,14 @@ class Attention {
       now = ahead, ahead = done;
     }
     for (int64_t b = begin < shared ? shared : begin; b < end; ++b)
-      run_paths(task, b, blocks, visibility, w, packed, all);
+      run_paths(task, b, blocks, visibility, w, packed, all, alone);
     for (int64_t h = 0; h < task.heads; ++h)
       for (int64_t r = 0; r < rows; ++r) states.of(h).sum[r] = sum(load<VecF>(w.lane_sums + (h * rows + r) * kLanes));
   }
 
   // Block `b`, for each run of the task's nodes as if only the run's own path followed the committed tokens.
   void run_paths(const AttentionTask& task, int64_t b, const Blocks& blocks, const Visibility& visibility,
-                 const Workspace& w, const PackedRows<T, Dot>& packed, const HeadsOfRows<Word>& all) const {
+                 const Workspace& w, const PackedRows<T, Dot>& packed, const HeadsOfRows<Word>& all, bool alone) const {
     Block block;
     for (Run run{0, 0}; run.first < task.nodes; run.first += run.nodes) {
       run.nodes = visibility.run(task.first_node + run.first, task.nodes - run.first);
@@ -202,17 +223,22 @@ class Attention {
       blocks.locate(b, block, Path{w.path, length});
       for (int64_t i = 0; i < run.nodes; ++i)
         w.visible[run.first + i] = visibility.path_word(length - run.nodes + i, b);
+      if (alone) blocks.hide_others(w.visible[0], block);
       HeadRows read = block.head(0);
       packed.run_block(block, block, used_keys(keys), run, read, all);
     }
   }
 
-  void finish(const AttentionTask& task, const States& states) const {
-    for (int64_t h = 0; h < task.heads; ++h) finish_head(task, task.first_head + h, states.of(h));
+  // Writes the result; returns whether it has NaN.
+  bool finish(const AttentionTask& task, const States& states) const {
+    bool undefined = false;
+    for (int64_t h = 0; h < task.heads; ++h) undefined |= finish_head(task, task.first_head + h, states.of(h));
+    return undefined;
   }
 
-  void finish_head(const AttentionTask& task, int64_t kv_head, const State& state) const {
+  bool finish_head(const AttentionTask& task, int64_t kv_head, const State& state) const {
     const int64_t first = args_.qo_indptr[task.sequence] + task.first_node;
+    bool undefined = false;
     for (int64_t r = 0; r < task.nodes * group_; ++r) {
       const int64_t node = first + r / group_, head = kv_head * group_ + r % group_;
       float top = state.max[r], total = state.sum[r], keep = 1.0f;
@@ -226,9 +252,14 @@ class Attention {
       }
       const float inverse = keep / total;
       Raw* out = static_cast<Raw*>(args_.out) + (node * args_.num_qo_heads + head) * args_.v_dim;
-      for (int64_t c = 0; c < args_.v_dim; ++c) out[c] = T::from_float(state.output[r * columns_ + c] * inverse);
+      for (int64_t c = 0; c < args_.v_dim; ++c) {
+        const float value = state.output[r * columns_ + c] * inverse;
+        undefined |= value != value;
+        out[c] = T::from_float(value);
+      }
       args_.lse[node * args_.num_qo_heads + head] = (top + __builtin_log2f(total)) * kLn2;
     }
+    return undefined;
   }
 
   const AttentionArgs& args_;

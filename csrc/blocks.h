@@ -29,7 +29,7 @@ struct HeadRows {
 struct Block {
   HeadRows first;
   int64_t key_steps[kBlockKeys], value_steps[kBlockKeys];  // bytes
-  int64_t scales[kBlockKeys];                              // offset of the scales of a row of codes
+  int64_t scales[kBlockKeys];                              // offset of the scales of a row of codes, or -1: no codes
   int paged;                                               // number of rows in pages; new rows follow
 
   // The rows of the task's head `head`.
@@ -83,6 +83,12 @@ class Blocks {
     }
   }
 
+  // Replaces the rows whose bit isn't set by zeros.
+  void hide_others(uint64_t visible, Block& rows) const {
+    for (int i = 0; i < kBlockKeys; ++i)
+      if ((visible >> i & 1) == 0) missing(i, rows);
+  }
+
   // Bits of a block's positions in the order of its rows.
   uint64_t in_order(uint64_t bits, int64_t block) const {
     if (!in_streams(block) || bits == ~uint64_t{0}) return bits;
@@ -111,10 +117,15 @@ class Blocks {
     }
   }
 
-  // Row `node` of the step's new rows, or missing.
-  void fresh(int64_t node, int at, Block& rows) const {
+  void missing(int at, Block& rows) const {
     rows.first.keys.at[at] = rows.first.values.at[at] = zeros_;
     rows.key_steps[at] = rows.value_steps[at] = 0;
+    rows.scales[at] = -1;
+  }
+
+  // Row `node` of the step's new rows, or missing.
+  void fresh(int64_t node, int at, Block& rows) const {
+    missing(at, rows);
     if (node < 0) return;
     const int64_t row = a_.qo_indptr[task_.sequence] + node;
     const int64_t k_head = a_.k_new_strides[1] * bytes_, v_head = a_.v_new_strides[1] * bytes_;

@@ -55,13 +55,14 @@ class PackedRows {
   void stage(const Block& block, int64_t head, HeadRows& now, const HeadRows& ahead) const {
     const int64_t k_dim = args_.k_dim, v_dim = args_.v_dim;
     for (int i = 0; i < kBlockKeys; ++i) {
+      const bool coded = is_quantised(args_) && block.scales[i] >= 0;
       const int64_t scale = block.scales[i] + head * args_.order.next_head();
       Raw *k = to_.staged_keys + i * k_dim, *v = to_.staged_values + i * columns_;
       if (is_quantised(args_)) {
         prefetch_lines(ahead.keys.at[i], k_dim);
         prefetch_lines(ahead.values.at[i], v_dim);
       }
-      if (is_quantised(args_) && i < block.paged) {
+      if (coded) {
         dequantise_row<T>(args_.kv, reinterpret_cast<const uint8_t*>(now.keys.at[i]), args_.k_scales[scale], k_dim, k);
         dequantise_row<T>(args_.kv, reinterpret_cast<const uint8_t*>(now.values.at[i]), args_.v_scales[scale], v_dim,
                           v);

@@ -220,6 +220,41 @@ def test_nan_comes_through(isa: str, what: str, invariant: bool, softcap: float 
     assert out[0].isfinite().all()
 
 
+HIDDEN = [
+    case
+    for case in [*ATTENTION_CASES, LONG, *FEW, *CODES]
+    if case.name.startswith(("page_edges", "gqa8", "wide", "causal", "window", "all_extras", "several", "few_"))
+    and case.nodes[0] > 1
+]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", sample(DTYPES, DTYPES[:1]), ids=str)
+@pytest.mark.parametrize("backend", ["reference", "cpu", "invariant"])
+@pytest.mark.parametrize("case", HIDDEN, ids=lambda c: c.name)
+def test_values_that_a_node_does_not_see(case: AttentionCase, backend: str, dtype: torch.dtype, bad: float) -> None:
+    """NaN and infinity of a sibling, or of a token before the window, are in no result but those that see them."""
+    inputs, error = attention_inputs(case, dtype), case_budget(case, dtype).out_error
+    inputs["invariant"], kind = backend == "invariant", "reference" if backend == "reference" else "cpu"
+    places: list[tuple[str, Any]] = [("v_new", case.nodes[0] // 2)]
+    if case.window is not None and case.seq_lens[0] > case.window:
+        page, slot = divmod(case.seq_lens[0] - case.window + 1, case.page_size)  # in the root's window alone
+        place = (int(inputs["block_table"][0, page]), slot)
+        places.append(("v_pages" if case.kv_dtype is None else "v_scales", place))
+    for name, place in places:
+        results = []
+        for value in (0.0, 1.0, bad):
+            changed = inputs[name].clone()
+            changed[place] = value
+            results.append(ops.tree_attention(**{**inputs, name: changed}, backend=kind)[0])
+        without, other, found = results
+        sees = (without != other).flatten(1).any(1)
+        assert sees.any()
+        assert not sees.all()
+        assert float((found - without)[~sees].abs().max()) <= 2 * error
+        assert not found[sees].isfinite().all(2).any()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "vocab", "hidden"), [(1, 7, 3), (5, 1000, 64), (25, 3001, 200), (7, 97, 2085)])
 def test_lm_head_of_every_instruction_set(isa: str, rows: int, vocab: int, hidden: int, dtype: torch.dtype) -> None:

@@ -95,7 +95,17 @@ def _attend(
         scores = torch.cat([scores, column], dim=-1)
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse[..., None])[..., : k.shape[0]]
-    return torch.einsum("htl,lhd->thd", weights, v.repeat_interleave(group, dim=1)), lse.T
+    return _weighted(weights, visible, v.repeat_interleave(group, dim=1)), lse.T
+
+
+def _weighted(weights: Tensor, visible: Tensor, v: Tensor) -> Tensor:
+    """``[T, H, D]``: sums of values ``[L, H, D]`` with weights ``[H, T, L]``; hidden ones don't count, even NaN."""
+    finite = v.isfinite()
+    sums = torch.einsum("htl,lhd->thd", weights, v.where(finite, 0))
+    for key in (~finite).any(2).any(1).nonzero()[:, 0].tolist():
+        part = weights[:, :, key].T[:, :, None] * v[key].where(~finite[key], 0)
+        sums = sums + part.where(visible[:, key, None, None], 0)
+    return sums
 
 
 def gather_pages(pages: Tensor, table: Tensor, length: int, scales: Tensor | None = None) -> Tensor:
