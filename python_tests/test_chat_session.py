@@ -211,6 +211,26 @@ def test_a_message_is_never_cut(template: str | None) -> None:
         session.ask("hello") if not said else None
 
 
+@pytest.mark.parametrize("system", [None, "be brief"])
+def test_a_message_after_a_dropped_reply(model: PreTrainedModel, system: str | None) -> None:
+    """Two messages of the user in a row: the older one is left out, the new one never."""
+    session = sk.ChatSession(model, make_tokenizer(TEMPLATE), system=system, max_tokens=60, max_new_tokens=8)
+    session.ask("hello there")
+    session.messages.pop()
+    text = "x" * (60 - 8 - len(session.tokenizer("<user><assistant>").input_ids) - (18 if system else 2))
+    with pytest.warns(sk.LeftOutWarning, match="oldest .* tokens"):
+        session.ask(text)
+    assert [m["content"] for m in session.messages[:-1]] == [*([system] if system else []), text]
+    assert session.messages[-1]["role"] == "assistant"
+
+
+@pytest.mark.parametrize("new", [None, 0, 60, 2.5])
+def test_new_tokens_that_leave_no_room(model: PreTrainedModel, new: Any) -> None:
+    session = sk.ChatSession(model, make_tokenizer(TEMPLATE), max_tokens=60, max_new_tokens=8)
+    with pytest.raises(ValueError, match=f"max_new_tokens is {new}, it must be from 1 to 59"):
+        session.ask("hello", max_new_tokens=new)
+
+
 def test_streams_and_stops(model: PreTrainedModel) -> None:
     """Pieces add up to the reply. A stream that isn't read to its end stops; errors are raised to the reader."""
     tokenizer = make_tokenizer(TEMPLATE)

@@ -55,6 +55,29 @@ def test_rounding_goes_up(lines: list[tuple[int, int]], few: int) -> None:
     assert bound.at(few + 3) >= max(large) + 1
 
 
+ascending = st.lists(st.tuples(rows, st.integers(0, 10**6)), min_size=2, max_size=6, unique_by=lambda point: point[0])
+
+
+@given(ascending, ascending, rows)
+def test_bounds_in_steps(first: list[tuple[int, int]], second: list[tuple[int, int]], count: int) -> None:
+    """The next larger size's bytes, and the larger of two bounds at every number of rows."""
+    points, others = sorted(first), sorted(second)
+    bound, other = PassBytes.stepwise(points), PassBytes.stepwise(others)
+    if count <= points[-1][0]:
+        assert bound.at(count) == next(held for rows, held in points if rows >= count)
+    both = bound.elementwise_max(other)
+    assert both.at(count) >= max(bound.at(count), other.at(count))
+    if count <= min(points[-1][0], others[-1][0]):
+        assert both.at(count) == max(bound.at(count), other.at(count))
+
+
+@given(ascending, rows, st.integers(0, 10**6), rows)
+def test_another_bound_for_few_rows(points: list[tuple[int, int]], few_rows: int, held: int, count: int) -> None:
+    bound = PassBytes.stepwise(sorted(points))
+    changed = bound.with_few(few_rows, PassBytes(held))
+    assert changed.at(count) == (held if count <= few_rows else bound.at(count))
+
+
 @pytest.mark.parametrize(
     ("few", "many"), [((0, [1]), (4, [1])), ((4, [1]), (4, [1])), ((4, []), (8, [])), ((2, [1]), (8, []))]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from contextlib import suppress
 from functools import cache
@@ -33,6 +34,7 @@ from specmemo_kernels.integrations.hf.hybrid_sizes import recurrent_spec
 from specmemo_kernels.integrations.hf.mixer_pass import MixerPass
 from specmemo_kernels.integrations.hf.mixers import Mixer
 from specmemo_kernels.planning.baselines import Workload
+from specmemo_kernels.planning.memory_plan import parse_bytes
 from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.planning.planner import plan_memory
 
@@ -261,6 +263,24 @@ def test_the_plan(family: str) -> None:
         peak = peak_of(handle, inputs, 12)
         assert handle.pool is not None
         assert handle.bytes_by_part["states"] == handle.pool.states.nbytes == plan.max_sequences * states
+        assert peak <= plan.total_bytes - plan.parts["workspace"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [32, 256])
+@pytest.mark.parametrize("family", ["kimi_linear", "qwen3_next"])
+def test_tight_budgets(family: str, chunk: int) -> None:
+    """Of chunks that are shorter than the parts to which recurrent layers pad them."""
+    model, options = texts(family)[0], {"tree": 8, "max_batch_size": 4, "prefill_chunk": chunk}
+    with pytest.raises(sk.BudgetError) as refusal:
+        sk.patch(model, "prompt-lookup", memory_budget=1000, **options)
+    least = re.search(r"give at least ([\d.]+ \w+)", str(refusal.value))
+    assert least is not None
+    with sk.patch(model, "prompt-lookup", memory_budget=parse_bytes(least[1]) + 200_000, **options) as handle:
+        plan = handle.plan
+        assert plan.prefill_chunk == 32
+        assert plan.max_tokens is not None
+        peak = peak_of(handle, batch((min(300, plan.max_tokens - 24),)), 8)
         assert peak <= plan.total_bytes - plan.parts["workspace"]
 
 

@@ -54,7 +54,7 @@ def test_sizes_that_are_read() -> None:
     """Decimal and binary units, with and without blanks; fractions are truncated to whole bytes."""
     sizes = {
         "1": 1, 1: 1, 4096: 4096, 1e9: 10**9, "512 MB": 512 * 10**6, "2GiB": 2 * 2**30, " 1.5 KiB ": 1536,
-        "1KB": 1000, "3B": 3, "0.5TiB": 2**39, "1TB": 10**12, "1.0005 KB": 1000,
+        "1KB": 1000, "3B": 3, "0.5TiB": 2**39, "1TB": 10**12, "1.0005 KB": 1000, 2**60 + 1: 2**60 + 1,
     }  # fmt: skip
     assert {size: parse_bytes(size) for size in sizes} == sizes
 
@@ -62,7 +62,7 @@ def test_sizes_that_are_read() -> None:
 @pytest.mark.parametrize(
     "size",
     ["", "GiB", "-1", -5, 0, "0", "0.0MiB", "0.5", "0.0001 KB", "2 gigabytes", "2G", "1iB", "2gib", "1e9x", "1,5GB",
-     "nan", "inf", "9" * 400, 2.5, None, True],
+     "nan", "inf", "9" * 400, 10**30, 2.5, None, True],
 )  # fmt: skip
 def test_sizes_that_are_refused(size: object) -> None:
     """Anything below one byte; the message repeats it."""

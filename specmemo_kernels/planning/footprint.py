@@ -41,7 +41,7 @@ class PassBytes:
     """Bound on the transient bytes of a forward pass: ``fixed + rows * per_row``.
 
     Attributes:
-        few, few_rows: another bound for at most ``few_rows`` rows, which other operators compute.
+        few, few_rows: another bound for at most ``few_rows`` rows.
     """
 
     fixed: int = 0
@@ -58,15 +58,36 @@ class PassBytes:
     def elementwise_max(self, other: PassBytes) -> PassBytes:
         """A bound for either of two passes."""
         bound = PassBytes(max(self.fixed, other.fixed), max(self.per_row, other.per_row))
-        if self.few is None or other.few is None:
+        rows = max(self.few_rows, other.few_rows)
+        if not rows:
             return bound
-        return replace(bound, few=self.few.elementwise_max(other.few), few_rows=min(self.few_rows, other.few_rows))
+        return replace(bound, few=self._up_to(rows).elementwise_max(other._up_to(rows)), few_rows=rows)
+
+    def _up_to(self, rows: int) -> PassBytes:
+        return self.few if self.few is not None and self.few_rows == rows else self
+
+    def with_few(self, rows: int, few: PassBytes) -> PassBytes:
+        """The same bound but for at most ``rows`` rows, for which ``few`` is one."""
+        if self.few is None or self.few_rows <= rows:
+            return replace(self, few=few, few_rows=rows)
+        return replace(self, few=self.few.with_few(rows, few))
 
     @classmethod
     def between(cls, few: tuple[int, int], many: tuple[int, int]) -> Self:
         """The line through two ``(rows, bytes)``: a bound between them where bytes grow ever faster."""
         slope = max(0, -((few[1] - many[1]) // (many[0] - few[0])))
         return cls(max(0, many[1] - slope * many[0]), slope)
+
+    @classmethod
+    def stepwise(cls, points: Sequence[tuple[int, int]]) -> PassBytes:
+        """The bytes of the next larger of two or more ascending ``(rows, bytes)``: a bound where more rows never take
+        less. Beyond them, the line through the first and the last.
+        """
+        few: PassBytes | None = None
+        few_rows = 0
+        for rows, held in points:
+            few, few_rows = cls(held, 0, few, few_rows), rows
+        return replace(cls.between(points[0], points[-1]), few=few, few_rows=few_rows)
 
     @classmethod
     def fitted(cls, few: tuple[int, Sequence[int]], many: tuple[int, Sequence[int]]) -> Self:

@@ -32,10 +32,12 @@ def parse_bytes(size: int | str, name: str = "memory_budget") -> int:
         ValueError: not a positive size; ``name`` is the argument's name.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", str(size))
-    count = float(match[1]) * _UNITS.get(match[2], math.nan) if match else math.nan
+    count = math.nan
+    if match:
+        count = (float if "." in match[1] else int)(match[1]) * _UNITS.get(match[2], math.nan)
     if isinstance(size, float) and size % 1:
         count = math.nan
-    if not 1 <= count < math.inf:
+    if not 1 <= count < 1 << 63:
         raise ValueError(f"{name} is {size!r}, expected bytes or a size such as '2GiB' or '512MB'")
     return int(count)
 
@@ -177,7 +179,7 @@ def divide_budget(
     sizes = [
         StepSize(tree.size, sequences, chunk, page_size)
         for sequences in _halvings(max_sequences, 1)
-        for chunk in _halvings(prefill_chunk, min(32, prefill_chunk))
+        for chunk in chunk_sizes(prefill_chunk)
     ]
     for size in sizes:
         parts, page = fixed_parts(shape, size), page_parts(shape, size)
@@ -209,6 +211,11 @@ def _too_small(budget: int, page_size: int, parts: dict[str, int], page_bytes: i
         f"({format_bytes(page_bytes)}) beside {needed}: {format_bytes(least - budget)} missing, the largest part is "
         f"{largest}; give at least {format_at_least(least)}, or a smaller tree or fewer heads{instead}"
     )
+
+
+def chunk_sizes(prefill_chunk: int) -> list[int]:
+    """The sizes that a budget may shrink chunks to, in descending order."""
+    return _halvings(prefill_chunk, min(32, prefill_chunk))
 
 
 def _halvings(start: int, least: int) -> list[int]:

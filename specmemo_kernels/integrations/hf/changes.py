@@ -9,8 +9,9 @@ signature after, so they don't share a walk over the modules.
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -20,16 +21,17 @@ from torch.nn.modules import module as global_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedConfig
 
+from specmemo_kernels.integrations.hf.attention import ConfigView, attention_modules
+from specmemo_kernels.integrations.hf.checks import STEP_METHODS
 from specmemo_kernels.integrations.hf.target import local_part
 
 #: Packages whose hooks and wrappers keep a module's results (device placement, tensor parallel, torch.compile, ours).
 _FRAMEWORKS = frozenset(("torch", "transformers", "accelerate", "specmemo_kernels"))
 #: Attributes of every module.
 _COMMON = frozenset(vars(nn.Module()))
-#: Settings that decide which layers run, and what they attend to.
+#: Settings that decide which layers run, and what they attend to. Those of the logits have this word in their names.
 _LAYERS = ("num_hidden_layers", "layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
-#: Methods of generate that a speculative call doesn't run.
-_STEP_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+_LOGITS = "logit"
 _SCALARS = (bool, int, float, str)
 #: Elements of each parameter that are compared.
 _SAMPLES = 4
@@ -40,12 +42,19 @@ HeadFacts = tuple[nn.Module, type, type | None, TensorFacts | None]
 
 
 class ModelGuard:
-    """Compares a completely patched model with its state at patching; ``name`` is its name in messages."""
+    """Compares a completely patched model with its state at patching.
 
-    def __init__(self, model: Any, name: str = "the model") -> None:
+    Args:
+        name: the model's name in messages.
+        mixers: its modules with recurrent states.
+    """
+
+    def __init__(self, model: Any, name: str = "the model", mixers: Sequence[nn.Module] = ()) -> None:
         self.model, self.name = model, name
         self._head = _head_facts(model)
-        self._forward, self._layers = type(model).forward, _layers(model)
+        self._forward, self._settings = type(model).forward, copy.deepcopy(_settings_of(model))
+        tokens = {*map(id, attention_modules(model)), *map(id, mixers)}
+        self._token_mixers = {key: _code(m) for key, m in model.named_modules() if id(m) in tokens}
         self._parameters = [(key, weakref.ref(p), _facts(p)) for key, p in model.named_parameters()]
 
     def reason(self) -> str:
@@ -68,19 +77,35 @@ class ModelGuard:
             return f"the lm_head of {self.name} has changed from {_described(self._head)} to {_described(head)}"
         if type(self.model).forward is not self._forward:
             return f"{type(self.model).__name__}.forward has been replaced"
-        for key, value in _layers(self.model).items():
-            if value != self._layers[key]:
-                return f"{key} of the configuration of {self.name} has changed from {self._layers[key]} to {value}"
+        if (now := _settings_of(self.model)) != self._settings:
+            key = next(key for key in now | self._settings if now.get(key) != self._settings.get(key))
+            return f"{key} of {self.name} has changed from {self._settings.get(key)} to {now.get(key)}"
+        modules = dict(self.model.named_modules())
+        for key, code in self._token_mixers.items():
+            if key not in modules or _code(modules[key]) != code:
+                return f"{key} of {self.name} has been replaced"
         for key, reference, before in self._parameters:
             parameter = reference()  # None: replaced, as by an adapter or a training step, and checked by its layer
-            if parameter is not None and (now := _facts(parameter)) != before:
-                return f"{key} of {self.name} has changed from {_written(before)} to {_written(now)}"
+            if parameter is not None and (facts := _facts(parameter)) != before:
+                return f"{key} of {self.name} has changed from {_written(before)} to {_written(facts)}"
         return ""
 
 
-def _layers(model: Any) -> dict[str, Any]:
+def _settings_of(model: Any) -> dict[str, Any]:
+    """The settings of the model and its configuration that were measured at patching."""
     config = model.config.get_text_config()
-    return {name: getattr(config, name, None) for name in _LAYERS}
+    names = (*_LAYERS, *(name for name in vars(config) if _LOGITS in name))
+    found = {f"{name} of the configuration": getattr(config, name, None) for name in names}
+    own = {name: value for name, value in vars(model).items() if _LOGITS in name and isinstance(value, _SCALARS)}
+    return found | own
+
+
+def _code(module: nn.Module) -> tuple[Any, ...]:
+    """What a module of attention or states computes with, besides its parts."""
+    replaced = vars(module).get("forward")
+    own = replaced is None or not _foreign_origin(replaced)
+    viewed = isinstance(vars(module).get("config"), ConfigView)
+    return module, type(module), cast(Any, type(module)).forward, None if own else replaced, viewed
 
 
 def _head_facts(model: Any) -> HeadFacts:
@@ -97,7 +122,7 @@ def foreign_code(model: Any) -> str:
     Hooks count on every module, because they may change packed rows. A replaced ``forward`` counts on the model and its
     lm_head only, whose logits a speculative step doesn't compute. In other modules it runs inside the step.
     """
-    for name in _STEP_METHODS:
+    for name in STEP_METHODS:
         method = vars(model).get(name)
         if method is not None and _function(method) is not getattr(type(model), name, None):
             return f"a replaced {name} ({_origin(method)})"

@@ -73,11 +73,7 @@ class ChatSession:
         self.options = {"max_new_tokens": 256} | generate_options
         limit = longest_text(model)
         self.max_tokens = limit if max_tokens is None else min(max_tokens, limit)
-        if not 1 <= self.options["max_new_tokens"] < self.max_tokens:
-            raise ValueError(
-                f"max_new_tokens is {self.options['max_new_tokens']}, it must be from 1 to {self.max_tokens - 1}: "
-                f"prompt and reply may take {self.max_tokens} tokens together"
-            )
+        self._room(self.options)
         if not self.templated:
             if system is not None:
                 raise ValueError("the tokenizer has no chat template, so system must be None")
@@ -172,7 +168,7 @@ class ChatSession:
 
     def _turn(self, text: str, options: dict[str, Any]) -> _Turn:
         """The next prompt, without the oldest part of a conversation that is too long."""
-        room = self.max_tokens - int(options["max_new_tokens"])
+        room = self._room(options)
         messages = [*self.messages, {"role": "user", "content": text}]
         if not self.templated:
             line = f"\n{text}" if self._ids else text
@@ -183,7 +179,7 @@ class ChatSession:
             ids = [*self._ids, *new]
             extra = max(0, len(ids) - room)
             return _Turn(messages, self._text + line, ids[extra:], left_out_tokens=extra)
-        first, full_length, count = 0 if self.system is None else 1, 0, len(messages)
+        first, full_length, count = int(messages[0]["role"] == "system"), 0, len(messages)
         while True:
             prompt = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             ids = self._encode_conversation(prompt)
@@ -192,7 +188,17 @@ class ChatSession:
                 return _Turn(messages, prompt, ids, count - len(messages), full_length - len(ids))
             if len(messages) == first + 1:
                 self._check_room(len(ids), room)
-            del messages[first : first + 2]
+            del messages[first : _next_turn(messages, first)]
+
+    def _room(self, options: dict[str, Any]) -> int:
+        """Most tokens of a prompt."""
+        new = options["max_new_tokens"]
+        if not isinstance(new, int) or not 1 <= new < self.max_tokens:
+            raise ValueError(
+                f"max_new_tokens is {new}, it must be from 1 to {self.max_tokens - 1}: prompt and reply may take "
+                f"{self.max_tokens} tokens together"
+            )
+        return self.max_tokens - new
 
     def _check_room(self, tokens: int, room: int) -> None:
         if tokens > room:
@@ -216,6 +222,11 @@ class ChatSession:
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _next_turn(messages: list[dict[str, str]], first: int) -> int:
+    """The place of the next user's message after ``first``; the last message is one."""
+    return next(i for i in range(first + 1, len(messages)) if i + 1 == len(messages) or messages[i]["role"] == "user")
 
 
 class _Stopped(StoppingCriteria):

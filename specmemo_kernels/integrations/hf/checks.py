@@ -29,6 +29,8 @@ Tensor = torch.Tensor
 _LAYER_TYPES = {"full_attention", "sliding_attention"} | RECURRENT_KINDS
 #: Kinds of layers that mix no tokens.
 _NO_MIXER = {"moe", "mlp", "dummy"}
+#: Methods of generate that a speculative call doesn't run.
+STEP_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 #: The last part of the names of tables of positions.
 _POSITIONS = re.compile(r"(pos|wpe)[^.]*$")
 #: Packages of torch's quantised modules.
@@ -102,6 +104,15 @@ def check_generation(model: Any) -> None:
     inner = without_wrapper(model)
     if getattr(type(inner), "_sample", GenerationMixin._sample) is not GenerationMixin._sample:
         raise UnsupportedModel(f"{type(inner).__name__} has a _sample of its own, which patch would replace")
+    for name in STEP_METHODS:
+        owner = next(cls for cls in type(inner).__mro__ if name in vars(cls))
+        if owner.__module__.partition(".")[0] != "transformers":
+            raise UnsupportedModel(
+                f"{owner.__name__} has a {name} of its own ({owner.__module__}), which a speculative call doesn't run"
+            )
+    for module in (inner, *inner.children()):
+        if module._compiled_call_impl is not None or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable"):
+            raise UnsupportedModel(f"{type(module).__name__} is compiled (torch.compile); patch first, then compile")
 
 
 def check_modules(model: Any) -> None:
@@ -233,7 +244,9 @@ def _cached_tokens(model: Any, windows: dict[int, int | None]) -> int | None:
     """The smallest cache size of generate's layers whose mask sees more tokens; ``None`` if there is none."""
     cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
     sizes = {i: layer.sliding_window for i, layer in enumerate(cache.layers) if getattr(layer, "is_sliding", False)}
-    return min((size for i, size in sizes.items() if (window := windows.get(i)) is None or size < window), default=None)
+    # A cache of one token keeps all of them (transformers 5.24).
+    differ = (size for i, size in sizes.items() if (window := windows.get(i)) is None or size < window or size == 1)
+    return min(differ, default=None)
 
 
 def _dense_attention(positions: Tensor) -> AttentionCall:

@@ -144,8 +144,11 @@ class Generator:
             return "the attention_mask has other values than 0 and 1"
         if not bool(mask[:, -1].all()):
             return "the attention_mask hides the last token of a prompt (padding on the right)"
-        if any(self.handle.facts.windows) and bool((mask[:, 1:] < mask[:, :-1]).any()):
-            return "the attention_mask hides tokens inside a prompt, and the model's sliding window counts them"
+        if bool((mask[:, 1:] < mask[:, :-1]).any()):
+            if any(self.handle.facts.windows):
+                return "the attention_mask hides tokens inside a prompt, and the model's sliding window counts them"
+            if self.handle.facts.mixers.mixers:
+                return "the attention_mask hides tokens inside a prompt, and the model's recurrent layers count them"
         if not _usual_positions(call):
             return "position_ids that don't follow from the attention_mask are not supported"
         return ""

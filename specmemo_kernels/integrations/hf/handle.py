@@ -81,7 +81,7 @@ class SpecMemo:
         self.stats = DecodeStats()
         self.generator = Generator(self)
         self._pools = PoolCache(setup, plan, graphs, self.memory_pressure, self.stats, reuse_prefix)
-        self._guards = [ModelGuard(self.model)]
+        self._guards = [ModelGuard(self.model, mixers=[mixer.module for mixer in self.facts.mixers.mixers])]
         if isinstance(self.drafter, HFDraftModel):
             self._guards.append(ModelGuard(self.drafter.hf_model, "the draft model"))
         self._lock = threading.Lock()

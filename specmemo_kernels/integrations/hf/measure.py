@@ -6,8 +6,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from specmemo_kernels.integrations.hf.coded import measure_products
 from specmemo_kernels.integrations.hf.mixer_pass import MixerPass, chunk_pass, tree_pass
 from specmemo_kernels.integrations.hf.mixers import Mixer, PackedPass
 from specmemo_kernels.integrations.hf.probe import like_attention
+from specmemo_kernels.integrations.hf.recurrence import FEW_TOKENS
 from specmemo_kernels.integrations.hf.target import ModelFacts, run_packed, tapped
 from specmemo_kernels.planning.footprint import PassBytes, ProductBytes
 from specmemo_kernels.planning.host_allocator import allocated_bytes, free_library_buffers
@@ -44,46 +44,48 @@ _TIMED_ROWS = (1, 2, 8, 32, 128)
 _TIMED_SECONDS, _LEAST_SECONDS = 0.3, 0.02
 
 
-def measure_passes(model: Any, facts: ModelFacts, max_rows: int) -> tuple[PassBytes, PassBytes]:
+def measure_passes(model: Any, facts: ModelFacts, chunks: Sequence[int]) -> tuple[PassBytes, PassBytes]:
     """Measure the transient bytes of a forward pass, without the operators' workspace.
 
-    With recurrent layers it is a prompt's pass. These layers may pad their rows and loop over parts of them, so the
-    bytes of two and of ``max_rows`` rows give the bound.
+    With recurrent layers it is a prompt's pass. These layers pad their rows to whole parts, and compute few rows one by
+    one, so the bytes of all ``chunks``, the sizes that the plan may choose, give the bound.
 
     Returns:
         The bytes up to the lm_head, and the additional bytes for rows of the lm_head, both by the number of rows. The
         latter are 0 with an exact lm_head: logits are then computed one row at a time, if at all.
     """
     few_rows = facts.leaves.max_rows
-    forward, logits = _measure_passes(model, facts, sys.maxsize, max_rows)
+    forward, logits = _measure_passes(model, facts, sys.maxsize, chunks)
     if facts.leaves.names and few_rows is not None:
-        few = tuple(_measure_passes(model, facts, 1, few_rows))
-        forward, logits = (
-            replace(many, few=fewer, few_rows=few_rows) for many, fewer in zip((forward, logits), few, strict=True)
-        )
+        few = tuple(_measure_passes(model, facts, 1, [few_rows, *(rows for rows in chunks if rows < few_rows)]))
+        forward, logits = (many.with_few(few_rows, fewer) for many, fewer in zip((forward, logits), few, strict=True))
     return forward, PassBytes() if facts.exact_lm_head else logits
 
 
-def _measure_passes(model: Any, facts: ModelFacts, leaf_rows: int, max_rows: int) -> Iterator[PassBytes]:
+def _measure_passes(model: Any, facts: ModelFacts, leaf_rows: int, chunks: Sequence[int]) -> Iterator[PassBytes]:
     """The same with the leaf operators for ``leaf_rows`` rows."""
     if facts.mixers.mixers:
-        yield from _measure_chunks(model, facts, leaf_rows, max(3, max_rows))
+        yield from _measure_chunks(model, facts, leaf_rows, chunks)
         return
     few, many = (_trace(model, rows, facts, leaf_rows) for rows in _MEASURED_ROWS)
     for a, b in zip(few, many, strict=True):
         yield PassBytes.fitted((_MEASURED_ROWS[0], a), (_MEASURED_ROWS[1], b))
 
 
-def _measure_chunks(model: Any, facts: ModelFacts, leaf_rows: int, max_rows: int) -> tuple[PassBytes, PassBytes]:
+def _measure_chunks(
+    model: Any, facts: ModelFacts, leaf_rows: int, chunks: Sequence[int]
+) -> tuple[PassBytes, PassBytes]:
     """:func:`_measure_passes` with recurrent layers, whose first chunk may differ from the others."""
     forward, logits = PassBytes(), PassBytes()
+    sizes = sorted({2, *(max(3, rows) for rows in (min(FEW_TOKENS, max(chunks)), *chunks))})
+    _trace(model, sizes[0], facts, leaf_rows, chunk_pass(facts.mixers, sizes[0], True))  # makes what layers keep
     for first in (True, False):
-        few, many = (
+        points = [
             [(rows, max(part)) for part in _trace(model, rows, facts, leaf_rows, chunk_pass(facts.mixers, rows, first))]
-            for rows in (2, max_rows)
-        )
-        forward = forward.elementwise_max(PassBytes.between(few[0], many[0]))
-        logits = logits.elementwise_max(PassBytes.between(few[1], many[1]))
+            for rows in sizes
+        ]
+        forward = forward.elementwise_max(PassBytes.stepwise([of_forward for of_forward, _ in points]))
+        logits = logits.elementwise_max(PassBytes.stepwise([of_logits for _, of_logits in points]))
     return forward, logits
 
 

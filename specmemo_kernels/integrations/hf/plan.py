@@ -34,7 +34,7 @@ from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.device_probe import kernel_target, profile_of
 from specmemo_kernels.planning.drafter_spec import CHAIN_ACCURACY, DrafterSpec, HeadsSpec
 from specmemo_kernels.planning.footprint import DRAW_BYTES, GenerationShape
-from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan, divide_budget, format_bytes
+from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan, chunk_sizes, divide_budget, format_bytes
 from specmemo_kernels.planning.model_config import DTYPE_BYTES
 from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.planning.search import PlanRequest, best_tree, tree_paths
@@ -192,12 +192,13 @@ def _generation_shape(setup: Setup, graphs: GraphUse, limits: PlanLimits) -> Gen
     kv_dtype, max_rows = limits.kv_dtype, limits.prefill_chunk
     model, facts, drafter, backend = setup.model, setup.facts, setup.drafter, setup.backend
     shapes = _attention_sizes(facts)
-    (forward, logits), library_bytes = measure_passes(model, facts, max_rows), measure_libraries(model, facts, max_rows)
+    chunks = [max_rows] if limits.budget is None else chunk_sizes(max_rows)
+    (forward, logits), library_bytes = measure_passes(model, facts, chunks), measure_libraries(model, facts, max_rows)
     products = measure_quantised(model, facts, max_rows)
     if isinstance(drafter, HFDraftModel):
         shapes += _attention_sizes(drafter.facts)
         products = products.elementwise_max(measure_quantised(drafter.hf_model, drafter.facts, max_rows))
-        draft_forward, draft_logits = measure_passes(drafter.hf_model, drafter.facts, max_rows)
+        draft_forward, draft_logits = measure_passes(drafter.hf_model, drafter.facts, chunks)
         library_bytes = max(library_bytes, measure_libraries(drafter.hf_model, drafter.facts, max_rows))
         forward, logits = forward.elementwise_max(draft_forward), logits.elementwise_max(draft_logits)
     layers, state_size = facts.layers, facts.hidden_size

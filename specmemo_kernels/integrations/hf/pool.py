@@ -20,7 +20,7 @@ from specmemo_kernels.integrations.hf.changes import ModelSignature
 from specmemo_kernels.integrations.hf.checks import rope_limit
 from specmemo_kernels.integrations.hf.draft import Setup
 from specmemo_kernels.planning.host_allocator import release_host_memory
-from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan
+from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan, counted
 
 #: How steps are captured, by type of device; elsewhere they run eagerly.
 CAPTURES: dict[str, type[CudaCapture] | type[HostCapture]] = {"cuda": CudaCapture, "cpu": HostCapture}
@@ -124,8 +124,8 @@ class PoolCache:
         if plan.max_pages is not None and pages[0] > plan.max_pages:
             raise BudgetError(
                 f"a prompt and its new tokens may take {max(lengths)} slots, the plan holds {plan.max_tokens} "
-                f"({plan.max_pages} pages of {plan.page_size}); shorten the prompt or max_new_tokens, or patch with a "
-                "larger memory_budget"
+                f"({counted(plan.max_pages, 'page')} of {plan.page_size}); shorten the prompt or max_new_tokens, or "
+                "patch with a larger memory_budget"
             )
         return min(sum(pages[: plan.max_sequences]), plan.max_pages or sum(pages))
 
