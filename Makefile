@@ -38,9 +38,11 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 test: $(STAMP)
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m 'not slow and not four_ranks' $(TESTS) $(ARGS)
 
-test-exhaustive: export SPECMEMO_EXHAUSTIVE := 1
-test-all test-exhaustive: $(STAMP)
+test-all: $(STAMP)
 	$(PYTEST) -n $(WORKERS) --dist worksteal python_tests $(ARGS)
+
+test-exhaustive: export SPECMEMO_EXHAUSTIVE := 1
+test-exhaustive: test-all
 
 # The operators on emulated ARM processors. Needs a cross compiler and an emulator, in Debian and Ubuntu the packages
 # g++-aarch64-linux-gnu and qemu-user-static; without them all tests are skipped.
