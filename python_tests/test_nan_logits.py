@@ -21,6 +21,7 @@ from tiny_models import OracleDrafter, tiny_model
 import specmemo_kernels as sk
 from specmemo_kernels import ops
 from specmemo_kernels.backends import _cpu
+from specmemo_kernels.drafting.base import DraftInput
 from specmemo_kernels.integrations.distributed.tensor_parallel import TensorParallel
 from specmemo_kernels.ops.weight_codes import pack, unpack
 
@@ -179,6 +180,40 @@ def check_generation(backend: str, where: str) -> None:
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_generation(name: str, where: str) -> None:
     check_generation(name, where)
+
+
+class BadSiblings(OracleDrafter):
+    """Right guesses, beside each a token whose embedding is NaN."""
+
+    def propose(self, inputs: DraftInput) -> Tensor:
+        tokens = super().propose(inputs)
+        tokens[:, [node for node, path in enumerate(inputs.tree.paths, 1) if path[-1] == 1]] = BAD
+        return tokens
+
+
+BAD = 44
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_candidates_and_prompts_with_nan(name: str) -> None:
+    """A rejected candidate, and a later token of another prompt with the same beginning, change no token."""
+    model: Any = tiny_model("llama", seed=40, num_hidden_layers=2)
+    model.model.embed_tokens.weight.data[BAD] = NAN
+    inputs = batch((40,))
+    inputs["input_ids"][inputs["input_ids"] == BAD] = 45
+    expected = greedy(model, inputs, 12)
+    assert BAD not in expected[0]
+    prompt = inputs["input_ids"][0].tolist()
+    with sk.patch(
+        model, BadSiblings(answers(inputs, expected), 1.0), tree=[[0], [1], [0, 0], [0, 1]], backend=name
+    ) as h:
+        assert torch.equal(greedy(model, inputs, 12), expected)
+        assert h.stats.tokens_per_step > 2
+        h.release()
+        sk.generate_batch(model, [[*prompt[:-1], BAD, 7, 8]], max_new_tokens=4, eos_token_ids=[])
+        h.stats.reset()
+        assert torch.equal(greedy(model, inputs, 12), expected)
+        assert h.stats.reused_tokens >= 32
 
 
 class TestInterpreter:
