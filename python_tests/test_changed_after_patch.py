@@ -114,6 +114,8 @@ def test_compiled_models() -> None:
     with pytest.raises(sk.UnsupportedModel, match=r"LlamaModel is compiled \(torch.compile\); patch first"):
         sk.patch(model, "prompt-lookup")
     model.model._compiled_call_impl = None
+    with pytest.raises(sk.UnsupportedModel, match="OptimizedModule is compiled"):
+        sk.patch(torch.compile(model, backend="eager"), "prompt-lookup")
     with sk.patch(model, "prompt-lookup"):
         model.model.compile(backend="eager")
         assert torch.equal(greedy(model, INPUTS, 8), expected)

@@ -91,7 +91,7 @@ def without_wrapper(model: Any) -> Any:
 
 
 def check_generation(model: Any) -> None:
-    """Refuse models whose ``generate`` does more than transformers' loop around the model's ``forward``.
+    """Refuse compiled models, and those whose ``generate`` does more than transformers' loop around ``forward``.
 
     Raises:
         UnsupportedModel: with what it does.
@@ -102,17 +102,17 @@ def check_generation(model: Any) -> None:
             "adapter of weights (LoRA, ...)"
         )
     inner = without_wrapper(model)
+    for module in (inner, *inner.children()):
+        if module._compiled_call_impl is not None or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable"):
+            raise UnsupportedModel(f"{type(module).__name__} is compiled (torch.compile); patch first, then compile")
     if getattr(type(inner), "_sample", GenerationMixin._sample) is not GenerationMixin._sample:
         raise UnsupportedModel(f"{type(inner).__name__} has a _sample of its own, which patch would replace")
     for name in STEP_METHODS:
-        owner = next(cls for cls in type(inner).__mro__ if name in vars(cls))
+        owner = next((cls for cls in type(inner).__mro__ if name in vars(cls)), GenerationMixin)
         if owner.__module__.partition(".")[0] != "transformers":
             raise UnsupportedModel(
                 f"{owner.__name__} has a {name} of its own ({owner.__module__}), which a speculative call doesn't run"
             )
-    for module in (inner, *inner.children()):
-        if module._compiled_call_impl is not None or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable"):
-            raise UnsupportedModel(f"{type(module).__name__} is compiled (torch.compile); patch first, then compile")
 
 
 def check_modules(model: Any) -> None:
