@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 
@@ -215,6 +216,67 @@ def test_errors_of_a_request_are_its_own(model: PreTrainedModel, handle: SpecMem
         with pytest.raises(sk.GenerationFailed, match="OSError: gone"):
             gone.result(WAIT)
         assert other.result(WAIT).tokens == wanted(2, 40)
+
+
+class NoTruthValue:
+    def __bool__(self) -> bool:
+        raise ValueError("neither")
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError, NoTruthValue])
+def test_errors_that_are_no_exceptions(model: PreTrainedModel, handle: SpecMemo, error: type) -> None:
+    """They end their request, not the engine's thread."""
+
+    def failing(_: object) -> object:
+        if error is NoTruthValue:
+            return NoTruthValue()
+        raise error
+
+    with sk.Engine(model) as engine:
+        other = engine.submit(request(2, 40))
+        failed = [engine.submit(request(0, 40, stop=failing))]
+        if error is not NoTruthValue:
+            failed.append(engine.submit(request(1, 40), on_piece=failing))
+        for generation in failed:
+            with pytest.raises(sk.GenerationFailed, match="ValueError: neither|" + error.__name__):
+                generation.result(WAIT)
+        assert other.result(WAIT).tokens == wanted(2, 40)
+        assert engine.submit(request(3, 20)).result(WAIT).tokens == wanted(3, 20)
+
+
+#: In none of the texts below; its embedding is NaN.
+NAN_TOKEN = 50
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "tokens"),
+    [
+        ([7, NAN_TOKEN], sk.Sampling(0.8), []),
+        ([7, NAN_TOKEN], sk.Sampling(0.8, typical=sk.TypicalAcceptance()), []),
+        ([7], sk.Sampling(0.8, logit_bias={NAN_TOKEN: 1000}), [NAN_TOKEN]),
+    ],
+    ids=["prompt", "typical", "later"],
+)
+def test_logits_that_are_nan(prompt: list[int], sampling: sk.Sampling, tokens: list[int]) -> None:
+    """They end the sampled request that has them; others go on, and draw what they draw alone."""
+    model = tiny_model("llama", seed=11)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[NAN_TOKEN] = float("nan")
+    with sk.patch(model, OracleDrafter(texts(), 0.8), tree=CHAIN) as handle:
+        sampled = request(0, 30, sampling=sk.Sampling(0.8, seed=3))
+        drawn = sk.generate_batch(model, [sampled])[0].tokens
+        with sk.Engine(model) as engine:
+            others = [engine.submit(sampled), engine.submit(request(2, 30))]
+            failed = engine.submit(sk.Request(prompt, 30, [], sampling))
+            with pytest.raises(sk.GenerationFailed, match=r"the logits of token 2 are NaN") as error:
+                failed.result(WAIT)
+            assert error.value.tokens == tokens
+            assert [other.result(WAIT).tokens for other in others] == [drawn, wanted(2, 30)]
+            assert engine.submit(sampled).result(WAIT).tokens == drawn
+        assert handle.pool is not None
+        handle.pool.check_integrity()
+        with pytest.raises(RuntimeError, match="probability tensor"):  # as transformers
+            model.generate(torch.tensor([[7, NAN_TOKEN]]), do_sample=True, max_new_tokens=3)
 
 
 def test_a_callback_that_fails_at_the_end(

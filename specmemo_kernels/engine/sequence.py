@@ -35,6 +35,7 @@ class SequenceState:
         sampling: how tokens are drawn; ``None``: greedily.
         logprobs: how many of the best tokens each token's score lists; ``None``: no scores.
         prompt_logprobs: whether the prompt's tokens are scored too.
+        failed: called with an error of this sequence alone, which ends it; ``None``: the error is raised.
         index: the caller's row.
         slot: its row of the block table while it is open, else -1.
         tokens: prompt and output so far.
@@ -56,6 +57,7 @@ class SequenceState:
     index: int = 0
     logprobs: int | None = None
     prompt_logprobs: bool = False
+    failed: Callable[[BaseException], None] | None = None
     slot: int = field(default=-1, init=False)
     tokens: list[int] = field(init=False)
     computed: int = field(default=0, init=False)

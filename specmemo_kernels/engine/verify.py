@@ -185,7 +185,8 @@ def walk(
     while True:
         token = sequence.memoised_token(len(tokens), partial(choose, path[-1], tokens))
         tokens.append(token)
-        stopped = sequence.memoised_stop(tokens)  # before the next draw, which would change the random state
+        # Finished: the token couldn't be drawn. `stop` is called before the next draw, which changes the random state.
+        stopped = sequence.finished or sequence.memoised_stop(tokens)
         if stopped or token in sequence.eos_token_ids or len(tokens) >= sequence.remaining or len(path) > max_depth:
             return path, tokens
         children = range(path[-1] + 1, len(parents))
@@ -220,7 +221,20 @@ def _draw_token(
     sequence: SequenceState, sampling: Sampling, logits: Callable[[int], Tensor], node: int, ahead: list[int]
 ) -> int:
     tokens = [*sequence.tokens, *ahead] if sampling.penalises else ()
-    return draw(sampling.probabilities(logits(node), tokens, len(sequence.prompt)), sequence.random(sampling))
+    return _drawn(sequence, sampling, sampling.probabilities(logits(node), tokens, len(sequence.prompt)))
+
+
+def _drawn(sequence: SequenceState, sampling: Sampling, probabilities: Tensor) -> int:
+    """A token by ``probabilities`` ``[V]``; if they are NaN the sequence fails, and the token has no meaning."""
+    try:
+        return draw(probabilities, sequence.random(sampling))
+    except RuntimeError:
+        if sequence.failed is None or not bool(probabilities.isnan().any()):
+            raise
+    text = f"the logits of token {len(sequence.tokens)} are NaN or infinite; check the model's weights and dtype"
+    sequence.failed(FloatingPointError(text))
+    sequence.abort()
+    return 0
 
 
 def _typical(
@@ -255,6 +269,6 @@ def _typical(
     while path[-1]:
         path.append(parents[path[-1]])
     path.reverse()
-    bonus = draw(sampling.probabilities(logits(last)), sequence.random(sampling))
+    bonus = _drawn(sequence, sampling, sampling.probabilities(logits(last)))
     tokens = [*(drafts[node] for node in path[1:]), bonus]
     return path, [sequence.memoised_token(ahead, partial(int, token)) for ahead, token in enumerate(tokens)]

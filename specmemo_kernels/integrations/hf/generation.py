@@ -41,7 +41,8 @@ class Generation(Iterator[Piece]):
         on_piece: Callable[[Piece], None] | None,
     ) -> None:
         stop = None if sequence.stop is None else partial(self._guarded, sequence.stop)
-        self.request, self.index, self.sequence = request, sequence.index, replace(sequence, stop=stop)
+        self.request, self.index = request, sequence.index
+        self.sequence = replace(sequence, stop=stop, failed=self.fail)
         self._reader = PieceReader(self.sequence)
         self._abort, self._on_piece = abort, on_piece
         self._pieces: SimpleQueue[Piece | None] = SimpleQueue()
@@ -101,8 +102,8 @@ class Generation(Iterator[Piece]):
     def _guarded(self, stop: Callable[[list[int]], bool], tokens: list[int]) -> bool:
         """``stop``, whose exceptions end this request only."""
         try:
-            return stop(tokens)
-        except Exception as error:
+            return bool(stop(tokens))
+        except BaseException as error:  # SystemExit and CancelledError too: the engine's thread must go on
             self.fail(error)
             return True
 
@@ -125,7 +126,7 @@ class Generation(Iterator[Piece]):
             return
         try:
             self._on_piece(piece)
-        except Exception as error:
+        except BaseException as error:
             self._on_piece = None
             if self.done:
                 _log.exception("on_piece failed with the last piece of request %d, which is complete", self.index)
