@@ -110,13 +110,14 @@ def test_rows_end_at_line_feeds(tmp_path: Path) -> None:
 
 
 def test_arguments_of_a_run(tmp_path: Path) -> None:
-    """The main process writes them once; unreadable ones are an error that names the file."""
+    """The main process writes them once, when the run begins; unreadable ones are an error that names the file."""
     file = tmp_path / "training" / "arguments.json"
-    RunFolder(tmp_path, {"seed": 1}, main_process=False)
+    RunFolder(tmp_path, {"seed": 1}, main_process=False).begin()
+    RunFolder(tmp_path, {"seed": 1})
     assert not file.exists()
-    RunFolder(tmp_path, {"seed": 1})
+    RunFolder(tmp_path, {"seed": 1}).begin()
     written = file.stat().st_mtime_ns
-    RunFolder(tmp_path, {"seed": 1})
+    RunFolder(tmp_path, {"seed": 1}).begin()
     assert file.stat().st_mtime_ns == written
     assert [path.name for path in file.parent.iterdir()] == [file.name]
     for content in (b"", b"[1]", b"\xff"):
@@ -230,7 +231,7 @@ def test_training_on_own_answers(model: Path, tmp_path: Path) -> None:
         (("--data", "DATA", "--temperature", 0), "--temperature 0.0: only answers have it"),
         (("--data", "DATA", "--answer-tokens", 9), "--answer-tokens 9: only answers have it"),
         (("--data", "DATA", "--feature-layer", 7), "feature layers [7] don't exist"),
-        (("--data", "DATA", "--device", "meta"), "--device meta"),
+        (("--data", "DATA", "--device", "meta"), "--device meta: its tensors hold no data; expected cpu"),
     ],
 )
 def test_errors_in_one_line(model: Path, data: Path, tmp_path: Path, args: tuple[object, ...], says: str) -> None:
@@ -239,6 +240,21 @@ def test_errors_in_one_line(model: Path, data: Path, tmp_path: Path, args: tuple
     assert result.exit_code == 2, result.output
     assert says in " ".join(result.stderr.split())
     assert len([line for line in result.stderr.splitlines() if line.startswith("specmemo: ")]) == 1
+
+
+@pytest.mark.parametrize("option", ["--data", "--self-generate"])
+def test_data_that_is_refused_begins_no_run(model: Path, data: Path, tmp_path: Path, option: str) -> None:
+    """The command with other data isn't refused as another run's."""
+    bad, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    bad.write_text("{")
+    command = ("train", "--model", model, "--out", out, "--drafter", "medusa", option)
+    for _ in range(2):
+        result = run(*command, bad)
+        assert result.exit_code == 2
+        assert "is not JSON" in " ".join(result.stderr.split())
+    assert not out.exists()
+    again = run(*command[:-1], "--data", data, "--length", 100000)
+    assert "less than a window of 100000 tokens" in " ".join(again.stderr.split())
 
 
 def test_a_grid_has_one_process(model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

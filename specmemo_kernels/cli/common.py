@@ -177,6 +177,8 @@ def torch_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise UserError(f"--device {name or repr(name)}: expected cpu, cuda or cuda:N") from error
+    if device.type == "meta":
+        raise UserError(f"--device {name}: its tensors hold no data; expected cpu, cuda or cuda:N")
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:

@@ -195,6 +195,7 @@ def _windows(
         if options.data:
             return cut_windows(read_documents(options.data, tokenizer, vocab_size), held_out, length, end)
         prompts = list(read_prompts(options.self_generate or (), tokenizer))
+        run.begin()
         bars.phase("writing answers (prompts)", len(prompts))
         write_answers(
             model, prompts, run.answers, max_new_tokens=options.answer_tokens or _ANSWER_TOKENS,

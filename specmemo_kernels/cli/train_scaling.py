@@ -32,6 +32,7 @@ class Grid:
         if not (folder / _MEASURED).exists():
             arguments = {"recipe": repr(each.recipe), "length": windows.length}
             run = RunFolder(folder, arguments)
+            run.begin()
             prefixed = _Prefixed(self._reporter, number)
             trained = train_drafter(
                 self._model, windows, each.recipe, folder, run.state, self._verifier, self._accelerator, prefixed

@@ -99,12 +99,16 @@ class RunFolder:
         self.folder, self.files = folder, folder / RUN_FOLDER
         if (folder / SUMMARY).exists():
             raise TrainingError(f"{folder} has a trained drafter; name another folder with --out, or remove this one")
-        noted, given = self.files / "arguments.json", json.loads(json.dumps(arguments))
-        if noted.exists():
-            self._check_arguments(noted, given)
-        elif main_process:
+        self._noted, self._given = self.files / "arguments.json", json.loads(json.dumps(arguments))
+        self._main_process = main_process
+        if self._noted.exists():
+            self._check_arguments(self._noted, self._given)
+
+    def begin(self) -> None:
+        """Write the arguments, unless they are there: from now on the folder has an unfinished run."""
+        if self._main_process and not self._noted.exists():
             self.files.mkdir(parents=True, exist_ok=True)
-            replace_file(noted, lambda path: path.write_text(json.dumps(given, indent=1) + "\n"))
+            replace_file(self._noted, lambda path: path.write_text(json.dumps(self._given, indent=1) + "\n"))
 
     def _check_arguments(self, noted: Path, given: dict[str, Any]) -> None:
         try:
@@ -132,10 +136,12 @@ class RunFolder:
         return self.files / "answers.jsonl"
 
     def windows(self, make: Callable[[], Windows]) -> Windows:
-        """The stored windows; without any, those of ``make``, stored."""
+        """The stored windows; without any, those of ``make``, stored. Text that is refused leaves no run behind."""
         path = self.files / "windows.safetensors"
         if not path.exists():
-            replace_file(path, make().save)
+            made = make()
+            self.begin()
+            replace_file(path, made.save)
         return Windows.load(path)
 
     def finish(self, summary: dict[str, Any]) -> None:
