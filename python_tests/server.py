@@ -13,6 +13,7 @@ import uvicorn
 import specmemo_kernels as sk
 from specmemo_kernels.integrations.serve.answers import Model
 from specmemo_kernels.integrations.serve.app import ServerLimits, make_app
+from specmemo_kernels.integrations.serve.connection import Server
 from specmemo_kernels.integrations.serve.metrics import Metrics
 
 
@@ -28,9 +29,10 @@ def serving(
     """The address of a server for a patched model, which answers by then."""
     engine = sk.Engine(model, max_waiting=max_waiting)
     served = Model(name, engine, tokenizer, Metrics(engine), max_seconds)
-    app = make_app(served, limits or ServerLimits(shutdown_seconds=5))
-    config = uvicorn.Config(app, "127.0.0.1", 0, log_config=None, access_log=False, timeout_graceful_shutdown=5)
-    socket, server = config.bind_socket(), uvicorn.Server(config)
+    limits = limits or ServerLimits(shutdown_seconds=5)
+    app = make_app(served, limits)
+    config = uvicorn.Config(app, "127.0.0.1", 0, log_config=None, access_log=False)
+    socket, server = config.bind_socket(), Server(config, engine.close, limits.shutdown_seconds)
     thread = threading.Thread(target=server.run, args=([socket],))
     thread.start()
     try:

@@ -301,6 +301,21 @@ def test_memory_that_can_not_be_kept_free(model: Path) -> None:
     assert "--keep-free is 'much'" in the_line(run(*serve, "much"))
 
 
+def test_a_server_that_would_never_stop() -> None:
+    assert "--shutdown-seconds is inf, it must be finite" in the_line(run("serve", "--shutdown-seconds", "inf"))
+
+
+def test_empty_keys() -> None:
+    """They would admit every client."""
+    for line in (run("serve", "--api-key", ""), run("serve", SPECMEMO_API_KEY="")):
+        assert the_line(line).startswith("--api-key or SPECMEMO_API_KEY is empty")
+
+
+def test_addresses_that_can_not_be_listened_on(model: Path) -> None:
+    serve = ("serve", "--model", model, "--heads", model / "heads", "--tree", 4)
+    assert the_line(run(*serve, "--host", "999.1.1.1")).startswith("--host 999.1.1.1 --port 8000 can't be listened on")
+
+
 @pytest.mark.parametrize(
     "args",
     [("nonsense",), ("plan",), ("demo", "--turns", "0"), ("demo", "--seed", "x"), ("demo", "--prompt-file", "/none"),

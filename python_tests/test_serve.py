@@ -308,12 +308,23 @@ def test_clients_that_vanish(address: str, model: PreTrainedModel) -> None:
         ({"prompt": [[]]}, 400, "the prompt is empty"),
         ({"prompt": ["a", ""]}, 400, "prompt[1] is empty"),
         ({"prompt": [[1], [999]]}, 400, "prompt[1] has the token 999, the last one is 256"),
-        ({"prompt": 3}, 400, "prompt: expected a text, token ids, or a list of texts or token ids, got 3"),
-        ({"prompt": "a", "stop": 5}, 400, "stop: expected a text or at most 16 texts, got 5"),
+        (
+            {"prompt": 3},
+            400,
+            "prompt: expected a text, token ids, or a list of at most 10000 texts or",
+        ),
+        (
+            {"prompt": "a", "stop": 5},
+            400,
+            "stop: expected a text or at most 16 texts, of at most 1000 characters",
+        ),
         ({}, 400, "prompt: Field required"),
         ({"prompt": "a", "temperature": -1}, 400, "temperature: Input should be greater than or equal to 0"),
         ({"prompt": "a", "logprobs": 21}, 400, "logprobs: "),
-        ({"prompt": "a", "best_of": 3}, 400, "unknown field 'best_of'"),
+        ({"prompt": "a", "best_of": 3}, 400, "best_of: Input should be 1"),
+        ({"prompt": "a", "suffix": "b"}, 400, "unknown field 'suffix'"),
+        ({"prompt": "a", "stop": "x" * 1001}, 400, "of at most 1000 characters each, got 'xxxx"),
+        ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens is 0, which needs echo"),
         ({"prompt": "a", "logit_bias": {"999": 1}}, 400, "logit_bias has the token 999, the last one is 256"),
         ({"prompt": "a", "logit_bias": {"-1": 1}}, 400, "logit_bias.-1"),
         ({"prompt": "a", "n": 0}, 400, "n: "),
@@ -384,11 +395,16 @@ def test_limits(model: PreTrainedModel) -> None:
             assert unknown.json()["error"]["code"] is None
             assert unknown.json()["error"]["message"] == "GET /v1/nothing: Not Found"
             assert session.post("/completions", json={"prompt": "a" * 3000}).status_code == 413
-            long = {"prompt": ["a"] * 9, "max_tokens": 200, "ignore_eos": True}
-            refused = session.post("/completions", json=long)
-            assert refused.status_code == 429
+            long = {"prompt": ["a"] * 3, "max_tokens": 400, "ignore_eos": True}
+            with ThreadPoolExecutor(6) as threads:
+                answers = [*threads.map(lambda _: session.post("/completions", json=long), range(6))]
+            assert {answer.status_code for answer in answers} == {200, 429}
+            refused = next(answer for answer in answers if answer.status_code == 429)
             assert refused.headers["retry-after"] == "1"
             assert "max_waiting is 3" in refused.json()["error"]["message"]
+            never = session.post("/completions", json=long | {"n": 2})
+            assert never.status_code == 400
+            assert "3 prompts with n = 2 have 6 answers, a request may have 3" in never.json()["error"]["message"]
             wait_until_idle(address, model)
             assert session.post("/completions", json={"prompt": "a"}).status_code == 200
 
@@ -503,3 +519,22 @@ def test_text_streams(ids: list[int], stop: list[str], data: st.DataObject) -> N
     text += stream.end()
     if "\ufffd" not in whole:  # broken characters may be decoded otherwise in parts
         assert text == whole[: min((p for s in strings if (p := whole.find(s)) >= 0), default=len(whole))]
+
+
+def test_long_stop_strings_are_cheap() -> None:
+    """The time of a piece depends on the text that is held back, not on the stop strings' lengths."""
+    tokenizer, token = make_tokenizer(None), encode("a")[0]
+    stream = TextStream(tokenizer, [], ["b" * 100_000 + str(i) for i in range(16)])
+    started = time.monotonic()
+    assert "".join(stream.feed([token]) for _ in range(100)) == "a" * 100
+    assert time.monotonic() - started < 5
+
+
+def test_a_stop_string_at_the_very_end(address: str, model: PreTrainedModel) -> None:
+    """In text that only the end completes: half a character."""
+    half = encode("ä")[0]
+    fields = {"prompt": "a", "max_tokens": 1, "logit_bias": {str(half): 100}, "temperature": 0}
+    choice = post(address, **fields).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("\ufffd", "length")
+    choice = post(address, **fields, stop="\ufffd").json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("", "stop")

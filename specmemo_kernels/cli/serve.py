@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 from pathlib import Path
 
 import torch
 
+from specmemo_kernels.arguments import number
 from specmemo_kernels.cli.common import (
     leave_ranks,
     load_with_heads,
@@ -30,7 +32,7 @@ try:
 
     from specmemo_kernels.integrations.serve.answers import Model
     from specmemo_kernels.integrations.serve.app import ServerLimits, make_app
-    from specmemo_kernels.integrations.serve.connection import Connection
+    from specmemo_kernels.integrations.serve.connection import Connection, Server
     from specmemo_kernels.integrations.serve.metrics import Metrics
 except ImportError as error:
     raise UserError(f"{error.name} isn't installed; pip install fastapi uvicorn prometheus-client") from error
@@ -51,6 +53,16 @@ def run_serve(options: ServeOptions) -> None:
         leave_ranks()
 
 
+def check_key(key: str | None) -> None:
+    """Check that the key isn't empty; an empty variable, which typer takes for none, isn't either.
+
+    Raises:
+        UserError: it is.
+    """
+    if (os.environ.get("SPECMEMO_API_KEY") if key is None else key) == "":
+        raise UserError("--api-key or SPECMEMO_API_KEY is empty; give a key, or leave both out to admit all clients")
+
+
 def check_keep_free(options: ServeOptions) -> None:
     """Check that the device has the memory that ``--keep-free`` reserves.
 
@@ -67,6 +79,8 @@ def check_keep_free(options: ServeOptions) -> None:
 
 def _serve(options: ServeOptions) -> None:
     with setting_up():
+        check_key(options.api_key)
+        number("--shutdown-seconds", options.shutdown_seconds, 0)
         check_keep_free(options)
         loaded = load_with_heads(options)
         arguments = patch_arguments(options) | {"max_batch_size": options.batch, "keep_free": options.keep_free}
@@ -74,20 +88,20 @@ def _serve(options: ServeOptions) -> None:
     name = options.served_name or ("specmemo-demo" if options.model is None else Path(options.model).name)
     engine = Engine(loaded.model, max_waiting=options.max_waiting)
     if handle.ranks.rank:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # rank 0 has it too, and finishes running requests first
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_IGN)  # rank 0 has it too, and finishes running requests first
         engine.join()
         return
     model = Model(name, engine, loaded.tokenizer, Metrics(engine), options.max_seconds)
     app = make_app(model, ServerLimits(options.api_key, options.max_body, options.shutdown_seconds))
-    config = uvicorn.Config(
-        app, options.host, options.port, http=Connection, log_config=None, access_log=False,
-        timeout_graceful_shutdown=max(1, round(options.shutdown_seconds)),
-    )  # fmt: skip
+    config = uvicorn.Config(app, options.host, options.port, http=Connection, log_config=None, access_log=False)
     try:
         listener = config.bind_socket()
     except SystemExit as error:  # uvicorn has logged the reason
-        raise UserError(f"--port {options.port}: {options.host} can't be listened on; choose another") from error
+        raise UserError(
+            f"--host {options.host} --port {options.port} can't be listened on; give an address of this machine and a "
+            "free port"
+        ) from error
     # Accepted connections inherit it: asyncio sets it only where the protocol is named, which uvicorn doesn't. Without
     # it the first token waits for the acknowledgement of the header, 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -95,4 +109,4 @@ def _serve(options: ServeOptions) -> None:
     console.print(f"{loaded.name}, served as {name} on http://{host}:{port}/v1", style="dim")
     console.print(f"chat at http://{host}:{port}/", style="dim")
     console.print(f"{handle.plan}", style="dim")
-    uvicorn.Server(config).run([listener])
+    Server(config, engine.close, options.shutdown_seconds).run([listener])

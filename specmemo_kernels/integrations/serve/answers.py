@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +22,11 @@ from specmemo_kernels.integrations.serve.messages import has_template, template_
 from specmemo_kernels.integrations.serve.metrics import Metrics
 from specmemo_kernels.integrations.serve.protocol import ChatRequest, CompletionRequest
 from specmemo_kernels.integrations.serve.text import TextStream
+
+#: What templates raise for messages that they can't write; RecursionError is of deeply nested arguments or parameters.
+_TEMPLATE_ERRORS = (
+    TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
+)  # fmt: skip
 
 
 class BadRequest(ValueError):
@@ -49,6 +55,11 @@ class TextPiece:
         """The piece with ``text`` before its own."""
         return replace(self, text=text + self.text)
 
+    def without_tokens(self) -> TextPiece:
+        """The piece of an answer of no tokens."""
+        reason = "length" if self.finish_reason == "stop" else self.finish_reason
+        return replace(self, text="", tokens=0, finish_reason=reason, scores=[])
+
     def joined(self, next_piece: TextPiece) -> TextPiece:
         """Both pieces of one answer as one."""
         scores = [*self.scores, *next_piece.scores]
@@ -71,6 +82,29 @@ class Model:
         self.longest = longest_text(engine.handle.model)
         self.vocab_size = int(engine.handle.model.get_input_embeddings().weight.shape[0])
         self.parses_messages = has_template(engine.handle.model, tokenizer)
+        self._encoders = ThreadPoolExecutor(2, "specmemo-encode")  # few: each thread keeps memory of its own
+        #: Most characters of a text; a longer one has too many tokens, so it isn't encoded.
+        self._most_characters = self.longest * max(map(len, tokenizer.get_vocab()), default=1)
+
+    async def prompts(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
+        """The tokens of each prompt, encoded by another thread.
+
+        Raises:
+            BadRequest: more answers than ever wait, or a text that is too long or can't be encoded.
+        """
+        given = ["chat"] if isinstance(request, ChatRequest) else request.prompts
+        if (count := len(given) * request.n) > (most := self.engine.max_waiting):
+            raise BadRequest(
+                f"{len(given)} prompts with n = {request.n} have {count} answers, a request may have {most} (the "
+                "server's --max-waiting); send several requests"
+            )
+
+        def encoded() -> list[list[int]]:
+            if isinstance(request, ChatRequest):
+                return [self.chat_prompt(request)]
+            return [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in given]
+
+        return await asyncio.get_running_loop().run_in_executor(self._encoders, encoded)
 
     def chat_prompt(self, request: ChatRequest) -> list[int]:
         """The tokens of a conversation; without a chat template its texts, one per line.
@@ -78,31 +112,30 @@ class Model:
         Raises:
             BadRequest: the template refuses these messages.
         """
-        tools = request.template_tools
         if not getattr(self.tokenizer, "chat_template", None):
-            if tools:
+            if request.uses_tools:
                 raise BadRequest("tools: the model has no chat template, so it can't be told about them")
             return self.encode("\n".join(message.text for message in request.messages))
         try:
             text = self.tokenizer.apply_chat_template(
-                template_messages(request), tools=tools, tokenize=False, add_generation_prompt=True
+                template_messages(request), tools=request.template_tools, tokenize=False, add_generation_prompt=True
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise BadRequest(f"messages: the model's chat template refuses them: {error}") from error
         return self.encode(text, special=False)
-
-    def prompts(self, request: CompletionRequest) -> list[list[int]]:
-        """The tokens of each prompt."""
-        prompt: Any = request.prompt
-        single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
-        return [self.encode(p) if isinstance(p, str) else p for p in ([prompt] if single else prompt)]
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """The tokens of a text.
 
         Raises:
-            BadRequest: it has half of a surrogate pair, which JSON allows and UTF-8 doesn't.
+            BadRequest: it is longer than any prompt, or has half of a surrogate pair, which JSON allows and UTF-8
+                doesn't.
         """
+        if len(text) > self._most_characters:
+            raise BadRequest(
+                f"a text has {len(text)} characters, the {self.longest} tokens of prompt and answer have at most "
+                f"{self._most_characters}; shorten it"
+            )
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -129,7 +162,8 @@ class Model:
         if (token := max(sampling.logit_bias, default=0)) > last:
             raise BadRequest(f"logit_bias has the token {token}, the last one is {last}")
         for i, prompt in enumerate(prompts):
-            limit = self._new_tokens("the prompt" if len(prompts) == 1 else f"prompt[{i}]", prompt, request.limit)
+            limit = None if request.limit is None else max(1, request.limit)  # 0: a token that isn't returned
+            limit = self._new_tokens("the prompt" if len(prompts) == 1 else f"prompt[{i}]", prompt, limit)
             requests += [
                 Request(
                     prompt,
@@ -237,13 +271,13 @@ class _Answer:
         if not self._text.stopped and not piece.finished:
             return self._piece(new, None) if new else None
         self.finished = True
+        new += self._text.end()
         reason = "stop"
         if self._text.stopped:
             self._generation.abort()
         else:
             ended = self._generation.result(0).finish_reason
             reason = {"eos": "stop", "aborted": "abort"}.get(ended, ended)
-        new += self._text.end()
         if self._text.tokens > 1:
             metrics.between_tokens.observe((now - self._first) / (self._text.tokens - 1))
         return self._piece(new, reason)

@@ -45,11 +45,11 @@ def make_app(model: Model, limits: ServerLimits) -> FastAPI:
         yield
         await run_in_threadpool(model.engine.close, limits.shutdown_seconds)
 
-    app = FastAPI(title="specmemo", lifespan=lifespan)
+    app = FastAPI(title="specmemo", lifespan=lifespan, openapi_url=None)  # without pages that load others' scripts
     app.add_middleware(BodyLimit, max_body=limits.max_body)
     app.add_middleware(Access, api_key=limits.api_key)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
@@ -69,12 +69,12 @@ def make_app(model: Model, limits: ServerLimits) -> FastAPI:
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         _check_name(model, body.model)
-        return await respond(model, body, model.prompts(body), request)
+        return await respond(model, body, await model.prompts(body), request)
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         _check_name(model, body.model)
-        return await respond(model, body, [model.chat_prompt(body)], request)
+        return await respond(model, body, await model.prompts(body), request)
 
     add_page(app, model)
     _handle_errors(app)
@@ -127,7 +127,7 @@ def _handle_errors(app: FastAPI) -> None:
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {error.detail}"
-        return JSONResponse(error_body(message, "invalid_request_error"), error.status_code)
+        return JSONResponse(error_body(message, "invalid_request_error"), error.status_code, error.headers)
 
     async def gone(_: Request, __: Exception) -> Response:
         return Response(status_code=499)  # nginx's status for it, for the log

@@ -1,9 +1,14 @@
-"""An HTTP connection that needs little memory to read."""
+"""uvicorn's server and its connections."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import threading
+from collections.abc import Callable
+from socket import socket
 
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _READ_BYTES = 16 * 1024
@@ -20,3 +25,24 @@ class Connection(H11Protocol):
         if hasattr(transport, "max_size"):  # asyncio's own transports; uvloop's have one buffer for all
             transport.max_size = _READ_BYTES
         super().connection_made(transport)
+
+
+#: For the last pieces of aborted answers, and for the step in progress.
+_GRACE_SECONDS = 5
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server; when it stops, running requests have ``seconds``, then ``close`` ends their answers.
+
+    Args:
+        close: of the engine; called with ``seconds`` by a thread of its own.
+    """
+
+    def __init__(self, config: uvicorn.Config, close: Callable[[float], None], seconds: float) -> None:
+        config.timeout_graceful_shutdown = math.ceil(seconds) + _GRACE_SECONDS
+        super().__init__(config)
+        self._close, self._seconds = close, seconds
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        threading.Thread(target=self._close, args=(self._seconds,), daemon=True).start()
+        await super().shutdown(sockets)

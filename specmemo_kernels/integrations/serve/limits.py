@@ -19,16 +19,20 @@ from specmemo_kernels.integrations.serve.protocol import error_body
 
 _log = logging.getLogger("specmemo.serve")
 Result = TypeVar("Result")
+#: Of an answer that the server's end has cut off.
+STOPPED = "the server stopped before the answer was complete; send the request again"
 
 
 class Access:
     """Checks the API key of paths below ``/v1``, numbers requests, and logs them without their contents.
 
-    A request's number is the client's ``x-request-id``, or a new one; the response has it too.
+    A request's number is the client's ``x-request-id``, or a new one; the response has it too. Unexpected errors are
+    logged and answered with status 500; 503 answers a request that uvicorn cancels when it stops.
     """
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
-        self._app, self._key = app, api_key
+        self._app = app
+        self._key = None if api_key is None else api_key.encode("utf-8", "surrogateescape")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -36,18 +40,35 @@ class Access:
         headers, path, started = Headers(scope=scope), scope["path"], time.monotonic()
         number = headers.get("x-request-id", "")[:64] or uuid.uuid4().hex
 
+        begun = False
+
         async def sending(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
+                begun = True
                 MutableHeaders(scope=message)["x-request-id"] = number
                 seconds = time.monotonic() - started
                 _log.info("%r %s %r %d after %.3f s", number, scope["method"], path, message["status"], seconds)
             await send(message)
 
-        key = headers.get("authorization", "").removeprefix("Bearer ")
-        if self._key is None or not path.startswith("/v1") or secrets.compare_digest(key.encode(), self._key.encode()):
+        if self._key is not None and path.startswith("/v1") and not self._admits(headers.get("authorization", "")):
+            body = error_body("the API key is wrong or missing", "authentication_error", code="invalid_api_key")
+            return await JSONResponse(body, 401, {"www-authenticate": "Bearer"})(scope, receive, sending)
+        try:
             return await self._app(scope, receive, sending)
-        body = error_body("the API key is wrong or missing", "authentication_error", code="invalid_api_key")
-        return await JSONResponse(body, 401)(scope, receive, sending)
+        except asyncio.CancelledError:
+            status, text = 503, STOPPED
+        except Exception as error:
+            _log.exception("%r failed", number)
+            status, text = 500, f"the server failed with {type(error).__name__}; its log has the details"
+        if not begun:
+            await JSONResponse(error_body(text, "server_error"), status)(scope, receive, sending)
+
+    def _admits(self, authorization: str) -> bool:
+        """Whether the header has the key; compared as bytes, which headers are."""
+        scheme, _, key = authorization.partition(" ")
+        assert self._key is not None
+        return scheme.lower() == "bearer" and secrets.compare_digest(key.strip().encode("latin-1"), self._key)
 
 
 class BodyLimit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from itertools import accumulate
@@ -27,7 +28,7 @@ def completion_logprobs(
     *offsets, end = accumulate(map(len, texts), initial=start)
     logprobs = {
         "tokens": texts,
-        "token_logprobs": [None if score is None else score.logprob for score in every],
+        "token_logprobs": [None if score is None else _finite(score.logprob) for score in every],
         "top_logprobs": [None if score is None else _top(model, score) for score in every],
         "text_offset": offsets,
     }
@@ -38,15 +39,20 @@ def _top(model: Model, score: TokenScore) -> dict[str, float]:
     """The best tokens by text, and the token itself; of tokens with the same text, the best."""
     found: dict[str, float] = {}
     for token, value in (*score.top, (score.token, score.logprob)):
-        found.setdefault(model.decode([token]), value)
+        found.setdefault(model.decode([token]), _finite(value))
     return found
+
+
+def _finite(logprob: float) -> float:
+    """For one that JSON doesn't have, vLLM's -9999."""
+    return logprob if math.isfinite(logprob) else -9999.0
 
 
 def chat_logprobs(model: Model, scores: Sequence[TokenScore]) -> dict[str, Any]:
     """The ``logprobs`` of a message."""
 
     def entry(token: int, value: float) -> dict[str, Any]:
-        return {"token": model.decode([token]), "logprob": value, "bytes": list(_bytes(model, token))}
+        return {"token": model.decode([token]), "logprob": _finite(value), "bytes": list(_bytes(model, token))}
 
     content = [
         entry(score.token, score.logprob) | {"top_logprobs": [entry(*each) for each in score.top]} for score in scores

@@ -7,6 +7,7 @@ Field names, defaults and limits are those of OpenAI's API reference; ``top_k``,
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
@@ -14,7 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidato
 from specmemo_kernels.arguments import shown
 from specmemo_kernels.engine.sampling import Sampling
 
-TokenIds = list[Annotated[int, Field(ge=0)]]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+StopString = Annotated[str, Field(max_length=1000)]
+_Several = Field(max_length=10_000, fail_fast=True)
 
 
 def _expecting(expected: str) -> WrapValidator:
@@ -30,7 +33,14 @@ def _expecting(expected: str) -> WrapValidator:
 
 
 class _Fields(BaseModel):
+    """``null`` is a field's default, also of fields that would be refused otherwise."""
+
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
 class StreamOptions(_Fields):
@@ -49,7 +59,8 @@ class _Generation(_Fields):
     model: str | None = None
     n: int = Field(1, ge=1, le=128)
     stop: Annotated[
-        str | Annotated[list[str], Field(max_length=16)] | None, _expecting("a text or at most 16 texts")
+        StopString | Annotated[list[StopString], Field(max_length=16)] | None,
+        _expecting("a text or at most 16 texts, of at most 1000 characters each"),
     ] = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     temperature: float | None = Field(1.0, ge=0, le=100, allow_inf_nan=False)
@@ -60,12 +71,18 @@ class _Generation(_Fields):
     presence_penalty: float | None = Field(0.0, ge=-2, le=2)
     frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
     logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] | None = None
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool = False
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
+
+    @model_validator(mode="after")
+    def _streams(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream to be true")
+        return self
 
     @property
     def stop_strings(self) -> list[str]:
@@ -96,10 +113,24 @@ class CompletionRequest(_Generation):
     """``POST /v1/completions``."""
 
     prompt: Annotated[
-        str | TokenIds | list[str] | list[TokenIds], _expecting("a text, token ids, or a list of texts or token ids")
+        str | TokenIds | Annotated[list[str], _Several] | Annotated[list[TokenIds], _Several],
+        _expecting("a text, token ids, or a list of at most 10000 texts or token ids"),
     ]
     echo: bool | None = False
     logprobs: int | None = Field(None, ge=0, le=20)
+    best_of: Literal[1] | None = None
+
+    @model_validator(mode="after")
+    def _returns_something(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens is 0, which needs echo to be true; give at least 1")
+        return self
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """Each prompt; a single one too."""
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
 
     @property
     def scores_prompt(self) -> bool:
@@ -177,6 +208,7 @@ class ChatRequest(_Generation):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     response_format: Annotated[
         ResponseFormat | None, _expecting('{"type": "text"} (structured output isn\'t supported)')
@@ -188,11 +220,14 @@ class ChatRequest(_Generation):
     parallel_tool_calls: Literal[True] | None = None
 
     @property
+    def uses_tools(self) -> bool:
+        """Whether the prompt has tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
     def template_tools(self) -> list[dict[str, Any]] | None:
         """The tools in the prompt."""
-        if not self.tools or self.tool_choice == "none":
-            return None
-        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()] if self.uses_tools else None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

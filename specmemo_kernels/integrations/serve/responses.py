@@ -12,9 +12,10 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
+from specmemo_kernels.integrations.hf.engine import EngineClosed
 from specmemo_kernels.integrations.hf.generation import GenerationFailed
 from specmemo_kernels.integrations.serve.answers import Model, TextPiece, TookTooLong
-from specmemo_kernels.integrations.serve.limits import EventStream, unless_gone
+from specmemo_kernels.integrations.serve.limits import STOPPED, EventStream, unless_gone
 from specmemo_kernels.integrations.serve.logprobs import chat_logprobs, completion_logprobs
 from specmemo_kernels.integrations.serve.messages import MessageParser
 from specmemo_kernels.integrations.serve.protocol import ChatRequest, CompletionRequest, error_body, usage
@@ -66,6 +67,8 @@ class _Answers:
 
         A completion's first piece has the echo of the prompt. A message that calls tools ends with this reason.
         """
+        if self._body.limit == 0:
+            piece = piece.without_tokens()
         before = self._pieces[piece.index]
         if before is None and self._echo:
             piece = piece.behind(self._model.decode(self._prompts[piece.index]))
@@ -80,10 +83,16 @@ class _Answers:
         return piece, content
 
     def whole(self) -> dict[str, Any]:
-        """The whole response."""
+        """The whole response.
+
+        Raises:
+            EngineClosed: the engine was closed before an answer was complete.
+        """
         choices = []
         for piece in self._pieces:
             assert piece is not None, "every answer has a piece"
+            if piece.finish_reason == "abort":
+                raise EngineClosed(STOPPED)
             content: dict[str, Any] = {"text": piece.text}
             if self._chat:
                 content = {"message": {"role": "assistant", "refusal": None} | self._messages[piece.index].message}

@@ -71,10 +71,16 @@ class TextStream:
         """Length of the longest end of the text that begins a stop string."""
         if self.stopped:
             return 0
-        beginnings = (k for stop in self._stop for k in range(len(stop) - 1, 0, -1) if self._text.endswith(stop[:k]))
-        return max(beginnings, default=0)
+        unsent = self._text[self._sent :]
+        return max((_overlap(unsent, stop) for stop in self._stop), default=0)
 
     def _take(self, held: int) -> str:
         end = max(self._sent, len(self._text) - held)
         text, self._sent = self._text[self._sent : end], end
         return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that begins ``stop`` and isn't all of it."""
+    lengths = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((k for k in lengths if stop.startswith(text[-k:])), 0)
