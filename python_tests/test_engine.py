@@ -267,10 +267,12 @@ def test_logits_that_are_nan(prompt: list[int], sampling: sk.Sampling, tokens: l
         drawn = sk.generate_batch(model, [sampled])[0].tokens
         with sk.Engine(model) as engine:
             others = [engine.submit(sampled), engine.submit(request(2, 30))]
-            failed = engine.submit(sk.Request(prompt, 30, [], sampling))
+            seen: list[list[int]] = []
+            failed = engine.submit(sk.Request(prompt, 30, [], sampling, lambda tokens: bool(seen.append(tokens))))
             with pytest.raises(sk.GenerationFailed, match=r"the logits of token 2 are NaN") as error:
                 failed.result(WAIT)
             assert error.value.tokens == tokens
+            assert seen == ([prompt + tokens] if tokens else [])
             assert [other.result(WAIT).tokens for other in others] == [drawn, wanted(2, 30)]
             assert engine.submit(sampled).result(WAIT).tokens == drawn
         assert handle.pool is not None
