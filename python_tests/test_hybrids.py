@@ -278,7 +278,7 @@ def test_tight_budgets(family: str, chunk: int) -> None:
     assert least is not None
     with sk.patch(model, "prompt-lookup", memory_budget=parse_bytes(least[1]) + 200_000, **options) as handle:
         plan = handle.plan
-        assert plan.prefill_chunk == 32
+        assert plan.prefill_chunk < 256
         assert plan.max_tokens is not None
         peak = peak_of(handle, batch((min(300, plan.max_tokens - 24),)), 8)
         assert peak <= plan.total_bytes - plan.parts["workspace"]

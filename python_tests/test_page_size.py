@@ -86,7 +86,7 @@ def test_patch_without_a_page_size(
     layers = [LayerKV(2, 128, 128, torch.bfloat16, torch.device(device))] * 2
     assert sum(layer.page_bytes_per_token(None) for layer in layers) == 2048
     setup: Any = SimpleNamespace(backend=backend, facts=SimpleNamespace(device=torch.device(device), layers=layers))
-    limits = {"budget": budget, "max_sequences": 8, "kv_dtype": None, "page_size": None}
+    limits = plan.PlanLimits(budget, page_size=None, prefill_chunk=256, max_sequences=8, kv_dtype=None)
     assert plan._page_size(setup, limits) == expected
 
 

@@ -196,6 +196,8 @@ class SpecMemo:
 
     def changed(self) -> str:
         """A change since patching that rules out speculative steps, or an empty string."""
+        if self._unpatched:  # the call ends where it takes the lock
+            return ""
         leaves = self.facts.leaves
         if leaves.invariant and (change := leaves.change()):
             return f"invariant is True, and {change} since patching; patch the model again"
@@ -228,11 +230,15 @@ class SpecMemo:
             RuntimeError: a generation of this thread isn't over.
         """
         with suppress(Unpatched), self.locked():
-            self._pools.release()
-            while self.undo_steps:
-                self.undo_steps.pop(0)()
-            unregister(self)
-            self._unpatched = True
+            self._unpatched = True  # first, so that calls of other threads don't take it for a change
+            try:
+                self._pools.release()
+                while self.undo_steps:
+                    self.undo_steps.pop(0)()
+                unregister(self)
+            except BaseException:  # the next call goes on
+                self._unpatched = False
+                raise
 
     def __enter__(self) -> SpecMemo:
         return self
