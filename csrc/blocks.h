@@ -30,7 +30,6 @@ struct Block {
   HeadRows first;
   int64_t key_steps[kBlockKeys], value_steps[kBlockKeys];  // bytes
   int64_t scales[kBlockKeys];                              // offset of the scales of a row of codes, or -1: no codes
-  int paged;                                               // number of rows in pages; new rows follow
 
   // The rows of the task's head `head`.
   BlockRows keys(int64_t head) const { return moved(first.keys, key_steps, head); }
@@ -67,7 +66,6 @@ class Blocks {
     const int64_t length = a_.seq_lens[task_.sequence];
     int64_t position = block * kBlockKeys;
     const bool streams = in_streams(block);
-    rows.paged = 0;
     for (int i = 0; i < kBlockKeys;) {
       if (position < length) {  // the rest of one page, or of the block, or of the sequence
         int64_t run = a_.order.page_size - position % a_.order.page_size;
@@ -75,7 +73,6 @@ class Blocks {
         if (run > length - position) run = length - position;
         paged(position, i, static_cast<int>(run), streams, rows);
         i += static_cast<int>(run), position += run;
-        rows.paged = i;
       } else {
         fresh(path.node(position - length), i, rows);
         ++i, ++position;

@@ -46,8 +46,8 @@ inline VecF join_quads(const VecF quads[kLanes / 4]) {
 #endif
 }
 
-// values[r * stride + v] = the sum of the lanes of sums[r][v]. Always inlined: with the address of its sums in a call, a
-// caller's loop would store them in every round.
+// values[r * stride + v] = the sum of the lanes of sums[r][v]. Always inlined: with the address of its sums in a call,
+// a caller's loop would store them in every round.
 template <int ROWS, int COLUMNS>
 __attribute__((always_inline)) inline void fold_tile(const VecF (*sums)[COLUMNS], float* values, int64_t stride) {
   constexpr int kCount = ROWS * COLUMNS, kVecs = (kCount + kLanes - 1) / kLanes;

@@ -29,8 +29,9 @@ from specmemo_kernels.integrations.hf.target import local_part
 _FRAMEWORKS = frozenset(("torch", "transformers", "accelerate", "specmemo_kernels"))
 #: Attributes of every module.
 _COMMON = frozenset(vars(nn.Module()))
-#: Settings that decide which layers run, and what they attend to. Those of the logits have this word in their names.
+#: Settings that decide which layers run, and what they attend to.
 _LAYERS = ("num_hidden_layers", "layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+#: Part of the names of settings that scale or cap the logits.
 _LOGITS = "logit"
 _SCALARS = (bool, int, float, str)
 #: Elements of each parameter that are compared.

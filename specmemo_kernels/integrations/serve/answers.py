@@ -82,7 +82,7 @@ class Model:
         self.longest = longest_text(engine.handle.model)
         self.vocab_size = int(engine.handle.model.get_input_embeddings().weight.shape[0])
         self.parses_messages = has_template(engine.handle.model, tokenizer)
-        self._encoders = ThreadPoolExecutor(1, "specmemo-encode")  # a thread keeps memory of its own
+        self._encoders = ThreadPoolExecutor(1, "specmemo-encode")  # one: each thread keeps memory of its own
         #: Most characters of a text; a longer one has too many tokens, so it isn't encoded.
         self._most_characters = self.longest * max(map(len, tokenizer.get_vocab()), default=1)
 
