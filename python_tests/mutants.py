@@ -194,7 +194,7 @@ def main(parts: list[str]) -> int:
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "build", "__pycache__"))
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv*", "build", "__pycache__"))
         print("| file | text | becomes | killed by | s |\n| --- | --- | --- | --- | --- |", flush=True)
         for mutant in MUTANTS:
             if parts and not any(part in mutant.file for part in parts):

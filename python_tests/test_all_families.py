@@ -9,8 +9,8 @@ from family_outcomes import PAGE, outcome, page, recorded
 from selection import sample
 
 #: Tried in everyday runs: a mask computed from data, a window of the mask only, a window of the cache only, sinks,
-#: a bidirectional mask for images, hybrid layers, errors of the model's own.
-_SAMPLE = ("doge", "phimoe", "moshi", "gpt_oss", "gemma3", "jamba", "xlm")
+#: a bidirectional mask for images, errors of the model's own.
+_SAMPLE = ("doge", "phimoe", "moshi", "gpt_oss", "gemma3", "xlm")
 _SAME_VERSION = recorded()["transformers"] == transformers.__version__
 
 

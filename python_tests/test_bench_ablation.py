@@ -136,6 +136,7 @@ def test_sensitivity_is_the_fastest_plan_of_each_value(bench: dict[str, ModuleTy
     assert by["kv", 256, "int8"]["generation_bytes"] < by["kv", 256, "float16"]["generation_bytes"]
 
 
+@pytest.mark.slow
 def test_medusa_with_savings_writes_the_same_tokens_in_less_memory(bench: dict[str, ModuleType]) -> None:
     model = tiny_model("llama", seed=3, max_position_embeddings=512)
     model.set_attn_implementation("sdpa")

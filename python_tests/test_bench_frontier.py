@@ -140,7 +140,7 @@ def test_verification_accepts_the_drawn_path(bench: dict[str, ModuleType], seed:
     assert torch.equal(written[unused], tokens[unused])
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", sample(range(3), [0]))
 def test_replay_accepts_what_was_drawn_everywhere(bench: dict[str, ModuleType], seed: int) -> None:
     """Both systems take as many steps as walking the draws by hand, whatever the weights."""
     systems, replay = bench["frontier_systems"], bench["replay"]

@@ -109,7 +109,9 @@ HOOKS = [
 
 
 @pytest.mark.parametrize("before", sample([True, False], [False]), ids=["before patching", "after patching"])
-@pytest.mark.parametrize("attach", HOOKS, ids=lambda attach: attach.__name__.strip("_"))
+@pytest.mark.parametrize(
+    "attach", sample(HOOKS, [_head_hook, _replaced_forward, _model_hook]), ids=lambda attach: attach.__name__.strip("_")
+)
 def test_foreign_code_acts(attach: Change, before: bool) -> None:
     twin, model = tiny_model("llama", seed=31), tiny_model("llama", seed=31)
     inputs = batch((9, 6))
@@ -231,7 +233,11 @@ def _other_class(model: PreTrainedModel) -> None:
 CHANGES = [_half, _resize, _new_head, _lora_on_the_head, _one_layer_in_double, _other_class]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+@pytest.mark.parametrize(
+    "change",
+    sample(CHANGES, [_new_head, _lora_on_the_head, _one_layer_in_double]),
+    ids=lambda change: change.__name__.strip("_"),
+)
 @pytest.mark.parametrize("heads", sample(("oracle", "medusa", "draft model"), ["oracle"]))
 def test_changed_after_patching(change: Change, heads: str) -> None:
     """A warning names the change and the remedy, the tokens are the changed model's own, and unpatch works."""

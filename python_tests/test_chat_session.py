@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import sample
 from test_cli import TEMPLATE, make_tokenizer
 from tiny_models import OracleDrafter, tiny_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -30,7 +31,7 @@ def own(model: PreTrainedModel, ids: list[int], new: int) -> list[int]:
     return output[0, len(ids) :].tolist()
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, None], ids=["template", "text"])
+@pytest.mark.parametrize("template", sample([TEMPLATE, None], [TEMPLATE]), ids=["template", "text"])
 def test_each_turn_is_what_a_fresh_run_writes(model: PreTrainedModel, template: str | None) -> None:
     """The reply is the unpatched model's on the whole conversation; earlier turns aren't computed again."""
     tokenizer = make_tokenizer(template)

@@ -86,6 +86,7 @@ def test_env_names_versions_and_backends() -> None:
     assert all(f"backend {name} " in result.output for name in ("cpu", "triton"))
 
 
+@pytest.mark.slow
 def test_env_with_an_unknown_instruction_set() -> None:
     env = os.environ | {"SPECMEMO_CPU_ISA": "avx9"}
     command = [sys.executable, "-m", "specmemo_kernels.cli", "env"]
@@ -142,6 +143,7 @@ def test_chat_with_quantised_pages(plain_model: Path) -> None:
     assert "tokens in int8" in result.output
 
 
+@pytest.mark.slow
 def test_chat_with_heads_in_4_bits(plain_model: Path, tmp_path: Path) -> None:
     MedusaHeads(64, 257, 3).save_pretrained(tmp_path)
     options = ("chat", "--model", plain_model, "--heads", tmp_path, "--head-bits", 4, "--max-new-tokens", 12)
@@ -215,6 +217,7 @@ def test_demo_on_a_users_file(plain_model: Path, tmp_path: Path) -> None:
     assert figures["memory_bytes"]["patched"]["heads"] > 0
 
 
+@pytest.mark.slow
 def test_demo_with_quantised_pages(plain_model: Path, tmp_path: Path) -> None:
     """One byte per element and two scales per head instead of four bytes; the exit status is 1 if tokens differ."""
     file, sizes = tmp_path / "mine.txt", []

@@ -17,7 +17,6 @@ import pytest
 import torch
 import typer
 from interpreter import INTERPRETING
-from selection import sample
 from test_cli import TEMPLATE, save_model
 from typer.testing import CliRunner, Result
 
@@ -139,6 +138,7 @@ def test_odd_input_is_a_message(model: Path) -> None:
         assert said == read
 
 
+@pytest.mark.slow
 def test_a_long_message_is_refused_and_a_long_conversation_says_what_it_drops(model: Path, tmp_path: Path) -> None:
     """36,000 tokens don't fit in 512. 300 fit, twice 300 don't: the second turn prints the number of dropped tokens."""
     for folder in (model, save_model(tmp_path, TEMPLATE)):
@@ -272,6 +272,7 @@ def test_wrong_values_of_plan(model: Path, args: tuple[str, ...], says: str) -> 
     assert says in the_line(plan_of(model, *args))
 
 
+@pytest.mark.slow
 def test_a_plan_names_files_that_are_no_configuration(model: Path, tmp_path: Path) -> None:
     line = the_line(plan_of(model / "model.safetensors"))
     assert line == f"--model {model / 'model.safetensors'} is a weights file; give its folder or config.json"
@@ -355,6 +356,7 @@ def test_outputs_are_checked_before_the_work(
         assert f"--output {output}" in the_line(run("probe", "--output", output))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_full_disk(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The result is still printed; the file's error comes last."""
@@ -456,7 +458,8 @@ def test_memory_that_runs_out(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert the_line(chat_with(model, "hello\n")) in (str(error), "MemoryError")
 
 
-@pytest.mark.parametrize("columns", sample(["1", "5", "20"], ["5"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", ["1", "5", "20"])
 def test_names_and_widths(model: Path, tmp_path: Path, columns: str) -> None:
     """Brackets in names are no markup, and a narrow terminal is no error."""
     folder, prompt = tmp_path / "[/b]:smile:", tmp_path / "[/x].txt"

@@ -117,6 +117,7 @@ def test_several_devices(tmp_path: Path) -> None:
         assert text in printed
 
 
+@pytest.mark.slow
 def test_quantised_pages(vicuna: Path) -> None:
     """int8 pages are a labelled alternative, and chosen only by option."""
     options = ("--model", vicuna, "--device", "titan-rtx", "--context", 4096)
@@ -132,6 +133,7 @@ def test_quantised_pages(vicuna: Path) -> None:
     assert "tokens may differ" in result.output
 
 
+@pytest.mark.slow
 def test_heads_in_4_bits(vicuna: Path, tmp_path: Path) -> None:
     """Heads in 4 bits are an alternative; chosen by option or if stored so."""
     options = ("--model", vicuna, "--device", "titan-rtx", "--context", 512)
@@ -236,6 +238,7 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     assert "a config.json, a folder with one, a .gguf file or a hub id" in result.output
 
 
+@pytest.mark.slow
 def test_probe_and_plan_for_what_it_found(vicuna: Path, tmp_path: Path) -> None:
     """A profile is measured and written, and a plan is made for it."""
     file = tmp_path / "device.json"
@@ -274,6 +277,7 @@ def test_weights_of_the_plan(llama: Path, tmp_path: Path) -> None:
         assert expected in result.output
 
 
+@pytest.mark.slow
 def test_a_quantisation_that_is_not_known(llama: Path, tmp_path: Path) -> None:
     """One line with the remedy, which works."""
     config = json.loads((llama / "config.json").read_text()) | {"quantization_config": {"quant_method": "vptq"}}

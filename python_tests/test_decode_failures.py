@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import sample
 from toy_model import PROMPTS, TARGET, VOCAB, ToyDrafter, ToyTarget, decoder, empty, finish, plain, same_as_plain
 
 from specmemo_kernels.cache.paged_kv import OutOfPages
@@ -161,7 +162,7 @@ class Failing(ToyTarget):
         return output
 
 
-@pytest.mark.parametrize("when", range(9))
+@pytest.mark.parametrize("when", sample(range(9), [0, 4, 8]))
 def test_an_exception_in_the_target(when: int) -> None:
     """In any pass (four prefill chunks, then steps): pages are freed and a new generation works."""
     target = Failing()

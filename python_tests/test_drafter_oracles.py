@@ -11,6 +11,7 @@ import drafter_oracles as oracles
 import pytest
 import torch
 from safetensors.torch import load_file
+from selection import sample
 from torch import Tensor
 from transformers import LlamaConfig, LlamaModel, Qwen3Config, Qwen3Model
 
@@ -64,7 +65,7 @@ def changed(name: str, tensor: Tensor) -> Tensor:
     return tensor + 0.3 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sample(CASES, ["eagle3-small", "eagle1", "clover2", "dflash"]))
 def test_every_tensor_matters(case: str, tmp_path: Path) -> None:
     write, drafter, states, options = CASES[case]
     config, tensors = write(tmp_path, **options)

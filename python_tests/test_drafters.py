@@ -240,7 +240,7 @@ def draft_of(model: PreTrainedModel, noise: float) -> PreTrainedModel:
     return small
 
 
-@pytest.mark.parametrize("noise", sample([0.0, 0.01, 1.0], [0.0, 0.01]))
+@pytest.mark.parametrize("noise", sample([0.0, 0.01, 1.0], [0.01]))
 @pytest.mark.parametrize("places", sample((1, 3), [3]))
 def test_draft_model_through_patch(noise: float, places: int) -> None:
     model = tiny_model("llama", seed=11)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from selection import examples
+from selection import examples, sample
 from test_generate_batch import CHAIN, PROMPTS, alone, texts
 from test_patch_memory import with_workspace
 from tiny_models import OracleDrafter, tiny_model
@@ -55,6 +55,7 @@ class Gate:
         assert self.opened.wait(WAIT)
 
 
+@pytest.mark.slow
 def test_requests_of_many_threads(model: PreTrainedModel) -> None:
     sampled = [alone_sampled(model, i) for i in range(len(PROMPTS))]
     results: dict[tuple[int, bool], sk.Completion] = {}
@@ -223,7 +224,9 @@ class NoTruthValue:
         raise ValueError("neither")
 
 
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError, NoTruthValue])
+@pytest.mark.parametrize(
+    "error", sample([SystemExit, KeyboardInterrupt, asyncio.CancelledError, NoTruthValue], [KeyboardInterrupt])
+)
 def test_errors_that_are_no_exceptions(model: PreTrainedModel, handle: SpecMemo, error: type) -> None:
     """They end their request, not the engine's thread."""
 

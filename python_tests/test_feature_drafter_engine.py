@@ -49,8 +49,7 @@ NAMES = {"eagle3": "eagle3, reduced vocabulary", "eagle": "eagle", "clover2": "c
 SHARP = 6.0
 NEW = 16
 TREE = [[0], [0, 1], [2], [0, 0], [2, 0], [0, 1, 2], [1], [0, 0, 0], [2, 0, 0], [2, 0, 0, 1]]
-EVERYDAY_GRAPHS = [("eagle3", True), ("clover2", False)]
-GRAPHS = covering(NAMES, (True, False), first=EVERYDAY_GRAPHS)
+GRAPHS = covering(NAMES, (True, False), first=[("eagle3", True), ("clover2", False)])
 
 
 @cache
@@ -204,13 +203,13 @@ def seer(share: float) -> Seer:
 
 
 TREES: dict[str, Any] = {"2": 2, "8": 8, "24": 24, "static": TREE}
-EVERYDAY = [
+FIRST = [
     ("eagle3", 8, "8", False),
     ("eagle", 8, "24", True),
     ("clover2", 8, "static", True),
     ("dflash", 1, "8", True),
 ]
-CASES = covering(NAMES, (1, 8), TREES, (False, True), first=EVERYDAY)
+CASES = covering(NAMES, (1, 8), TREES, (False, True), first=FIRST)
 
 
 def new_tokens(count: int, rows: Sequence[int] | None = None) -> list[list[int]]:
@@ -219,7 +218,7 @@ def new_tokens(count: int, rows: Sequence[int] | None = None) -> list[list[int]]
     return [pairs[i][1][len(pairs[i][0]) :][:count] for i in (range(len(pairs)) if rows is None else rows)]
 
 
-@pytest.mark.parametrize(("kind", "size", "tree", "graph"), sample(CASES, EVERYDAY))
+@pytest.mark.parametrize(("kind", "size", "tree", "graph"), sample(CASES, [("clover2", 8, "static", True)]))
 def test_sixty_prompts(kind: str, size: int, tree: str, graph: bool, tmp_path: Path) -> None:
     """Prefill chunks shorter than prompts, small pages, accepted paths of all lengths."""
     files = write(kind, tmp_path, target())
@@ -232,7 +231,8 @@ def test_sixty_prompts(kind: str, size: int, tree: str, graph: bool, tmp_path: P
         assert (handle.stats.graph_steps > 0) == graph
 
 
-@pytest.mark.parametrize(("kind", "tree"), sample(covering(NAMES, TREES, first=[("eagle", "8")]), [("eagle", "8")]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "tree"), covering(NAMES, TREES, first=[("eagle", "8")]))
 def test_recorded_steps_of_a_batch(kind: str, tree: str, tmp_path: Path) -> None:
     """Eight rows at once in recorded steps, by ``generate``; rows end at different lengths."""
     files, rows = write(kind, tmp_path, target()), range(20, 28)
@@ -251,11 +251,11 @@ def test_recorded_steps_of_a_batch(kind: str, tree: str, tmp_path: Path) -> None
 SAMPLED = [sk.Sampling(), sk.Sampling(temperature=0.7, top_k=20, top_p=0.9)]
 
 
-EVERYDAY_SAMPLED = [("eagle3", "8", 8, 1)]
-CASES_SAMPLED = covering(NAMES, TREES, (1, 8), (0, 1), first=EVERYDAY_SAMPLED)
+CASES_SAMPLED = covering(NAMES, TREES, (1, 8), (0, 1), first=[("eagle3", "8", 8, 1)])
 
 
-@pytest.mark.parametrize(("kind", "tree", "size", "sampling"), sample(CASES_SAMPLED, EVERYDAY_SAMPLED))
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "tree", "size", "sampling"), CASES_SAMPLED)
 def test_sampled_tokens_of_sixty_prompts(kind: str, tree: str, size: int, sampling: int, tmp_path: Path) -> None:
     """With the same seeds, the tokens of steps without drafts."""
     requests, expected = seeded(sampling), sampled(sampling)
@@ -307,7 +307,8 @@ class Until(StoppingCriteria):
         return input_ids.sum(dim=1) % 7 == 0
 
 
-@pytest.mark.parametrize("kind", sample(NAMES, ["clover2"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", NAMES)
 def test_ends_inside_of_accepted_paths(kind: str, tmp_path: Path) -> None:
     """EOS, lengths, stop functions and criteria at every place of a path; processors."""
     files, rows = write(kind, tmp_path, target()), (20, 31, 40)
@@ -371,7 +372,7 @@ def check_drafts(
         assert set(token_paths(tokens, parents)) in expected, (length, root, tree)
 
 
-@pytest.mark.parametrize(("kind", "graph"), sample(GRAPHS, EVERYDAY_GRAPHS))
+@pytest.mark.parametrize(("kind", "graph"), sample(GRAPHS, [("clover2", False)]))
 def test_aborts(kind: str, graph: bool, tmp_path: Path) -> None:
     """At random steps, in every state of a request; the pages of aborted requests are reused."""
     rng, files = random.Random(graph), write(kind, tmp_path, target())
@@ -392,12 +393,12 @@ def test_aborts(kind: str, graph: bool, tmp_path: Path) -> None:
         assert handle.stats.tokens_per_step > 1.5
 
 
-EVERYDAY_PREEMPTED = [("clover2", False, True), ("eagle3", True, False)]
+FIRST_PREEMPTED = [("clover2", False, True), ("eagle3", True, False)]
 
 
 @pytest.mark.parametrize(
     ("kind", "graph", "swap"),
-    sample(covering(NAMES, (False, True), (False, True), first=EVERYDAY_PREEMPTED), EVERYDAY_PREEMPTED),
+    sample(covering(NAMES, (False, True), (False, True), first=FIRST_PREEMPTED), [("eagle3", True, False)]),
 )
 def test_preemption(kind: str, graph: bool, swap: bool, tmp_path: Path) -> None:
     """Pages for a few sequences only. Trees after a preemption are those of a drafter that saw the whole text."""
@@ -447,7 +448,8 @@ def test_pool_growth(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         check_drafts(files, handle, recorded[len(recorded) // 2 :], texts)
 
 
-@pytest.mark.parametrize("kind", sample(NAMES, ["clover2"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", NAMES)
 def test_a_conversation(kind: str, tmp_path: Path) -> None:
     """Each prompt is the last text with new tokens; drafts in reused pages and in copies of them are right."""
     files = write(kind, tmp_path, target())
@@ -469,7 +471,8 @@ def test_a_conversation(kind: str, tmp_path: Path) -> None:
             known = len(prompt) + NEW - 4
 
 
-@pytest.mark.parametrize(("kind", "graph"), sample(GRAPHS, EVERYDAY_GRAPHS))
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "graph"), GRAPHS)
 def test_prefixes_of_sequences_in_flight(kind: str, graph: bool, tmp_path: Path) -> None:
     """Sequences with a common beginning share pages while they run, diverge inside and at the ends of pages, and end
     inside of accepted paths; then their texts are continued.
@@ -546,12 +549,11 @@ def test_peak_stays_within_the_budget(kind: str, tree: str, sizes: tuple[int, in
 
 
 STEPS = ((1, 256), (4, 16), (8, 64))
-EVERYDAY_STEPS = [("dflash", "8", STEPS[1]), ("dflash", "24", STEPS[0])]
+FIRST_STEPS = [("dflash", "8", STEPS[1]), ("dflash", "24", STEPS[0])]
 
 
-@pytest.mark.parametrize(
-    ("kind", "tree", "sizes"), sample(covering(NAMES, TREES, STEPS, first=EVERYDAY_STEPS), EVERYDAY_STEPS), ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "tree", "sizes"), covering(NAMES, TREES, STEPS, first=FIRST_STEPS), ids=str)
 def test_activations_are_predicted(kind: str, tree: str, sizes: tuple[int, int], tmp_path: Path) -> None:
     """Bytes of a step besides weights, pages and scratch, where little else is allocated."""
     sequences, chunk = sizes
@@ -590,7 +592,8 @@ def test_a_large_vocabulary(kind: str, family: str, do_sample: bool, tmp_path: P
         assert used <= planned
 
 
-@pytest.mark.parametrize("kind", sample(NAMES, ["eagle"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", NAMES)
 def test_bytes_by_part(kind: str, tmp_path: Path) -> None:
     """They are those of the tensors; the least budget is accepted and kept, less is refused with numbers."""
     model, folder = wide(kind, tmp_path)
@@ -658,7 +661,8 @@ def test_every_failing_allocation_is_retried(
         empty(handle.pool)
 
 
-@pytest.mark.parametrize(("kind", "graph"), sample(GRAPHS, [("clover2", False)]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "graph"), GRAPHS)
 def test_failing_allocations_degrade(kind: str, graph: bool, tmp_path: Path) -> None:
     """One to four failures at places all over two calls, of which steps, recordings and everything around them; each
     case has other places.
@@ -700,7 +704,8 @@ def hooks(model: PreTrainedModel) -> list[str]:
     return [name for name, module in model.named_modules() if module._forward_hooks or module._forward_pre_hooks]
 
 
-@pytest.mark.parametrize("kind", sample(NAMES, ["eagle3"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", NAMES)
 def test_unpatched_and_copied(kind: str, tmp_path: Path) -> None:
     """Nothing is left on the model, its copies and its checkpoint; after errors too."""
     model, files = (
@@ -730,12 +735,10 @@ def test_unpatched_and_copied(kind: str, tmp_path: Path) -> None:
     assert snapshot(model) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "part"),
-    sample(
-        [("eagle", "model"), ("eagle3", None), ("clover2", "lm_head"), ("dflash", None), ("eagle3", "lm_head")],
-        [("eagle", "model")],
-    ),
+    [("eagle", "model"), ("eagle3", None), ("clover2", "lm_head"), ("dflash", None), ("eagle3", "lm_head")],
 )
 def test_two_models_with_one_drafter(kind: str, part: str | None, tmp_path: Path) -> None:
     """Patched from the same folder, in turn and in threads, with a module in common, and unpatched one by one."""
@@ -782,7 +785,8 @@ def test_foreign_hooks_and_changes(kind: str, tmp_path: Path) -> None:
     assert not torch.equal(changed, expected)
 
 
-@pytest.mark.parametrize(("kind", "tree"), sample(covering(NAMES, TREES, first=[("dflash", "8")]), [("dflash", "8")]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "tree"), covering(NAMES, TREES, first=[("dflash", "8")]))
 def test_other_numbers(kind: str, tree: str, tmp_path: Path) -> None:
     """Models in bfloat16, pages in int8, invariant rows."""
     model = tiny_model("llama", seed=4, num_hidden_layers=LAYERS, max_position_embeddings=2048).to(torch.bfloat16)
@@ -806,9 +810,8 @@ def test_other_numbers(kind: str, tree: str, tmp_path: Path) -> None:
     assert all(len(tokens) == NEW for tokens in int8[0] + int8[1])
 
 
-@pytest.mark.parametrize(
-    ("kind", "kv_dtype"), sample(covering(NAMES, ("int8", "fp8"), first=[("clover2", "int8")]), [("clover2", "int8")])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "kv_dtype"), covering(NAMES, ("int8", "fp8"), first=[("clover2", "int8")]))
 def test_quantised_pages(kind: str, kv_dtype: str, tmp_path: Path) -> None:
     """The cpu backend's tokens are the reference's with the same trees, in recorded steps too."""
     files, rows = write(kind, tmp_path, target()), range(24, 28)
@@ -839,11 +842,11 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
 }
 
 
-EVERYDAY_FAMILIES = [("gemma2", "eagle3"), ("deepseek_v3", "dflash")]
+FIRST_FAMILIES = [("gemma2", "eagle3"), ("deepseek_v3", "dflash")]
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), sample(covering(FAMILIES, NAMES, first=EVERYDAY_FAMILIES), EVERYDAY_FAMILIES)
+    ("family", "kind"), sample(covering(FAMILIES, NAMES, first=FIRST_FAMILIES), [("gemma2", "eagle3")])
 )
 def test_families(family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy tokens are the model's own; the features of every pass are the unpatched model's hidden states."""

@@ -146,11 +146,11 @@ def write_drafter(kind: str, model: PreTrainedModel, folder: Path) -> Any:
     return plain_class(config, tensors, model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach())
 
 
-EVERYDAY_TREES = [("eagle3, speculators", None), ("eagle", False), ("clover2", None), ("dflash", False)]
+FIRST_TREES = [("eagle3, speculators", None), ("eagle", False), ("clover2", None), ("dflash", False)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "graph"), sample(covering(KINDS, (False, None), first=EVERYDAY_TREES), EVERYDAY_TREES)
+    ("kind", "graph"), sample(covering(KINDS, (False, None), first=FIRST_TREES), [("clover2", None), ("dflash", False)])
 )
 def test_dynamic_trees(
     kind: str, graph: bool | None, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -167,7 +167,7 @@ def test_dynamic_trees(
     assert check_trees(model, handle.drafter, plain, recorder.calls, texts_of(inputs, expected)) > 12
 
 
-@pytest.mark.parametrize("kind", MAIN)
+@pytest.mark.parametrize("kind", sample(MAIN, ["eagle", "dflash"]))
 def test_static_trees(kind: str, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node of rank r has the r-th best token behind its parent; nodes are in any order."""
     plain = write_drafter(kind, model, tmp_path)
@@ -181,7 +181,7 @@ def test_static_trees(kind: str, model: PreTrainedModel, tmp_path: Path, monkeyp
     assert check_trees(model, handle.drafter, plain, recorder.calls, texts_of(inputs, expected)) > 12
 
 
-@pytest.mark.parametrize("kind", MAIN)
+@pytest.mark.parametrize("kind", sample(MAIN, ["eagle3"]))
 def test_prefix_reuse(kind: str, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts share cached pages, whose last rows also depend on the token behind them."""
     plain = write_drafter(kind, model, tmp_path)
@@ -196,7 +196,7 @@ def test_prefix_reuse(kind: str, model: PreTrainedModel, tmp_path: Path, monkeyp
         assert handle.stats.reused_tokens >= 60
 
 
-@pytest.mark.parametrize("kind", sample(KINDS, MAIN))
+@pytest.mark.parametrize("kind", sample(KINDS, ["eagle3"]))
 def test_log_probabilities(kind: str, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Children's log-probabilities at every depth are the plain implementation's in float64, behind a prompt in chunks
     and accepted tokens: to 1e-5 and twice its own error in float32, which grows with the depth.

@@ -44,6 +44,7 @@ def rows(folder: Path, name: str) -> list[Any]:
     return [record["row"] for record in records(folder) if record.get("stage") == name and "row" in record]
 
 
+@pytest.mark.slow
 def test_stages_that_fail_or_hang_stop_nothing(tmp_path: Path) -> None:
     stages = [
         stage("fails", "print('{\"a\": 1}', flush=True); print('why'); raise SystemExit(3)"),
@@ -65,6 +66,7 @@ def test_stages_that_fail_or_hang_stop_nothing(tmp_path: Path) -> None:
     assert {"date", "commit"} <= set(records(tmp_path)[0]["environment"])
 
 
+@pytest.mark.slow
 def test_the_last_stages_are_dropped(tmp_path: Path) -> None:
     stages = [stage("first", "import time; time.sleep(1.2)"), stage("second", "print(1)") | {"least_s": 29.5}]
     output, _ = start(tmp_path, stages, "--limit-s", "30").communicate(timeout=60)

@@ -32,7 +32,7 @@ from specmemo_kernels.drafting.medusa_heads import MedusaHeads
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["own", "shared"])
-@pytest.mark.parametrize(("heads", "layers"), sample([(1, 1), (3, 1), (2, 3), (11, 2)], [(2, 3), (11, 2)]))
+@pytest.mark.parametrize(("heads", "layers"), sample([(1, 1), (3, 1), (2, 3), (11, 2)], [(2, 3)]))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str, heads: int, layers: int, own: bool, tmp_path: Path) -> None:
     state = medusa_state(heads, layers, own)

@@ -103,6 +103,7 @@ def test_metadata_and_digest(tree: Path) -> None:
             assert base64.b64decode(digest) == hashlib.sha256((folder / name).read_bytes()).digest()
 
 
+@pytest.mark.slow
 def test_the_id_follows_version_and_sources(
     builder: ModuleType, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +161,7 @@ def test_another_name(builder: ModuleType, tmp_path: Path, monkeypatch: pytest.M
     assert "our-lab/tree-kernels:tree_attention_forward" in (tmp_path / "kernel" / "CARD.md").read_text()
 
 
+@pytest.mark.slow
 def test_it_runs_without_the_package(tree: Path) -> None:
     """Imported from a folder under its id, in a process that doesn't find specmemo_kernels."""
     variant, name = tree / "build" / "torch-cpu", metadata(tree, "torch-cpu")["id"]
@@ -240,6 +242,7 @@ def late():
     assert not [name for name in names if name.startswith("engine")]
 
 
+@pytest.mark.slow
 def test_refusals(builder: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")

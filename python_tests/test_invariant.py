@@ -30,7 +30,7 @@ def written(model: PreTrainedModel, drafter: Any, batch_size: int = 8, **options
 
 @pytest.mark.parametrize(
     "family",
-    sample(("llama", "qwen3", "gemma2", "cohere", "phi3", "olmo2", "granite", "mistral"), ("llama", "gemma2")),
+    sample(("llama", "qwen3", "gemma2", "cohere", "phi3", "olmo2", "granite", "mistral"), ["llama"]),
 )
 def test_tokens_depend_on_no_setting(family: str) -> None:
     model = bf16_model(family)

@@ -12,6 +12,7 @@ import torch
 from family_models import small_config
 from family_outcomes import recorded
 from meta_models import CONFIGS, meta_model
+from selection import sample
 from tiny_models import FAMILIES
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
@@ -53,7 +54,7 @@ def check_weights(spec: ModelSpec, model: Any) -> None:
     assert spec.notes == ()
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", sample(SUPPORTED, SUPPORTED[::8]))
 @pytest.mark.filterwarnings("ignore")
 def test_weights_of_every_family(family: str, tmp_path: Path) -> None:
     config = small_config(family)
@@ -65,9 +66,12 @@ def test_weights_of_every_family(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    ["mixtral", "gpt_oss", "deepseek_v3", "qwen3_moe", "phi3", "gemma2", "qwen2", "ernie4_5_moe", "aria_text",
-     "gemma4_text", "gemma3n_text", "gemma3", "arcee", "apertus", "gptj", "gpt_bigcode", "bert", "electra", "opt",
-     "starcoder2", "smollm3", "zamba2", "nemotron_h", "longcat_flash"],
+    sample(
+        ["mixtral", "gpt_oss", "deepseek_v3", "qwen3_moe", "phi3", "gemma2", "qwen2", "ernie4_5_moe", "aria_text",
+         "gemma4_text", "gemma3n_text", "gemma3", "arcee", "apertus", "gptj", "gpt_bigcode", "bert", "electra", "opt",
+         "starcoder2", "smollm3", "zamba2", "nemotron_h", "longcat_flash"],
+        ["mixtral", "gpt_oss", "phi3", "gemma2", "gptj", "opt"],
+    ),
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
 def test_weights_of_published_sizes(family: str, tmp_path: Path) -> None:

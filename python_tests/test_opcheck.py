@@ -96,7 +96,7 @@ def test_a_transposed_input_has_the_strides_of_its_fake(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", sample(BACKENDS, BACKENDS[-1:]))
-@pytest.mark.parametrize("problem", sample(PROBLEMS, ["tree", "commit_int8", "verify", "topk_codes", "gated_mlp"]))
+@pytest.mark.parametrize("problem", sample(PROBLEMS, ["tree", "verify", "topk_codes", "gated_mlp"]))
 def test_opcheck(problem: str, backend: str) -> None:
     """All of opcheck's utilities: schema, autograd registration, fake tensors, compilation with dynamic shapes."""
     name, arguments = PROBLEMS[problem]
@@ -128,7 +128,7 @@ def problem() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], Tensor]:
     return append | {"q": query, "scale": 0.25}, commit, verify, head
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", sample(BACKENDS, ["cpu"]))
 def test_compiled_step_is_the_step(backend: str) -> None:
     """One graph without breaks; the same results, and pools change in place."""
     eager, compiled = problem(), problem()

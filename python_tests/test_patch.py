@@ -81,6 +81,7 @@ def test_patching_twice_says_so(model: PreTrainedModel) -> None:
         sk.patch(model, OracleDrafter([], 0.0))
 
 
+@pytest.mark.slow
 def test_two_models_do_not_see_each_other(model: PreTrainedModel) -> None:
     other = tiny_model("qwen3", seed=12)
     inputs = batch((9,))
@@ -154,7 +155,7 @@ class Collecting(BaseStreamer):
         self.ended += 1
 
 
-@pytest.mark.parametrize("lengths", [(7,), (7, 12, 3)])
+@pytest.mark.parametrize("lengths", [(7,), pytest.param((7, 12, 3), marks=pytest.mark.slow)])
 def test_streamer_gets_what_it_always_got(model: PreTrainedModel, lengths: tuple[int, ...]) -> None:
     inputs = batch(lengths)
     full = greedy(model, inputs, 30)
@@ -196,19 +197,23 @@ def test_stopping_criteria(model: PreTrainedModel, n: int) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"repetition_penalty": 1.7},
-        {"no_repeat_ngram_size": 2},
-        {"min_new_tokens": 12, "eos_token_id": list(range(3, 40)), "pad_token_id": 0},
-        {"suppress_tokens": list(range(10, 50))},
-        {"forced_eos_token_id": 2, "eos_token_id": 2, "pad_token_id": 0},
-        {"bad_words_ids": [[5], [7, 9]]},
-        {"max_length": 40},
-        {"eos_token_id": [3, 4, 5, 6], "pad_token_id": 0},
-    ],
+    sample(
+        [
+            {"repetition_penalty": 1.7},
+            {"no_repeat_ngram_size": 2},
+            {"min_new_tokens": 12, "eos_token_id": list(range(3, 40)), "pad_token_id": 0},
+            {"suppress_tokens": list(range(10, 50))},
+            {"forced_eos_token_id": 2, "eos_token_id": 2, "pad_token_id": 0},
+            {"bad_words_ids": [[5], [7, 9]]},
+            {"max_length": 40},
+            {"eos_token_id": [3, 4, 5, 6], "pad_token_id": 0},
+        ],
+        ["repetition_penalty", "min_new_tokens", "suppress_tokens", "max_length"],
+        lambda options: next(iter(options)),
+    ),
     ids=lambda o: next(iter(o)),
 )
-@pytest.mark.parametrize("lengths", [(10,), (10, 17)])
+@pytest.mark.parametrize("lengths", [pytest.param((10,), marks=pytest.mark.slow), (10, 17)])
 def test_generation_options(model: PreTrainedModel, lengths: tuple[int, ...], options: dict[str, object]) -> None:
     """Processors and limits act as in the model's own generate."""
     inputs = batch(lengths, seed=3)
@@ -254,13 +259,17 @@ def test_return_dict_with_scores(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [
-        ({"use_cache": False}, "use_cache=False"),
-        ({"return_dict_in_generate": True, "output_attentions": True}, "attention weights"),
-        ({"return_dict_in_generate": True, "output_hidden_states": True}, "every layer"),
-        ({"cache_implementation": "static"}, "cache_implementation='static'"),
-        ({"position_ids": torch.arange(3, 12)[None]}, "position_ids"),
-    ],
+    sample(
+        [
+            ({"use_cache": False}, "use_cache=False"),
+            ({"return_dict_in_generate": True, "output_attentions": True}, "attention weights"),
+            ({"return_dict_in_generate": True, "output_hidden_states": True}, "every layer"),
+            ({"cache_implementation": "static"}, "cache_implementation='static'"),
+            ({"position_ids": torch.arange(3, 12)[None]}, "position_ids"),
+        ],
+        ["use_cache=False", "position_ids"],
+        lambda case: case[1],
+    ),
     ids=lambda o: next(iter(o)) if isinstance(o, dict) else "",
 )
 def test_unsupported_runs_the_models_own(model: PreTrainedModel, options: dict[str, object], reason: str) -> None:

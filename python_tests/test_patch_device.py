@@ -50,6 +50,7 @@ def test_heads_that_the_tree_does_not_use_are_dropped(monkeypatch: pytest.Monkey
     assert sk.patch(one.model, sk.MedusaHeads(32, VOCAB, 5), tree=2).drafter.nbytes == 5 * alone
 
 
+@pytest.mark.slow
 def test_a_budget_too_small_for_the_fastest_tree(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     """Nodes and then heads are dropped until it fits; a given tree is never changed. Each thread has a workspace."""
     monkeypatch.setattr(hf_plan, "profile_of", lambda _: FREE_ROWS)

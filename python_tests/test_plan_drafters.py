@@ -88,7 +88,7 @@ def only_offsets(entry: head_files.Entry) -> torch.Tensor:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sample(KINDS, ["eagle3"]))
 def test_a_folder(kind: str, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kind and bytes are those of the file, no weight is read, and the acceptance is named as assumed."""
     writer, options, name = KINDS[kind]
@@ -158,7 +158,7 @@ def test_refused_options(config: Path, tmp_path: Path) -> None:
 # --- sizes against loaded drafters -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", sample([*KINDS, *OTHERS], KINDS))
+@pytest.mark.parametrize("kind", sample([*KINDS, *OTHERS], ["eagle", "dflash"]))
 def test_parts_of_a_loaded_drafter(kind: str, model: PreTrainedModel, tmp_path: Path) -> None:
     """Weights, bytes per token in pages and per node in scratch are those that ``patch`` plans and allocates."""
     predicted = written(kind, tmp_path)
@@ -222,7 +222,7 @@ def count_calls(drafter: FeatureDrafter, name: str, monkeypatch: pytest.MonkeyPa
     return calls
 
 
-@pytest.mark.parametrize("kind", sample([*KINDS, *OTHERS], KINDS))
+@pytest.mark.parametrize("kind", sample([*KINDS, *OTHERS], ["dflash"]))
 def test_work_of_a_loaded_drafter(
     kind: str, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,12 +261,11 @@ GRID = [
 ]
 
 
-EVERYDAY_GENERATION = [("eagle3", 1), ("dflash", 1)]
+FIRST_GENERATION = [("eagle3", 1), ("dflash", 1)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "case"), sample(covering(KINDS, range(len(GRID)), first=EVERYDAY_GENERATION), EVERYDAY_GENERATION)
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "case"), covering(KINDS, range(len(GRID)), first=FIRST_GENERATION))
 def test_generation(kind: str, case: int, tmp_path: Path) -> None:
     """A whole generate, without the drafter's weights; ``patch`` plans as much from its measurements."""
     changes, batch, prompt, nodes, chunk, kv_dtype = GRID[case]
@@ -292,7 +291,7 @@ def test_generation(kind: str, case: int, tmp_path: Path) -> None:
 # --- time and sharing ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sample(KINDS, ["clover2"]))
 def test_prompts_pass_through_the_drafter(kind: str, tmp_path: Path) -> None:
     """Prefill takes longer by the drafter's work, for plans with drafts only; Medusa heads read no prompts."""
     spec, work = ModelSpec.from_config(small_model().config), Workload(200, 2, 150)

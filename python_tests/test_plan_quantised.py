@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from selection import sample
 
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.cost import Pass, pass_seconds
@@ -116,7 +117,7 @@ def test_a_language_model_inside_another() -> None:
     assert inner == replace(same, name=inner.name)
 
 
-@pytest.mark.parametrize("method", [*REFUSED, "magic", ""])
+@pytest.mark.parametrize("method", sample([*REFUSED, "magic", ""], ["vptq", "magic", ""]))
 def test_refused(method: str) -> None:
     """In one sentence that names the method and the remedy, which works."""
     config = LLAMA | {"quantization_config": {"quant_method": method, "bits": 4}}

@@ -133,6 +133,7 @@ def test_more_memory_is_never_slower(work: Workload, name: str, own: bool, scale
         before = plan.tokens_per_second
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(8), deadline=None)
 @given(workloads, st.sampled_from(sorted(KNOWN_DEVICES)), st.floats(0, 1))
 def test_minimum_budget(work: Workload, name: str, retain: float) -> None:
@@ -149,6 +150,7 @@ def test_minimum_budget(work: Workload, name: str, retain: float) -> None:
     assert least >= smallest_budget(choices, retain / 2)
 
 
+@pytest.mark.slow
 def test_from_outside() -> None:
     """The public functions agree: the budget that keeps 96 % of the speed does, a smaller one doesn't."""
     work = Workload(700, 2)
@@ -213,6 +215,7 @@ def test_what_does_not_fit() -> None:
     plan_memory(VICUNA, "titan-rtx", "14GiB", Workload(tokens * 9 // 10))
 
 
+@pytest.mark.slow
 def test_batches_run_in_rounds() -> None:
     """Eight sequences with memory for some: fewer run at once, and the reasons say so; with more memory all run."""
     work = Workload(2048, 8)

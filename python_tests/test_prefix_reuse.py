@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from selection import sample
 from test_families import greedy
 from test_generate_batch import alone
 from test_patch_memory import wide_model, with_workspace
@@ -38,7 +39,7 @@ def one(ids: list[int]) -> dict[str, torch.Tensor]:
     return {"input_ids": row, "attention_mask": torch.ones_like(row)}
 
 
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("kv_dtype", sample([None, "int8"], ["int8"]))
 def test_a_conversation_computes_what_is_new(model: PreTrainedModel, kv_dtype: str | None) -> None:
     """In each turn everything but the reply's last token is reused; pages equal those of a fresh run."""
     conversation = turns(model, 5)
@@ -152,8 +153,11 @@ def _a_training_step(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        (_in_place,), (_through_data,), (_other_storage,), (_other_parameter,), (_other_module, _switch, _scale),
-        (_a_training_step,),
+        (_in_place,), (_through_data,), (_other_module, _switch, _scale),
+        *(
+            pytest.param((change,), marks=pytest.mark.slow)
+            for change in (_other_storage, _other_parameter, _a_training_step)
+        ),
     ],
     ids=lambda changes: "-".join(change.__name__.strip("_") for change in changes),
 )  # fmt: skip

@@ -185,7 +185,9 @@ def heads() -> sk.MedusaHeads:
     return made
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"do_sample": True, "top_k": 9, "repetition_penalty": 1.3}])
+@pytest.mark.parametrize(
+    "kwargs", [{}, pytest.param({"do_sample": True, "top_k": 9, "repetition_penalty": 1.3}, marks=pytest.mark.slow)]
+)
 def test_a_transformers_model(kwargs: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every site of every step of ``generate``, including the model's own code."""
     model, inputs = tiny_model("llama", num_hidden_layers=1), batch((9,))

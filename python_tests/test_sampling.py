@@ -180,7 +180,8 @@ def accept_and_renormalise(table: Tensor, generator: torch.Generator, forget: bo
             return [*tokens, draw(p, generator)]
 
 
-@pytest.mark.parametrize("forget", sample([False, True], [False]))
+@pytest.mark.slow
+@pytest.mark.parametrize("forget", [False, True])
 def test_drawing_is_the_same_as_accepting_and_renormalising(forget: bool) -> None:
     """The usual procedure has the same distribution, and the test detects a wrong one."""
     table = torch.randn(TREE.size, 6, generator=torch.Generator().manual_seed(1)) * 1.5

@@ -120,6 +120,7 @@ def test_the_grid(kind: str) -> None:
     assert len({run.name for run in runs}) == 15
 
 
+@pytest.mark.slow
 def test_plan_names_what_is_worth_it(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     made().save(tmp_path / "law.json", {"date": "today"})

@@ -72,6 +72,7 @@ def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SpecDecoder, "step", slow)
 
 
+@pytest.mark.slow
 def test_texts_that_can_not_fit_are_not_encoded(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor are more prompts than can be answered."""
     monkeypatch.setattr("transformers.PreTrainedTokenizerFast._encode_plus", None)
@@ -110,6 +111,7 @@ def test_the_server_answers_while_it_encodes(address: str, monkeypatch: pytest.M
         assert [answer.result().status_code for answer in answers] == [200, 200]
 
 
+@pytest.mark.slow
 def test_nan_of_one_request(address: str) -> None:
     """A greedy one's log-probabilities are JSON; a sampled one fails alone."""
     bad = {"prompt": [NAN_TOKEN], "max_tokens": 2, "temperature": 0, "ignore_eos": True}
@@ -219,6 +221,7 @@ def test_the_end_of_a_busy_server(
     assert not [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
 
 
+@pytest.mark.slow
 def test_a_step_that_outlasts_the_end(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

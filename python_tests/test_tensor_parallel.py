@@ -138,8 +138,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Results]:
             if not folder.exists():
                 folder.mkdir()
                 write_models(folder, [*(EVERYDAY if everyday else LONG)])
-                write_drafters(folder, ["eagle3"] if everyday else list(DRAFTERS))
                 if not everyday:
+                    write_drafters(folder, list(DRAFTERS))
                     write_mtp_models(folder)
                 assert session(what, folder, 2, 1000)[1] == [0, 0]
         return {rank: json.loads((folder / f"{what}-{rank}.json").read_text()) for rank in (0, 1)}, folder
@@ -160,7 +160,7 @@ def test_two_ranks_write_what_one_process_writes(two: Callable[..., Results], na
         _check_messages(results, folder, name, heads)
         _check_share(results, name, heads)
     _check_guesses(results, name)
-    _check_features(results, name, DRAFTERS_OF[name] if long_session else ("eagle3",))
+    _check_features(results, name, DRAFTERS_OF[name] if long_session else ())
     if both:
         _check_chosen_tree(results, name)
     _check_coded(results, folder, name, 2)
@@ -244,6 +244,16 @@ def _check_features(results: dict[int, Any], name: str, drafters: Sequence[str])
         assert set(found) == static | {f"drafter-{drafter}, dynamic" for drafter in drafters}
         for drafter, part in found.items():
             _check_drafter(part, plain, drafter)
+
+
+@pytest.mark.slow
+def test_a_drafter_of_the_everyday_model(tmp_path: Path) -> None:
+    """EAGLE-3's trees take half of a session, so the everyday session is without them."""
+    write_drafters(write_models(tmp_path, [*EVERYDAY]), ["eagle3"])
+    results, codes = session("compare-own", tmp_path, 2, 1000)
+    assert codes == [0, 0]
+    for name in EVERYDAY:
+        _check_features(results, name, ["eagle3"])
 
 
 def _check_drafter(part: dict[str, Any], plain: dict[str, Any], drafter: str) -> None:

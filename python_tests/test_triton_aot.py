@@ -54,7 +54,8 @@ def test_attention(kernels: ModuleType, target: str, nodes: int) -> None:
 PREDICTED = [("sm_80", 1), ("sm_80", 25), ("sm_90", 8), ("sm_90", 25), ("gfx942", 8), ("gfx942", 64)]
 
 
-@pytest.mark.parametrize(("target", "nodes"), sample(PREDICTED, [("sm_90", 25)]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "nodes"), PREDICTED)
 def test_the_prediction_is_the_committed_one(kernels: ModuleType, target: str, nodes: int) -> None:
     """The predicted share of copy bandwidth of Llama-3-8B's attention is that of ``bench/results/aot.json``."""
     rows = json.loads((ROOT / "bench" / "results" / "aot.json").read_text())["rows"]
@@ -65,6 +66,7 @@ def test_the_prediction_is_the_committed_one(kernels: ModuleType, target: str, n
     assert row["predicted_fraction"] >= committed["predicted_fraction"] - 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "column", "least"),
     [("sm_90", "predicted_fraction", 0.85), ("sm_90", "predicted_alone", 0.6), ("gfx942", "predicted_fraction", 0.75)],
@@ -81,7 +83,8 @@ def test_attention_bfloat16(kernels: ModuleType, target: str) -> None:
     check(kernels.attention_job(target, kernels.Shape(nodes=25, group=8, dtype=torch.bfloat16)), target)
 
 
-@pytest.mark.parametrize("target", sample(TARGETS, ["sm_80"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
 def test_lm_head(kernels: ModuleType, target: str) -> None:
     shape = kernels.Shape(nodes=25)
     log_probs = kernels.lm_head_job(target, shape, 10, log_probs=True)
@@ -96,7 +99,8 @@ def test_lm_head_of_codes(kernels: ModuleType, target: str) -> None:
         check(kernels.lm_head_job(target, kernels.Shape(nodes=nodes), 10, group=64), target)
 
 
-@pytest.mark.parametrize("target", sample(["sm_75", "gfx90a"], ["sm_75"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_75", "gfx90a"])
 def test_small_kernels(kernels: ModuleType, target: str) -> None:
     shape = kernels.Shape()
     several = (*kernels.paged_jobs(shape), *kernels.layer_jobs(shape))

@@ -143,6 +143,7 @@ class TestInterpreter:
     def test_attention_in_splits(self, case: AttentionCase) -> None:
         check_attention(case, torch.float32, configs=small_configs())
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("window", [None, 25])
     def test_nodes_in_several_splits(self, window: int | None) -> None:
         """Splits hold tokens and nodes alike: of 70 and 46 slots in units of 16 some splits have nodes only."""
@@ -151,6 +152,7 @@ class TestInterpreter:
         one_class = replace(decode, split_size=16, max_nodes=2**31 - 1)
         check_attention(case, torch.float32, configs=(one_class,))
 
+    @pytest.mark.slow
     def test_tile_of_128_keys(self) -> None:
         """The tiles with nodes begin up to 127 tokens in front of them, more than a mask word has bits."""
         case = AttentionCase("wide_tile", (127, 192, 3), (5, 9, 4), num_qo_heads=2, num_kv_heads=1)
@@ -158,6 +160,7 @@ class TestInterpreter:
         config = replace(decode, block_m=32, block_n=128, direct_n=128, split_size=128, max_nodes=2**31 - 1)
         check_attention(case, torch.float32, configs=(config,))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("case", in_splits(1, "ragged"), ids=lambda case: case.name)
     def test_weights_rounded_by_bits(self, case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
         """As on AMD GPUs: within bfloat16's error budget, and with other bits than the conversion's."""
@@ -183,6 +186,7 @@ class TestInterpreter:
     def test_attention_over_codes(self, case: AttentionCase, dtype: torch.dtype) -> None:
         check_attention(case, dtype, configs=small_configs() if dtype == torch.float32 else None)
 
+    @pytest.mark.slow
     def test_bounds_from_shapes(self) -> None:
         inputs = problem(next(case for case in ATTENTION_CASES if case.name == "page_edges"), torch.float32)
         bounded = run_attention(inputs)
@@ -200,7 +204,7 @@ class TestInterpreter:
         exact = reference.tree_attention(*inputs.values())[0]
         torch.testing.assert_close(expected[0], exact, rtol=0, atol=1e-5)
 
-    @pytest.mark.parametrize("splits", sample((False, True), [True]), ids=["by_rule", "in_splits"])
+    @pytest.mark.parametrize("splits", sample((False, True), [False]), ids=["by_rule", "in_splits"])
     def test_an_invariant_sequence_ignores_its_batch(self, splits: bool) -> None:
         case = AttentionCase("batch", (33, 5, 0, 100), (3, 20, 9, 1), window=60, sinks=True)
         inputs = problem(case, torch.float32) | {"invariant": True}

@@ -139,7 +139,7 @@ class TestInterpreter:
         [
             pytest.param(5, 1000, 80, torch.float32, marks=pytest.mark.slow),
             pytest.param(17, 200, 48, torch.float16, marks=pytest.mark.slow),
-            (5, 90, 48, torch.float32),
+            pytest.param(5, 90, 48, torch.float32, marks=pytest.mark.slow),
             (1, 33, 48, torch.float16),
         ],
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import sample
 from test_call_corners import falls_back
 from test_families import answers, batch, greedy
 from tiny_models import VOCAB, OracleDrafter, random_heads, tiny_model
@@ -166,7 +167,9 @@ def test_generate_inside_of_generate(model: PreTrainedModel) -> None:
         assert handle.stats.tokens_per_step > 1
 
 
-@pytest.mark.parametrize("mask", [[2] * 9, [1, 1, 1, 2, 2, 2, 3, 3, 3], [0.5] * 9, [-1] * 9], ids=str)
+@pytest.mark.parametrize(
+    "mask", sample([[2] * 9, [1, 1, 1, 2, 2, 2, 3, 3, 3], [0.5] * 9, [-1] * 9], [str([0.5] * 9)], str), ids=str
+)
 def test_masks_of_other_values(model: PreTrainedModel, mask: list[float]) -> None:
     inputs = INPUTS | {"attention_mask": torch.tensor([mask])}
     expected = greedy(model, inputs, 12)
@@ -206,8 +209,11 @@ def _inputs_method(model: PreTrainedModel) -> None:
     model.prepare_inputs_for_generation = prepare
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before patching", "after patching"])
-@pytest.mark.parametrize("change", [_decorated_hook, _decorated_forward, _partial_hook, _inputs_method])
+@pytest.mark.parametrize("before", sample([True, False], [True]), ids=["before patching", "after patching"])
+@pytest.mark.parametrize(
+    "change",
+    sample([_decorated_hook, _decorated_forward, _partial_hook, _inputs_method], [_decorated_forward, _inputs_method]),
+)
 def test_foreign_code_of_all_kinds(change: Callable[[PreTrainedModel], None], before: bool) -> None:
     twin, model = tiny_model("llama", seed=31), tiny_model("llama", seed=31)
     change(twin)
@@ -252,7 +258,7 @@ INNER = [_mlp_forward, _part_forward, _norm_epsilon, _norm_class, _weight_norm]
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-@pytest.mark.parametrize("change", INNER, ids=lambda f: f.__name__.strip("_"))
+@pytest.mark.parametrize("change", sample(INNER, [_norm_epsilon]), ids=lambda f: f.__name__.strip("_"))
 def test_inner_modules_changed_after_steps_were_recorded(change: Callable[[PreTrainedModel], None]) -> None:
     """They run inside the speculative step, and stay in the model."""
     twin, model = tiny_model("llama", seed=31), tiny_model("llama", seed=31)
@@ -280,7 +286,7 @@ def other_forward(kind: type[nn.Module]) -> Iterator[None]:
         kind.forward = own  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("part", ["mlp", "input_layernorm"])
+@pytest.mark.parametrize("part", sample(["mlp", "input_layernorm"], ["input_layernorm"]))
 def test_a_class_changed_after_steps_were_recorded(model: PreTrainedModel, part: str) -> None:
     kind = type(getattr(model.model.layers[0], part))
     with other_forward(kind):
@@ -388,7 +394,7 @@ INTERRUPTS = {
 }
 
 
-@pytest.mark.parametrize("place", INTERRUPTS)
+@pytest.mark.parametrize("place", sample(INTERRUPTS, ["freed pages"]))
 def test_interrupts(model: PreTrainedModel, place: str) -> None:
     """The interrupt itself leaves generate; the next call has all pages, the module's own forwards and its tokens."""
     drafter, expected = random_heads(model), greedy(model, INPUTS, 40)
@@ -430,6 +436,7 @@ def test_copies_that_are_made_inside_of_a_step(model: PreTrainedModel, monkeypat
             assert torch.equal(greedy(plain, INPUTS, 12), expected)
 
 
+@pytest.mark.slow
 def test_a_saved_model_needs_no_package(model: PreTrainedModel, tmp_path: Path) -> None:
     file, expected = tmp_path / "model.pt", greedy(model, INPUTS, 5)
     with sk.patch(model, "prompt-lookup"):
@@ -447,8 +454,8 @@ def test_a_saved_model_needs_no_package(model: PreTrainedModel, tmp_path: Path) 
 # ---- the end of a table of positions
 
 
-@pytest.mark.parametrize("drafter", ["heads", "prompt-lookup", "oracle", "draft model"])
-@pytest.mark.parametrize("family", ["gpt2", "opt", "gptj"])
+@pytest.mark.parametrize("drafter", sample(["heads", "prompt-lookup", "oracle", "draft model"], ["heads"]))
+@pytest.mark.parametrize("family", sample(["gpt2", "opt", "gptj"], ["gpt2"]))
 def test_texts_up_to_the_last_position(family: str, drafter: str) -> None:
     """Candidates beyond the table are never accepted, nor looked up; longer texts are the model's own business."""
     sizes = {"max_position_embeddings": 48, "ffn_dim": 48, "word_embed_proj_dim": 32, "rotary_dim": 4}

@@ -15,6 +15,7 @@ from torch import nn
 
 from specmemo_kernels.cache.state_pool import MixerSpec
 from specmemo_kernels.integrations.hf.cache_argument import CACHE_ARGUMENTS
+from specmemo_kernels.integrations.hf.convolution import fast_convolutions
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel, unsupported
 from specmemo_kernels.integrations.hf.mixers import (
     HoldsKeys,
@@ -137,8 +138,11 @@ def _modes(mixer: Mixer) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, _TOKENS, mixer.spec.hidden_size, generator=generator).to(mixer.spec.device, mixer.spec.dtype)
     arguments = mixer.arguments_for(1, _TOKENS)
-    output = type(mixer.module).forward(mixer.module, x, **{**arguments, "attention_mask": None})
+    with fast_convolutions(x):
+        output = type(mixer.module).forward(mixer.module, x, **{**arguments, "attention_mask": None})
     expected = output[0] if isinstance(output, tuple) else output
+    if not expected.isfinite().all():
+        raise unsupported(mixer.module, f"has a recurrent state and computes NaN or infinity in {x.dtype}")
     zeros = {name: _zeros(value) for name, value in arguments.items()}
     if _distance(expected, mixer.call(x, (), zeros)[0]) > 0:
         raise unsupported(mixer.module, "has a recurrent state and reads positions")

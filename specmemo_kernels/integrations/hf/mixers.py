@@ -16,6 +16,7 @@ from torch import nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from specmemo_kernels.cache.state_pool import MixerSpec
+from specmemo_kernels.integrations.hf.convolution import fast_convolutions
 from specmemo_kernels.integrations.hf.recurrence import FEW_TOKENS, Recurrence
 from specmemo_kernels.integrations.hf.replaced import OurForward, ReplacedForwards
 
@@ -175,7 +176,8 @@ class Mixer:
         return output, [after[key] for key in self.keys]
 
     def _run(self, forward: Any, x: Tensor, others: Mapping[str, Any], cache: MixerCache) -> Tensor:
-        output = forward(self.module, x, **{**others, self.keyword: cache, "attention_mask": None})
+        with fast_convolutions(x):
+            output = forward(self.module, x, **{**others, self.keyword: cache, "attention_mask": None})
         result: Tensor = output[0] if isinstance(output, tuple) else output
         return result
 
