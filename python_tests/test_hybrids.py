@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 import specmemo_kernels as sk
 from specmemo_kernels.cache.state_pool import MixerSpec, StatePool
 from specmemo_kernels.forward.tree_paths import paths_to_leaves, tree_paths
+from specmemo_kernels.integrations.hf import find_mixers
 from specmemo_kernels.integrations.hf.hybrid_sizes import recurrent_spec
 from specmemo_kernels.integrations.hf.mixer_pass import MixerPass
 from specmemo_kernels.integrations.hf.mixers import Mixer
@@ -95,6 +96,17 @@ def test_tokens(family: str, size: int, share: float) -> None:
     assert [vars(module).keys() for module in model.modules()] == before
     output = model.generate(torch.tensor([prompts[0]]), max_new_tokens=NEW, do_sample=False)[0].tolist()
     assert output == prompts[0] + expected[0]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("family", sample(["lfm2", "qwen3_next", "olmo_hybrid", "falcon_h1"], ["lfm2"]))
+def test_the_faster_way_changes_no_token(family: str, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``patch`` measures whether a layer gets a tree's nodes level by level (``alone``) or all paths at once."""
+    model, prompts, expected = texts(family)
+    monkeypatch.setattr(find_mixers, "_alone_is_fast", lambda *_: alone)
+    with sk.patch(model, oracle(family, 0.6), tree=TREES[24], page_size=4, prefill_chunk=16) as handle:
+        assert {mixer.steps_alone for mixer in handle.facts.mixers.mixers} == {alone}
+        assert written(model, prompts) == expected
 
 
 @each_family

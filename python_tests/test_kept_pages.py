@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -283,3 +284,15 @@ def test_an_exception_leaves_only_what_is_right() -> None:
         same_as_plain(state)
     assert spec.stats.reused_tokens > 0
     empty(spec.pool)
+
+
+@pytest.mark.parametrize(("of_drafter", "cached"), [(False, 4), (True, 3)])
+def test_a_drafters_keys_depend_on_the_next_token(of_drafter: bool, cached: int) -> None:
+    """Where two texts part, the slot of the last common token has what the first text's drafter read behind it."""
+    layer = replace(LAYER, of_drafter=of_drafter)
+    pool = PagedKVPool([layer], num_pages=8, page_size=1, max_sequences=2, max_nodes=1, keep=True)
+    slot = pool.open()
+    pool.reserve(slot, 6)
+    pool.close(slot, [1, 2, 3, 4, 5, 6])
+    assert pool.cached_prefix_len([1, 2, 3, 4, 9, 9, 9]) == cached
+    assert pool.cached_prefix_len([1, 2, 3, 4, 5, 9, 9]) == cached + 1
