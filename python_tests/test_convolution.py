@@ -71,6 +71,10 @@ def test_other_convolutions_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) 
         assert torch.equal(torch.conv1d(x.float(), weight.float(), groups=6).bfloat16(), depthwise(x, weight))
         with pytest.raises(RuntimeError, match="Kernel size can't be greater"):
             torch.conv1d(x[..., :2], weight, groups=6)
+        with pytest.raises(RuntimeError, match="type"):
+            torch.conv1d(x, weight.float(), groups=6)
+        with pytest.raises(RuntimeError, match="type"):
+            torch.conv1d(x, weight, torch.zeros(6), groups=6)
     assert all(map(torch.equal, found, expected))
 
 

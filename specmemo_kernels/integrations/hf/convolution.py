@@ -45,6 +45,7 @@ def _conv1d(
         or not isinstance(sides, int)
         or any(size not in (1, (1,), [1]) for size in (stride, dilation))
         or input.dtype not in _HALVES
+        or any(other is not None and other.dtype != input.dtype for other in (weight, bias))
         or input.shape[-1] + 2 * sides < weight.shape[-1]
     ):
         return None
