@@ -27,7 +27,8 @@ class Outputs {
   void prepare(char* shared) { products_.prepare(shared); }
   void prepare_as(const Outputs& other) { products_.prepare_as(other.products_); }
 
-  int64_t value_count() const { return round_up(args_.rows * kGroup, kLanes); }
+  // With room for a whole vector from every value on.
+  int64_t value_count() const { return round_up(args_.rows * kGroup, kLanes) + kLanes; }
   int64_t sums_bytes() const { return round_up(products_.sums_bytes(), 64); }
 
   // values[row * kGroup + i] = output first + i, rounded to T as a linear layer does. count <= kGroup; `values` has
@@ -77,9 +78,17 @@ struct Tasks {
 
 template <class T>
 inline void store_values(const float* values, int64_t count, typename T::Raw* out) {
+  typedef typename T::Raw Raw;
+  constexpr int64_t kRest = kGroup % kLanes;  // of a whole group
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) T::store_vec(out + i, load<VecF>(values + i));
-  for (; i < count; ++i) out[i] = T::from_float(values[i]);
+  if (i == count) return;
+  Raw rest[kLanes];
+  T::store_vec(rest, load<VecF>(values + i));
+  if (count - i == kRest)
+    std::memcpy(out + i, rest, kRest * sizeof(Raw));
+  else
+    std::memcpy(out + i, rest, static_cast<size_t>(count - i) * sizeof(Raw));
 }
 
 // out[rows, outputs] = x @ weight^T + bias.
@@ -132,7 +141,7 @@ void run_gates(const ProductArgs& gate, const ProductArgs& up, Activation activa
     c.tasks.for_each_group(i, [&](int64_t first, int64_t count) {
       c.gate.compute(first, count, sums, gates);
       c.up.compute(first, count, sums, ups);
-      for (int64_t at = 0; at < size; at += kLanes)
+      for (int64_t at = 0; at < c.args.rows * kGroup; at += kLanes)
         store(gates + at, T::round(activate(c.activation, load<VecF>(gates + at))) * load<VecF>(ups + at));
       for (int64_t r = 0; r < c.args.rows; ++r)
         store_values<T>(gates + r * kGroup, count, c.out + r * c.args.outputs + first);
@@ -205,7 +214,8 @@ void run_gated_mlp(const GatedMlpArgs& args, int threads) {
 // of every thread.
 template <class T, class Dot>
 int64_t linear_workspace(int64_t inputs, int64_t middle, int threads) {
-  const int64_t thread_bytes = kMaxRows * kGroup * static_cast<int64_t>(sizeof(VecF) + 2 * sizeof(float));
+  const int64_t values = kMaxRows * kGroup + kLanes;  // of gate and of up
+  const int64_t thread_bytes = kMaxRows * kGroup * static_cast<int64_t>(sizeof(VecF)) + values * 8;
   return MlpMemory<T, Dot>(kMaxRows, inputs, middle).bytes + threads * round_up(thread_bytes, 4096);
 }
 

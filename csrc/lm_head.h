@@ -99,9 +99,8 @@ class LmHead {
   // Computes the k best of one piece of the vocabulary, for all rows.
   void run(int64_t piece, char* results) const {
     const int64_t begin = first_token(piece), end = first_token(piece + 1), rows = args_.product.rows;
-    // Behind the values, the sums of exponentials; a vector from the last row's values on may reach into them.
     const int64_t values_bytes = outputs_.value_count() * 4, sums_bytes = outputs_.sums_bytes();
-    const int64_t summed = args_.lse != nullptr ? rows : 0, exp_bytes = summed * sizeof(ExpSums) + kLanes * 4;
+    const int64_t summed = args_.lse != nullptr ? rows : 0, exp_bytes = summed * sizeof(ExpSums);
     auto* memory = static_cast<char*>(arena(0, sums_bytes + values_bytes + exp_bytes));
     auto* values = reinterpret_cast<float*>(memory + sums_bytes);
     auto* sums = reinterpret_cast<ExpSums*>(memory + sums_bytes + values_bytes);

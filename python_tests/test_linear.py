@@ -107,11 +107,20 @@ def test_more_rows_than_pay_are_torchs_own_product(
     assert torch.equal(ops.linear(x[:9], weight, bias, backend="cpu"), invariant[:9])
 
 
-def test_few_rows() -> None:
+@pytest.mark.parametrize(
+    ("listed", "avx512", "bf16", "expected"),
+    [(False, False, False, None), (True, True, True, 32), (True, True, False, None), (True, False, False, 32)],
+    ids=["avx2", "avx512bf16", "avx512", "arm"],
+)
+def test_few_rows(
+    listed: bool, avx512: bool, bf16: bool, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where torch has a fast product, its product of many rows is used."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: listed)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
+    assert cpu.few_rows.__wrapped__(torch.bfloat16) == expected
     assert ops.few_rows("cpu", torch.float32) == 128
-    supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert ops.few_rows("cpu", torch.bfloat16) == (32 if supported else None)
     assert ops.few_rows("reference", torch.float32) == 0
 
 

@@ -189,12 +189,23 @@ def linear_workspace(dtype: torch.dtype, inputs: int, middle: int = 0) -> int:
 def few_rows(dtype: torch.dtype) -> int | None:
     """Rows up to which :func:`linear` is at least as fast as torch's product; ``None``: any number.
 
-    Without 16-bit instructions torch converts element by element: on an EPYC with AVX2 its product of 64 rows takes
-    three times as long as in float32, and 4 to 6 times as long as ours (``bench/results/linear_avx2_cpu.json``).
+    Without 16-bit instructions torch converts element by element: with AVX2 its product of 64 rows takes three times as
+    long as in float32, and 4 to 6 times as long as ours (``bench/results/linear_avx2_cpu.json``); with AVX512 alone,
+    four times and 4.5 times as long, although oneDNN lists bfloat16 as supported.
     """
+    return None if _slow_in_torch(dtype) else _FEW_ROWS.get(dtype)
+
+
+def _slow_in_torch(dtype: torch.dtype) -> bool:
+    """Whether torch's products of ``dtype`` have no instructions of their own."""
     supported = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
     check = getattr(torch.ops.mkldnn, supported[dtype], None) if dtype in supported else None
-    return None if check is not None and not check() else _FEW_ROWS.get(dtype)
+    if check is None:
+        return False
+    emulated = (
+        dtype == torch.bfloat16 and torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
+    )
+    return emulated or not check()
 
 
 def _many_rows(x: Tensor) -> bool:

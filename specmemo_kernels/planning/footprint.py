@@ -154,7 +154,8 @@ class GenerationShape:
             by its rows.
         split_size, split_row_bytes: tokens per attention split, and workspace bytes per row and split; 0 for a backend
             without this workspace.
-        workspace_bytes: constant memory of the backend and libraries outside torch's allocator.
+        workspace_bytes: constant memory of the backend outside torch's allocator.
+        libraries: buffers that libraries keep, by the rows of passes.
         drafter_kv_bytes_per_token: keys and values in the drafter's own pages.
         devices: number of devices with layers; each gets a copy of a step's metadata.
         kept_steps: number of steps whose tensors are cached (``step_graph.MAX_STEPS``).
@@ -172,6 +173,7 @@ class GenerationShape:
     split_size: int = 0
     split_row_bytes: int = 0
     workspace_bytes: int = 0
+    libraries: PassBytes = PassBytes()
     drafter_kv_bytes_per_token: int = 0
     devices: int = 1
     scratch_bytes_per_node: int | None = None
@@ -234,7 +236,7 @@ def fixed_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
         + size.sequences * shape.state_bytes
         + size.rows * splits * shape.split_row_bytes,
         "metadata": metadata * shape.devices,
-        "workspace": shape.workspace_bytes,
+        "workspace": shape.workspace_bytes + shape.libraries.at(size.rows),
     }
     if shape.products.layer:
         parts["products"] = shape.products.beyond.at(size.rows)

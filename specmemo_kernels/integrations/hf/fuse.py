@@ -177,8 +177,11 @@ class FusedLeaves:
 
     def _names(self, rows: int) -> frozenset[str]:
         """The operators that are faster than the modules for so many rows."""
-        few = self.max_rows is None or rows <= self.max_rows
-        return self._operators if few else self._operators & _ALWAYS_FASTER
+        return self._operators if self.multiply(rows) else self._operators & _ALWAYS_FASTER
+
+    def multiply(self, rows: int) -> bool:
+        """Whether linear layers and MLPs are operators in passes over so many rows."""
+        return self.max_rows is None or rows <= self.max_rows
 
     def _replacements(self) -> list[OurForward]:
         return [OurForward(leaf.module, leaf.forward) for leaf in self.leaves if leaf.unchanged]

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -157,20 +157,35 @@ def measure_quantised(model: Any, facts: ModelFacts, max_rows: int) -> ProductBy
     return measure_products(model, run, facts.pass_mode, max_rows)
 
 
-def measure_libraries(model: Any, facts: ModelFacts, max_rows: int) -> int:
-    """Bytes of library buffers (mostly packed matrices) on a CPU after forward passes over at most ``max_rows`` rows.
+def measure_libraries(model: Any, facts: ModelFacts, max_rows: int) -> PassBytes:
+    """Measure the library buffers (mostly packed matrices) on a CPU after passes over at most ``max_rows`` rows.
+
+    MKL takes 4 MiB for its first product on an Intel CPU with AVX512. Passes whose linear layers are operators may not
+    multiply by it at all.
+    """
+    if facts.device.type != "cpu":
+        return PassBytes()
+    leaves = facts.leaves
+    bound = PassBytes(_library_bytes(model, facts, max_rows, sys.maxsize))
+    if not leaves.names or leaves.max_rows is None:
+        return bound
+    few = _library_bytes(model, facts, min(leaves.max_rows, max_rows), leaves.max_rows)
+    return bound.with_few(leaves.max_rows, PassBytes(few))
+
+
+def _library_bytes(model: Any, facts: ModelFacts, max_rows: int, leaf_rows: int) -> int:
+    """The same with the leaf operators for ``leaf_rows`` rows.
 
     The maximum of two measurements. A pass over few rows, for speed, shows the buffers of all libraries. MKL's buffers
     grow with the rows, so each kind of matrix is also multiplied with ``max_rows`` rows: 3.9 MiB instead of 3.2 MiB
     with 256 rows and matrices of 512 x 1536.
     """
-    if facts.device.type != "cpu":
-        return 0
     tokens = _same_tokens(facts, _MEASURED_ROWS[-1])
+    replaced = facts.leaves.modules if facts.leaves.multiply(leaf_rows) else frozenset()
     with facts.pass_mode():
         for _ in range(2):  # the first pass also allocates buffers that stay
-            of_pass = _kept_by_libraries(lambda: _run(model, facts, tokens, leaf_rows=sys.maxsize))
-        of_products = _kept_by_libraries(lambda: _multiply(_packed_matrices(model, facts), max_rows))
+            of_pass = _kept_by_libraries(lambda: _run(model, facts, tokens, leaf_rows=leaf_rows))
+        of_products = _kept_by_libraries(lambda: _multiply(_packed_matrices(model, facts, replaced), max_rows))
     kept_bytes = max(of_pass, of_products)
     return kept_bytes if kept_bytes >= _LEAST_COUNTED else 0
 
@@ -183,12 +198,13 @@ def _kept_by_libraries(call: Callable[[], object]) -> int:
     return allocated_bytes() - before
 
 
-def _packed_matrices(model: Any, facts: ModelFacts) -> list[Tensor]:
-    """One matrix of each shape and dtype that MKL multiplies in a forward pass."""
+def _packed_matrices(model: Any, facts: ModelFacts, replaced: Set[nn.Module]) -> list[Tensor]:
+    """One matrix of each shape and dtype that MKL multiplies in a forward pass without the modules ``replaced``."""
     embedding, lm_head = (
         getattr(module, "weight", None) for module in (model.get_input_embeddings(), model.get_output_embeddings())
     )
     skipped = {id(embedding), id(lm_head)} if facts.exact_lm_head else {id(embedding)} - {id(lm_head)}
+    skipped |= {id(parameter) for module in replaced for parameter in module.parameters(recurse=False)}
     found = {
         (parameter.dtype, parameter.shape): parameter
         for parameter in model.parameters()

@@ -193,13 +193,13 @@ def _generation_shape(setup: Setup, graphs: GraphUse, limits: PlanLimits) -> Gen
     model, facts, drafter, backend = setup.model, setup.facts, setup.drafter, setup.backend
     shapes = _attention_sizes(facts)
     chunks = [max_rows] if limits.budget is None else chunk_sizes(max_rows)
-    (forward, logits), library_bytes = measure_passes(model, facts, chunks), measure_libraries(model, facts, max_rows)
+    (forward, logits), libraries = measure_passes(model, facts, chunks), measure_libraries(model, facts, max_rows)
     products = measure_quantised(model, facts, max_rows)
     if isinstance(drafter, HFDraftModel):
         shapes += _attention_sizes(drafter.facts)
         products = products.elementwise_max(measure_quantised(drafter.hf_model, drafter.facts, max_rows))
         draft_forward, draft_logits = measure_passes(drafter.hf_model, drafter.facts, chunks)
-        library_bytes = max(library_bytes, measure_libraries(drafter.hf_model, drafter.facts, max_rows))
+        libraries = libraries.elementwise_max(measure_libraries(drafter.hf_model, drafter.facts, max_rows))
         forward, logits = forward.elementwise_max(draft_forward), logits.elementwise_max(draft_logits)
     layers, state_size = facts.layers, facts.hidden_size
     if isinstance(drafter, FeatureDrafter):
@@ -231,7 +231,8 @@ def _generation_shape(setup: Setup, graphs: GraphUse, limits: PlanLimits) -> Gen
         split_size=min(size for size, _ in splits),
         split_row_bytes=max(row for _, row in splits),
         drafter_kv_bytes_per_token=drafter.kv_bytes_per_token if isinstance(drafter, PagedDrafter) else 0,
-        workspace_bytes=workspace + library_bytes,
+        workspace_bytes=workspace,
+        libraries=libraries,
         devices=len({layer.device for layer in facts.layers} | {facts.device}),
         kept_steps=MAX_STEPS if graphs.wanted else 0,
         graphs=captured,
