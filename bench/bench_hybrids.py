@@ -1,12 +1,13 @@
-"""Tokens per second of models with recurrent or convolution layers, patched and plain, in turns.
+"""Tokens per second of models with recurrent or convolution layers or experts, patched and plain, in turns.
 
     python bench/bench_hybrids.py --json out.json
+    python bench/bench_hybrids.py --shapes qwen3-moe-270m,gpt-oss-270m --json out.json
     python bench/bench_hybrids.py --memory --dtype fp32 --batch 4
 
-Random weights of about 100M parameters. The drafter knows the answer, and its k-th guess at a depth is right as often
-as Medusa's published heads' on Vicuna-7B: acceptance is replayed, drafting costs nothing. In float32 the tokens of each
-side are compared with those of plain ``generate`` before anything is timed; in bfloat16 near ties may be decided
-otherwise.
+Random weights of about 100M parameters (mixtures of experts: 270M, of which a token uses 70M). The drafter knows the
+answer, and its k-th guess at a depth is right as often as Medusa's published heads' on Vicuna-7B: acceptance is
+replayed, drafting costs nothing. In float32 the tokens of each side are compared with those of plain ``generate``
+before anything is timed; in bfloat16 near ties may be decided otherwise.
 
 ``planned``: what ``patch`` chooses. ``chain``: a chain of two drafts. ``tree``: 8 nodes. ``no drafts``: steps of one
 node.
@@ -38,7 +39,9 @@ _COMMON = {
     "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
     "vocab_size": 32000, "tie_word_embeddings": True,
 }  # fmt: skip
-#: A model type and its settings: two of three layers are convolutions; three of four are gated delta rules.
+_EXPERTS = {"num_experts_per_tok": 4, "head_dim": 64}
+#: A model type and its settings: two of three layers are convolutions; three of four are gated delta rules; all feed-
+#: forward layers are mixtures of 32 experts, with matrices [outputs, inputs] or [inputs, outputs].
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2-120m": ("lfm2", _COMMON | {
         "intermediate_size": 2560, "block_auto_adjust_ff_dim": False,
@@ -50,6 +53,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
     }),
+    "qwen3-moe-270m": ("qwen3_moe", _COMMON | _EXPERTS | {"num_experts": 32, "moe_intermediate_size": 256}),
+    "gpt-oss-270m": ("gpt_oss", _COMMON | _EXPERTS | {"num_local_experts": 32, "intermediate_size": 256}),
 }  # fmt: skip
 SIDES: dict[str, Any] = {"no drafts": 1, "chain": sk.DraftTree.chain(2), "tree": 8, "planned": None}
 
@@ -83,7 +88,7 @@ def model_of(shape: str, dtype: torch.dtype) -> Any:
     kind, settings = SHAPES[shape]
     torch.manual_seed(0)
     make: Any = AutoModelForCausalLM.from_config
-    model = make(CONFIG_MAPPING[kind](**settings), dtype=dtype, attn_implementation="sdpa").eval()
+    model = make(CONFIG_MAPPING[kind](**settings), dtype=dtype).eval()
     model.generation_config.eos_token_id = None
     return model
 
@@ -119,7 +124,7 @@ def measure(shape: str, dtype: str, batch: int, prompt: int, new: int, seconds: 
         row["speedup"] = times["plain generate"] / value
         if handle is not None:
             row |= {"nodes": handle.plan.tree.size, "tokens_per_step": handle.stats.tokens_per_step}
-            row["state_bytes"] = handle.bytes_by_part["states"]
+            row["state_bytes"] = handle.bytes_by_part.get("states", 0)
         rows.append(row)
     return rows
 
@@ -179,7 +184,7 @@ def main(
                     rows.append(memory(shape, kind, size, prompt, new))
                 else:
                     rows += measure(shape, kind, size, prompt, new, seconds)
-    print_rows(rows, title="models with recurrent layers")
+    print_rows(rows, title="models with recurrent layers or experts")
     write_result(json_, {"prompt": prompt, "new_tokens": new, "rows": rows})
 
 

@@ -56,8 +56,8 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("attention_workspace", &attention_workspace, "Bytes that each thread of tree_attention works in, at most.");
   m.def(
       "linear_workspace",
-      [](int dtype, int64_t inputs, int64_t middle, int threads) {
-        return kernels().linear_workspace(static_cast<DType>(dtype), inputs, middle, threads);
+      [](int dtype, int64_t inputs, int64_t middle, bool by_input, int threads) {
+        return kernels().linear_workspace(static_cast<DType>(dtype), inputs, middle, by_input, threads);
       },
       "Bytes that linear layers keep; of a gated MLP with `middle` activations per row, or of one product (0).");
   m.def("lm_head_topk", &lm_head_topk);

@@ -61,6 +61,7 @@ struct ProductArgs {
   const uint16_t* scales;  // [outputs, groups] float16, or null: weights in dtype
   const void* bias;        // [outputs] or null
   int64_t rows, outputs, inputs;
+  bool by_input;  // the weight is [inputs, outputs], without scales
 };
 
 struct LmHeadArgs {
@@ -73,6 +74,16 @@ struct LmHeadArgs {
 
 struct LinearArgs {
   ProductArgs product;
+  void* out;  // [rows, outputs], contiguous
+};
+
+// Products of consecutive rows with the matrices of groups: rows ends[i - 1] to ends[i] with the i-th. Rows behind the
+// last end become zeros.
+struct GroupedLinearArgs {
+  ProductArgs
+      product;  // all rows; weight [groups, outputs, inputs] or [groups, inputs, outputs], bias [groups, outputs]
+  const int64_t* ends;  // [groups], read when the operator runs
+  int64_t groups;
   void* out;  // [rows, outputs], contiguous
 };
 
@@ -120,10 +131,12 @@ struct Kernels {
   int64_t (*attention_workspace)(const AttentionArgs&);  // bytes of one thread, for any number of nodes
   void (*lm_head_topk)(const LmHeadArgs&, int threads);
   void (*linear)(const LinearArgs&, int threads);
+  void (*grouped_linear)(const GroupedLinearArgs&, int threads);
   void (*gated_mlp)(const GatedMlpArgs&, int threads);
   void (*rms_norm)(const RmsNormArgs&, int threads);
   void (*rotary)(const RotaryArgs&, int threads);
-  int64_t (*linear_workspace)(DType, int64_t inputs, int64_t middle, int threads);  // bytes kept, for any rows
+  // Bytes kept, for any rows.
+  int64_t (*linear_workspace)(DType, int64_t inputs, int64_t middle, bool by_input, int threads);
   // Writes row i of each sequence to position seq_lens + i.
   void (*append_rows)(const PagedRows& rows, const CopySide& side);
   // Writes the accepted nodes of all layers to positions seq_lens, seq_lens + 1, ...

@@ -53,9 +53,14 @@ void linear(const LinearArgs& args, int threads) {
   by_dtype(args.product.dtype, [&](auto t, auto dot) { run_linear<decltype(t), decltype(dot)>(args, threads); });
 }
 
-int64_t linear_workspace(DType dtype, int64_t inputs, int64_t middle, int threads) {
-  return by_dtype(
-      dtype, [&](auto t, auto dot) { return linear_workspace<decltype(t), decltype(dot)>(inputs, middle, threads); });
+void grouped_linear(const GroupedLinearArgs& args, int threads) {
+  by_dtype(args.product.dtype, [&](auto t, auto dot) { run_grouped<decltype(t), decltype(dot)>(args, threads); });
+}
+
+int64_t linear_workspace(DType dtype, int64_t inputs, int64_t middle, bool by_input, int threads) {
+  return by_dtype(dtype, [&](auto t, auto dot) {
+    return linear_workspace<decltype(t), decltype(dot)>(inputs, middle, by_input, threads);
+  });
 }
 
 void gated_mlp(const GatedMlpArgs& args, int threads) {
@@ -78,6 +83,7 @@ const Kernels SPECMEMO_TABLE(SPECMEMO_ISA) = {SPECMEMO_NAME(SPECMEMO_ISA),
                                               attention_workspace,
                                               lm_head_topk,
                                               linear,
+                                              grouped_linear,
                                               gated_mlp,
                                               rms_norm,
                                               rotary,

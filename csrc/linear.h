@@ -3,8 +3,8 @@
 
 #include "activation.h"
 #include "code_products.h"
+#include "column_products.h"
 #include "row_products.h"
-#include "threads.h"
 
 namespace specmemo {
 namespace {
@@ -168,18 +168,46 @@ ProductArgs rows_from(ProductArgs args, int64_t row) {
 }
 
 template <class T, class Dot>
-void run_linear(const LinearArgs& args, int threads) {
-  typedef typename T::Raw Raw;
-  if (args.product.outputs == 0) return;
-  for (int64_t row = 0; row < args.product.rows; row += kMaxRows) {
-    const ProductArgs part = rows_from<T>(args.product, row);
-    auto* shared = static_cast<char*>(arena(1, prepared_bytes<T, Dot>(part.rows, part.inputs)));
-    Raw* out = static_cast<Raw*>(args.out) + row * part.outputs;
-    if (part.scales != nullptr)
-      run_product<T, CodeProducts<T, Dot>>(part, out, shared, threads);
+void run_rows(const ProductArgs& args, typename T::Raw* out, int threads) {
+  if (args.outputs == 0) return;
+  for (int64_t row = 0; row < args.rows; row += kMaxRows) {
+    const ProductArgs part = rows_from<T>(args, row);
+    typename T::Raw* part_out = out + row * part.outputs;
+    const int64_t bytes = part.by_input ? ColumnProducts<T>::memory_bytes(part.rows, part.inputs)
+                                        : prepared_bytes<T, Dot>(part.rows, part.inputs);
+    auto* shared = static_cast<char*>(arena(1, bytes));
+    if (part.by_input)
+      run_columns<T>(part, part_out, shared, threads);
+    else if (part.scales != nullptr)
+      run_product<T, CodeProducts<T, Dot>>(part, part_out, shared, threads);
     else
-      run_product<T, RowProducts<T, Dot>>(part, out, shared, threads);
+      run_product<T, RowProducts<T, Dot>>(part, part_out, shared, threads);
   }
+}
+
+template <class T, class Dot>
+void run_linear(const LinearArgs& args, int threads) {
+  run_rows<T, Dot>(args.product, static_cast<typename T::Raw*>(args.out), threads);
+}
+
+template <class T, class Dot>
+void run_grouped(const GroupedLinearArgs& args, int threads) {
+  typedef typename T::Raw Raw;
+  const ProductArgs& all = args.product;
+  Raw* out = static_cast<Raw*>(args.out);
+  int64_t begin = 0;
+  for (int64_t group = 0; group < args.groups; ++group) {
+    const int64_t end = args.ends[group] < all.rows ? args.ends[group] : all.rows;
+    if (end <= begin) continue;
+    ProductArgs own = all;
+    own.x = static_cast<const Raw*>(all.x) + begin * all.x_stride;
+    own.weight = static_cast<const Raw*>(all.weight) + group * all.outputs * all.inputs;
+    if (all.bias != nullptr) own.bias = static_cast<const Raw*>(all.bias) + group * all.outputs;
+    own.rows = end - begin;
+    run_rows<T, Dot>(own, out + begin * all.outputs, threads);
+    begin = end;
+  }
+  std::memset(out + begin * all.outputs, 0, static_cast<size_t>((all.rows - begin) * all.outputs) * sizeof(Raw));
 }
 
 // Bytes of run_gated_mlp's memory for `rows` rows: the activations, and the input of one product at a time.
@@ -213,7 +241,9 @@ void run_gated_mlp(const GatedMlpArgs& args, int threads) {
 // Bytes that linear layers keep for any number of rows: of a gated MLP of these sizes (middle 0: of one product), and
 // of every thread.
 template <class T, class Dot>
-int64_t linear_workspace(int64_t inputs, int64_t middle, int threads) {
+int64_t linear_workspace(int64_t inputs, int64_t middle, bool by_input, int threads) {
+  if (by_input)
+    return ColumnProducts<T>::memory_bytes(kMaxRows, inputs) + threads * ColumnProducts<T>::thread_bytes(kMaxRows);
   const int64_t values = kMaxRows * kGroup + kLanes;  // of gate and of up
   const int64_t thread_bytes = kMaxRows * kGroup * static_cast<int64_t>(sizeof(VecF)) + values * 8;
   return MlpMemory<T, Dot>(kMaxRows, inputs, middle).bytes + threads * round_up(thread_bytes, 4096);

@@ -183,6 +183,16 @@ py::object linear(Arguments a) {  // x, weight, bias, scales
   return out.tensor;
 }
 
+py::object grouped_linear(Arguments a) {  // x, weight, bias, ends
+  GroupedLinearArgs args{};
+  args.product = product_args("x", a[0], a[1], py::none(), a[2]);
+  args.groups = view(a[1]).shape[0], args.ends = view(a[3]).at<int64_t>();
+  const NewTensor out = like_rows(view(a[0]), args.product.outputs);
+  args.out = out.data;
+  execute([args](int threads) { kernels().grouped_linear(args, threads); });
+  return out.tensor;
+}
+
 py::object gated_mlp(Arguments a) {  // x, weights of gate, up and down, their biases, activation
   const py::none none;
   GatedMlpArgs args{};
@@ -289,6 +299,7 @@ void add_operators(py::module_& module) {
       {"commit_paged_kv", fast(fixed<commit_paged_kv, 11>), METH_FASTCALL, nullptr},
       {"verify_tree_greedy", fast(fixed<verify, 5>), METH_FASTCALL, nullptr},
       {"linear", fast(fixed<linear, 4>), METH_FASTCALL, nullptr},
+      {"grouped_linear", fast(fixed<grouped_linear, 4>), METH_FASTCALL, nullptr},
       {"gated_mlp", fast(fixed<gated_mlp, 8>), METH_FASTCALL, nullptr},
       {"rms_norm", fast(fixed<rms_norm, 5>), METH_FASTCALL, nullptr},
       {"add_rms_norm", fast(fixed<add_rms_norm, 6>), METH_FASTCALL, nullptr},

@@ -92,10 +92,12 @@ int64_t rows_of(const TensorView& x) {
 
 ProductArgs product_args(const char* name, py::handle x, py::handle weight, py::handle scales, py::handle bias) {
   const TensorView input = view(x), matrix = view(weight);
+  const int outputs = matrix.ndim - 2;  // behind groups
   ProductArgs args{};
   args.dtype = computed_dtype(name, x);
   args.x = input.at<void>(), args.rows = rows_of(input), args.inputs = input.shape[input.ndim - 1];
-  args.x_stride = input.ndim == 2 ? input.strides[0] : args.inputs, args.outputs = matrix.shape[0];
+  args.x_stride = input.ndim == 2 ? input.strides[0] : args.inputs, args.outputs = matrix.shape[outputs];
+  args.by_input = matrix.strides[outputs] < matrix.strides[outputs + 1];
   args.weight = matrix.at<void>(), args.scales = view(scales).at<uint16_t>(), args.bias = view(bias).at<void>();
   return args;
 }

@@ -40,7 +40,8 @@ DType computed_dtype(const char* name, pybind11::handle tensor);
 // Number of rows [..., size].
 int64_t rows_of(const TensorView& x);
 
-// x @ weight^T + bias. x: [..., inputs], contiguous but for the rows' stride of two dimensions. scales, bias: or None.
+// x @ weight^T + bias. x: [..., inputs], contiguous but for the rows' stride of two dimensions. weight: contiguous
+// [..., outputs, inputs], or a transposed view of contiguous [..., inputs, outputs]. scales, bias: or None.
 ProductArgs product_args(const char* name, pybind11::handle x, pybind11::handle weight, pybind11::handle scales,
                          pybind11::handle bias);
 

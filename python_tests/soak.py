@@ -109,12 +109,13 @@ def _round(
     options["backend"] = backend
     options["graph"] = True if isinstance(heads, StaticDrafter | sk.MedusaHeads) and rng.random() < 0.7 else None
     with sk.patch(model, heads, **options) as handle:
-        fixed = sum(size for part, size in handle.plan.parts.items() if not part.endswith("_pages"))
+        workspace = handle.plan.parts["workspace"]
+        fixed = sum(size for part, size in handle.plan.parts.items() if not part.endswith("_pages")) - workspace
         slot = sum(layer.bytes_per_token for layer in handle.facts.layers)
         slot += getattr(handle.drafter, "kv_bytes_per_token", 0) + 64 * handle.plan.max_sequences
     longest = max(len(prompts[i]) + limit for i, limit, _ in wanted) + 24
     # The plan reduces the batch size if less than a quarter is left for pages. Slightly more makes pages scarce.
-    budget = int(max(fixed + 1.3 * longest * slot, fixed * (1.35 + rng.random())))
+    budget = workspace + int(max(fixed + 1.3 * longest * slot, fixed * (1.35 + rng.random())))
     requests = [sk.Request(prompts[i], limit, []) for i, limit, _ in wanted]
     with sk.patch(model, heads, memory_budget=budget, **options) as handle:
         with sk.stream_batch(model, requests) as run:

@@ -86,7 +86,7 @@ def faults(folder: Path, last: str) -> dict[str, Any]:
     before = groups()  # loading makes some, too
     found = differences(model, others, rank)
     with start(model):
-        found |= {"too long": run(model, length=10_000), "after it": run(model)}
+        found |= {"too long": run(model, length=100_000), "after it": run(model)}
         found |= {"alike": run(model, "alike"), "after alike": run(model)}
         found |= {"failed": run(model, "failed"), "failed, once more": run(model)}
     for name in ("apart", "interrupted"):
@@ -110,7 +110,7 @@ def faults(folder: Path, last: str) -> dict[str, Any]:
 def start(model: Any, heads: Any = None, page_size: int = 16, timeout: float = 60.0) -> Any:
     heads = medusa(True, model.config.hidden_size) if heads is None else heads
     return specmemo_kernels.patch(
-        model, heads, rank_timeout=timeout, tree=TREE, page_size=page_size, memory_budget="1MiB"
+        model, heads, rank_timeout=timeout, tree=TREE, page_size=page_size, memory_budget="8MiB"
     )
 
 

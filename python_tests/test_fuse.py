@@ -292,7 +292,9 @@ def test_a_replaced_parameter_runs_the_module_itself() -> None:
 def test_rows_of_another_dtype_run_the_module_itself() -> None:
     """A norm of float32 states in a bfloat16 model, for one."""
     model = tiny_model("llama").to(torch.bfloat16)
-    leaf = next(leaf for leaf in find_leaves(model, torch.bfloat16, "cpu", False).leaves if leaf.operator == "rms_norm")
+    leaf = next(
+        leaf for leaf in find_leaves(model, torch.bfloat16, "cpu", False).leaves if leaf.kind.operator == "rms_norm"
+    )
     x = torch.randn(3, 32)
     operators = LeafOperators(frozenset(("rms_norm",)), ops.kernels("cpu", x.device))
     with attention_call(lambda *_, **__: x, operators=operators):
@@ -308,7 +310,7 @@ def noted(leaves: FusedLeaves) -> tuple[FusedLeaves, dict[str, tuple[str, int]]]
 
     def note(leaf: Leaf) -> Leaf:
         def call(kernels: ops.Kernels, x: torch.Tensor) -> torch.Tensor:
-            found[leaf.name] = leaf.operator, x.shape[1]
+            found[leaf.name] = leaf.kind.operator, x.shape[1]
             return leaf.call(kernels, x)
 
         return replace(leaf, call=call)

@@ -98,7 +98,7 @@ def test_a_row_has_the_same_bits_beside_any_rows(
 def test_more_rows_than_pay_are_torchs_own_product(
     dtype: torch.dtype, limit: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "few_rows", lambda _: limit)
+    monkeypatch.setattr(cpu, "few_rows", lambda *_: limit)
     x, weight, bias = (random(*shape, dtype=dtype) for shape in ((10, 400), (30, 400), (30,)))
     own = functional.linear(x, weight, bias)
     invariant = ops.linear(x, weight, bias, invariant=True, backend="cpu")
@@ -121,6 +121,7 @@ def test_few_rows(
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
     assert cpu.few_rows.__wrapped__(torch.bfloat16) == expected
     assert ops.few_rows("cpu", torch.float32) == 128
+    assert ops.few_rows("cpu", torch.float32, transposed=True) == 32
     assert ops.few_rows("reference", torch.float32) == 0
 
 
@@ -227,7 +228,7 @@ X, W = torch.ones(2, 8), torch.ones(4, 8)
     [
         (lambda: ops.linear(X, W[:, :7].contiguous()), r"weight has shape \(4, 7\), expected \[\*, 8\]"),
         (lambda: ops.linear(X, W.half()), "weight has dtype torch.float16, expected torch.float32"),
-        (lambda: ops.linear(X, torch.ones(8, 4).T), "weight must be contiguous"),
+        (lambda: ops.linear(X, torch.ones(4, 16)[:, ::2]), "weight must be contiguous"),
         (lambda: ops.linear(X, W, torch.ones(5)), r"bias has shape \(5,\), expected \[4\]"),
         (lambda: ops.linear(X, W, scales=torch.ones(4, 1)), "weight has"),
         (lambda: ops.linear(torch.tensor(1.0), W), "x has no dimensions"),

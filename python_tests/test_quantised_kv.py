@@ -13,7 +13,7 @@ from op_cases import PAGED_CASES, PagedCase, append_inputs, commit_inputs, hard_
 from selection import covering, sample
 from test_families import answers, batch, greedy
 from test_ops import same_bits, slot_of
-from test_patch_memory import peak_of, wide_model
+from test_patch_memory import peak_of, wide_model, with_workspace
 from tiny_models import FAMILIES, OracleDrafter, tiny_model
 
 import specmemo_kernels as sk
@@ -231,16 +231,16 @@ def test_families(family: str, kv_dtype: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
 def test_peak_stays_within_the_plan(family: str, kv_dtype: str) -> None:
     """Peak bytes of live tensors; a budget holds more tokens, by the ratio of bytes per token."""
-    model = wide_model(family, seed=20)
-    plans = {}
+    model, plans = wide_model(family, seed=20), {}
+    budget = with_workspace(model, 3 << 20)
     for kv in (None, kv_dtype):
         with sk.patch(
-            model, OracleDrafter([], 0.0), memory_budget=4 << 20, tree=8, max_batch_size=2, kv_dtype=kv
+            model, OracleDrafter([], 0.0), memory_budget=budget, tree=8, max_batch_size=2, kv_dtype=kv
         ) as handle:
             plans[kv] = handle.plan
             assert handle.plan.max_tokens is not None
             longest = min(handle.plan.max_tokens, 400) - 40
-            assert peak_of(handle, batch((longest, longest // 2)), 20) <= sum(handle.plan.parts.values()) <= 4 << 20
+            assert peak_of(handle, batch((longest, longest // 2)), 20) <= sum(handle.plan.parts.values()) <= budget
     layers, plain = handle.facts.layers, plans[None]
     per_token = [sum(layer.page_bytes_per_token(kv) for layer in layers) for kv in (None, kv_dtype)]
     assert plain.max_pages is not None

@@ -28,6 +28,6 @@ def test_a_short_soak() -> None:
     report = soak(model, drafters, prompts, new_tokens=40, requests=160, seed=1, backend="reference")
     assert report.requests == 160
     assert report.aborted > 10
-    assert report.preempted > 5
+    assert report.preempted > 2
     settled = report.tensor_bytes[len(report.tensor_bytes) // 2 :]
     assert max(settled) - min(settled) < 100_000, f"tensors pile up: {report.tensor_bytes}"

@@ -115,8 +115,10 @@ Value like_rows(const Tensor& x, int64_t size) {
 
 ProductArgs product_args(const Value& x, const Value& weight, const Value& scales, const Value& bias) {
   ProductArgs args{};
+  const int outputs = weight.tensor.ndim() - 2;  // behind groups
   args.dtype = dtype_of(x), args.x = x.at<void>(), args.rows = rows_of(x.tensor), args.inputs = x.tensor.shape.back();
-  args.x_stride = x.tensor.ndim() == 2 ? x.tensor.strides[0] : args.inputs, args.outputs = weight.tensor.shape[0];
+  args.x_stride = x.tensor.ndim() == 2 ? x.tensor.strides[0] : args.inputs, args.outputs = weight.tensor.shape[outputs];
+  args.by_input = weight.tensor.strides[outputs] < weight.tensor.strides[outputs + 1];
   args.weight = weight.at<void>(), args.scales = scales.at<uint16_t>(), args.bias = bias.at<void>();
   return args;
 }
@@ -135,6 +137,16 @@ Values linear(const Values& a) {  // x, weight, bias, scales
   Values results{like_rows(a[0].tensor, args.product.outputs)};
   args.out = results[0].at<void>();
   kernels().linear(args, threads_of(a));
+  return results;
+}
+
+Values grouped_linear(const Values& a) {  // x, weight, bias, ends
+  GroupedLinearArgs args{};
+  args.product = product_args(a[0], a[1], Value{}, a[2]);
+  args.groups = a[1].tensor.shape[0], args.ends = a[3].at<int64_t>();
+  Values results{like_rows(a[0].tensor, args.product.outputs)};
+  args.out = results[0].at<void>();
+  kernels().grouped_linear(args, threads_of(a));
   return results;
 }
 
@@ -201,7 +213,7 @@ Values attention_workspace(const Values& a) {
 
 Values linear_workspace(const Values& a) {
   return {integer_value(kernels().linear_workspace(static_cast<DType>(a[0].integer), a[1].integer, a[2].integer,
-                                                   static_cast<int>(a[3].integer)))};
+                                                   a[3].integer != 0, static_cast<int>(a[4].integer)))};
 }
 
 const std::map<std::string, Values (*)(const Values&)> kCalls = {
@@ -211,6 +223,7 @@ const std::map<std::string, Values (*)(const Values&)> kCalls = {
     {"verify_tree_greedy", verify},
     {"lm_head_topk", lm_head_topk},
     {"linear", linear},
+    {"grouped_linear", grouped_linear},
     {"gated_mlp", gated_mlp},
     {"rms_norm", rms_norm},
     {"add_rms_norm", add_rms_norm},

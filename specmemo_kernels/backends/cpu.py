@@ -29,6 +29,9 @@ _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}  # csrc/kernels.h
 #: AVX512, 64 rows are multiplied faster than torch multiplies any number. In bfloat16 with AVX512-BF16, 32 rows are 1.2
 #: to 1.3 times as fast, 64 rows 0.9 to 1.1 times.
 _FEW_ROWS = {torch.float32: 128, torch.bfloat16: 32, torch.float16: 32}
+#: The same for a weight ``[inputs, outputs]``. In float32 on Emerald Rapids, 32 rows are 1.0 to 1.2 times as fast, 128
+#: rows 0.7 times.
+_FEW_ROWS_TRANSPOSED = 32
 
 
 def isa() -> str:
@@ -132,9 +135,14 @@ def _best_logits(
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, invariant: bool) -> Tensor:
     """``x @ weight.T + bias``; reads the weights once per 32 rows, and uses torch above :func:`few_rows`."""
-    if scales is None and not invariant and _many_rows(x):
+    if scales is None and not invariant and (_many_rows(x) or (_many_rows(x, True) and not weight.is_contiguous())):
         return functional.linear(x, weight, bias)
     return _cpu.linear(_rows(x), weight, bias, scales)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, invariant: bool) -> Tensor:
+    """:func:`linear` of groups of rows, with one matrix each; always invariant, for groups have few rows."""
+    return _cpu.grouped_linear(_rows(x), weight, bias, ends)
 
 
 def gated_mlp(
@@ -177,23 +185,29 @@ record = _cpu.record
 #: ``Blocks(limit)``: the memory of programs that never run at once, at most ``limit`` bytes; ``MemoryError`` beyond.
 #: ``trim()`` returns it to the system until a program runs.
 Blocks = _cpu.Blocks
-RECORDED = frozenset((linear, gated_mlp, rms_norm, add_rms_norm, rotary, tree_attention, append_paged_kv, copy_rows))
+RECORDED = frozenset((
+    linear, grouped_linear, gated_mlp, rms_norm, add_rms_norm, rotary, tree_attention, append_paged_kv, copy_rows,
+))  # fmt: skip
 
 
-def linear_workspace(dtype: torch.dtype, inputs: int, middle: int = 0) -> int:
-    """Bytes that :func:`linear` (with ``middle``: :func:`gated_mlp`) keeps between calls, for any number of rows."""
-    return _cpu.linear_workspace(_DTYPES[dtype], inputs, middle, torch.get_num_threads())
+def linear_workspace(dtype: torch.dtype, inputs: int, middle: int = 0, transposed: bool = False) -> int:
+    """Bytes that :func:`linear` (with ``middle``: :func:`gated_mlp`) keeps between calls, for any number of rows.
+
+    ``transposed``: with a weight that is a transposed ``[inputs, outputs]``.
+    """
+    return _cpu.linear_workspace(_DTYPES[dtype], inputs, middle, transposed, torch.get_num_threads())
 
 
 @functools.cache
-def few_rows(dtype: torch.dtype) -> int | None:
+def few_rows(dtype: torch.dtype, transposed: bool = False) -> int | None:
     """Rows up to which :func:`linear` is at least as fast as torch's product; ``None``: any number.
 
     Without 16-bit instructions torch converts element by element: with AVX2 its product of 64 rows takes three times as
     long as in float32, and 4 to 6 times as long as ours (``bench/results/linear_avx2_cpu.json``); with AVX512 alone,
     four times and 4.5 times as long, although oneDNN lists bfloat16 as supported.
     """
-    return None if _slow_in_torch(dtype) else _FEW_ROWS.get(dtype)
+    limit = None if _slow_in_torch(dtype) else _FEW_ROWS.get(dtype)
+    return min(limit, _FEW_ROWS_TRANSPOSED) if limit is not None and transposed else limit
 
 
 def _slow_in_torch(dtype: torch.dtype) -> bool:
@@ -208,8 +222,8 @@ def _slow_in_torch(dtype: torch.dtype) -> bool:
     return emulated or not check()
 
 
-def _many_rows(x: Tensor) -> bool:
-    limit = few_rows(x.dtype)
+def _many_rows(x: Tensor, transposed: bool = False) -> bool:
+    limit = few_rows(x.dtype, transposed)
     return limit is not None and x.numel() > limit * x.shape[-1]
 
 

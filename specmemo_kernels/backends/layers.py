@@ -27,6 +27,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None
     return functional.linear(x, matrix, bias)
 
 
+def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, invariant: bool) -> Tensor:
+    """:func:`linear` of the rows from each end to the next, with one matrix each; zeros behind the last end.
+
+    Raises:
+        ValueError: ``invariant`` is true.
+    """
+    refuse_invariant(invariant)
+    out, begin = x.new_zeros(x.shape[0], weight.shape[1]), 0
+    for group, end in enumerate(ends.tolist()):
+        if end > begin:
+            out[begin:end] = functional.linear(x[begin:end], weight[group], None if bias is None else bias[group])
+            begin = end
+    return out
+
+
 def gated_mlp(
     x: Tensor,
     gate: Tensor,

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from specmemo_kernels.backends.layers import dequantise, gated_mlp, linear, rms_norm
+from specmemo_kernels.backends.layers import dequantise, gated_mlp, grouped_linear, linear, rms_norm
 
 __all__ = [
     "append_paged_kv",
     "commit_paged_kv",
     "gated_mlp",
+    "grouped_linear",
     "linear",
     "lm_head_argmax",
     "lm_head_log_probs",

@@ -66,6 +66,7 @@ __all__ = [
     "few_rows",
     "fixed_workspace",
     "gated_mlp",
+    "grouped_linear",
     "kernel_configs",
     "kernels",
     "linear",
@@ -308,7 +309,8 @@ def linear(
     :func:`few_rows`.
 
     Args:
-        x: ``[..., inputs]``. weight: ``[outputs, inputs]``, contiguous. bias: ``[outputs]`` or ``None``.
+        x: ``[..., inputs]``. bias: ``[outputs]`` or ``None``.
+        weight: ``[outputs, inputs]``, contiguous, or a contiguous ``[inputs, outputs]`` transposed.
         scales: the weight is in 4-bit codes, as for :func:`lm_head_topk`.
         invariant: a row's result has the same bits for any number of rows. Only ``backend="cpu"``; others raise
             ``ValueError``.
@@ -320,6 +322,34 @@ def linear(
         ValueError: a shape, dtype or device that doesn't fit.
     """
     result: Tensor = schema.call("linear", x, weight, bias, scales, invariant, backend)
+    return result
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ends: Tensor,
+    *,
+    invariant: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """:func:`linear` of groups of consecutive rows, each with a matrix of its own, as in a mixture of experts.
+
+    Args:
+        x: ``[N, inputs]``, the rows of the first group first. bias: ``[groups, outputs]`` or ``None``.
+        weight: ``[groups, outputs, inputs]``, contiguous, or a contiguous ``[groups, inputs, outputs]`` transposed.
+        ends: ``[groups]`` int64, ascending: group ``i`` has rows ``ends[i - 1]`` to ``ends[i]``. Rows behind the last
+            end are in no group.
+        invariant: as for :func:`linear`.
+
+    Returns:
+        ``[N, outputs]`` in x's dtype; zeros for rows in no group.
+
+    Raises:
+        ValueError: a shape, dtype or device that doesn't fit.
+    """
+    result: Tensor = schema.call("grouped_linear", x, weight, bias, ends, invariant, backend)
     return result
 
 

@@ -51,13 +51,22 @@ def _rows(name: str, tensor: Tensor, shape: Shape, meaning: str, dtype: torch.dt
         raise ValueError(f"{name} must have a contiguous last dimension, its strides are {tensor.stride()}")
 
 
-def _array(name: str, tensor: Tensor, shape: Shape, meaning: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Check a contiguous tensor."""
+def _array(
+    name: str,
+    tensor: Tensor,
+    shape: Shape,
+    meaning: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    transposable: bool = False,
+) -> None:
+    """Check a contiguous tensor; ``transposable``: or one that is contiguous with its last two dimensions swapped."""
     _shape(name, tensor, shape, meaning)
     _dtype(name, tensor, dtype)
     _device(name, tensor, device)
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, its strides are {tensor.stride()}")
+    if not tensor.is_contiguous() and not (transposable and tensor.mT.is_contiguous()):
+        swapped = ", also with its last two dimensions swapped" if transposable else ""
+        raise ValueError(f"{name} must be contiguous{swapped}, its strides are {tensor.stride()}")
 
 
 def positive(**values: float | None) -> None:
@@ -246,12 +255,19 @@ def _lm_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor
 
 
 def _weight(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, outputs: str, inputs: str, name: str = ""
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    outputs: str,
+    inputs: str,
+    name: str = "",
+    transposable: bool = False,
 ) -> None:
     """Check a matrix for rows of ``x``, in their dtype or in 4-bit codes; ``name``: of the matrix, else "weight"."""
     size = x.shape[-1]
     if scales is None:
-        _array(name or "weight", weight, (None, size), f"[{outputs}, {inputs}]", x.dtype, x.device)
+        _array(name or "weight", weight, (None, size), f"[{outputs}, {inputs}]", x.dtype, x.device, transposable)
     else:
         groups = groups_of(size)
         meaning = f"4-bit codes, two a byte, whole groups of {GROUP}"
@@ -270,7 +286,17 @@ def _last_dimension(x: Tensor) -> None:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, invariant: bool) -> None:
     _last_dimension(x)
-    _weight(x, weight, bias, scales, "outputs", "inputs")
+    _weight(x, weight, bias, scales, "outputs", "inputs", transposable=True)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, invariant: bool) -> None:
+    _shape("x", x, (None, None), "[N, inputs]")
+    meaning = "[groups, outputs, inputs]"
+    _array("weight", weight, (None, None, x.shape[1]), meaning, x.dtype, x.device, transposable=True)
+    groups, outputs = weight.shape[:2]
+    if bias is not None:
+        _array("bias", bias, (groups, outputs), "[groups, outputs]", x.dtype, x.device)
+    _array("ends", ends, (groups,), "[groups]", torch.int64, x.device)
 
 
 def gated_mlp(

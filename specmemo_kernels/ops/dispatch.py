@@ -94,16 +94,22 @@ def fixed_workspace(name: str, layer: LayerKV, num_qo_heads: int, page_dtype: to
     return 0 if hook is None else int(hook(**_sizes(layer), num_qo_heads=num_qo_heads, page_dtype=page_dtype))
 
 
-def few_rows(name: str, dtype: torch.dtype) -> int | None:
-    """Rows up to which ``linear`` of backend ``name`` is at least as fast as torch's; ``None``: any number."""
+def few_rows(name: str, dtype: torch.dtype, transposed: bool = False) -> int | None:
+    """Rows up to which ``linear`` of backend ``name`` is at least as fast as torch's; ``None``: any number.
+
+    ``transposed``: the weight is a transposed ``[inputs, outputs]``.
+    """
     hook = getattr(_load(name), "few_rows", None)
-    return 0 if hook is None else hook(dtype)
+    return 0 if hook is None else hook(dtype, transposed)
 
 
-def linear_workspace(name: str, dtype: torch.dtype, inputs: int, middle: int = 0) -> int:
-    """Bytes that backend ``name`` keeps for ``linear``, or for ``gated_mlp`` with ``middle`` activations per row."""
+def linear_workspace(name: str, dtype: torch.dtype, inputs: int, middle: int = 0, transposed: bool = False) -> int:
+    """Bytes that backend ``name`` keeps for ``linear``, or for ``gated_mlp`` with ``middle`` activations per row.
+
+    ``transposed`` as for :func:`few_rows`.
+    """
     hook = getattr(_load(name), "linear_workspace", None)
-    return 0 if hook is None else int(hook(dtype, inputs, middle))
+    return 0 if hook is None else int(hook(dtype, inputs, middle, transposed))
 
 
 def release_threads(name: str) -> None:
@@ -160,6 +166,7 @@ class Kernels(Protocol):
     lm_head_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     lm_head_log_probs: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     linear: Callable[..., torch.Tensor]
+    grouped_linear: Callable[..., torch.Tensor]
     gated_mlp: Callable[..., torch.Tensor]
     rms_norm: Callable[..., torch.Tensor]
 

@@ -44,6 +44,7 @@ SCHEMAS = {
         "(Tensor hidden, Tensor weight, Tensor? bias, int k, Tensor? scales, str? backend) -> (Tensor, Tensor, Tensor)"
     ),
     "linear": ("(Tensor x, Tensor weight, Tensor? bias, Tensor? scales, bool invariant, str? backend) -> Tensor"),
+    "grouped_linear": ("(Tensor x, Tensor weight, Tensor? bias, Tensor ends, bool invariant, str? backend) -> Tensor"),
     "gated_mlp": (
         "(Tensor x, Tensor gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, "
         "str activation, bool invariant, str? backend) -> Tensor"
@@ -96,6 +97,7 @@ FAKES: dict[str, Callable[..., Any]] = {
         hidden.new_empty(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32)),
     ),
     "linear": lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]),
+    "grouped_linear": lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[1]),
     "gated_mlp": lambda x, gate, up, down, *_: x.new_empty(*x.shape[:-1], down.shape[0]),
     "rms_norm": lambda x, *_: x.new_empty(x.shape),
 }

@@ -5,6 +5,7 @@ Names, positional arguments, shapes and meaning are those of the package's opera
 triton. Tensors must be on a GPU, or on the CPU in Triton's interpreter (``TRITON_INTERPRET=1``).
 """
 
+from specmemo_kernels.backends.layers import grouped_linear
 from specmemo_kernels.backends.triton.attention import fixed_workspace, kernel_configs, tree_attention
 from specmemo_kernels.backends.triton.layers import add_rms_norm, few_rows, gated_mlp, rms_norm, rotary
 from specmemo_kernels.backends.triton.lm_head import lm_head_argmax, lm_head_log_probs, lm_head_topk
@@ -21,6 +22,7 @@ __all__ = [
     "few_rows",
     "fixed_workspace",
     "gated_mlp",
+    "grouped_linear",
     "kernel_configs",
     "linear",
     "lm_head_argmax",

@@ -1,0 +1,60 @@
+"""Mixtures of experts by our product of groups of rows, instead of transformers' ``grouped_mm``.
+
+All experts modules of transformers that its :func:`use_experts_implementation` decorates have the same attributes:
+whether they have a gate, biases and a norm, and in which order their weights lie.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from specmemo_kernels.ops import Kernels
+
+Tensor = torch.Tensor
+
+#: Attributes that the decorator sets.
+_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
+
+
+def is_mixture(module: nn.Module) -> bool:
+    """Whether :func:`mixture` computes the module's class."""
+    return all(isinstance(vars(module).get(flag), bool) for flag in _FLAGS) and not module._is_expert_parallel
+
+
+def matrices(module: Any) -> tuple[Tensor, Tensor]:
+    """The experts' weights ``[experts, outputs, inputs]``: into the experts (gate and up, or up), and out of them."""
+    inner = module.gate_up_proj if module.has_gate else module.up_proj
+    return _by_output(module, inner), _by_output(module, module.down_proj)
+
+
+def _by_output(module: Any, weight: Tensor) -> Tensor:
+    return weight.mT if module.is_transposed else weight
+
+
+def mixture(module: Any, kernels: Kernels, x: Tensor, experts: Tensor, scores: Tensor, invariant: bool) -> Tensor:
+    """The sum of each row's experts, weighted: rounded as by transformers' ``grouped_mm_experts_forward``.
+
+    Args:
+        x: ``[N, hidden]``. experts: ``[N, k]``, each row's experts. scores: ``[N, k]``, their weights.
+
+    Returns:
+        ``[N, hidden]`` in x's dtype.
+    """
+    inner, outer = matrices(module)
+    inner_bias = outer_bias = None
+    if module.has_bias:
+        inner_bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
+        outer_bias = module.down_proj_bias
+    ids, order = experts.reshape(-1).sort()
+    ends = torch.searchsorted(ids, torch.arange(len(inner), device=x.device, dtype=ids.dtype), right=True)
+    rows = kernels.grouped_linear(x[order // experts.shape[1]], inner, inner_bias, ends, invariant)
+    rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
+    rows = kernels.grouped_linear(rows, outer, outer_bias, ends, invariant)
+    if module.has_post_expert_norm:
+        rows = module.post_expert_norm(rows)
+    rows = rows * scores.reshape(-1, 1)[order]
+    by_token = torch.empty_like(rows).index_copy_(0, order, rows)
+    return by_token.view(*experts.shape, -1).sum(dim=1).to(x.dtype)
