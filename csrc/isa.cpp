@@ -69,8 +69,8 @@ Choice make_choice() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  // Intel's dot products of bfloat16 are slower than its float32 products: on Emerald Rapids a linear layer of 32 rows
-  // takes 1.5 times as long, and attention over 25 to 64 nodes 1.3 to 1.6 times.
+  // On an Intel Emerald Rapids the dot products of bfloat16 are slower than float32 products: a linear layer of 32 rows
+  // takes 1.5 times as long, attention over 25 to 64 nodes 1.3 to 1.6 times. Other Intel CPUs weren't measured.
   const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16"), intel = __builtin_cpu_is("intel");
   choice.add(kernels_avx512bf16, bf16 && !intel);
   choice.add(kernels_avx512, avx512);

@@ -80,8 +80,8 @@ struct LinearArgs {
 // Products of consecutive rows with the matrices of groups: rows ends[i - 1] to ends[i] with the i-th. Rows behind the
 // last end become zeros.
 struct GroupedLinearArgs {
-  ProductArgs
-      product;  // all rows; weight [groups, outputs, inputs] or [groups, inputs, outputs], bias [groups, outputs]
+  // All rows; weight [groups, outputs, inputs] or [groups, inputs, outputs], bias [groups, outputs] or null.
+  ProductArgs product;
   const int64_t* ends;  // [groups], read when the operator runs
   int64_t groups;
   void* out;  // [rows, outputs], contiguous

@@ -5,6 +5,7 @@
 #include "code_products.h"
 #include "column_products.h"
 #include "row_products.h"
+#include "threads.h"
 
 namespace specmemo {
 namespace {
@@ -199,12 +200,12 @@ void run_grouped(const GroupedLinearArgs& args, int threads) {
   for (int64_t group = 0; group < args.groups; ++group) {
     const int64_t end = args.ends[group] < all.rows ? args.ends[group] : all.rows;
     if (end <= begin) continue;
-    ProductArgs own = all;
-    own.x = static_cast<const Raw*>(all.x) + begin * all.x_stride;
-    own.weight = static_cast<const Raw*>(all.weight) + group * all.outputs * all.inputs;
-    if (all.bias != nullptr) own.bias = static_cast<const Raw*>(all.bias) + group * all.outputs;
-    own.rows = end - begin;
-    run_rows<T, Dot>(own, out + begin * all.outputs, threads);
+    ProductArgs product = all;
+    product.x = static_cast<const Raw*>(all.x) + begin * all.x_stride;
+    product.weight = static_cast<const Raw*>(all.weight) + group * all.outputs * all.inputs;
+    if (all.bias != nullptr) product.bias = static_cast<const Raw*>(all.bias) + group * all.outputs;
+    product.rows = end - begin;
+    run_rows<T, Dot>(product, out + begin * all.outputs, threads);
     begin = end;
   }
   std::memset(out + begin * all.outputs, 0, static_cast<size_t>((all.rows - begin) * all.outputs) * sizeof(Raw));
@@ -242,11 +243,13 @@ void run_gated_mlp(const GatedMlpArgs& args, int threads) {
 // of every thread.
 template <class T, class Dot>
 int64_t linear_workspace(int64_t inputs, int64_t middle, bool by_input, int threads) {
-  if (by_input)
-    return ColumnProducts<T>::memory_bytes(kMaxRows, inputs) + threads * ColumnProducts<T>::thread_bytes(kMaxRows);
-  const int64_t values = kMaxRows * kGroup + kLanes;  // of gate and of up
-  const int64_t thread_bytes = kMaxRows * kGroup * static_cast<int64_t>(sizeof(VecF)) + values * 8;
-  return MlpMemory<T, Dot>(kMaxRows, inputs, middle).bytes + threads * round_up(thread_bytes, 4096);
+  constexpr int64_t kPage = 4096;                     // arenas are rounded up to it
+  const int64_t values = kMaxRows * kGroup + kLanes;  // of gate and of up, or of the lm_head, with sums of exponentials
+  const int64_t vectors = kMaxRows * (kGroup + 2) * static_cast<int64_t>(sizeof(VecF)) + values * 8;
+  const int64_t columns = ColumnProducts<T>::thread_bytes(kMaxRows);
+  const int64_t shared =
+      by_input ? ColumnProducts<T>::memory_bytes(kMaxRows, inputs) : MlpMemory<T, Dot>(kMaxRows, inputs, middle).bytes;
+  return round_up(shared, kPage) + threads * round_up(vectors > columns ? vectors : columns, kPage);
 }
 
 }  // namespace

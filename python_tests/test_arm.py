@@ -28,6 +28,7 @@ TESTS = {
         "lm_head_rows_that_are_apart", "sinks_may_have_another_dtype",
     ],
     "test_fusion.py": ["rotary", "add_rms_norm"],
+    "test_grouped_linear.py": ["transposed_matrices", "groups_of_rows"],
     "test_linear.py": [
         "linear_of_every_instruction_set", "a_row_has_the_same_bits_beside_any_rows",
         "leading_dimensions_and_strides", "codes", "gated_mlp", "activations_of_large_and_missing_numbers", "rms_norm",

@@ -18,7 +18,8 @@ from transformers.pytorch_utils import Conv1D
 
 import specmemo_kernels as sk
 from specmemo_kernels import ops
-from specmemo_kernels.backends import _cpu
+from specmemo_kernels.backends import _cpu, cpu
+from specmemo_kernels.integrations.hf.attention import LeafOperators, attention_call
 from specmemo_kernels.integrations.hf.experts import mixture
 from specmemo_kernels.integrations.hf.fuse import find_leaves
 from specmemo_kernels.integrations.hf.leaf_kinds import leaf_kinds
@@ -146,11 +147,11 @@ MIXTURES = ["mixtral", "gpt_oss", "qwen3_moe", "olmoe", "deepseek_v3", "nemotron
 def experts_of(family: str) -> nn.Module:
     changes = {"layers_block_type": ["attention", "moe"]} if family == "nemotron_h" else {}
     model = tiny_model(family, **changes)
-    return next(module for module in model.modules() if hasattr(module, "_is_expert_parallel"))
+    return next(module for module in model.modules() if hasattr(module, "is_transposed"))
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-@pytest.mark.parametrize("rows", [1, 23])
+@pytest.mark.parametrize("rows", [0, 1, 23])
 def test_a_mixture_is_transformers_own(family: str, rows: int) -> None:
     """In float64, against the loop over experts of the model's own code."""
     module: Any = experts_of(family).double()
@@ -177,12 +178,15 @@ def test_a_patched_model_uses_it(family: str) -> None:
         assert handle.stats.graph_steps > 0  # which experts a step reads doesn't keep it from being recorded
 
 
-def test_experts_that_are_not_a_mixtures() -> None:
-    """Of another rank's shard, and of a class that computes something else."""
+def test_other_experts_are_left_alone() -> None:
+    """Of another rank's shard, without matrices, and of a class that computes something else."""
     module: Any = experts_of("mixtral")
     module._is_expert_parallel = True
     assert not list(leaf_kinds(module, False))
     module._is_expert_parallel = False
+    module.down_proj, down = None, module.down_proj
+    assert not list(leaf_kinds(module, False))
+    module.down_proj = down
 
     class Negative(type(module)):  # type: ignore[misc]
         def forward(self, *args: Any) -> Tensor:
@@ -190,6 +194,25 @@ def test_experts_that_are_not_a_mixtures() -> None:
 
     module.__class__ = Negative
     assert find_leaves(nn.Sequential(module), torch.float32, "cpu", False).names == {}
+
+
+@pytest.mark.parametrize("kept", [[], [9], [7, 3]], ids=str)
+def test_only_kept_rows_are_multiplied(kept: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the last attention: the other rows' results are zeros."""
+    module = experts_of("mixtral")
+    (leaf,) = find_leaves(nn.Sequential(module), torch.float32, "cpu", False).leaves
+    x, counts = random(10, 32, dtype=torch.float32), []
+    scores, chosen = torch.rand(10, 4).topk(2)
+    expected = leaf.call(ops.kernels("cpu", CPU), x, chosen, scores)
+    multiply = cpu.grouped_linear
+    monkeypatch.setattr(cpu, "grouped_linear", lambda x, *others: counts.append(len(x)) or multiply(x, *others))
+    rows = torch.tensor(kept, dtype=torch.int64)
+    operators = LeafOperators(frozenset(("grouped_linear",)), ops.kernels("cpu", CPU), rows, 10)
+    with attention_call(lambda *_, **__: x, operators=operators):
+        result = leaf.forward(x, chosen, scores)
+    assert counts == [2 * len(kept)] * 2
+    assert torch.equal(result[rows], expected[rows])
+    assert result.count_nonzero() == result[rows].count_nonzero()
 
 
 @each_dtype

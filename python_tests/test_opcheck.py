@@ -80,6 +80,11 @@ PROBLEMS: dict[str, tuple[str, list[Any]]] = {
         [*lm_head_inputs(LmHeadCase("opcheck", 3, 50, 16), torch.float32).values(), 7, None],
     ),
     "linear": ("linear", [*LINEAR, None, False]),
+    "linear_transposed": ("linear", [LINEAR[0], LINEAR[1].T.contiguous().T, None, None, False]),
+    "grouped_linear": (
+        "grouped_linear",
+        [LINEAR[0], torch.stack([LINEAR[1]] * 2), None, torch.tensor([1, len(LINEAR[0])]), False],
+    ),
     "linear_codes": ("linear", [CODES["hidden"], CODES["weight"], CODES["bias"], CODES["scales"], False]),
     "gated_mlp": ("gated_mlp", [LINEAR[0], LINEAR[1], LINEAR[1], LINEAR[1].T.contiguous(), *[None] * 3, "silu", False]),
     "rms_norm": ("rms_norm", [LINEAR[0], torch.ones(16), 1e-6, 1.0, True]),

@@ -30,8 +30,12 @@ class BlockStack:
 
     def apply(self, x: torch.Tensor, backend: str | None) -> torch.Tensor:
         """The blocks of the first heads on their inputs ``[heads, B, H]``; one product without codes."""
-        if self.scales is None:
-            heads = slice(len(x))
+        heads, batch = slice(len(x)), x.shape[1]
+        if self.scales is None and x.device.type == "cpu":  # torch's product packs the matrices
+            ends = torch.arange(batch, len(x) * batch + 1, batch)
+            matrices, biases = self.matrices[heads], self.biases[heads]
+            sums = ops.grouped_linear(x.flatten(0, 1), matrices, biases, ends, backend=backend).view(x.shape)
+        elif self.scales is None:
             sums = torch.baddbmm(self.biases[heads, None], x, self.matrices[heads].transpose(1, 2))
         else:
             parts = zip(x, self.matrices, self.biases, self.scales, strict=False)

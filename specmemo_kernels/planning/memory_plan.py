@@ -184,9 +184,9 @@ def divide_budget(
     for size in sizes:
         parts, page = fixed_parts(shape, size), page_parts(shape, size)
         left, page_bytes = budget - sum(parts.values()), sum(page.values())
-        # At least a quarter for pages, so that a large chunk or batch doesn't starve the cache. A smaller batch has the
-        # same workspace (4 MiB of it are MKL's on an Intel CPU with AVX512).
-        quarter = (budget - parts["workspace"]) // 4
+        # At least a quarter for pages, so that a large chunk or batch doesn't starve the cache; of the bytes that a
+        # smaller one can have.
+        quarter = (budget - shape.workspace_bytes - shape.libraries.at(sizes[-1].rows)) // 4
         if left >= max(page_bytes, quarter) or (size == sizes[-1] and left >= page_bytes):
             pages = left // page_bytes
             parts = {name: parts.get(name, 0) + pages * page.get(name, 0) for name in parts | page}

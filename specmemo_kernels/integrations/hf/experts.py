@@ -1,7 +1,7 @@
 """Mixtures of experts by our product of groups of rows, instead of transformers' ``grouped_mm``.
 
-All experts modules of transformers that its :func:`use_experts_implementation` decorates have the same attributes:
-whether they have a gate, biases and a norm, and in which order their weights lie.
+The experts modules of transformers that its :func:`use_experts_implementation` decorates have the same attributes:
+whether they have a gate, biases and (from 5.19 on) a norm, and in which order their weights lie.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ from specmemo_kernels.ops import Kernels
 Tensor = torch.Tensor
 
 #: Attributes that the decorator sets.
-_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
+_FLAGS = ("has_gate", "has_bias", "is_transposed")
 
 
 def is_mixture(module: nn.Module) -> bool:
-    """Whether :func:`mixture` computes the module's class."""
-    return all(isinstance(vars(module).get(flag), bool) for flag in _FLAGS) and not module._is_expert_parallel
+    """Whether a module has the attributes and weights that :func:`mixture` reads, and all experts."""
+    flags = vars(module)
+    if not all(isinstance(flags.get(flag), bool) for flag in _FLAGS) or flags.get("_is_expert_parallel", False):
+        return False
+    weights = ("gate_up_proj" if flags["has_gate"] else "up_proj", "down_proj")
+    return all(parameter is not None and parameter.ndim == 3 for parameter in map(module._parameters.get, weights))
 
 
 def matrices(module: Any) -> tuple[Tensor, Tensor]:
@@ -52,9 +56,9 @@ def mixture(module: Any, kernels: Kernels, x: Tensor, experts: Tensor, scores: T
     ends = torch.searchsorted(ids, torch.arange(len(inner), device=x.device, dtype=ids.dtype), right=True)
     rows = kernels.grouped_linear(x[order // experts.shape[1]], inner, inner_bias, ends, invariant)
     rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
-    rows = kernels.grouped_linear(rows, outer, outer_bias, ends, invariant)
-    if module.has_post_expert_norm:
+    rows = kernels.grouped_linear(rows.to(outer.dtype), outer, outer_bias, ends, invariant)
+    if getattr(module, "has_post_expert_norm", False):
         rows = module.post_expert_norm(rows)
     rows = rows * scores.reshape(-1, 1)[order]
     by_token = torch.empty_like(rows).index_copy_(0, order, rows)
-    return by_token.view(*experts.shape, -1).sum(dim=1).to(x.dtype)
+    return by_token.view(*experts.shape, by_token.shape[1]).sum(dim=1).to(x.dtype)

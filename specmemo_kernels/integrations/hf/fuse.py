@@ -34,7 +34,7 @@ Attached = tuple[dict[str, Any], str, Callable[[], Any]]
 #: Operators that are faster than the modules, by backend.
 _FASTER = {"cpu": ("linear", "gated_mlp", "grouped_linear", "rms_norm"), "triton": ("gated_mlp", "rms_norm")}
 FUSED_BACKENDS = tuple(_FASTER)
-#: Those that are faster for any number of rows. Few of a pass's rows are of the same expert.
+#: Those that are faster for any number of rows: an expert's rows are a part of a pass's.
 _ALWAYS_FASTER = frozenset(("grouped_linear", "rms_norm"))
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PACKAGE = __name__.split(".")[0]
@@ -76,11 +76,11 @@ class Leaf:
         supported = type(x) is Tensor and x.dtype == self.dtype and x.shape[-1:] == (self.kind.inputs,)
         if operators is None or not supported or len(args) != (2 if self.kind.experts else 0) or kwargs:
             return type(self.module).forward(self.module, x, *args, **kwargs)
-        kept = operators.kept
-        if kept is None or args or x.shape[:-1] != (1, operators.rows):
+        kept, dim = operators.kept, x.ndim - 2  # experts take [rows, inputs], other modules [1, rows, inputs]
+        if kept is None or dim != (0 if args else 1) or x.numel() != operators.rows * self.kind.inputs:
             return self._computed(operators, x, *args)
-        some = self._computed(operators, x[:, kept])
-        return some.new_zeros(1, operators.rows, some.shape[-1]).index_copy_(1, kept, some)
+        some = self._computed(operators, *(rows.index_select(dim, kept) for rows in (x, *args)))
+        return some.new_zeros(*x.shape[:-1], some.shape[-1]).index_copy_(dim, kept, some)
 
     def _computed(self, operators: LeafOperators, *args: Tensor) -> Any:
         if self.kind.operator in operators.names:

@@ -50,8 +50,8 @@ class SpecMemo:
         graphs: whether steps are captured (on a GPU they also overlap with the host), and the reason if not
             (``graphs.reason``).
             ``stats.eager_reasons`` counts the reasons of single eager steps.
-        fused: the modules that operators compute in speculative steps, by name: ``"linear"``, ``"gated_mlp"`` or
-            ``"rms_norm"``.
+        fused: the modules that operators compute in speculative steps, by name: ``"linear"``, ``"gated_mlp"``,
+            ``"grouped_linear"`` (experts) or ``"rms_norm"``.
         undo_steps: functions that undo the patch, in order.
     """
 

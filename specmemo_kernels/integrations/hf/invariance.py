@@ -39,7 +39,7 @@ def check_invariance(model: Any, facts: ModelFacts) -> None:
     """Check that only replaced modules have matrices, and compare rows' bits in passes of several sizes.
 
     Raises:
-        UnsupportedModel: another module has a matrix (experts, a quantised layer); or hidden states or logits differ,
+        UnsupportedModel: another module has a matrix (a router, a quantised layer); or hidden states or logits differ,
             so that an operation outside of the replaced modules depends on the other rows.
     """
     for name, module in model.named_modules():
@@ -48,8 +48,8 @@ def check_invariance(model: Any, facts: ModelFacts) -> None:
         if matrix := next((key for key, p in module.named_parameters(recurse=False) if p.ndim > 1), None):
             raise UnsupportedModel(
                 f"{type(model).__name__} multiplies with {name}.{matrix} of {type(module).__name__}, which is not a "
-                "plain linear layer or gated MLP of the model's dtype on the CPU: its bits may depend on the other "
-                "rows; use invariant=False"
+                "plain linear layer, gated MLP or mixture of the model's dtype on the CPU: its bits may depend on the "
+                "other rows; use invariant=False"
             )
     count = max(_ROWS)
     tokens = torch.arange(count) * 7919 % model.get_input_embeddings().weight.shape[0]

@@ -33,6 +33,8 @@ Tensor = torch.Tensor
 
 #: Rows of the passes whose memory is measured: few, for speed; more than one, as models may treat one row differently.
 _MEASURED_ROWS = (8, 16)
+#: Rows of the pass behind which library buffers are measured: torch multiplies small matrices of fewer without MKL.
+_LIBRARY_ROWS = 32
 #: Minimum bytes of library buffers to count: allocations of Python objects vary by as much between calls.
 _LEAST_COUNTED = 2 << 20
 #: Dtypes of matrices that MKL packs.
@@ -165,12 +167,12 @@ def measure_libraries(model: Any, facts: ModelFacts, max_rows: int) -> PassBytes
     """
     if facts.device.type != "cpu":
         return PassBytes()
-    leaves = facts.leaves
+    few_rows = facts.leaves.max_rows
     bound = PassBytes(_library_bytes(model, facts, max_rows, sys.maxsize))
-    if not leaves.names or leaves.max_rows is None:
+    # Recurrent layers multiply more rows than a pass has: those of each path through a tree.
+    if few_rows is None or facts.mixers.mixers:
         return bound
-    few = _library_bytes(model, facts, min(leaves.max_rows, max_rows), leaves.max_rows)
-    return bound.with_few(leaves.max_rows, PassBytes(few))
+    return bound.with_few(few_rows, PassBytes(_library_bytes(model, facts, few_rows, few_rows)))
 
 
 def _library_bytes(model: Any, facts: ModelFacts, max_rows: int, leaf_rows: int) -> int:
@@ -180,7 +182,7 @@ def _library_bytes(model: Any, facts: ModelFacts, max_rows: int, leaf_rows: int)
     grow with the rows, so each kind of matrix is also multiplied with ``max_rows`` rows: 3.9 MiB instead of 3.2 MiB
     with 256 rows and matrices of 512 x 1536.
     """
-    tokens = _same_tokens(facts, _MEASURED_ROWS[-1])
+    tokens = _same_tokens(facts, _LIBRARY_ROWS)
     replaced = facts.leaves.modules if facts.leaves.multiply(leaf_rows) else frozenset()
     with facts.pass_mode():
         for _ in range(2):  # the first pass also allocates buffers that stay

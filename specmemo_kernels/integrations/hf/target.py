@@ -158,7 +158,9 @@ class HFTarget:
         if output.logits is not None:
             return output.logits[row]
         weight, bias = lm_head(self.model)
-        return nn.functional.linear(output.hidden[row : row + 1].to(weight.device), weight, bias)[0].to(self.device)
+        kernels = ops.kernels(self.backend, weight.device)
+        hidden = output.hidden[row : row + 1].to(weight.device)
+        return kernels.linear(hidden, weight, bias, None, False)[0].to(self.device)
 
 
 def lm_head_of(model: Any) -> nn.Module:
