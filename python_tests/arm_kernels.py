@@ -159,8 +159,8 @@ class ArmKernels(types.ModuleType):
 
     def _operator(self, name: str) -> Any:
         def call(*arguments: Any) -> Any:
-            if name == "tree_attention" and arguments[12] is not None:
-                arguments = (*arguments[:12], arguments[12].to(arguments[0].dtype), *arguments[13:])
+            if name == "tree_attention" and (sinks := arguments[12]) is not None and sinks.dtype != arguments[0].dtype:
+                arguments = (*arguments[:12], sinks.float(), *arguments[13:])
             results = self._emulator.call(name, *arguments, torch.get_num_threads())
             return results[0] if len(results) == 1 else tuple(results) or None
 
@@ -185,6 +185,12 @@ class ArmKernels(types.ModuleType):
 
     def fill_new_tensors(self, fill: bool) -> None:
         """The program always fills them."""
+
+    def copy_rows(self, *_: Any) -> Any:
+        """Of recorded steps, which the program doesn't have."""
+        raise NotImplementedError
+
+    record = Blocks = copy_rows
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

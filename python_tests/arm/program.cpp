@@ -46,6 +46,7 @@ Values tree_attention(const Values& a) {
   args.k_scales = a[16].at<float>(), args.v_scales = a[17].at<float>();
   args.block_table = a[5].at<int32_t>(), args.seq_lens = a[6].at<int32_t>(), args.qo_indptr = a[7].at<int32_t>();
   args.tree_mask = a[8].at<int64_t>(), args.sinks = a[12].at<void>();
+  args.float_sinks = a[12].kind != kNone && a[12].tensor.bits == 32;
   args.batch = a[6].tensor.shape[0], args.max_pages = table.shape[1];
   args.mask_words = a[8].kind == kNone ? 0 : a[8].tensor.shape[1];
   args.num_qo_heads = q.shape[1], args.num_kv_heads = values.shape[1], args.k_dim = q.shape[2];
