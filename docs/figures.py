@@ -54,6 +54,11 @@ def caption(source: str) -> str:
     )
 
 
+def decimals(speed: float) -> str:
+    """Tokens per second, slow ones with one decimal."""
+    return f"{speed:.1f}" if speed < 20 else f"{speed:.0f}"
+
+
 def mib(size: float) -> str:
     return f"{size / MIB:.1f} MiB"
 
@@ -208,9 +213,9 @@ def scaling_values() -> dict[str, str]:
     }
 
 
-def hybrids() -> str:
+def hybrids(source: str = "hybrids_cpu") -> str:
     shown: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in load("hybrids_cpu")["rows"]:
+    for row in load(source)["rows"]:
         shown.setdefault((row["shape"], row["dtype"]), {})[row["side"]] = row
     sides = ["no drafts", "chain", "tree", "planned"]
     rows = [
@@ -219,7 +224,7 @@ def hybrids() -> str:
         for (shape, dtype), found in shown.items()
     ]
     header = ["model", "plain `generate`", "no drafts", "chain of 2 drafts", "tree of 8 nodes", "chosen by `patch`"]
-    return table(header, rows, "hybrids_cpu")
+    return table(header, rows, source)
 
 
 # --- linear layers ---------------------------------------------------------------------------------------------------
@@ -245,21 +250,21 @@ def linear() -> str:
 # --- engines ---------------------------------------------------------------------------------------------------------
 
 
-def engines() -> str:
+def engines(source: str = "engines_cpu") -> str:
     rows = [
         [
             row["shape"],
             row["batch"],
             row["engine"],
-            f"{row['tokens_per_s']:.0f}",
-            f"{row['decode_per_s']:.0f}" if row["decode_per_s"] else "",
+            decimals(row["tokens_per_s"]),
+            decimals(row["decode_per_s"]) if row["decode_per_s"] else "",
             f"{row['tokens_per_step']:.2f}" if row["tokens_per_step"] else "",
             f"{row['mib']:.1f}",
         ]
-        for row in load("engines_cpu")["rows"]
+        for row in load(source)["rows"]
     ]
     header = ["model", "batch", "engine", "tokens/s", "after the first token", "tokens per step", "memory, MiB"]
-    return table(header, rows, "engines_cpu")
+    return table(header, rows, source)
 
 
 def vllm() -> str:
@@ -674,12 +679,15 @@ def figures() -> dict[str, str]:
         "steps.parts": step_parts(),
         "drafters": drafters(),
         "hybrids": hybrids(),
+        "experts": hybrids("experts_avx512_cpu"),
         "servers": servers(),
         "headline.serve": serving_gain(),
         "train.compared": trained(),
         "train.accuracy": trained_accuracy(),
         "linear": linear(),
         "engines": engines(),
+        "engines.avx512": engines("engines_avx512_cpu"),
+        "engines.avx512.1b": engines("engines_avx512_1b_cpu"),
         "vllm": vllm(),
         "batches": batches(),
         "batch.scaling": batch_scaling(),
