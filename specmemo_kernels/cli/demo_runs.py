@@ -18,6 +18,7 @@ from specmemo_kernels.cli.options import DemoOptions
 from specmemo_kernels.integrations.hf.cache_argument import CACHE_ARGUMENT
 from specmemo_kernels.integrations.hf.chat import longest_text
 from specmemo_kernels.integrations.hf.patch import patch
+from specmemo_kernels.planning.host_allocator import allocated_bytes, free_library_buffers
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
 
 SIDES = ("plain", "patched")
@@ -156,13 +157,20 @@ def measure(pair: Pair, prompts: list[Prompt], rounds: int, tick: Callable[[], N
 
 
 def measure_memory(pair: Pair, prompt: Prompt) -> dict[str, dict[str, int]]:
-    """Peak tensor bytes of one generation, by side and part. The tracker is slow, so these runs aren't timed."""
+    """Peak tensor bytes of one generation, by side and part. The tracker is slow, so these runs aren't timed.
+
+    The plan has the buffers of libraries (MKL's) in its workspace, so those that the plain side leaves count, too.
+    """
+    free_library_buffers()  # of other runs
     with MemoryTracker() as tracker:
         output = pair.generate("plain", prompt, return_dict_in_generate=True)
     layers = output[CACHE_ARGUMENT].layers
     cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     plain = {"KV cache": cache, "everything else at the peak": tracker.peak - cache}
     del output, layers
+    held = allocated_bytes()
+    free_library_buffers()
+    plain["workspace"] = held - allocated_bytes()
     pair.handle.release()  # so that the pages are allocated under the tracker
     with MemoryTracker() as tracker:
         pair.generate("patched", prompt)
@@ -171,7 +179,7 @@ def measure_memory(pair: Pair, prompt: Prompt) -> dict[str, dict[str, int]]:
         "KV cache": parts["kv_pages"],
         "candidates' KV": parts["tree_scratch"],
         "everything else at the peak": tracker.peak - parts["kv_pages"] - parts["tree_scratch"],
-        "kernels' workspace": pair.handle.plan.parts["workspace"],
+        "workspace": pair.handle.plan.parts["workspace"],
         "heads": parts["heads"],
     }
     return {"plain": plain, "patched": patched}

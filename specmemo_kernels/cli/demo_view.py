@@ -171,7 +171,7 @@ def show_result(console: Console, result: DemoResult) -> None:
         "The timed runs are greedy; the text above is sampled (temperature "
         f'{SAMPLING["temperature"]}, top-p {SAMPLING["top_p"]}, one seed for both sides). "Same tokens" is for both. '
         f"Memory: peak bytes of tensors while a prompt of {result.memory_prompt_tokens} tokens is completed, without "
-        "the model's own weights.",
+        "the model's own weights; workspace: what kernels and libraries keep.",
         style="dim",
     )
 
