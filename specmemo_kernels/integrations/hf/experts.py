@@ -1,7 +1,7 @@
 """Mixtures of experts by our product of groups of rows, instead of transformers' ``grouped_mm``.
 
 The experts modules of transformers that its :func:`use_experts_implementation` decorates have the same attributes:
-whether they have a gate, biases and (from 5.19 on) a norm, and in which order their weights lie.
+whether they have a gate, biases and (in later versions) a norm, and in which order their weights lie.
 """
 
 from __future__ import annotations

@@ -54,11 +54,9 @@ class LeafKind:
 
 def leaf_kinds(module: nn.Module, invariant: bool) -> Iterator[LeafKind]:
     """The kinds that a module may be of. ``invariant``: products whose rows don't depend on each other."""
-    for kind in (_linear(module, invariant), _gated_mlp(module, invariant), _mixture(module, invariant)):
-        if kind is not None:
+    for kind_of in (_linear, _gated_mlp, _mixture, _rms_norm):
+        if (kind := kind_of(module, invariant)) is not None:
             yield kind
-    if (norm := _rms_norm(module)) is not None:
-        yield norm
 
 
 def _linear(module: nn.Module, invariant: bool) -> LeafKind | None:
@@ -125,7 +123,7 @@ def _mixture(module: nn.Module, invariant: bool) -> LeafKind | None:
     return LeafKind("grouped_linear", [call], weights[0].shape[2], products, len(weights[0]))
 
 
-def _rms_norm(module: nn.Module) -> LeafKind | None:
+def _rms_norm(module: nn.Module, _: bool) -> LeafKind | None:
     """The known variants of a class named ``...RMSNorm`` with a weight and an epsilon."""
     attributes = vars(module)
     eps = next((name for name in _EPSILONS if isinstance(attributes.get(name), float)), None)
