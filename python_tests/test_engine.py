@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -53,6 +56,30 @@ class Gate:
     def __call__(self, piece: sk.Piece) -> None:
         self.reached.set()
         assert self.opened.wait(WAIT)
+
+
+def test_ended_requests_are_freed(model: PreTrainedModel, handle: SpecMemo) -> None:
+    """Without the garbage collector, which visits old objects so rarely that a server would keep a hundred requests."""
+    del handle
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with sk.Engine(model) as engine:
+            for aborted, options in enumerate(({}, {"stop": lambda tokens: len(tokens) > 4})):
+                generation = engine.submit(request(0, 10, **options))
+                next(generation)
+                if aborted:
+                    generation.abort()
+                assert generation.result(WAIT).tokens
+                ended = weakref.ref(generation), weakref.ref(generation.sequence)
+                del generation
+                deadline = time.monotonic() + WAIT
+                while any(each() is not None for each in ended):  # the engine's thread may not have dropped them yet
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @pytest.mark.slow

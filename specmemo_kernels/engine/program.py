@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,18 +69,20 @@ class Call:
 
     def make(self, tensor: Callable[[View], Tensor]) -> Any:
         """Make the call with ``tensor(view)`` for each variable; returns its result."""
-
-        def value(argument: Any) -> Any:
-            if isinstance(argument, View):
-                return tensor(argument)
-            return [value(x) for x in argument] if isinstance(argument, (list, tuple)) else argument
-
+        value = partial(_value, tensor)
         return self.function(*map(value, self.args), **{name: value(x) for name, x in self.kwargs.items()})
 
 
 def rehearse(call: Call, device: torch.device) -> None:
     """Make a call with uninitialised variables, so that its kernels are compiled."""
     call.make(lambda view: torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=device))
+
+
+def _value(tensor: Callable[[View], Tensor], argument: Any) -> Any:
+    """``argument`` with ``tensor(view)`` for each variable in it."""
+    if isinstance(argument, View):
+        return tensor(argument)
+    return [_value(tensor, x) for x in argument] if isinstance(argument, (list, tuple)) else argument
 
 
 def _views(values: Sequence[Any]) -> Iterator[View]:

@@ -58,7 +58,7 @@ class Engine:
         self.max_waiting = integer("max_waiting", max_waiting, 1)
         self._changed = threading.Condition()
         self._arrived: deque[Generation] = deque()
-        self._aborts: deque[Generation] = deque()
+        self._aborts: deque[int] = deque()
         self._numbers = itertools.count()
         self._closed, self._deadline = False, float("inf")
         # Of the engine's thread.
@@ -139,9 +139,9 @@ class Engine:
         """Close; after an exception, at once."""
         self.close(*([] if kind is None else [0.0]))
 
-    def _abort(self, generation: Generation) -> None:
+    def _abort(self, index: int) -> None:
         with self._changed:
-            self._aborts.append(generation)
+            self._aborts.append(index)
             self._changed.notify()
 
     # What follows belongs to the engine's thread, on every rank.
@@ -186,7 +186,7 @@ class Engine:
             self._arrived.clear()
             self._open |= {generation.index: generation for generation in arrived}
             late = time.monotonic() >= self._deadline
-            aborts = list(self._open) if late else [generation.index for generation in self._aborts]
+            aborts = list(self._open) if late else list(self._aborts)
             self._aborts.clear()
         return arrived, aborts
 

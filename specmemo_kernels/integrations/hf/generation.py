@@ -24,6 +24,31 @@ class GenerationFailed(RuntimeError):
         self.tokens = tokens
 
 
+class _End:
+    """The end of a request, and the error that caused it.
+
+    The sequence refers to it, not to the :class:`Generation`, which refers to the sequence: in a cycle, both would
+    stay in memory until the garbage collector visits old objects.
+    """
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.error: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """Remember the first error before the end."""
+        if self.error is None and not self.reached.is_set():
+            self.error = error
+
+    def guarded(self, stop: Callable[[list[int]], bool], tokens: list[int]) -> bool:
+        """``stop``, whose exceptions end this request only."""
+        try:
+            return bool(stop(tokens))
+        except BaseException as error:  # SystemExit and CancelledError too: the engine's thread must go on
+            self.fail(error)
+            return True
+
+
 class Generation(Iterator[Piece]):
     """A submitted request: an iterator of :class:`Piece`, for one thread.
 
@@ -37,23 +62,22 @@ class Generation(Iterator[Piece]):
         self,
         request: Request,
         sequence: SequenceState,
-        abort: Callable[[Generation], None],
+        abort: Callable[[int], None],
         on_piece: Callable[[Piece], None] | None,
     ) -> None:
-        stop = None if sequence.stop is None else partial(self._guarded, sequence.stop)
+        self._end = end = _End()
+        stop = None if sequence.stop is None else partial(end.guarded, sequence.stop)
         self.request, self.index = request, sequence.index
-        self.sequence = replace(sequence, stop=stop, failed=self.fail)
+        self.sequence = replace(sequence, stop=stop, failed=end.fail)
         self._reader = PieceReader(self.sequence)
         self._abort, self._on_piece = abort, on_piece
         self._pieces: SimpleQueue[Piece | None] = SimpleQueue()
-        self._done = threading.Event()
-        self._error: BaseException | None = None
         self._read_all = False
 
     @property
     def done(self) -> bool:
         """Whether the request has ended."""
-        return self._done.is_set()
+        return self._end.reached.is_set()
 
     def __next__(self) -> Piece:
         """Wait for the next piece.
@@ -66,12 +90,12 @@ class Generation(Iterator[Piece]):
         piece = self._pieces.get()
         self._read_all = piece is None or piece.finished
         if piece is None:
-            raise self._failed() from self._error
+            raise self._failed() from self._end.error
         return piece
 
     def abort(self) -> None:
         """End the request, from any thread, and keep its tokens; its pages are free after the step in progress."""
-        self._abort(self)
+        self._abort(self.index)
 
     def result(self, timeout: float | None = None) -> Completion:
         """Wait for the end, from any thread but the engine's.
@@ -80,14 +104,14 @@ class Generation(Iterator[Piece]):
             GenerationFailed: the request ended with an error.
             TimeoutError: it still runs after ``timeout`` seconds.
         """
-        if not self._done.wait(timeout):
+        if not self._end.reached.wait(timeout):
             raise TimeoutError(f"request {self.index} still runs after {timeout} seconds; wait longer, or abort it")
-        if self._error is not None:
-            raise self._failed() from self._error
+        if self._end.error is not None:
+            raise self._failed() from self._end.error
         return completion_of(self.sequence)
 
     def _failed(self) -> GenerationFailed:
-        error = self._error
+        error = self._end.error
         return GenerationFailed(
             f"request {self.index} ended with {type(error).__name__}: {error}", self.sequence.new_tokens
         )
@@ -96,25 +120,16 @@ class Generation(Iterator[Piece]):
 
     def fail(self, error: BaseException) -> None:
         """Remember the error that ends the request."""
-        if self._error is None and not self.done:
-            self._error = error
-
-    def _guarded(self, stop: Callable[[list[int]], bool], tokens: list[int]) -> bool:
-        """``stop``, whose exceptions end this request only."""
-        try:
-            return bool(stop(tokens))
-        except BaseException as error:  # SystemExit and CancelledError too: the engine's thread must go on
-            self.fail(error)
-            return True
+        self._end.fail(error)
 
     def deliver(self) -> None:
         """Pass on the tokens since the last call, and the end."""
         piece = self._reader.read()
         if piece is None:
             return
-        failed = piece.finished and self._error is not None
+        failed = piece.finished and self._end.error is not None
         if piece.finished:
-            self._done.set()  # before the last piece, whose readers may ask for the result
+            self._end.reached.set()  # before the last piece, whose readers may ask for the result
         if piece.tokens or not failed:
             self._pieces.put(replace(piece, finished=piece.finished and not failed))
         if failed:
