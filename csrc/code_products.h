@@ -135,6 +135,8 @@ class CodeProducts {
   typedef typename Row::Element Element;
 
  public:
+  static constexpr int64_t kOutputs = kGroup;
+
   explicit CodeProducts(const ProductArgs& args) : args_(args) {
     groups_ = (args.inputs + kScaled - 1) / kScaled;
     steps_ = (groups_ * kScaledBytes + kStepBytes - 1) / kStepBytes;
@@ -159,6 +161,7 @@ class CodeProducts {
     }
   }
 
+  int64_t value_rows() const { return args_.rows; }
   int64_t sums_bytes() const { return 0; }
 
   // As RowProducts::multiply.

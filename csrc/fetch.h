@@ -32,7 +32,9 @@ class Fetch {
  public:
   // The work of this block: vectors of keys to pack, and steps of the products.
   Fetch(const Upcoming& next, int64_t row_bytes, int64_t vectors, int64_t steps)
-      : rows_(next.rows), row_lines_(static_cast<uint32_t>((row_bytes + 63) / 64)), end_(2 * kBlockKeys * row_lines_) {
+      : Fetch(next.rows, 2 * kBlockKeys, row_bytes, vectors, steps) {}
+  Fetch(const char* const* rows, uint32_t count, int64_t row_bytes, int64_t vectors, int64_t steps)
+      : rows_(rows), row_lines_(static_cast<uint32_t>((row_bytes + 63) / 64)), end_(count * row_lines_) {
     packing_end_ = steps < end_ ? end_ : 0;
     twice_ = steps + vectors < end_;
   }

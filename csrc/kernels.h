@@ -61,7 +61,8 @@ struct ProductArgs {
   const uint16_t* scales;  // [outputs, groups] float16, or null: weights in dtype
   const void* bias;        // [outputs] or null
   int64_t rows, outputs, inputs;
-  bool by_input;  // the weight is [inputs, outputs], without scales
+  bool by_input;   // the weight is [inputs, outputs], without scales
+  bool invariant;  // a row's bits don't depend on the other rows
 };
 
 struct LmHeadArgs {

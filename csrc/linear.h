@@ -1,24 +1,31 @@
 // Linear layers for few rows, alone and as a gated MLP.
 #pragma once
 
+#include <algorithm>
+
 #include "activation.h"
 #include "code_products.h"
 #include "column_products.h"
+#include "panel_products.h"
 #include "row_products.h"
 #include "threads.h"
 
 namespace specmemo {
 namespace {
 
-constexpr int64_t kMaxRows = 32;  // rows of one pass over the weights; more rows take several passes
+// Rows of one pass over the weights; more rows take several passes.
+constexpr int64_t kMaxRows = 32;                                   // of RowProducts and CodeProducts
+constexpr int64_t kMostRows = kPanelsPay ? kPanelRows : kMaxRows;  // of any
 
 // Outputs x @ weight^T + bias of some rows, a group at a time. `Products` computes the sums: of weights in dtype
-// (RowProducts) or in 4-bit codes (CodeProducts).
+// (RowProducts, or PanelProducts for many rows) or in 4-bit codes (CodeProducts).
 template <class T, class Products>
 class Outputs {
   typedef typename T::Raw Raw;
 
  public:
+  static constexpr int64_t kGroupSize = Products::kOutputs;
+
   explicit Outputs(const ProductArgs& args) : args_(args), products_(args) {}
   Outputs(const Outputs&) = delete;
   Outputs& operator=(const Outputs&) = delete;
@@ -29,21 +36,21 @@ class Outputs {
   void prepare_as(const Outputs& other) { products_.prepare_as(other.products_); }
 
   // With room for a whole vector from every value on.
-  int64_t value_count() const { return round_up(args_.rows * kGroup, kLanes) + kLanes; }
+  int64_t value_count() const { return round_up(products_.value_rows() * kGroupSize, kLanes) + kLanes; }
   int64_t sums_bytes() const { return round_up(products_.sums_bytes(), 64); }
 
-  // values[row * kGroup + i] = output first + i, rounded to T as a linear layer does. count <= kGroup; `values` has
-  // room for value_count(), `sums` for sums_bytes().
+  // values[row * kGroupSize + i] = output first + i, rounded to T as a linear layer does. count <= kGroupSize;
+  // `values` has room for value_count(), `sums` for sums_bytes().
   void compute(int64_t first, int64_t count, char* sums, float* values) const {
     products_.multiply(first, count, reinterpret_cast<VecF*>(sums), values);
     if (args_.bias != nullptr) {
-      float bias[kGroup] = {};
+      float bias[kGroupSize] = {};
       for (int64_t i = 0; i < count; ++i) bias[i] = T::to_float(static_cast<const Raw*>(args_.bias)[first + i]);
       for (int64_t r = 0; r < args_.rows; ++r)
-        for (int64_t i = 0; i < kGroup; ++i) values[r * kGroup + i] += bias[i];
+        for (int64_t i = 0; i < kGroupSize; ++i) values[r * kGroupSize + i] += bias[i];
     }
     if (T::kBits == 32) return;
-    for (int64_t i = 0; i < args_.rows * kGroup; i += kLanes) store(values + i, T::round(load<VecF>(values + i)));
+    for (int64_t i = 0; i < args_.rows * kGroupSize; i += kLanes) store(values + i, T::round(load<VecF>(values + i)));
   }
 
  private:
@@ -63,24 +70,24 @@ struct Tasks {
     count = (outputs + size - 1) / size;
   }
 
-  // Calls function(first, count) for each group of the task that is the turn-th to be taken.
-  template <class Function>
+  // Calls function(first, count) for each group of kGroupSize outputs of the task that is the turn-th to be taken.
+  template <int64_t kGroupSize, class Function>
   void for_each_group(int64_t turn, Function function) const {
     const int64_t each = count / threads, more = count % threads;  // the first `more` threads have one more
     const int64_t thread = turn % threads, task = thread * each + (thread < more ? thread : more) + turn / threads;
     const int64_t end = (task + 1) * size < outputs ? (task + 1) * size : outputs;
-    for (int64_t first = task * size; first < end; first += kGroup)
-      function(first, end - first < kGroup ? end - first : kGroup);
+    for (int64_t first = task * size; first < end; first += kGroupSize)
+      function(first, end - first < kGroupSize ? end - first : kGroupSize);
   }
 
   int64_t outputs, size, count;
   int threads;
 };
 
-template <class T>
+template <class T, int64_t kGroupSize>
 inline void store_values(const float* values, int64_t count, typename T::Raw* out) {
   typedef typename T::Raw Raw;
-  constexpr int64_t kRest = kGroup % kLanes;  // of a whole group
+  constexpr int64_t kRest = kGroupSize % kLanes;  // of a whole group
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) T::store_vec(out + i, load<VecF>(values + i));
   if (i == count) return;
@@ -95,6 +102,7 @@ inline void store_values(const float* values, int64_t count, typename T::Raw* ou
 // out[rows, outputs] = x @ weight^T + bias.
 template <class T, class Products>
 void run_product(const ProductArgs& args, typename T::Raw* out, char* shared, int threads) {
+  constexpr int64_t kGroupSize = Products::kOutputs;
   struct Context {
     const ProductArgs& args;
     typename T::Raw* out;
@@ -107,10 +115,10 @@ void run_product(const ProductArgs& args, typename T::Raw* out, char* shared, in
     const int64_t sums_bytes = c.outputs.sums_bytes();
     auto* sums = static_cast<char*>(arena(0, sums_bytes + c.outputs.value_count() * 4));
     auto* values = reinterpret_cast<float*>(sums + sums_bytes);
-    c.tasks.for_each_group(i, [&](int64_t first, int64_t count) {
+    c.tasks.template for_each_group<kGroupSize>(i, [&](int64_t first, int64_t count) {
       c.outputs.compute(first, count, sums, values);
       for (int64_t r = 0; r < c.args.rows; ++r)
-        store_values<T>(values + r * kGroup, count, c.out + r * c.args.outputs + first);
+        store_values<T, kGroupSize>(values + r * kGroupSize, count, c.out + r * c.args.outputs + first);
     });
   };
   parallel_for(context.tasks.count, threads, task, &context);
@@ -120,6 +128,7 @@ void run_product(const ProductArgs& args, typename T::Raw* out, char* shared, in
 template <class T, class Products>
 void run_gates(const ProductArgs& gate, const ProductArgs& up, Activation activation, typename T::Raw* out,
                char* shared, int threads) {
+  constexpr int64_t kGroupSize = Products::kOutputs;
   struct Context {
     const ProductArgs& args;
     typename T::Raw* out;
@@ -139,39 +148,48 @@ void run_gates(const ProductArgs& gate, const ProductArgs& up, Activation activa
     const int64_t size = c.gate.value_count();
     auto* sums = static_cast<char*>(arena(0, c.gate.sums_bytes() + 2 * size * 4));
     auto *gates = reinterpret_cast<float*>(sums + c.gate.sums_bytes()), *ups = gates + size;
-    c.tasks.for_each_group(i, [&](int64_t first, int64_t count) {
+    c.tasks.template for_each_group<kGroupSize>(i, [&](int64_t first, int64_t count) {
       c.gate.compute(first, count, sums, gates);
       c.up.compute(first, count, sums, ups);
-      for (int64_t at = 0; at < c.args.rows * kGroup; at += kLanes)
+      for (int64_t at = 0; at < c.args.rows * kGroupSize; at += kLanes)
         store(gates + at, T::round(activate(c.activation, load<VecF>(gates + at))) * load<VecF>(ups + at));
       for (int64_t r = 0; r < c.args.rows; ++r)
-        store_values<T>(gates + r * kGroup, count, c.out + r * c.args.outputs + first);
+        store_values<T, kGroupSize>(gates + r * kGroupSize, count, c.out + r * c.args.outputs + first);
     });
   };
   parallel_for(context.tasks.count, threads, task, &context);
 }
 
+// Bytes of prepared input: for more than kMaxRows rows in panels.
 template <class T, class Dot>
 int64_t prepared_bytes(int64_t rows, int64_t inputs) {
   ProductArgs args{};
-  args.rows = rows, args.inputs = inputs;
+  args.rows = rows < kMaxRows ? rows : kMaxRows, args.inputs = inputs;
   const int64_t dense = Outputs<T, RowProducts<T, Dot>>(args).shared_bytes();
   const int64_t codes = Outputs<T, CodeProducts<T, Dot>>(args).shared_bytes();
-  return dense > codes ? dense : codes;
+  const int64_t panel = rows > kMaxRows ? Outputs<T, PanelProducts<T, Dot>>(args).shared_bytes() : 0;
+  return std::max({dense, codes, panel});
 }
 
-// The same arguments for at most kMaxRows rows from `row` on.
+// Whether PanelProducts compute the next pass.
+inline bool in_panel(const ProductArgs& args, int64_t row) {
+  return kPanelsPay && !args.invariant && args.scales == nullptr && !args.by_input &&
+         args.rows - row >= kLeastPanelRows;
+}
+
+// The same arguments for the rows of the pass from `row` on.
 template <class T>
 ProductArgs rows_from(ProductArgs args, int64_t row) {
+  const int64_t most = in_panel(args, row) ? kPanelRows : kMaxRows;
   args.x = static_cast<const typename T::Raw*>(args.x) + row * args.x_stride;
-  args.rows = args.rows - row < kMaxRows ? args.rows - row : kMaxRows;
+  args.rows = args.rows - row < most ? args.rows - row : most;
   return args;
 }
 
 template <class T, class Dot>
 void run_rows(const ProductArgs& args, typename T::Raw* out, int threads) {
   if (args.outputs == 0) return;
-  for (int64_t row = 0; row < args.rows; row += kMaxRows) {
+  for (int64_t row = 0; row < args.rows;) {
     const ProductArgs part = rows_from<T>(args, row);
     typename T::Raw* part_out = out + row * part.outputs;
     const int64_t bytes = part.by_input ? ColumnProducts<T>::memory_bytes(part.rows, part.inputs)
@@ -181,8 +199,11 @@ void run_rows(const ProductArgs& args, typename T::Raw* out, int threads) {
       run_columns<T>(part, part_out, shared, threads);
     else if (part.scales != nullptr)
       run_product<T, CodeProducts<T, Dot>>(part, part_out, shared, threads);
+    else if (in_panel(args, row))
+      run_product<T, PanelProducts<T, Dot>>(part, part_out, shared, threads);
     else
       run_product<T, RowProducts<T, Dot>>(part, part_out, shared, threads);
+    row += part.rows;
   }
 }
 
@@ -215,41 +236,55 @@ void run_grouped(const GroupedLinearArgs& args, int threads) {
 template <class T, class Dot>
 struct MlpMemory {
   MlpMemory(int64_t rows, int64_t inputs, int64_t middle) : activations(round_up(rows * middle * T::kBits / 8, 64)) {
-    const int64_t first = prepared_bytes<T, Dot>(rows, inputs), second = prepared_bytes<T, Dot>(rows, middle);
-    bytes = activations + (first > second ? first : second);
+    bytes = activations + std::max(prepared_bytes<T, Dot>(rows, inputs), prepared_bytes<T, Dot>(rows, middle));
   }
   int64_t activations, bytes;
 };
 
+// One pass of a gated MLP. `memory`: of MlpMemory.
+template <class T, class Products>
+void run_mlp(const ProductArgs& gate, const ProductArgs& up, ProductArgs down, Activation activation,
+             typename T::Raw* out, char* memory, char* prepared, int threads) {
+  down.rows = gate.rows, down.x = memory, down.x_stride = gate.outputs;
+  if (gate.outputs != 0)
+    run_gates<T, Products>(gate, up, activation, reinterpret_cast<typename T::Raw*>(memory), prepared, threads);
+  run_product<T, Products>(down, out, prepared, threads);
+}
+
 template <class T, class Dot>
 void run_gated_mlp(const GatedMlpArgs& args, int threads) {
-  typedef typename T::Raw Raw;
-  typedef RowProducts<T, Dot> Products;
   if (args.down.outputs == 0) return;
-  for (int64_t row = 0; row < args.gate.rows; row += kMaxRows) {
+  for (int64_t row = 0; row < args.gate.rows;) {
     const ProductArgs gate = rows_from<T>(args.gate, row), up = rows_from<T>(args.up, row);
-    ProductArgs down = args.down;
-    down.rows = gate.rows, down.x_stride = gate.outputs;
     const MlpMemory<T, Dot> sizes(gate.rows, gate.inputs, gate.outputs);
-    auto *memory = static_cast<char*>(arena(1, sizes.bytes)), *prepared = memory + sizes.activations;
-    down.x = memory;
-    if (gate.outputs != 0)
-      run_gates<T, Products>(gate, up, args.activation, reinterpret_cast<Raw*>(memory), prepared, threads);
-    run_product<T, Products>(down, static_cast<Raw*>(args.out) + row * down.outputs, prepared, threads);
+    auto* memory = static_cast<char*>(arena(1, sizes.bytes));
+    const auto run = in_panel(args.gate, row) ? run_mlp<T, PanelProducts<T, Dot>> : run_mlp<T, RowProducts<T, Dot>>;
+    run(gate, up, args.down, args.activation, static_cast<typename T::Raw*>(args.out) + row * args.down.outputs, memory,
+        memory + sizes.activations, threads);
+    row += gate.rows;
   }
+}
+
+// Bytes of a thread's sums and values: those of gate and of up, or of the lm_head, with sums of exponentials.
+template <class T, class Products>
+int64_t thread_bytes(int64_t rows) {
+  ProductArgs args{};
+  args.rows = rows;
+  const Outputs<T, Products> outputs(args);
+  const int64_t exponentials = rows * 2 * static_cast<int64_t>(sizeof(VecF));
+  return outputs.sums_bytes() + outputs.value_count() * 8 + exponentials;
 }
 
 // Bytes that linear layers keep for any number of rows: of a gated MLP of these sizes (middle 0: of one product), and
 // of every thread.
 template <class T, class Dot>
 int64_t linear_workspace(int64_t inputs, int64_t middle, bool by_input, int threads) {
-  constexpr int64_t kPage = 4096;                     // arenas are rounded up to it
-  const int64_t values = kMaxRows * kGroup + kLanes;  // of gate and of up, or of the lm_head, with sums of exponentials
-  const int64_t vectors = kMaxRows * (kGroup + 2) * static_cast<int64_t>(sizeof(VecF)) + values * 8;
-  const int64_t columns = ColumnProducts<T>::thread_bytes(kMaxRows);
+  constexpr int64_t kPage = 4096;  // arenas are rounded up to it
   const int64_t shared =
-      by_input ? ColumnProducts<T>::memory_bytes(kMaxRows, inputs) : MlpMemory<T, Dot>(kMaxRows, inputs, middle).bytes;
-  return round_up(shared, kPage) + threads * round_up(vectors > columns ? vectors : columns, kPage);
+      by_input ? ColumnProducts<T>::memory_bytes(kMaxRows, inputs) : MlpMemory<T, Dot>(kMostRows, inputs, middle).bytes;
+  int64_t each = std::max(thread_bytes<T, RowProducts<T, Dot>>(kMaxRows), ColumnProducts<T>::thread_bytes(kMaxRows));
+  if (kPanelsPay && !by_input) each = std::max(each, thread_bytes<T, PanelProducts<T, Dot>>(kPanelRows));
+  return round_up(shared, kPage) + threads * round_up(each, kPage);
 }
 
 }  // namespace

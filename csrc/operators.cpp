@@ -174,9 +174,10 @@ NewTensor like_rows(const TensorView& x, int64_t size) {
   return empty(x.code, x.bits, shape, x.ndim);
 }
 
-py::object linear(Arguments a) {  // x, weight, bias, scales
+py::object linear(Arguments a) {  // x, weight, bias, scales, invariant
   LinearArgs args{};
   args.product = product_args("x", a[0], a[1], a[3], a[2]);
+  args.product.invariant = integer(a[4]) != 0;
   const NewTensor out = like_rows(view(a[0]), args.product.outputs);
   args.out = out.data;
   execute([args](int threads) { kernels().linear(args, threads); });
@@ -186,6 +187,7 @@ py::object linear(Arguments a) {  // x, weight, bias, scales
 py::object grouped_linear(Arguments a) {  // x, weight, bias, ends
   GroupedLinearArgs args{};
   args.product = product_args("x", a[0], a[1], py::none(), a[2]);
+  args.product.invariant = true;
   args.groups = view(a[1]).shape[0], args.ends = view(a[3]).at<int64_t>();
   const NewTensor out = like_rows(view(a[0]), args.product.outputs);
   args.out = out.data;
@@ -193,10 +195,11 @@ py::object grouped_linear(Arguments a) {  // x, weight, bias, ends
   return out.tensor;
 }
 
-py::object gated_mlp(Arguments a) {  // x, weights of gate, up and down, their biases, activation
+py::object gated_mlp(Arguments a) {  // x, weights of gate, up and down, their biases, activation, invariant
   const py::none none;
   GatedMlpArgs args{};
   args.gate = product_args("x", a[0], a[1], none, a[4]), args.up = product_args("x", a[0], a[2], none, a[5]);
+  args.gate.invariant = args.up.invariant = integer(a[8]) != 0;
   const TensorView down = view(a[3]);
   args.down = args.gate;
   args.down.weight = down.at<void>(), args.down.bias = view(a[6]).at<void>();
@@ -298,9 +301,9 @@ void add_operators(py::module_& module) {
       {"append_paged_kv", fast(fixed<append_paged_kv, 9>), METH_FASTCALL, nullptr},
       {"commit_paged_kv", fast(fixed<commit_paged_kv, 11>), METH_FASTCALL, nullptr},
       {"verify_tree_greedy", fast(fixed<verify, 5>), METH_FASTCALL, nullptr},
-      {"linear", fast(fixed<linear, 4>), METH_FASTCALL, nullptr},
+      {"linear", fast(fixed<linear, 5>), METH_FASTCALL, nullptr},
       {"grouped_linear", fast(fixed<grouped_linear, 4>), METH_FASTCALL, nullptr},
-      {"gated_mlp", fast(fixed<gated_mlp, 8>), METH_FASTCALL, nullptr},
+      {"gated_mlp", fast(fixed<gated_mlp, 9>), METH_FASTCALL, nullptr},
       {"rms_norm", fast(fixed<rms_norm, 5>), METH_FASTCALL, nullptr},
       {"add_rms_norm", fast(fixed<add_rms_norm, 6>), METH_FASTCALL, nullptr},
       {"rotary", fast(fixed<rotary, 3>), METH_FASTCALL, nullptr},

@@ -208,6 +208,8 @@ class RowProducts {
   typedef typename Row::Element Element;
 
  public:
+  static constexpr int64_t kOutputs = kGroup;
+
   explicit RowProducts(const ProductArgs& args) : args_(args), whole_(args.inputs / Row::kStep * Row::kStep) {
     if (in_place()) x_ = static_cast<const Element*>(args.x);
   }
@@ -228,6 +230,9 @@ class RowProducts {
 
   // The prepared input of products with the same rows.
   void prepare_as(const RowProducts& other) { x_ = other.x_; }
+
+  // Rows of `values` in multiply().
+  int64_t value_rows() const { return args_.rows; }
 
   // Memory for multiply(), of each thread.
   int64_t sums_bytes() const { return args_.rows * kGroup * static_cast<int64_t>(sizeof(VecF)); }

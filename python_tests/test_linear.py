@@ -19,10 +19,11 @@ from specmemo_kernels.ops import weight_codes
 Tensor = torch.Tensor
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BACKENDS = ("reference", "cpu")
-#: Rows, outputs and inputs: no whole tile, group, vector or chunk; several of each; more rows than one pass.
+#: Rows, outputs and inputs: no whole tile, group, vector or chunk; several of each; more rows than one pass; panels.
 SIZES = [
     (1, 1, 1), (1, 3, 16), (2, 7, 33), (3, 25, 15), (4, 100, 64), (5, 64, 130), (8, 256, 257), (9, 29, 2050),
     (16, 31, 4100), (17, 77, 96), (33, 48, 65), (70, 24, 64), (0, 5, 8), (6, 0, 8), (4, 10, 0),
+    (56, 1, 1), (64, 96, 128), (61, 101, 131), (127, 193, 300), (64, 5, 0),
 ]  # fmt: skip
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -151,7 +152,7 @@ def test_codes(backend: str, rows: int, dtype: torch.dtype) -> None:
 
 @each_dtype
 @pytest.mark.parametrize("activation", ACTIVATION_FUNCTIONS)
-@pytest.mark.parametrize("size", [(1, 16, 24, 16), (5, 33, 50, 31), (40, 64, 96, 70)], ids=str)
+@pytest.mark.parametrize("size", [(1, 16, 24, 16), (5, 33, 50, 31), (40, 64, 96, 70), (60, 35, 130, 29)], ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 def test_gated_mlp(isa: str, size: tuple[int, ...], activation: str, dtype: torch.dtype, biased: bool) -> None:
     """The separate layers' result: activations are rounded after each step, so only sums may differ."""
@@ -260,8 +261,9 @@ torch.set_num_threads(2)
 for dtype in (torch.bfloat16, torch.float32):
     for rows in (1, 9, 100):
         x, w = torch.ones(rows, 300, dtype=dtype), torch.ones(500, 300, dtype=dtype)
-        ops.linear(x, w, invariant=True, backend="cpu")
-        ops.gated_mlp(x, w, w, w.T.contiguous(), activation="silu", invariant=True, backend="cpu")
+        for invariant in (False, True):
+            ops.linear(x, w, invariant=invariant, backend="cpu")
+            ops.gated_mlp(x, w, w, w.T.contiguous(), activation="silu", invariant=invariant, backend="cpu")
     # Each thread rounds both buffers up to pages.
     limit = max(ops.linear_workspace("cpu", dtype, 300), ops.linear_workspace("cpu", dtype, 300, 500)) + 4 * 4096
     assert 0 < _cpu.arena_bytes() <= limit, (_cpu.arena_bytes(), limit)

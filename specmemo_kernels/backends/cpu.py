@@ -137,7 +137,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None
     """``x @ weight.T + bias``; reads the weights once per 32 rows, and uses torch above :func:`few_rows`."""
     if scales is None and not invariant and _many_rows(x, transposed=not weight.is_contiguous()):
         return functional.linear(x, weight, bias)
-    return _cpu.linear(_rows(x), weight, bias, scales)
+    return _cpu.linear(_rows(x), weight, bias, scales, invariant)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, invariant: bool) -> Tensor:
@@ -160,7 +160,9 @@ def gated_mlp(
     if not invariant and _many_rows(x):
         gates = ACTIVATION_FUNCTIONS[activation](functional.linear(x, gate, gate_bias))
         return functional.linear(gates.mul_(functional.linear(x, up, up_bias)), down, down_bias)
-    return _cpu.gated_mlp(_rows(x), gate, up, down, gate_bias, up_bias, down_bias, _ACTIVATIONS[activation])
+    return _cpu.gated_mlp(
+        _rows(x), gate, up, down, gate_bias, up_bias, down_bias, _ACTIVATIONS[activation], invariant
+    )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool) -> Tensor:
