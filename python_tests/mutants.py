@@ -95,6 +95,8 @@ MUTANTS = (
     Mutant("csrc/quantise.cpp", "x < -limit ? -limit", "x < -limit ? limit", "quantised_kv bits"),
     Mutant("csrc/quantise.cpp", "0x7ffffu + ((magnitude >> 20) & 1u)", "0x7ffffu", "quantised_kv bits"),
     Mutant("csrc/row_products.h", "i = whole_; i <", "i = whole_ + 1; i <", "ops test_lm_head"),
+    Mutant("csrc/column_products.h", "begin < args_.inputs; begin +=", "begin + 1 < args_.inputs; begin +=",
+           "grouped_linear transposed_matrices"),
     Mutant("csrc/lm_head.h", "first_lanes(count - i) ? load<VecF>(values + i) : splat(kMinusInf)",
            "load<VecF>(values + i)", "ops log_probs"),
     Mutant("csrc/lm_head.h", "any_better(row, count, ", "any_better(row, count - 1, ", "ops test_lm_head"),

@@ -160,9 +160,7 @@ def gated_mlp(
     if not invariant and _many_rows(x):
         gates = ACTIVATION_FUNCTIONS[activation](functional.linear(x, gate, gate_bias))
         return functional.linear(gates.mul_(functional.linear(x, up, up_bias)), down, down_bias)
-    return _cpu.gated_mlp(
-        _rows(x), gate, up, down, gate_bias, up_bias, down_bias, _ACTIVATIONS[activation], invariant
-    )
+    return _cpu.gated_mlp(_rows(x), gate, up, down, gate_bias, up_bias, down_bias, _ACTIVATIONS[activation], invariant)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool) -> Tensor:
