@@ -135,7 +135,7 @@ class CodeProducts {
   typedef typename Row::Element Element;
 
  public:
-  static constexpr int64_t kOutputs = kGroup;
+  static constexpr int64_t kGroupSize = kGroup;
 
   explicit CodeProducts(const ProductArgs& args) : args_(args) {
     groups_ = (args.inputs + kScaled - 1) / kScaled;

@@ -62,7 +62,7 @@ struct ProductArgs {
   const void* bias;        // [outputs] or null
   int64_t rows, outputs, inputs;
   bool by_input;   // the weight is [inputs, outputs], without scales
-  bool invariant;  // a row's bits don't depend on the other rows
+  bool invariant;  // read by `linear` and `gated_mlp` alone: a row's bits don't depend on the other rows
 };
 
 struct LmHeadArgs {

@@ -1,4 +1,4 @@
-// Linear layers for few rows, alone and as a gated MLP.
+// Linear layers, alone and as a gated MLP, a pass over the weights for some rows at a time.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@ namespace specmemo {
 namespace {
 
 // Rows of one pass over the weights; more rows take several passes.
-constexpr int64_t kMaxRows = 32;                                   // of RowProducts and CodeProducts
-constexpr int64_t kMostRows = kPanelsPay ? kPanelRows : kMaxRows;  // of any
+constexpr int64_t kPassRows = 32;                                   // but for PanelProducts
+constexpr int64_t kMostRows = kPanelsPay ? kPanelRows : kPassRows;  // of all products
 
 // Outputs x @ weight^T + bias of some rows, a group at a time. `Products` computes the sums: of weights in dtype
 // (RowProducts, or PanelProducts for many rows) or in 4-bit codes (CodeProducts).
@@ -24,7 +24,7 @@ class Outputs {
   typedef typename T::Raw Raw;
 
  public:
-  static constexpr int64_t kGroupSize = Products::kOutputs;
+  static constexpr int64_t kGroupSize = Products::kGroupSize;
 
   explicit Outputs(const ProductArgs& args) : args_(args), products_(args) {}
   Outputs(const Outputs&) = delete;
@@ -102,7 +102,6 @@ inline void store_values(const float* values, int64_t count, typename T::Raw* ou
 // out[rows, outputs] = x @ weight^T + bias.
 template <class T, class Products>
 void run_product(const ProductArgs& args, typename T::Raw* out, char* shared, int threads) {
-  constexpr int64_t kGroupSize = Products::kOutputs;
   struct Context {
     const ProductArgs& args;
     typename T::Raw* out;
@@ -115,10 +114,11 @@ void run_product(const ProductArgs& args, typename T::Raw* out, char* shared, in
     const int64_t sums_bytes = c.outputs.sums_bytes();
     auto* sums = static_cast<char*>(arena(0, sums_bytes + c.outputs.value_count() * 4));
     auto* values = reinterpret_cast<float*>(sums + sums_bytes);
-    c.tasks.template for_each_group<kGroupSize>(i, [&](int64_t first, int64_t count) {
+    c.tasks.template for_each_group<Products::kGroupSize>(i, [&](int64_t first, int64_t count) {
       c.outputs.compute(first, count, sums, values);
       for (int64_t r = 0; r < c.args.rows; ++r)
-        store_values<T, kGroupSize>(values + r * kGroupSize, count, c.out + r * c.args.outputs + first);
+        store_values<T, Products::kGroupSize>(values + r * Products::kGroupSize, count,
+                                              c.out + r * c.args.outputs + first);
     });
   };
   parallel_for(context.tasks.count, threads, task, &context);
@@ -128,7 +128,6 @@ void run_product(const ProductArgs& args, typename T::Raw* out, char* shared, in
 template <class T, class Products>
 void run_gates(const ProductArgs& gate, const ProductArgs& up, Activation activation, typename T::Raw* out,
                char* shared, int threads) {
-  constexpr int64_t kGroupSize = Products::kOutputs;
   struct Context {
     const ProductArgs& args;
     typename T::Raw* out;
@@ -148,39 +147,40 @@ void run_gates(const ProductArgs& gate, const ProductArgs& up, Activation activa
     const int64_t size = c.gate.value_count();
     auto* sums = static_cast<char*>(arena(0, c.gate.sums_bytes() + 2 * size * 4));
     auto *gates = reinterpret_cast<float*>(sums + c.gate.sums_bytes()), *ups = gates + size;
-    c.tasks.template for_each_group<kGroupSize>(i, [&](int64_t first, int64_t count) {
+    c.tasks.template for_each_group<Products::kGroupSize>(i, [&](int64_t first, int64_t count) {
       c.gate.compute(first, count, sums, gates);
       c.up.compute(first, count, sums, ups);
-      for (int64_t at = 0; at < c.args.rows * kGroupSize; at += kLanes)
+      for (int64_t at = 0; at < c.args.rows * Products::kGroupSize; at += kLanes)
         store(gates + at, T::round(activate(c.activation, load<VecF>(gates + at))) * load<VecF>(ups + at));
       for (int64_t r = 0; r < c.args.rows; ++r)
-        store_values<T, kGroupSize>(gates + r * kGroupSize, count, c.out + r * c.args.outputs + first);
+        store_values<T, Products::kGroupSize>(gates + r * Products::kGroupSize, count,
+                                              c.out + r * c.args.outputs + first);
     });
   };
   parallel_for(context.tasks.count, threads, task, &context);
 }
 
-// Bytes of prepared input: for more than kMaxRows rows in panels.
+// Bytes of prepared input. More than kPassRows rows are a panel.
 template <class T, class Dot>
 int64_t prepared_bytes(int64_t rows, int64_t inputs) {
   ProductArgs args{};
-  args.rows = rows < kMaxRows ? rows : kMaxRows, args.inputs = inputs;
+  args.rows = rows < kPassRows ? rows : kPassRows, args.inputs = inputs;
   const int64_t dense = Outputs<T, RowProducts<T, Dot>>(args).shared_bytes();
   const int64_t codes = Outputs<T, CodeProducts<T, Dot>>(args).shared_bytes();
-  const int64_t panel = rows > kMaxRows ? Outputs<T, PanelProducts<T, Dot>>(args).shared_bytes() : 0;
+  const int64_t panel = rows > kPassRows ? Outputs<T, PanelProducts<T, Dot>>(args).shared_bytes() : 0;
   return std::max({dense, codes, panel});
 }
 
-// Whether PanelProducts compute the next pass.
+// Whether PanelProducts compute the pass from `row` on.
 inline bool in_panel(const ProductArgs& args, int64_t row) {
   return kPanelsPay && !args.invariant && args.scales == nullptr && !args.by_input &&
          args.rows - row >= kLeastPanelRows;
 }
 
-// The same arguments for the rows of the pass from `row` on.
+// The same arguments for the rows of that pass.
 template <class T>
-ProductArgs rows_from(ProductArgs args, int64_t row) {
-  const int64_t most = in_panel(args, row) ? kPanelRows : kMaxRows;
+ProductArgs pass_of(ProductArgs args, int64_t row, bool panel) {
+  const int64_t most = panel ? kPanelRows : kPassRows;
   args.x = static_cast<const typename T::Raw*>(args.x) + row * args.x_stride;
   args.rows = args.rows - row < most ? args.rows - row : most;
   return args;
@@ -190,7 +190,8 @@ template <class T, class Dot>
 void run_rows(const ProductArgs& args, typename T::Raw* out, int threads) {
   if (args.outputs == 0) return;
   for (int64_t row = 0; row < args.rows;) {
-    const ProductArgs part = rows_from<T>(args, row);
+    const bool panel = in_panel(args, row);
+    const ProductArgs part = pass_of<T>(args, row, panel);
     typename T::Raw* part_out = out + row * part.outputs;
     const int64_t bytes = part.by_input ? ColumnProducts<T>::memory_bytes(part.rows, part.inputs)
                                         : prepared_bytes<T, Dot>(part.rows, part.inputs);
@@ -199,7 +200,7 @@ void run_rows(const ProductArgs& args, typename T::Raw* out, int threads) {
       run_columns<T>(part, part_out, shared, threads);
     else if (part.scales != nullptr)
       run_product<T, CodeProducts<T, Dot>>(part, part_out, shared, threads);
-    else if (in_panel(args, row))
+    else if (panel)
       run_product<T, PanelProducts<T, Dot>>(part, part_out, shared, threads);
     else
       run_product<T, RowProducts<T, Dot>>(part, part_out, shared, threads);
@@ -241,38 +242,38 @@ struct MlpMemory {
   int64_t activations, bytes;
 };
 
-// One pass of a gated MLP. `memory`: of MlpMemory.
+// One pass of a gated MLP, with memory for its activations and for prepared input.
 template <class T, class Products>
 void run_mlp(const ProductArgs& gate, const ProductArgs& up, ProductArgs down, Activation activation,
-             typename T::Raw* out, char* memory, char* prepared, int threads) {
-  down.rows = gate.rows, down.x = memory, down.x_stride = gate.outputs;
-  if (gate.outputs != 0)
-    run_gates<T, Products>(gate, up, activation, reinterpret_cast<typename T::Raw*>(memory), prepared, threads);
+             typename T::Raw* out, typename T::Raw* activations, char* prepared, int threads) {
+  down.rows = gate.rows, down.x = activations, down.x_stride = gate.outputs;
+  if (gate.outputs != 0) run_gates<T, Products>(gate, up, activation, activations, prepared, threads);
   run_product<T, Products>(down, out, prepared, threads);
 }
 
 template <class T, class Dot>
 void run_gated_mlp(const GatedMlpArgs& args, int threads) {
+  typedef typename T::Raw Raw;
   if (args.down.outputs == 0) return;
   for (int64_t row = 0; row < args.gate.rows;) {
-    const ProductArgs gate = rows_from<T>(args.gate, row), up = rows_from<T>(args.up, row);
+    const bool panel = in_panel(args.gate, row);
+    const ProductArgs gate = pass_of<T>(args.gate, row, panel), up = pass_of<T>(args.up, row, panel);
     const MlpMemory<T, Dot> sizes(gate.rows, gate.inputs, gate.outputs);
     auto* memory = static_cast<char*>(arena(1, sizes.bytes));
-    const auto run = in_panel(args.gate, row) ? run_mlp<T, PanelProducts<T, Dot>> : run_mlp<T, RowProducts<T, Dot>>;
-    run(gate, up, args.down, args.activation, static_cast<typename T::Raw*>(args.out) + row * args.down.outputs, memory,
-        memory + sizes.activations, threads);
+    const auto run = panel ? run_mlp<T, PanelProducts<T, Dot>> : run_mlp<T, RowProducts<T, Dot>>;
+    run(gate, up, args.down, args.activation, static_cast<Raw*>(args.out) + row * args.down.outputs,
+        reinterpret_cast<Raw*>(memory), memory + sizes.activations, threads);
     row += gate.rows;
   }
 }
 
-// Bytes of a thread's sums and values: those of gate and of up, or of the lm_head, with sums of exponentials.
+// Bytes of a thread's sums and values, of gate and of up.
 template <class T, class Products>
 int64_t thread_bytes(int64_t rows) {
   ProductArgs args{};
   args.rows = rows;
   const Outputs<T, Products> outputs(args);
-  const int64_t exponentials = rows * 2 * static_cast<int64_t>(sizeof(VecF));
-  return outputs.sums_bytes() + outputs.value_count() * 8 + exponentials;
+  return outputs.sums_bytes() + outputs.value_count() * 8;
 }
 
 // Bytes that linear layers keep for any number of rows: of a gated MLP of these sizes (middle 0: of one product), and
@@ -280,10 +281,12 @@ int64_t thread_bytes(int64_t rows) {
 template <class T, class Dot>
 int64_t linear_workspace(int64_t inputs, int64_t middle, bool by_input, int threads) {
   constexpr int64_t kPage = 4096;  // arenas are rounded up to it
-  const int64_t shared =
-      by_input ? ColumnProducts<T>::memory_bytes(kMaxRows, inputs) : MlpMemory<T, Dot>(kMostRows, inputs, middle).bytes;
-  int64_t each = std::max(thread_bytes<T, RowProducts<T, Dot>>(kMaxRows), ColumnProducts<T>::thread_bytes(kMaxRows));
-  if (kPanelsPay && !by_input) each = std::max(each, thread_bytes<T, PanelProducts<T, Dot>>(kPanelRows));
+  const int64_t shared = by_input ? ColumnProducts<T>::memory_bytes(kPassRows, inputs)
+                                  : MlpMemory<T, Dot>(kMostRows, inputs, middle).bytes;
+  const int64_t exponentials = kPassRows * 2 * static_cast<int64_t>(sizeof(VecF));  // of an lm_head
+  const int64_t each = std::max({thread_bytes<T, RowProducts<T, Dot>>(kPassRows) + exponentials,
+                                 kPanelsPay ? thread_bytes<T, PanelProducts<T, Dot>>(kPanelRows) : 0,
+                                 ColumnProducts<T>::thread_bytes(kPassRows)});
   return round_up(shared, kPage) + threads * round_up(each, kPage);
 }
 

@@ -87,6 +87,8 @@ struct ExpSum {
 
 template <class T, class Products>
 class LmHead {
+  static_assert(Products::kGroupSize == kGroup, "no panels");
+
  public:
   LmHead(const LmHeadArgs& args, int64_t pieces) : args_(args), outputs_(args.product), pieces_(pieces) {}
 

@@ -1,8 +1,8 @@
-// Sums of many input rows with weight rows, at attention's tiles (tile.h): lanes are input rows.
+// Sums of many input rows with weight rows, at the tiles of tile.h: lanes are input rows.
 //
-// A panel of input rows is transposed once. A block of its inputs stays in L1 while the weights of a group pass by,
-// kTileRows outputs at a time, whose words are copied next to each other. A sum adds its products in their order; with
-// padded rows and another order than RowProducts, a row's bits depend on the number of rows.
+// A panel of input rows is transposed once. A block of its inputs stays in the caches while the weights of a group pass
+// by, kTileRows outputs at a time, whose words are copied next to each other. A sum adds its products in their order,
+// which isn't that of RowProducts: invariant products never use panels.
 #pragma once
 
 #include "kernels.h"
@@ -11,11 +11,12 @@
 namespace specmemo {
 namespace {
 
-// Panels pay with 32 registers and wide vectors. On an Emerald Rapids without BF16 instructions, two threads, 64 rows:
-// 1.1 to 1.2 times the speed of RowProducts (bfloat16; 1.0 to 1.15 in float32); with AVX2 0.9 to 1.05 times.
+// Panels pay with 32 registers and wide vectors. On an Emerald Rapids without BF16 instructions, with two threads and
+// 64 rows: 1.1 times as fast as RowProducts in bfloat16, 1.0 to 1.15 in float32; with AVX2 0.9 to 1.05 times. Not
+// measured on an EPYC with AVX512.
 constexpr bool kPanelsPay = kLanes == 16;
-constexpr int64_t kPanelRows = kTileVecs * kLanes;
-constexpr int64_t kLeastPanelRows = kPanelRows * 7 / 8;  // with 48 of 64 it took 1.15 to 1.25 times as long
+constexpr int64_t kPanelRows = kBlockKeys;
+constexpr int64_t kLeastPanelRows = kPanelRows * 7 / 8;  // 48 rows took 1.15 to 1.25 times as long as RowProducts
 constexpr int64_t kBlockSteps = 128;                     // words of a block: 32 KiB of a panel
 
 template <class T, class Dot>
@@ -25,8 +26,8 @@ class PanelProducts {
   typedef KeyWords<T, Dot> Words;
 
  public:
-  static constexpr int64_t kOutputs = 96;  // of a group
-  static_assert(kOutputs % kTileRows == 0 && kOutputs % kLanes == 0, "whole tiles and vectors in a group");
+  static constexpr int64_t kGroupSize = 96;  // of a group
+  static_assert(kGroupSize % kTileRows == 0 && kGroupSize % kLanes == 0, "whole tiles and vectors in a group");
 
   explicit PanelProducts(const ProductArgs& args)
       : args_(args), words_(round_up(args.inputs, Dot::kPerWord) / Dot::kPerWord) {}
@@ -38,23 +39,12 @@ class PanelProducts {
   void prepare(char* memory) {
     auto* panel = reinterpret_cast<float*>(memory);
     x_ = panel;
-    const int64_t whole = args_.inputs / (Dot::kPerWord * kLanes) * kLanes;
-    for (int64_t first = 0; first < kPanelRows; first += kLanes) {
-      const Raw* rows[kLanes];
-      for (int64_t i = 0; i < kLanes; ++i)
-        rows[i] =
-            static_cast<const Raw*>(args_.x) + (first + i < args_.rows ? first + i : args_.rows - 1) * args_.x_stride;
-      for (int64_t w = 0; w < whole; w += kLanes) {
-        VecF block[kLanes];
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) block[i] = Words::load_words(rows[i], w);
-        transpose(block);
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) store(panel + (w + i) * kPanelRows + first, block[i]);
-      }
-      for (int64_t w = whole; w < words_; ++w)
-        for (int i = 0; i < kLanes; ++i) panel[w * kPanelRows + first + i] = Words::word(rows[i], w, args_.inputs);
-    }
+    const char* rows[kPanelRows];
+    for (int64_t i = 0; i < kPanelRows; ++i)
+      rows[i] = reinterpret_cast<const char*>(static_cast<const Raw*>(args_.x) +
+                                              (i < args_.rows ? i : args_.rows - 1) * args_.x_stride);
+    Fetch nothing(rows, 0, 0, 0, 0);
+    pack_keys<T, Dot>(rows, kPanelRows, args_.inputs, panel, nothing);
   }
 
   // The prepared input of products with the same rows.
@@ -64,13 +54,13 @@ class PanelProducts {
   int64_t value_rows() const { return kPanelRows; }
 
   // Memory for multiply(), of each thread.
-  int64_t sums_bytes() const { return (kOutputs * kPanelRows + kTileRows * kBlockSteps) * 4; }
+  int64_t sums_bytes() const { return (kGroupSize * kPanelRows + kTileRows * kBlockSteps) * 4; }
 
-  // values[row * kOutputs + v] = the product of the row with the weights of output first + v, for v < count.
+  // values[row * kGroupSize + v] = the product of the row with the weights of output first + v, for v < count.
   void multiply(int64_t first, int64_t count, VecF* memory, float* values) const {
     static constexpr float kOnes[6] = {1, 1, 1, 1, 1, 1};  // of the tallest tile
-    auto* sums = reinterpret_cast<float*>(memory);         // [kOutputs][kPanelRows]
-    auto* words = reinterpret_cast<Word*>(sums + kOutputs * kPanelRows);
+    auto* sums = reinterpret_cast<float*>(memory);         // [kGroupSize][kPanelRows]
+    auto* words = reinterpret_cast<Word*>(sums + kGroupSize * kPanelRows);
     for (int64_t begin = 0; begin == 0 || begin < words_; begin += kBlockSteps) {
       const int64_t steps = words_ - begin < kBlockSteps ? words_ - begin : kBlockSteps;
       for (int64_t v = 0; v < count; v += kTileRows) {
@@ -85,7 +75,8 @@ class PanelProducts {
           next[r] = reinterpret_cast<const char*>(weight(output + r) + word * Dot::kPerWord);
         Fetch fetch(next, kTileRows, steps * Dot::kPerWord * static_cast<int64_t>(sizeof(Raw)), 0, steps);
         specmemo::multiply<Dot>(height, words, kBlockSteps, PackedColumns{x_ + begin * kPanelRows, kPanelRows}, steps,
-                                sums + v * kPanelRows, kPanelRows, begin == 0 ? nullptr : kOnes, kTileVecs, fetch);
+                                sums + v * kPanelRows, kPanelRows, begin == 0 ? nullptr : kOnes, kPanelRows / kLanes,
+                                fetch);
       }
     }
     for (int64_t v = 0; v < count; v += kLanes)
@@ -95,7 +86,7 @@ class PanelProducts {
         for (int i = 0; i < kLanes; ++i) block[i] = load<VecF>(sums + (v + i) * kPanelRows + row);
         transpose(block);
 #pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) store(values + (row + i) * kOutputs + v, block[i]);
+        for (int i = 0; i < kLanes; ++i) store(values + (row + i) * kGroupSize + v, block[i]);
       }
   }
 

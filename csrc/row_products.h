@@ -208,7 +208,7 @@ class RowProducts {
   typedef typename Row::Element Element;
 
  public:
-  static constexpr int64_t kOutputs = kGroup;
+  static constexpr int64_t kGroupSize = kGroup;
 
   explicit RowProducts(const ProductArgs& args) : args_(args), whole_(args.inputs / Row::kStep * Row::kStep) {
     if (in_place()) x_ = static_cast<const Element*>(args.x);

@@ -58,25 +58,26 @@ class Gate:
         assert self.opened.wait(WAIT)
 
 
-def test_ended_requests_are_freed(model: PreTrainedModel, handle: SpecMemo) -> None:
+@pytest.mark.usefixtures("handle")
+@pytest.mark.parametrize("aborted", [False, True])
+def test_ended_requests_are_freed(model: PreTrainedModel, aborted: bool) -> None:
     """Without the garbage collector, which visits old objects so rarely that a server would keep a hundred requests."""
-    del handle
     enabled = gc.isenabled()
     gc.disable()
     try:
         with sk.Engine(model) as engine:
-            for aborted, options in enumerate(({}, {"stop": lambda tokens: len(tokens) > 4})):
-                generation = engine.submit(request(0, 10, **options))
-                next(generation)
-                if aborted:
-                    generation.abort()
-                assert generation.result(WAIT).tokens
-                ended = weakref.ref(generation), weakref.ref(generation.sequence)
-                del generation
-                deadline = time.monotonic() + WAIT
-                while any(each() is not None for each in ended):  # the engine's thread may not have dropped them yet
-                    assert time.monotonic() < deadline
-                    time.sleep(0.01)
+            generation = engine.submit(request(0, 200 if aborted else 20, stop=lambda tokens: False))
+            next(generation)
+            if aborted:
+                generation.abort()
+            assert generation.result(WAIT).tokens
+            ended = weakref.ref(generation), weakref.ref(generation.sequence)
+            del generation
+            engine.submit(request(1, 20)).result(WAIT)  # the last step's sequences are kept until the next one's
+            deadline = time.monotonic() + WAIT
+            while any(each() is not None for each in ended):  # the engine's thread may not have dropped them yet
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
     finally:
         if enabled:
             gc.enable()

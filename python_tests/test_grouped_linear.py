@@ -169,7 +169,7 @@ def test_a_mixture_is_transformers_own(family: str, rows: int) -> None:
 @pytest.mark.parametrize("family", sample(["mixtral", "gpt_oss", "qwen3_moe", "olmoe"], ["mixtral", "gpt_oss"]))
 def test_a_patched_model_uses_it(family: str) -> None:
     model, inputs = tiny_model(family), batch((17, 40))
-    expected = greedy(model, inputs, 72)
+    expected = greedy(model, inputs, 72)  # steps are recorded once eight had the same size
     with sk.patch(model, "prompt-lookup") as handle:
         names = [name for name, operator in handle.fused.items() if operator == "grouped_linear"]
         assert [type(model.get_submodule(name)).__name__.endswith("Experts") for name in names] == [True] * len(names)
@@ -241,6 +241,6 @@ for rows in (1, 9, 100):
     x, w = torch.ones(rows, 300), torch.ones(2, 300, 700).mT
     ops.grouped_linear(x, w, None, torch.tensor([rows // 3, rows]), backend="cpu")
 limit = ops.linear_workspace("cpu", torch.float32, 300, transposed=True) + 4 * 4096  # buffers are rounded up to pages
-assert limit / 2 < _cpu.arena_bytes() <= limit, (_cpu.arena_bytes(), limit)
+assert limit / 5 < _cpu.arena_bytes() <= limit, (_cpu.arena_bytes(), limit)
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -63,12 +63,17 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor)
 
 @each_dtype
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_linear_of_every_instruction_set(isa: str, size: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_linear_of_every_instruction_set(
+    isa: str, size: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "few_rows", lambda *_: None)  # never torch's product
     rows, outputs, inputs = size
     x, weight = random(rows, inputs, dtype=dtype), random(outputs, inputs, dtype=dtype, seed=1)
     for bias in (None, random(outputs, dtype=dtype, seed=2)):
         for invariant in (False, True):
-            check_linear(x, weight, bias, ops.linear(x, weight, bias, invariant=invariant, backend="cpu"))
+            result = ops.linear(x, weight, bias, invariant=invariant, backend="cpu")
+            check_linear(x, weight, bias, result)
+        assert torch.equal(ops.linear(x[-1:], weight, bias, invariant=True, backend="cpu"), result[-1:])
 
 
 @settings(max_examples=40, deadline=None)
@@ -154,8 +159,16 @@ def test_codes(backend: str, rows: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("activation", ACTIVATION_FUNCTIONS)
 @pytest.mark.parametrize("size", [(1, 16, 24, 16), (5, 33, 50, 31), (40, 64, 96, 70), (60, 35, 130, 29)], ids=str)
 @pytest.mark.parametrize("biased", [False, True])
-def test_gated_mlp(isa: str, size: tuple[int, ...], activation: str, dtype: torch.dtype, biased: bool) -> None:
+def test_gated_mlp(
+    isa: str,
+    size: tuple[int, ...],
+    activation: str,
+    dtype: torch.dtype,
+    biased: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The separate layers' result: activations are rounded after each step, so only sums may differ."""
+    monkeypatch.setattr(cpu, "few_rows", lambda *_: None)  # never torch's product
     rows, inputs, middle, outputs = size
     x = random(rows, inputs, dtype=dtype)
     gate, up = (random(middle, inputs, dtype=dtype, seed=seed) * inputs**-0.5 for seed in (1, 2))
@@ -177,6 +190,14 @@ def test_gated_mlp(isa: str, size: tuple[int, ...], activation: str, dtype: torc
     one = ops.gated_mlp(x[-1:], gate, up, down, *biases, activation=activation, invariant=True, backend="cpu")
     whole = ops.gated_mlp(x, gate, up, down, *biases, activation=activation, invariant=True, backend="cpu")
     assert torch.equal(one[0], whole[-1])
+
+
+def test_a_gated_mlp_of_one_input(isa: str) -> None:
+    """Its matrices are contiguous with either order of strides."""
+    x, column, row = torch.ones(64, 1), torch.ones(24, 1), torch.ones(1, 24)
+    for gate, up in ((column, row.T), (row.T, column), (row.T, row.T)):
+        result = ops.gated_mlp(x, gate, up, torch.ones(3, 24), activation="relu", backend="cpu")
+        assert torch.equal(result, torch.full((64, 3), 24.0))
 
 
 def test_a_gated_mlp_of_no_activations(isa: str) -> None:
@@ -268,6 +289,6 @@ for dtype in (torch.bfloat16, torch.float32):
     limit = max(ops.linear_workspace("cpu", dtype, 300), ops.linear_workspace("cpu", dtype, 300, 500)) + 4 * 4096
     assert 0 < _cpu.arena_bytes() <= limit, (_cpu.arena_bytes(), limit)
     if dtype == torch.bfloat16:
-        assert _cpu.arena_bytes() >= limit / 3, (_cpu.arena_bytes(), limit)
+        assert _cpu.arena_bytes() >= limit / 4, (_cpu.arena_bytes(), limit)
 """
     subprocess.run([sys.executable, "-c", code], check=True)

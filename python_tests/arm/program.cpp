@@ -132,9 +132,9 @@ Values lm_head_topk(const Values& a) {  // hidden, weight, scales, bias, k, toke
   return {};
 }
 
-Values linear(const Values& a) {  // x, weight, bias, scales
+Values linear(const Values& a) {  // x, weight, bias, scales, invariant
   LinearArgs args{};
-  args.product = product_args(a[0], a[1], a[3], a[2]);
+  args.product = product_args(a[0], a[1], a[3], a[2]), args.product.invariant = a[4].integer != 0;
   Values results{like_rows(a[0].tensor, args.product.outputs)};
   args.out = results[0].at<void>();
   kernels().linear(args, threads_of(a));
@@ -143,7 +143,7 @@ Values linear(const Values& a) {  // x, weight, bias, scales
 
 Values grouped_linear(const Values& a) {  // x, weight, bias, ends
   GroupedLinearArgs args{};
-  args.product = product_args(a[0], a[1], Value{}, a[2]);
+  args.product = product_args(a[0], a[1], Value{}, a[2]), args.product.invariant = true;
   args.groups = a[1].tensor.shape[0], args.ends = a[3].at<int64_t>();
   Values results{like_rows(a[0].tensor, args.product.outputs)};
   args.out = results[0].at<void>();
@@ -151,9 +151,11 @@ Values grouped_linear(const Values& a) {  // x, weight, bias, ends
   return results;
 }
 
-Values gated_mlp(const Values& a) {  // x, weights of gate, up and down, their biases, activation
+Values gated_mlp(const Values& a) {  // x, weights of gate, up and down, their biases, activation, invariant
   GatedMlpArgs args{};
   args.gate = product_args(a[0], a[1], Value{}, a[4]), args.up = product_args(a[0], a[2], Value{}, a[5]);
+  args.gate.invariant = args.up.invariant = a[8].integer != 0;
+  args.gate.by_input = args.up.by_input = false;
   args.down = product_args(a[0], a[3], Value{}, a[6]);
   args.down.inputs = a[3].tensor.shape[1];
   args.activation = static_cast<Activation>(a[7].integer);

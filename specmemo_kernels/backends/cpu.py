@@ -134,7 +134,7 @@ def _best_logits(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, invariant: bool) -> Tensor:
-    """``x @ weight.T + bias``; reads the weights once per 32 rows, and uses torch above :func:`few_rows`."""
+    """``x @ weight.T + bias``; reads the weights once per 32 or 64 rows, and uses torch above :func:`few_rows`."""
     if scales is None and not invariant and _many_rows(x, transposed=not weight.is_contiguous()):
         return functional.linear(x, weight, bias)
     return _cpu.linear(_rows(x), weight, bias, scales, invariant)

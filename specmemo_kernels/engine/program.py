@@ -69,8 +69,8 @@ class Call:
 
     def make(self, tensor: Callable[[View], Tensor]) -> Any:
         """Make the call with ``tensor(view)`` for each variable; returns its result."""
-        value = partial(_value, tensor)
-        return self.function(*map(value, self.args), **{name: value(x) for name, x in self.kwargs.items()})
+        fill = partial(_with_tensors, tensor)
+        return self.function(*map(fill, self.args), **{name: fill(x) for name, x in self.kwargs.items()})
 
 
 def rehearse(call: Call, device: torch.device) -> None:
@@ -78,11 +78,11 @@ def rehearse(call: Call, device: torch.device) -> None:
     call.make(lambda view: torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=device))
 
 
-def _value(tensor: Callable[[View], Tensor], argument: Any) -> Any:
+def _with_tensors(tensor: Callable[[View], Tensor], argument: Any) -> Any:
     """``argument`` with ``tensor(view)`` for each variable in it."""
     if isinstance(argument, View):
         return tensor(argument)
-    return [_value(tensor, x) for x in argument] if isinstance(argument, (list, tuple)) else argument
+    return [_with_tensors(tensor, x) for x in argument] if isinstance(argument, (list, tuple)) else argument
 
 
 def _views(values: Sequence[Any]) -> Iterator[View]:

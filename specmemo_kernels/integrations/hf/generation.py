@@ -28,7 +28,7 @@ class _End:
     """The end of a request, and the error that caused it.
 
     The sequence refers to it, not to the :class:`Generation`, which refers to the sequence: in a cycle, both would
-    stay in memory until the garbage collector visits old objects.
+    stay in memory until the garbage collector visits old objects. An error's traceback may still close one.
     """
 
     def __init__(self) -> None:
