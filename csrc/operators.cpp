@@ -200,7 +200,6 @@ py::object gated_mlp(Arguments a) {  // x, weights of gate, up and down, their b
   GatedMlpArgs args{};
   args.gate = product_args("x", a[0], a[1], none, a[4]), args.up = product_args("x", a[0], a[2], none, a[5]);
   args.gate.invariant = args.up.invariant = integer(a[8]) != 0;
-  args.gate.by_input = args.up.by_input = false;  // a matrix of one input is in both orders
   const TensorView down = view(a[3]);
   args.down = args.gate;
   args.down.weight = down.at<void>(), args.down.bias = view(a[6]).at<void>();

@@ -5,6 +5,8 @@
 // which isn't that of RowProducts: invariant products never use panels.
 #pragma once
 
+#include <algorithm>
+
 #include "kernels.h"
 #include "pack.h"
 
@@ -26,7 +28,7 @@ class PanelProducts {
   typedef KeyWords<T, Dot> Words;
 
  public:
-  static constexpr int64_t kGroupSize = 96;  // of a group
+  static constexpr int64_t kGroupSize = 96;  // outputs whose sums are kept at once
   static_assert(kGroupSize % kTileRows == 0 && kGroupSize % kLanes == 0, "whole tiles and vectors in a group");
 
   explicit PanelProducts(const ProductArgs& args)
@@ -95,12 +97,9 @@ class PanelProducts {
 
   void copy_words(int64_t output, int64_t begin, int64_t steps, Word* out) const {
     const Raw* row = weight(output);
+    const int64_t whole = std::min(steps, args_.inputs / Dot::kPerWord - begin);
     int64_t s = 0;
-    for (; s + kLanes <= steps; s += kLanes)
-      if ((begin + s + kLanes) * Dot::kPerWord <= args_.inputs)
-        store(out + s, Words::load_words(row, begin + s));
-      else
-        break;
+    for (; s + kLanes <= whole; s += kLanes) store(out + s, Words::load_words(row, begin + s));
     for (; s < steps; ++s) out[s] = bits_as<Word>(Words::word(row, begin + s, args_.inputs));
   }
 

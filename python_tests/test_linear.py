@@ -277,8 +277,9 @@ def test_memory_that_is_kept_is_what_linear_workspace_says() -> None:
     code = """
 import torch
 from specmemo_kernels import ops
-from specmemo_kernels.backends import _cpu
+from specmemo_kernels.backends import _cpu, cpu
 torch.set_num_threads(2)
+cpu.few_rows = lambda *_: None  # never torch's product
 for dtype in (torch.bfloat16, torch.float32):
     for rows in (1, 9, 100):
         x, w = torch.ones(rows, 300, dtype=dtype), torch.ones(500, 300, dtype=dtype)
@@ -289,6 +290,6 @@ for dtype in (torch.bfloat16, torch.float32):
     limit = max(ops.linear_workspace("cpu", dtype, 300), ops.linear_workspace("cpu", dtype, 300, 500)) + 4 * 4096
     assert 0 < _cpu.arena_bytes() <= limit, (_cpu.arena_bytes(), limit)
     if dtype == torch.bfloat16:
-        assert _cpu.arena_bytes() >= limit / 4, (_cpu.arena_bytes(), limit)
+        assert _cpu.arena_bytes() >= limit / 3, (_cpu.arena_bytes(), limit)
 """
     subprocess.run([sys.executable, "-c", code], check=True)

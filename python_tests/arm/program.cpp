@@ -155,7 +155,6 @@ Values gated_mlp(const Values& a) {  // x, weights of gate, up and down, their b
   GatedMlpArgs args{};
   args.gate = product_args(a[0], a[1], Value{}, a[4]), args.up = product_args(a[0], a[2], Value{}, a[5]);
   args.gate.invariant = args.up.invariant = a[8].integer != 0;
-  args.gate.by_input = args.up.by_input = false;
   args.down = product_args(a[0], a[3], Value{}, a[6]);
   args.down.inputs = a[3].tensor.shape[1];
   args.activation = static_cast<Activation>(a[7].integer);
