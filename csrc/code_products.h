@@ -167,7 +167,7 @@ class CodeProducts {
   // As RowProducts::multiply.
   void multiply(int64_t first, int64_t count, VecF*, float* values) const {
     const int64_t row_bytes = groups_ * kScaledBytes, whole = row_bytes / kStepBytes;
-    const int64_t tiles = (args_.rows + kCodeRows - 1) / kCodeRows;
+    const Parts tiles = Parts::at_most(args_.rows, kCodeRows);
     for (int64_t v = 0; v < count; v += kCodeWeights) {
       const uint8_t *codes[kCodeWeights], *last_codes[kCodeWeights];
       const uint16_t *scales[kCodeWeights], *last_scales[kCodeWeights];
@@ -183,8 +183,8 @@ class CodeProducts {
         rest_scales[i][0] = scales[i][groups_ - 1];
         last_codes[i] = rest_codes[i], last_scales[i] = rest_scales[i];
       }
-      for (int64_t t = 0; t < tiles; ++t) {
-        const int64_t top = args_.rows * t / tiles, height = args_.rows * (t + 1) / tiles - top;
+      for (int64_t t = 0; t < tiles.count; ++t) {
+        const int64_t top = tiles.begin(t), height = tiles.size(t);
         const Codes all{codes, scales, whole, t == 0 ? kCodeWeights * row_bytes : 0};
         const Codes rest{last_codes, last_scales, steps_ - whole, 0};
         dot_tile<kCodeRows>(height, x_ + top * steps_ * kStepCodes, all, rest, values + top * kGroup + v);

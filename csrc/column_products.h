@@ -87,7 +87,8 @@ class ColumnProducts {
   typedef typename T::Raw Raw;
 
  public:
-  ColumnProducts(const ProductArgs& args, Raw* out, int threads) : args_(args), out_(out) {
+  ColumnProducts(const ProductArgs& args, Raw* out, int threads)
+      : args_(args), out_(out), tiles_(Parts::at_most(args.rows, kRowTile)) {
     // Blocks as wide as possible, equally many for each thread.
     const int64_t each = (args.outputs + threads * kColumnBlock - 1) / (threads * kColumnBlock);
     block_ = round_up((args.outputs + each * threads - 1) / (each * threads), kColumnTile);
@@ -103,9 +104,9 @@ class ColumnProducts {
   void prepare(char* memory) {
     auto* x = reinterpret_cast<float*>(memory);
     x_ = x;
-    for (int64_t t = 0; t < tiles(); ++t)
+    for (int64_t t = 0; t < tiles_.count; ++t)
       for (int64_t i = 0; i < args_.inputs; ++i)
-        for (int64_t r = top(t); r < top(t + 1); ++r)
+        for (int64_t r = tiles_.begin(t); r < tiles_.begin(t + 1); ++r)
           *x++ = T::to_float(static_cast<const Raw*>(args_.x)[r * args_.x_stride + i]);
   }
 
@@ -117,15 +118,15 @@ class ColumnProducts {
     for (int64_t begin = 0; begin < args_.inputs; begin += kInputBlock) {
       const int64_t inputs = args_.inputs - begin < kInputBlock ? args_.inputs - begin : kInputBlock;
       const int64_t next = begin + inputs < args_.inputs ? inputs * args_.outputs : width - begin * args_.outputs;
-      for (int64_t t = 0; t < tiles(); ++t) {
-        const int64_t height = top(t + 1) - top(t);
-        const float* x = x_ + top(t) * args_.inputs + begin * height;
+      for (int64_t t = 0; t < tiles_.count; ++t) {
+        const int64_t top = tiles_.begin(t), height = tiles_.size(t);
+        const float* x = x_ + top * args_.inputs + begin * height;
         for (int64_t o = 0; o < width; o += kColumnTile) {
           const Raw* w = weight + begin * args_.outputs + o;
           // The next weights; all tiles but the first repeat a line that is there.
           const char* ahead = reinterpret_cast<const char*>(t == 0 ? w + next : w);
           add_rows<kRowTile>(height, x, w, inputs, width - o, ahead, t == 0 ? args_.outputs * kSize : 0,
-                             sums + top(t) * block_ + o);
+                             sums + top * block_ + o);
         }
       }
     }
@@ -135,9 +136,6 @@ class ColumnProducts {
 
  private:
   static constexpr int64_t kSize = sizeof(Raw);
-
-  int64_t tiles() const { return (args_.rows + kRowTile - 1) / kRowTile; }
-  int64_t top(int64_t tile) const { return args_.rows * tile / tiles(); }
 
   template <int ROWS>
   void add_rows(int64_t height, const float* x, const Raw* w, int64_t inputs, int64_t count, const char* ahead,
@@ -169,6 +167,7 @@ class ColumnProducts {
 
   const ProductArgs& args_;
   Raw* out_;
+  Parts tiles_;  // of rows
   int64_t block_;
   const float* x_ = nullptr;
 };

@@ -39,9 +39,9 @@ class FewRows {
 
   // The first `keys` keys of a block; the others are masked. `next` is the block after it.
   void run_block(const Block& block, const Block& next, int64_t keys, const HeadsOfRows<Word>& all) const {
-    const int64_t most = kGroupRows / all.rows, turns = (all.heads + most - 1) / most;
-    for (int64_t i = 0; i < turns; ++i) {
-      const int64_t first = all.heads * i / turns, end = all.heads * (i + 1) / turns;
+    const Parts turns = Parts::at_most(all.heads, kGroupRows / all.rows);
+    for (int64_t i = 0; i < turns.count; ++i) {
+      const int64_t first = turns.begin(i), end = turns.begin(i + 1);
       const Turn turn{first, end, keys, block, end < all.heads ? block.keys(end) : next.keys(0)};
       if (kMaxUnrolled == 8 && k_words_ == 8 * kLanes) {
         run_heads<8>(turn, all);

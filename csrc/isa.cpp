@@ -1,4 +1,6 @@
-// Selects one of the compiled instruction sets.
+// The machine: its instruction set, of those that were compiled, and its cache.
+#include <unistd.h>
+
 #if defined(SPECMEMO_ARM64) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(SPECMEMO_ARM64) && defined(__APPLE__)
@@ -108,5 +110,16 @@ const char* const* available_isas(int* count) {
 }
 
 bool use_isa(const char* name) { return choice().use(name); }
+
+int64_t l1_bytes() {
+  static const int64_t bytes = [] {
+#if defined(_SC_LEVEL1_DCACHE_SIZE)
+    const long size = sysconf(_SC_LEVEL1_DCACHE_SIZE);
+    if (size > 0) return static_cast<int64_t>(size);
+#endif
+    return int64_t{32} << 10;
+  }();
+  return bytes;
+}
 
 }  // namespace specmemo

@@ -90,7 +90,7 @@ class LmHead {
   static_assert(Products::kGroupSize == kGroup, "no panels");
 
  public:
-  LmHead(const LmHeadArgs& args, int64_t pieces) : args_(args), outputs_(args.product), pieces_(pieces) {}
+  LmHead(const LmHeadArgs& args, const Parts& pieces) : args_(args), outputs_(args.product), pieces_(pieces) {}
 
   // Memory that the caller provides until all pieces are merged.
   int64_t shared_bytes() const { return outputs_.shared_bytes(); }
@@ -100,7 +100,7 @@ class LmHead {
 
   // Computes the k best of one piece of the vocabulary, for all rows.
   void run(int64_t piece, char* results) const {
-    const int64_t begin = first_token(piece), end = first_token(piece + 1), rows = args_.product.rows;
+    const int64_t begin = pieces_.begin(piece), end = pieces_.begin(piece + 1), rows = args_.product.rows;
     const int64_t values_bytes = outputs_.value_count() * 4, sums_bytes = outputs_.sums_bytes();
     const int64_t summed = args_.lse != nullptr ? rows : 0, exp_bytes = summed * sizeof(ExpSums);
     auto* memory = static_cast<char*>(arena(0, sums_bytes + values_bytes + exp_bytes));
@@ -127,14 +127,14 @@ class LmHead {
   // Merges all pieces of one row in token order.
   void merge(int64_t row, char* results) const {
     Best total{args_.k, 0, args_.tokens + row * args_.k, args_.values + row * args_.k};
-    for (int64_t piece = 0; piece < pieces_; ++piece) {
+    for (int64_t piece = 0; piece < pieces_.count; ++piece) {
       const Best part = best(results, piece, row);
-      const int64_t size = first_token(piece + 1) - first_token(piece);
+      const int64_t size = pieces_.size(piece);
       for (int64_t i = 0; i < (size < args_.k ? size : args_.k); ++i) total.offer(part.values[i], part.tokens[i]);
     }
     if (args_.lse == nullptr) return;
     ExpSum sum{-ExpSums::kLargest, 0.0f};
-    for (int64_t piece = 0; piece < pieces_; ++piece) sum.add(exp_sums(results, piece)[row]);
+    for (int64_t piece = 0; piece < pieces_.count; ++piece) sum.add(exp_sums(results, piece)[row]);
     const float lse = args_.lse[row] = sum.max + std::log(sum.sum);
     for (int64_t i = 0; i < args_.k; ++i) {
       const float log_p = total.values[i] - lse;
@@ -143,42 +143,41 @@ class LmHead {
   }
 
  private:
-  int64_t first_token(int64_t piece) const { return args_.product.outputs * piece / pieces_; }
-
   Best best(char* results, int64_t piece, int64_t row) const {
     auto* tokens = reinterpret_cast<int64_t*>(results) + (piece * args_.product.rows + row) * args_.k;
-    auto* values = reinterpret_cast<float*>(results + pieces_ * args_.product.rows * args_.k * 8);
+    auto* values = reinterpret_cast<float*>(results + pieces_.count * args_.product.rows * args_.k * 8);
     return Best{args_.k, 0, tokens, values + (piece * args_.product.rows + row) * args_.k};
   }
 
   // Of all rows, for one piece.
   ExpSum* exp_sums(char* results, int64_t piece) const {
-    auto* first = reinterpret_cast<ExpSum*>(results + pieces_ * args_.product.rows * args_.k * 12);
+    auto* first = reinterpret_cast<ExpSum*>(results + pieces_.count * args_.product.rows * args_.k * 12);
     return first + piece * args_.product.rows;
   }
 
   const LmHeadArgs& args_;
   Outputs<T, Products> outputs_;
-  int64_t pieces_;
+  Parts pieces_;  // of the vocabulary
 };
 
 template <class T, class Products>
 void run_pieces(const LmHeadArgs& args, int threads) {
-  int64_t pieces = (args.product.outputs + 4 * kGroup - 1) / (4 * kGroup);
-  if (pieces > 8 * static_cast<int64_t>(threads)) pieces = 8 * static_cast<int64_t>(threads);
+  const int64_t most = 8 * static_cast<int64_t>(threads);
+  Parts pieces = Parts::at_most(args.product.outputs, 4 * kGroup);
+  if (pieces.count > most) pieces = Parts(args.product.outputs, most);
   struct Context {
     LmHead<T, Products> head;
     char* results;
   } context{LmHead<T, Products>(args, pieces), nullptr};
   const int64_t shared = context.head.shared_bytes();
-  auto* memory = static_cast<char*>(arena(1, shared + pieces * context.head.piece_bytes()));
+  auto* memory = static_cast<char*>(arena(1, shared + pieces.count * context.head.piece_bytes()));
   context.head.prepare(memory);
   context.results = memory + shared;
   auto piece = [](void* data, int64_t i) {
     auto& c = *static_cast<Context*>(data);
     c.head.run(i, c.results);
   };
-  parallel_for(pieces, threads, piece, &context);
+  parallel_for(pieces.count, threads, piece, &context);
   for (int64_t row = 0; row < args.product.rows; ++row) context.head.merge(row, context.results);
 }
 

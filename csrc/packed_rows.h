@@ -78,20 +78,20 @@ class PackedRows {
   Fetch fetch_ahead(const Upcoming& next, int64_t rows, int64_t keys) const {
     const int64_t wider = args_.k_dim > args_.v_dim ? args_.k_dim : args_.v_dim;
     const int64_t vectors = k_words_ / kLanes * keys;
-    const int64_t steps = Tiles(rows).count * (k_words_ * strips(keys) + keys / Dot::kPerWord * strips(columns_));
+    const int64_t steps = tiles_of(rows).count * (k_words_ * strips(keys) + keys / Dot::kPerWord * strips(columns_));
     return Fetch(next, is_quantised(args_) ? 0 : wider * static_cast<int64_t>(sizeof(Raw)), vectors, steps);
   }
 
   // One head's rows over the first `keys` keys of the block; the others are masked.
   void run_head(int64_t rows, const HeadRows& block, int64_t keys, float* scores, const uint64_t* visible,
                 const Word* query, float* lane_sums, const State& state, Fetch& fetch) const {
-    const Tiles tiles(rows);
+    const Parts tiles = tiles_of(rows);
     // With one group the keys aren't needed when values are packed: the shared buffer saves L1 cache.
     float* values = tiles.count <= kGroupTiles ? to_.keys : to_.values;
     bool packed = tiles.count == 1;  // a single tile reads values in place
     for (int64_t begin = 0; begin < tiles.count; begin += kGroupTiles) {
       const int64_t end = begin + kGroupTiles < tiles.count ? begin + kGroupTiles : tiles.count;
-      const int64_t first = tiles.first(begin), last = tiles.first(end) - 1;
+      const int64_t first = tiles.begin(begin), last = tiles.begin(end) - 1;
       uint64_t any = 0, all = ~uint64_t{0};
       for (int64_t node = first / group_; node <= last / group_; ++node) {
         any |= visible[node];
@@ -99,8 +99,8 @@ class PackedRows {
       }
       if (any == 0) continue;
       for (int64_t t = begin; t < end; ++t)
-        multiply<Dot>(tiles.height(t), query + tiles.first(t) * k_words_, k_words_, PackedColumns{to_.keys, kBlockKeys},
-                      k_words_, scores + (tiles.first(t) - first) * kBlockKeys, kBlockKeys, nullptr, keys / kLanes,
+        multiply<Dot>(tiles.size(t), query + tiles.begin(t) * k_words_, k_words_, PackedColumns{to_.keys, kBlockKeys},
+                      k_words_, scores + (tiles.begin(t) - first) * kBlockKeys, kBlockKeys, nullptr, keys / kLanes,
                       fetch);
       alignas(64) float factors[kGroupRoom];
       const Scores group{scores, first, static_cast<int>(last + 1 - first), visible, group_, all == ~uint64_t{0}};
@@ -108,11 +108,10 @@ class PackedRows {
       if (!packed) pack_values<T, Dot>(block.values.at, keys, columns_, values);
       packed = true;
       for (int64_t t = begin; t < end; ++t) {
-        const int64_t row = tiles.first(t);
+        const int64_t row = tiles.begin(t);
         const auto add = [&](const auto& columns) {
-          multiply<Dot>(tiles.height(t), weights + (row - first) * kBlockKeys, kBlockKeys, columns,
-                        keys / Dot::kPerWord, state.output + row * columns_, columns_, factors + (row - first),
-                        columns_ / kLanes, fetch);
+          multiply<Dot>(tiles.size(t), weights + (row - first) * kBlockKeys, kBlockKeys, columns, keys / Dot::kPerWord,
+                        state.output + row * columns_, columns_, factors + (row - first), columns_ / kLanes, fetch);
         };
         if (tiles.count == 1) {
           add(ValueRows<T, Dot>{block.values.at});

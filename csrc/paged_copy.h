@@ -3,6 +3,7 @@
 
 #include "fetch.h"
 #include "paged_rows.h"
+#include "parts.h"
 #include "quantise.h"
 #include "threads.h"
 
@@ -77,15 +78,15 @@ void commit_rows(const PagedRows& rows, const CopySide& keys, const CopySide& va
     const PagedRows& rows;
     const CopySide* sides[2];
     const AcceptedPaths& paths;
-    int64_t layers, parts;
-  } context{rows, {&keys, &values}, paths, layers, small ? 1 : threads};
+    Parts layers;
+  } context{rows, {&keys, &values}, paths, Parts(layers, small ? 1 : threads)};
   // Each task is a run of layers, so that a thread prefetches its own lines. Stores are non-temporal if possible: the
   // rows are read a step later, after all weights, and overwritten lines needn't be read first.
   auto some_layers = [](void* data, int64_t part) {
     const auto& c = *static_cast<Context*>(data);
-    const int64_t end = c.layers * (part + 1) / c.parts, next_head = c.rows.order.next_head();
+    const int64_t end = c.layers.begin(part + 1), next_head = c.rows.order.next_head();
     const Way ways[] = {way(*c.sides[0]), way(*c.sides[1])};
-    for (int64_t layer = c.layers * part / c.parts; layer < end; ++layer)
+    for (int64_t layer = c.layers.begin(part); layer < end; ++layer)
       for (int64_t s = 0; s < c.rows.batch; ++s)
         for (int64_t i = 0; i <= c.paths.length[s] && i < c.paths.width; ++i) {
           const int64_t row = c.rows.qo_indptr[s] + c.paths.index[s * c.paths.width + i];
@@ -97,7 +98,7 @@ void commit_rows(const PagedRows& rows, const CopySide& keys, const CopySide& va
         }
     streamed();
   };
-  parallel_for(context.parts, threads, some_layers, &context);
+  parallel_for(context.layers.count, threads, some_layers, &context);
 }
 
 }  // namespace

@@ -66,8 +66,8 @@ class PanelProducts {
     for (int64_t begin = 0; begin == 0 || begin < words_; begin += kBlockSteps) {
       const int64_t steps = words_ - begin < kBlockSteps ? words_ - begin : kBlockSteps;
       for (int64_t v = 0; v < count; v += kTileRows) {
-        const int height = static_cast<int>(count - v < kTileRows ? count - v : kTileRows);
-        for (int r = 0; r < height; ++r) copy_words(first + v + r, begin, steps, words + r * kBlockSteps);
+        const int64_t height = count - v < kTileRows ? count - v : kTileRows;
+        for (int64_t r = 0; r < height; ++r) copy_words(first + v + r, begin, steps, words + r * kBlockSteps);
         // Those multiplied next: of the next tile, of the next block, or of the next group.
         const bool more = v + kTileRows < count, last = begin + kBlockSteps >= words_;
         const int64_t output = first + (more ? v + kTileRows : last ? count : 0);

@@ -6,9 +6,10 @@
 // neither the other rows nor the other weights.
 #pragma once
 
-#include "fetch.h"
 #include "fold.h"
 #include "kernels.h"
+#include "parts.h"
+#include "weight_prefetch.h"
 
 namespace specmemo {
 namespace {
@@ -19,9 +20,7 @@ constexpr int kRowTile = 8;  // 3 x 8 accumulators of 32 registers
 #else
 constexpr int kRowTile = 4;  // 3 x 4 accumulators of 16 registers
 #endif
-constexpr int64_t kGroup = 12;             // outputs whose sums are kept at once
-constexpr int64_t kChunkBytes = 16 << 10;  // of input rows, half of L1, that a group's weights are multiplied with
-constexpr int64_t kNearBytes = 64 << 10;   // of a group that is prefetched in address order
+constexpr int64_t kGroup = 12;  // outputs whose sums are kept at once
 static_assert(kGroup % kWeightTile == 0, "whole tiles in a group");
 
 // sum + a * b. The compiler would read an operand from memory for every use, and with 16 registers spill sums.
@@ -100,9 +99,17 @@ struct RowDot<BFloat16, BFloat16Dot> {
 };
 #endif
 
+// Chunks of input rows, each of which stays in L1 while a group's weights are multiplied with it. On Emerald Rapids
+// (48 KiB) 32 KiB are faster in one chunk than in two, 64 KiB in three or four.
+inline int64_t chunks_of(int64_t bytes) {
+  const int64_t chunk = l1_bytes() * 11 / 24, chunks = (bytes + chunk / 2) / chunk;
+  return chunks > 1 ? chunks : 1;
+}
+
 // Multiplies vector J of a step, then the following ones. One vector of each weight row is in a register at a time.
 template <class Row, int ROWS, int J, class Raw>
-inline void dot_step(const typename Row::Element* x, const Raw* const* weight, int64_t at, VecF (*sum)[kWeightTile]) {
+inline void dot_step(const typename Row::Element* x, const Raw* const* weight, int64_t at, VecF (*sum)[kWeightTile],
+                     WeightPrefetches<kWeightTile>& prefetches) {
   if constexpr (J < Row::kVecs) {
     VecF w[kWeightTile];
 #pragma GCC unroll 8
@@ -112,9 +119,10 @@ inline void dot_step(const typename Row::Element* x, const Raw* const* weight, i
       const VecF elements = load<VecF>(x + r * Row::kStep + J * (Row::kStep / Row::kVecs));
 #pragma GCC unroll 8
       for (int v = 0; v < kWeightTile; ++v) sum[r][v] = Row::multiply_add(sum[r][v], elements, w[v]);
+      prefetches.issue(J * ROWS + r, Row::kVecs * ROWS, weight, at);
     }
     asm volatile("");  // keeps the compiler from loading the next vectors here, which would take too many registers
-    dot_step<Row, ROWS, J + 1>(x, weight, at, sum);
+    dot_step<Row, ROWS, J + 1>(x, weight, at, sum, prefetches);
   }
 }
 
@@ -127,16 +135,6 @@ struct Part {
   bool first, last;  // of the chunks of these rows
   VecF* sums;        // [ROWS][kGroup], kept from one chunk to the next
   float* values;     // [ROWS][kGroup], written by the last chunk
-};
-
-// The weights that are multiplied next: three rows read at once alone are too slow for the hardware prefetcher (half
-// the bandwidth of one stream on an EPYC with AVX512). They go into L2, so that input rows stay in L1. On Emerald
-// Rapids 24 rows ahead, into L1 and in address order took 1.1 to 1.2 times as long for matrices of 2048 inputs and up
-// to 8 rows, and up to 1.3 times for 4096 to 14336 inputs.
-struct Ahead {
-  const char* at;  // the next group's, in address order; null: `offset` bytes behind each weight row
-  int64_t offset;
-  int64_t line;  // bytes from one prefetch to the next
 };
 
 // The products with three weight rows, those of outputs `at` and after it.
@@ -158,20 +156,9 @@ __attribute__((noinline)) void dot_tile(const Part<Row, Raw>& part, const Raw* c
   const Raw* const weight[kWeightTile] = {weights[0], weights[1], weights[2]};
   const typename Row::Element* x = part.x;
   const int64_t elements = part.elements;
-  const char* next[kWeightTile];
-#pragma GCC unroll 8
-  for (int v = 0; v < kWeightTile; ++v)
-    next[v] =
-        ahead.at != nullptr ? ahead.at + v * ahead.line : reinterpret_cast<const char*>(weights[v]) + ahead.offset;
-  const int64_t to_next = ahead.at != nullptr ? kWeightTile * ahead.line : ahead.line;
-  for (int64_t i = 0; i < elements; i += Row::kStep, x += ROWS * Row::kStep) {
-#pragma GCC unroll 8
-    for (int v = 0; v < kWeightTile; ++v) {
-      prefetch(next[v]);
-      next[v] += to_next;
-    }
-    dot_step<Row, ROWS, 0>(x, weight, i, sum);
-  }
+  WeightPrefetches<kWeightTile> prefetches(ahead, weights);
+  for (int64_t i = 0; i < elements; i += Row::kStep, x += ROWS * Row::kStep)
+    dot_step<Row, ROWS, 0>(x, weight, i, sum, prefetches);
   if (part.last) {
     fold_tile<ROWS, kWeightTile>(sum, part.values + at, kGroup);
   } else {
@@ -210,7 +197,11 @@ class RowProducts {
  public:
   static constexpr int64_t kGroupSize = kGroup;
 
-  explicit RowProducts(const ProductArgs& args) : args_(args), whole_(args.inputs / Row::kStep * Row::kStep) {
+  explicit RowProducts(const ProductArgs& args)
+      : args_(args),
+        whole_(args.inputs / Row::kStep * Row::kStep),
+        tiles_(Parts::at_most(args.rows, kRowTile)),
+        chunks_(whole_ / Row::kStep, chunks_of(tiles_.size(0) * whole_ * static_cast<int64_t>(sizeof(Element)))) {
     if (in_place()) x_ = static_cast<const Element*>(args.x);
   }
 
@@ -222,9 +213,9 @@ class RowProducts {
     if (in_place()) return;
     auto* out = reinterpret_cast<Element*>(memory);
     x_ = out;
-    for (int64_t t = 0; t < tiles(); ++t)
+    for (int64_t t = 0; t < tiles_.count; ++t)
       for (int64_t i = 0; i < whole_; i += Row::kStep)
-        for (int64_t r = top(t); r < top(t + 1); ++r, out += Row::kStep)
+        for (int64_t r = tiles_.begin(t); r < tiles_.begin(t + 1); ++r, out += Row::kStep)
           Row::prepare(static_cast<const Raw*>(args_.x) + r * args_.x_stride + i, out);
   }
 
@@ -240,20 +231,17 @@ class RowProducts {
   // values[row * kGroup + v] = the product of the row with the weights of output first + v, for v < count. A chunk of a
   // tile's rows stays in L1 while the group's weights pass by; these stay in L2 for the next tile.
   void multiply(int64_t first, int64_t count, VecF* sums, float* values) const {
-    const int64_t tiles = this->tiles(), tile_rows = (args_.rows + tiles - 1) / tiles;
-    const int64_t steps = whole_ / Row::kStep, row_bytes = args_.inputs * static_cast<int64_t>(sizeof(Raw));
-    const int64_t x_bytes = tile_rows * whole_ * static_cast<int64_t>(sizeof(Element));
-    const int64_t chunks = x_bytes == 0 ? 1 : (x_bytes + kChunkBytes - 1) / kChunkBytes;
+    const int64_t row_bytes = args_.inputs * static_cast<int64_t>(sizeof(Raw));
     const char* next_group = reinterpret_cast<const char*>(weight(first + count));
-    Ahead ahead{kGroup * row_bytes <= kNearBytes ? next_group : nullptr, 0, kLine / tiles};
-    for (int64_t c = 0; c < chunks; ++c) {
-      const int64_t begin = steps * c / chunks * Row::kStep, end = steps * (c + 1) / chunks * Row::kStep;
+    Ahead ahead{kGroup * row_bytes <= kOrderBytes ? next_group : nullptr, 0, kLine / tiles_.count};
+    for (int64_t c = 0; c < chunks_.count; ++c) {
+      const int64_t begin = chunks_.begin(c) * Row::kStep, end = chunks_.begin(c + 1) * Row::kStep;
       const int64_t begin_bytes = begin * static_cast<int64_t>(sizeof(Raw));
       const int64_t bytes = (end - begin) * static_cast<int64_t>(sizeof(Raw));
       const int64_t next = end == whole_ ? kGroup * row_bytes - begin_bytes : bytes;
-      for (int64_t t = 0; t < tiles; ++t) {
-        ahead.offset = next + bytes * t / tiles;  // a burst would stall, then leave the memory idle
-        const int64_t top = this->top(t), height = this->top(t + 1) - top;
+      for (int64_t t = 0; t < tiles_.count; ++t) {
+        ahead.offset = next + chunks_.size(c) * ahead.line * t;
+        const int64_t top = tiles_.begin(t), height = tiles_.size(t);
         const Part<Row, Raw> part{x_ + top * whole_ + begin * height,
                                   weight(first) + begin,
                                   args_.inputs,
@@ -275,12 +263,12 @@ class RowProducts {
 
  private:
   bool in_place() const { return Row::kInPlace && args_.rows == 1; }
-  int64_t tiles() const { return (args_.rows + kRowTile - 1) / kRowTile; }
-  int64_t top(int64_t tile) const { return args_.rows * tile / tiles(); }  // its first row
   const Raw* weight(int64_t output) const { return static_cast<const Raw*>(args_.weight) + output * args_.inputs; }
 
   const ProductArgs& args_;
   int64_t whole_;  // elements in whole steps
+  Parts tiles_;    // of rows
+  Parts chunks_;   // of steps
   const Element* x_ = nullptr;
 };
 

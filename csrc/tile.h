@@ -7,6 +7,7 @@
 #pragma once
 
 #include "fetch.h"
+#include "parts.h"
 #include "vec.h"
 
 namespace specmemo {
@@ -53,14 +54,8 @@ struct BFloat16Dot {
 };
 #endif
 
-// Divides rows into tiles of nearly equal height: a last tile of one row would leave most registers idle.
-struct Tiles {
-  explicit Tiles(int64_t rows) : rows(rows), count((rows + kTileRows - 1) / kTileRows) {}
-  int64_t first(int64_t tile) const { return rows * tile / count; }
-  int height(int64_t tile) const { return static_cast<int>(first(tile + 1) - first(tile)); }
-
-  int64_t rows, count;
-};
+// Tiles of nearly equal height: a last tile of one row would leave most registers idle.
+inline Parts tiles_of(int64_t rows) { return Parts::at_most(rows, kTileRows); }
 
 // B packed: all columns' words of one step are contiguous.
 struct PackedColumns {
@@ -115,7 +110,7 @@ inline void strip(const typename Dot::Word* a, int64_t lda, const B& b, int64_t 
 }
 
 template <class Dot, bool FETCH, class B>
-inline void multiply_rows(int rows, const typename Dot::Word* a, int64_t lda, const B& b, int64_t steps, float* c,
+inline void multiply_rows(int64_t rows, const typename Dot::Word* a, int64_t lda, const B& b, int64_t steps, float* c,
                           int64_t ldc, const float* scale, int64_t vecs, Fetch& fetch) {
   static_assert(kTileRows <= 6, "one case per tile height");
   switch (rows) {
@@ -137,7 +132,7 @@ inline void multiply_rows(int rows, const typename Dot::Word* a, int64_t lda, co
 }
 
 template <class Dot, class B>
-inline void multiply(int rows, const typename Dot::Word* a, int64_t lda, const B& b, int64_t steps, float* c,
+inline void multiply(int64_t rows, const typename Dot::Word* a, int64_t lda, const B& b, int64_t steps, float* c,
                      int64_t ldc, const float* scale, int64_t vecs, Fetch& fetch) {
   if (fetch.done()) {
     multiply_rows<Dot, false>(rows, a, lda, b, steps, c, ldc, scale, vecs, fetch);
