@@ -1,4 +1,4 @@
-// Sums of many input rows with weight rows, at the tiles of tile.h: lanes are input rows.
+// Sums of many input rows with weight rows: lanes are input rows.
 //
 // A panel of input rows is transposed once. A block of its inputs stays in the caches while the weights of a group pass
 // by, kTileRows outputs at a time, whose words are copied next to each other. A sum adds its products in their order,
@@ -9,23 +9,48 @@
 
 #include "kernels.h"
 #include "pack.h"
+#include "row_products.h"
 
 namespace specmemo {
 namespace {
 
 // Panels pay with 32 registers and wide vectors. On an Emerald Rapids without BF16 instructions, with two threads and
-// 64 rows: 1.1 times as fast as RowProducts in bfloat16, 1.0 to 1.15 in float32; with AVX2 0.9 to 1.05 times. Not
-// measured on an EPYC with AVX512.
+// 64 rows: 1.1 times as fast as RowProducts in bfloat16, 1.15 in float32; with AVX2 no gain. Not measured on an EPYC
+// with AVX512.
 constexpr bool kPanelsPay = kLanes == 16;
 constexpr int64_t kPanelRows = kBlockKeys;
 constexpr int64_t kLeastPanelRows = kPanelRows * 7 / 8;  // 48 rows took 1.15 to 1.25 times as long as RowProducts
 constexpr int64_t kBlockSteps = 128;                     // words of a block: 32 KiB of a panel
 
+// Copies `whole` words, a multiple of kLanes * kRuns, as kRuns runs of equal sizes: run i has every kRuns-th, from the
+// i-th on.
+template <class T, class Dot>
+struct PanelWords {
+  static constexpr int64_t kRuns = 1;
+  static void copy(const typename T::Raw* row, int64_t whole, typename Dot::Word* out) {
+    for (int64_t s = 0; s < whole; s += kLanes) store(out + s, KeyWords<T, Dot>::load_words(row, s));
+  }
+};
+
+// Two bfloat16 in a word are two floats after a shift and after a mask: first all even elements, then all odd ones.
+template <>
+struct PanelWords<BFloat16, Float32Dot> {
+  static constexpr int64_t kRuns = 2;
+  static void copy(const uint16_t* row, int64_t whole, float* out) {
+    for (int64_t s = 0; s < whole; s += 2 * kLanes) {
+      const VecU words = load<VecU>(row + s);
+      store(out + s / 2, bits_as<VecF>(words << 16));
+      store(out + (whole + s) / 2, high_halves(words));
+    }
+  }
+};
+
 template <class T, class Dot>
 class PanelProducts {
   typedef typename T::Raw Raw;
   typedef typename Dot::Word Word;
-  typedef KeyWords<T, Dot> Words;
+  typedef PanelWords<T, Dot> Words;
+  static constexpr int kVecs = kPanelRows / kLanes;
 
  public:
   static constexpr int64_t kGroupSize = 96;  // outputs whose sums are kept at once
@@ -60,25 +85,22 @@ class PanelProducts {
 
   // values[row * kGroupSize + v] = the product of the row with the weights of output first + v, for v < count.
   void multiply(int64_t first, int64_t count, VecF* memory, float* values) const {
-    static constexpr float kOnes[6] = {1, 1, 1, 1, 1, 1};  // of the tallest tile
-    auto* sums = reinterpret_cast<float*>(memory);         // [kGroupSize][kPanelRows]
+    auto* sums = reinterpret_cast<float*>(memory);  // [kGroupSize][kPanelRows]
     auto* words = reinterpret_cast<Word*>(sums + kGroupSize * kPanelRows);
     for (int64_t begin = 0; begin == 0 || begin < words_; begin += kBlockSteps) {
-      const int64_t steps = words_ - begin < kBlockSteps ? words_ - begin : kBlockSteps;
+      const int64_t steps = std::min(words_ - begin, kBlockSteps);
+      constexpr int64_t kWhole = kLanes * Words::kRuns;
+      const int64_t whole = std::min(steps, args_.inputs / Dot::kPerWord - begin) / kWhole * kWhole;
       for (int64_t v = 0; v < count; v += kTileRows) {
-        const int64_t height = count - v < kTileRows ? count - v : kTileRows;
-        for (int64_t r = 0; r < height; ++r) copy_words(first + v + r, begin, steps, words + r * kBlockSteps);
+        for (int64_t r = 0; r < kTileRows; ++r)  // outputs past the end repeat the last one; their sums aren't used
+          copy_words(weight(first + std::min(v + r, count - 1)) + begin * Dot::kPerWord, begin, steps, whole,
+                     words + r * kBlockSteps);
         // Those multiplied next: of the next tile, of the next block, or of the next group.
         const bool more = v + kTileRows < count, last = begin + kBlockSteps >= words_;
         const int64_t output = first + (more ? v + kTileRows : last ? count : 0);
         const int64_t word = more ? begin : last ? 0 : begin + kBlockSteps;
-        const char* next[kTileRows];
-        for (int r = 0; r < kTileRows; ++r)
-          next[r] = reinterpret_cast<const char*>(weight(output + r) + word * Dot::kPerWord);
-        Fetch fetch(next, kTileRows, steps * Dot::kPerWord * static_cast<int64_t>(sizeof(Raw)), 0, steps);
-        specmemo::multiply<Dot>(height, words, kBlockSteps, PackedColumns{x_ + begin * kPanelRows, kPanelRows}, steps,
-                                sums + v * kPanelRows, kPanelRows, begin == 0 ? nullptr : kOnes, kPanelRows / kLanes,
-                                fetch);
+        multiply_tile(words, x_ + begin * kPanelRows, steps, whole, begin == 0, sums + v * kPanelRows,
+                      reinterpret_cast<const char*>(weight(output) + word * Dot::kPerWord));
       }
     }
     for (int64_t v = 0; v < count; v += kLanes)
@@ -95,12 +117,50 @@ class PanelProducts {
  private:
   const Raw* weight(int64_t output) const { return static_cast<const Raw*>(args_.weight) + output * args_.inputs; }
 
-  void copy_words(int64_t output, int64_t begin, int64_t steps, Word* out) const {
-    const Raw* row = weight(output);
-    const int64_t whole = std::min(steps, args_.inputs / Dot::kPerWord - begin);
-    int64_t s = 0;
-    for (; s + kLanes <= whole; s += kLanes) store(out + s, Words::load_words(row, begin + s));
-    for (; s < steps; ++s) out[s] = bits_as<Word>(Words::word(row, begin + s, args_.inputs));
+  // The words of a block of one row, which starts at word `begin`.
+  void copy_words(const Raw* row, int64_t begin, int64_t steps, int64_t whole, Word* out) const {
+    Words::copy(row, whole, out);
+    for (int64_t s = whole; s < steps; ++s)
+      out[s] = bits_as<Word>(KeyWords<T, Dot>::word(row, s, args_.inputs - begin * Dot::kPerWord));
+  }
+
+  // sums[kTileRows][kPanelRows] += words[kTileRows][kBlockSteps] * panel[steps][kPanelRows], without the former sums in
+  // the first block. Prefetches as many weights from `next` on.
+  __attribute__((noinline)) void multiply_tile(const Word* words, const float* panel, int64_t steps, int64_t whole,
+                                               bool first, float* sums, const char* next) const {
+    constexpr int64_t kRowLines = kBlockSteps * Dot::kPerWord * static_cast<int64_t>(sizeof(Raw)) / kLine;
+    constexpr int64_t kEvery = kBlockSteps / (kTileRows * kRowLines);  // steps from one prefetch to the next
+    static_assert(kEvery > 0, "no more lines than steps");
+    const int64_t row_bytes = args_.inputs * static_cast<int64_t>(sizeof(Raw));
+    VecF sum[kTileRows][kVecs];
+#pragma GCC unroll 8
+    for (int r = 0; r < kTileRows; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v) sum[r][v] = first ? VecF{} : load<VecF>(sums + r * kPanelRows + v * kLanes);
+    int64_t line = 0;
+    for (int64_t run = 0; run <= Words::kRuns; ++run) {
+      const bool rest = run == Words::kRuns;  // behind the whole words
+      const int64_t begin = whole / Words::kRuns * run, end = rest ? steps : whole / Words::kRuns * (run + 1);
+      const float* x = panel + (rest ? whole : run) * kPanelRows;
+      for (int64_t s = begin; s < end; ++s, x += (rest ? 1 : Words::kRuns) * kPanelRows) {
+        if (s % kEvery == 0 && line < kTileRows * kRowLines) {
+          prefetch(next + line / kRowLines * row_bytes + line % kRowLines * kLine);
+          ++line;
+        }
+        VecF columns[kVecs];
+#pragma GCC unroll 8
+        for (int v = 0; v < kVecs; ++v) columns[v] = load<VecF>(x + v * kLanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < kTileRows; ++r)
+#pragma GCC unroll 8
+          for (int v = 0; v < kVecs; ++v)
+            sum[r][v] = Dot::multiply_add(sum[r][v], columns[v], words[r * kBlockSteps + s]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kTileRows; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v) store(sums + r * kPanelRows + v * kLanes, sum[r][v]);
   }
 
   const ProductArgs& args_;
