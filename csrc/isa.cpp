@@ -114,8 +114,8 @@ bool use_isa(const char* name) { return choice().use(name); }
 int64_t l1_bytes() {
   static const int64_t bytes = [] {
 #if defined(_SC_LEVEL1_DCACHE_SIZE)
-    const long size = sysconf(_SC_LEVEL1_DCACHE_SIZE);
-    if (size > 0) return static_cast<int64_t>(size);
+    const int64_t size = sysconf(_SC_LEVEL1_DCACHE_SIZE);
+    if (size >= 16 << 10) return size;
 #endif
     return int64_t{32} << 10;
   }();
