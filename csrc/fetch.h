@@ -1,6 +1,6 @@
-// Prefetches rows while others are computed: a head's values and then the next head's keys, or the next weights. The
-// first block isn't prefetched; attention's distance is one head. Prefetches are spread over the work, in address
-// order, as the hardware prefetcher does.
+// Prefetches rows while others are computed: a head's values and then the next head's keys. The first block isn't
+// prefetched; the distance is one head. Prefetches are spread over the work, in address order, as the hardware
+// prefetcher does.
 #pragma once
 
 #include "blocks.h"
@@ -31,12 +31,10 @@ struct Upcoming {
 // Walks over the rows, line by line.
 class Fetch {
  public:
+  Fetch() = default;  // nothing
   // The work of this block: vectors of keys to pack, and steps of the products.
   Fetch(const Upcoming& next, int64_t row_bytes, int64_t vectors, int64_t steps)
-      : Fetch(next.rows, 2 * kBlockKeys, row_bytes, vectors, steps) {}
-  // `count` rows, whose addresses the caller keeps.
-  Fetch(const char* const* rows, uint32_t count, int64_t row_bytes, int64_t vectors, int64_t steps)
-      : rows_(rows), row_lines_(static_cast<uint32_t>((row_bytes + 63) / 64)), end_(count * row_lines_) {
+      : rows_(next.rows), row_lines_(static_cast<uint32_t>((row_bytes + 63) / 64)), end_(2 * kBlockKeys * row_lines_) {
     packing_end_ = steps < end_ ? end_ : 0;
     twice_ = steps + vectors < end_;
   }
@@ -58,9 +56,9 @@ class Fetch {
     ++next_;
   }
 
-  const char* const* rows_;
-  uint32_t row_lines_, next_ = 0, end_, packing_end_;
-  bool twice_;
+  const char* const* rows_ = nullptr;
+  uint32_t row_lines_ = 0, next_ = 0, end_ = 0, packing_end_ = 0;
+  bool twice_ = false;
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The machine: its instruction set, of those that were compiled, and its cache.
+// Selects one of the compiled instruction sets, and reads the size of L1.
 #include <unistd.h>
 
 #if defined(SPECMEMO_ARM64) && defined(__linux__)
@@ -115,7 +115,7 @@ int64_t l1_bytes() {
   static const int64_t bytes = [] {
 #if defined(_SC_LEVEL1_DCACHE_SIZE)
     const int64_t size = sysconf(_SC_LEVEL1_DCACHE_SIZE);
-    if (size >= 16 << 10) return size;
+    if (size >= 16 << 10) return size;  // less is implausible
 #endif
     return int64_t{32} << 10;
   }();

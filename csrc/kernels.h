@@ -154,7 +154,7 @@ const char* const* available_isas(int* count);
 // Choose a set by name (for tests); returns false when it was not built or can't run here.
 bool use_isa(const char* name);
 
-// Bytes of a core's first data cache; 32 KiB where the system doesn't say.
+// Bytes of a core's L1 data cache; 32 KiB if unknown.
 int64_t l1_bytes();
 
 }  // namespace specmemo

@@ -162,9 +162,9 @@ class LmHead {
 
 template <class T, class Products>
 void run_pieces(const LmHeadArgs& args, int threads) {
-  const int64_t most = 8 * static_cast<int64_t>(threads);
+  const int64_t max_pieces = 8 * static_cast<int64_t>(threads);
   Parts pieces = Parts::at_most(args.product.outputs, 4 * kGroup);
-  if (pieces.count > most) pieces = Parts(args.product.outputs, most);
+  if (pieces.count > max_pieces) pieces = Parts(args.product.outputs, max_pieces);
   struct Context {
     LmHead<T, Products> head;
     char* results;

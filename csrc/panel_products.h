@@ -1,15 +1,14 @@
 // Sums of many input rows with weight rows: lanes are input rows.
 //
 // A panel of input rows is transposed once. A block of its inputs stays in the caches while the weights of a group pass
-// by, kTileRows outputs at a time, whose words are copied next to each other. A sum adds its products in their order,
-// which isn't that of RowProducts: invariant products never use panels.
+// by, kTileRows outputs at a time, whose words are copied next to each other. The order of a sum's products isn't that
+// of RowProducts: invariant products never use panels.
 #pragma once
 
 #include <algorithm>
 
 #include "kernels.h"
 #include "pack.h"
-#include "row_products.h"
 
 namespace specmemo {
 namespace {
@@ -70,7 +69,7 @@ class PanelProducts {
     for (int64_t i = 0; i < kPanelRows; ++i)
       rows[i] = reinterpret_cast<const char*>(static_cast<const Raw*>(args_.x) +
                                               (i < args_.rows ? i : args_.rows - 1) * args_.x_stride);
-    Fetch nothing(rows, 0, 0, 0, 0);
+    Fetch nothing;
     pack_keys<T, Dot>(rows, kPanelRows, args_.inputs, panel, nothing);
   }
 
@@ -125,7 +124,7 @@ class PanelProducts {
   }
 
   // sums[kTileRows][kPanelRows] += words[kTileRows][kBlockSteps] * panel[steps][kPanelRows], without the former sums in
-  // the first block. Prefetches as many weights from `next` on.
+  // the first block: the `whole` words in their runs, then the others. Prefetches up to a block of weights from `next`.
   __attribute__((noinline)) void multiply_tile(const Word* words, const float* panel, int64_t steps, int64_t whole,
                                                bool first, float* sums, const char* next) const {
     constexpr int64_t kRowLines = kBlockSteps * Dot::kPerWord * static_cast<int64_t>(sizeof(Raw)) / kLine;

@@ -9,9 +9,9 @@ namespace {
 struct Parts {
   Parts(int64_t total, int64_t count) : count(count), size_(total / count), longer_(total % count) {}
 
-  // As few parts as are no longer than `most`, at least one.
-  static Parts at_most(int64_t total, int64_t most) {
-    const int64_t count = (total + most - 1) / most;
+  // The fewest parts, at least one, of at most `max_size` each.
+  static Parts at_most(int64_t total, int64_t max_size) {
+    const int64_t count = (total + max_size - 1) / max_size;
     return Parts(total, count > 1 ? count : 1);
   }
 

@@ -33,17 +33,6 @@ inline VecF fused_multiply_add(VecF sum, VecF a, VecF b) {
 #endif
 }
 
-inline VecF high_halves(VecU words) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  alignas(32) static constexpr uint32_t mask[8] = {0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
-                                                   0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
-  asm("vpand %1, %0, %0" : "+x"(words) : "m"(mask));
-  return bits_as<VecF>(words);
-#else
-  return bits_as<VecF>(words & 0xffff0000u);
-#endif
-}
-
 // Products with weights of one type. A step multiplies kStep weights, one cache line in kVecs vectors, with as many
 // input Elements in the same order. `kInPlace`: a row of the input itself is in this order.
 template <class T, class Dot>
@@ -101,7 +90,7 @@ struct RowDot<BFloat16, BFloat16Dot> {
 
 // Chunks of input rows, each of which stays in L1 while a group's weights are multiplied with it. On Emerald Rapids
 // (48 KiB) 32 KiB are faster in one chunk than in two, 64 KiB in three or four.
-inline int64_t chunks_of(int64_t bytes) {
+inline int64_t chunk_count(int64_t bytes) {
   const int64_t chunk = l1_bytes() * 11 / 24, chunks = (bytes + chunk / 2) / chunk;
   return chunks > 1 ? chunks : 1;
 }
@@ -128,7 +117,7 @@ inline void dot_step(const typename Row::Element* x, const Raw* const* weight, i
 
 // A chunk of the products of a group: `elements` elements of ROWS input rows and `count` weight rows.
 template <class Row, class Raw>
-struct Part {
+struct Chunk {
   const typename Row::Element* x;  // [steps, ROWS, kStep]
   const Raw* weight;               // first element of the first row
   int64_t stride, count, elements;
@@ -139,10 +128,10 @@ struct Part {
 
 // The products with three weight rows, those of outputs `at` and after it.
 template <class Row, int ROWS, class Raw>
-__attribute__((noinline)) void dot_tile(const Part<Row, Raw>& part, const Raw* const* weights, int64_t at,
+__attribute__((noinline)) void dot_tile(const Chunk<Row, Raw>& chunk, const Raw* const* weights, int64_t at,
                                         const Ahead& ahead) {
-  VecF sum[ROWS][kWeightTile], *sums = part.sums + at;
-  if (part.first) {
+  VecF sum[ROWS][kWeightTile], *sums = chunk.sums + at;
+  if (chunk.first) {
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
@@ -154,13 +143,13 @@ __attribute__((noinline)) void dot_tile(const Part<Row, Raw>& part, const Raw* c
       for (int v = 0; v < kWeightTile; ++v) sum[r][v] = sums[r * kGroup + v];
   }
   const Raw* const weight[kWeightTile] = {weights[0], weights[1], weights[2]};
-  const typename Row::Element* x = part.x;
-  const int64_t elements = part.elements;
+  const typename Row::Element* x = chunk.x;
+  const int64_t elements = chunk.elements;
   WeightPrefetches<kWeightTile> prefetches(ahead, weights);
   for (int64_t i = 0; i < elements; i += Row::kStep, x += ROWS * Row::kStep)
     dot_step<Row, ROWS, 0>(x, weight, i, sum, prefetches);
-  if (part.last) {
-    fold_tile<ROWS, kWeightTile>(sum, part.values + at, kGroup);
+  if (chunk.last) {
+    fold_tile<ROWS, kWeightTile>(sum, chunk.values + at, kGroup);
   } else {
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)
@@ -170,21 +159,21 @@ __attribute__((noinline)) void dot_tile(const Part<Row, Raw>& part, const Raw* c
 }
 
 template <class Row, int ROWS, class Raw>
-void dot_part(const Part<Row, Raw>& part, Ahead& ahead) {
-  for (int64_t v = 0; v < part.count; v += kWeightTile) {
+void dot_chunk(const Chunk<Row, Raw>& chunk, Ahead& ahead) {
+  for (int64_t v = 0; v < chunk.count; v += kWeightTile) {
     const Raw* weight[kWeightTile];
     for (int64_t i = 0; i < kWeightTile; ++i)  // outputs past the end repeat the last one; their sums aren't used
-      weight[i] = part.weight + (v + i < part.count ? v + i : part.count - 1) * part.stride;
-    dot_tile<Row, ROWS>(part, weight, v, ahead);
-    if (ahead.at != nullptr) ahead.at += part.elements / Row::kStep * kWeightTile * ahead.line;
+      weight[i] = chunk.weight + (v + i < chunk.count ? v + i : chunk.count - 1) * chunk.stride;
+    dot_tile<Row, ROWS>(chunk, weight, v, ahead);
+    if (ahead.at != nullptr) ahead.at += chunk.elements / Row::kStep * kWeightTile * ahead.line;
   }
 }
 
 template <class Row, int ROWS, class Raw>
-inline void dot_rows(int64_t rows, const Part<Row, Raw>& part, Ahead& ahead) {
+inline void dot_rows(int64_t rows, const Chunk<Row, Raw>& chunk, Ahead& ahead) {
   if constexpr (ROWS > 0) {
-    if (rows == ROWS) return dot_part<Row, ROWS>(part, ahead);
-    dot_rows<Row, ROWS - 1>(rows, part, ahead);
+    if (rows == ROWS) return dot_chunk<Row, ROWS>(chunk, ahead);
+    dot_rows<Row, ROWS - 1>(rows, chunk, ahead);
   }
 }
 
@@ -201,7 +190,7 @@ class RowProducts {
       : args_(args),
         whole_(args.inputs / Row::kStep * Row::kStep),
         tiles_(Parts::at_most(args.rows, kRowTile)),
-        chunks_(whole_ / Row::kStep, chunks_of(tiles_.size(0) * whole_ * static_cast<int64_t>(sizeof(Element)))) {
+        chunks_(whole_ / Row::kStep, chunk_count(tiles_.size(0) * whole_ * static_cast<int64_t>(sizeof(Element)))) {
     if (in_place()) x_ = static_cast<const Element*>(args.x);
   }
 
@@ -233,25 +222,27 @@ class RowProducts {
   void multiply(int64_t first, int64_t count, VecF* sums, float* values) const {
     const int64_t row_bytes = args_.inputs * static_cast<int64_t>(sizeof(Raw));
     const char* next_group = reinterpret_cast<const char*>(weight(first + count));
+    // Every tile prefetches its share of the weights behind these.
     Ahead ahead{kGroup * row_bytes <= kOrderBytes ? next_group : nullptr, 0, kLine / tiles_.count};
     for (int64_t c = 0; c < chunks_.count; ++c) {
       const int64_t begin = chunks_.begin(c) * Row::kStep, end = chunks_.begin(c + 1) * Row::kStep;
       const int64_t begin_bytes = begin * static_cast<int64_t>(sizeof(Raw));
       const int64_t bytes = (end - begin) * static_cast<int64_t>(sizeof(Raw));
-      const int64_t next = end == whole_ ? kGroup * row_bytes - begin_bytes : bytes;
+      const bool last = c + 1 == chunks_.count;
+      const int64_t next = last ? kGroup * row_bytes - begin_bytes : bytes;
       for (int64_t t = 0; t < tiles_.count; ++t) {
         ahead.offset = next + chunks_.size(c) * ahead.line * t;
         const int64_t top = tiles_.begin(t), height = tiles_.size(t);
-        const Part<Row, Raw> part{x_ + top * whole_ + begin * height,
-                                  weight(first) + begin,
-                                  args_.inputs,
-                                  count,
-                                  end - begin,
-                                  begin == 0,
-                                  end == whole_,
-                                  sums + top * kGroup,
-                                  values + top * kGroup};
-        dot_rows<Row, kRowTile>(height, part, ahead);
+        const Chunk<Row, Raw> chunk{x_ + top * whole_ + begin * height,
+                                    weight(first) + begin,
+                                    args_.inputs,
+                                    count,
+                                    end - begin,
+                                    c == 0,
+                                    last,
+                                    sums + top * kGroup,
+                                    values + top * kGroup};
+        dot_rows<Row, kRowTile>(height, chunk, ahead);
       }
     }
     for (int64_t i = whole_; i < args_.inputs; ++i)

@@ -1,4 +1,4 @@
-// Products C[rows, columns] += A[rows, steps] * B[steps, columns] in registers: attention's two.
+// Products C[rows, columns] += A[rows, steps] * B[steps, columns] in registers, for attention's two products.
 //
 // All operands are 32-bit words. With Float32Dot a word is one float; with BFloat16Dot it is a pair of neighbours along
 // the reduced dimension, and one instruction multiplies and adds both. B returns whole vectors of columns, from packed

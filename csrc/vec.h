@@ -115,6 +115,18 @@ inline VecH float_to_bf16(VecF f) {  // to nearest even; NaN stays NaN
 #endif
 }
 
+// Words without their lower halves: the odd ones of bfloat16 pairs as floats.
+inline VecF high_halves(VecU words) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  alignas(32) static constexpr uint32_t mask[8] = {0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
+                                                   0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
+  asm("vpand %1, %0, %0" : "+x"(words) : "m"(mask));
+  return bits_as<VecF>(words);
+#else
+  return bits_as<VecF>(words & 0xffff0000u);
+#endif
+}
+
 inline float bf16_to_float(uint16_t h) { return bits_as<float>(static_cast<uint32_t>(h) << 16); }
 
 inline uint16_t float_to_bf16(float f) {

@@ -18,8 +18,8 @@ struct Ahead {
 // 1.12 times as long in that order, 18 KiB (768 inputs) 0.9 to 1.0 times.
 constexpr int64_t kOrderBytes = 32 << 10;
 
-// And so many lines before they are multiplied, into L1: on Emerald Rapids 1 to 4 rows take 0.92 to 0.96 of the time,
-// 8 rows 0.99. Not measured with BF16 instructions.
+// Lines from a prefetch into L1 to its use; 0: none. On Emerald Rapids 1 to 4 rows take 0.92 to 0.96 of the time, 8
+// rows 0.99. Not measured on CPUs with BF16 instructions.
 #if defined(__AVX512F__) && !defined(SPECMEMO_BF16_DOT)
 constexpr int64_t kNearLines = 8;
 #else
@@ -39,13 +39,13 @@ class WeightPrefetches {
           ahead.at != nullptr ? ahead.at + v * ahead.line : reinterpret_cast<const char*>(weights[v]) + ahead.offset;
   }
 
-  // Those of one of a step's `places`, over which they are spread: a burst would stall the products. The step
-  // multiplies the elements `at` of the weights.
+  // Issues the prefetches of one of a step's `slots`, over which they are spread: a burst would stall the products.
+  // at: the first element of the step.
   template <class Raw>
-  inline void issue(int place, int places, const Raw* const* weights, int64_t at) {
+  void issue(int slot, int slots, const Raw* const* weights, int64_t at) {
 #pragma GCC unroll 8
     for (int v = 0; v < WEIGHTS; ++v) {
-      if (place != (2 * v + 1) * places / (2 * WEIGHTS)) continue;
+      if (slot != (2 * v + 1) * slots / (2 * WEIGHTS)) continue;
       prefetch(next_[v]);
       next_[v] += step_;
       if (kNearLines > 0) prefetch_near(reinterpret_cast<const char*>(weights[v] + at) + kNearLines * kLine);
