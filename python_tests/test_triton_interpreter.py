@@ -152,6 +152,12 @@ class TestInterpreter:
         one_class = replace(decode, split_size=16, max_nodes=2**31 - 1)
         check_attention(case, torch.float32, configs=(one_class,))
 
+    def test_the_first_split_starts_at_the_window(self) -> None:
+        """Of slots 64 to 98 behind 90 tokens; another sequence's splits start at slot 0."""
+        case = AttentionCase("windowed", (90, 3), (9, 5), num_qo_heads=2, num_kv_heads=1, window=25)
+        decode, _ = small_configs()
+        check_attention(case, torch.float32, configs=(replace(decode, split_size=16, max_nodes=2**31 - 1),))
+
     @pytest.mark.slow
     def test_tile_of_128_keys(self) -> None:
         """The tiles with nodes begin up to 127 tokens in front of them, more than a mask word has bits."""
