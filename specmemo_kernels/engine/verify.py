@@ -96,7 +96,7 @@ class GreedyVerifier:
         # The emitted tokens are the target's tokens at the accepted nodes.
         node = batch.qo_indptr[:-1, None] + index.clamp(min=0)
         emitted = target_tokens.index_select(0, node.flatten()).view(node.shape)
-        rows = torch.cat([emitted, index.long(), length[:, None].long()], dim=1)
+        rows = torch.cat([emitted, index, length[:, None]], dim=1)  # int64, as the tokens
         return DeviceVerdict(index, length, bonus, rows)
 
 
