@@ -45,6 +45,8 @@ Row = dict[str, Any]
 BUNDLED = "bundled"
 #: The ``steps`` of :func:`step_profile.breakdown`.
 PROFILED = 12
+#: Least rounds of each row. Five of the 1B gave 1.20 to 1.35 times the floor from run to run, 25 to 40 1.20 to 1.29.
+LEAST_ROUNDS = 20
 #: Steps under one synchronisation, as generation runs them on a GPU.
 AHEAD = 8
 
@@ -174,7 +176,7 @@ def measure(
             jobs |= (yard := Yardstick(DTYPES[dtype])).functions
         if llama_cpp:
             jobs["llama.cpp"] = llama_cpp_pass(model, context, plan.tree.size)
-        times = take_turns(jobs, seconds=seconds, rounds=(5, 400))
+        times = take_turns(jobs, seconds=seconds, rounds=(LEAST_ROUNDS, 400))
         floor = yard.floor(times, products.nbytes, products.flops) if device == "cpu" else None
         parts = breakdown(step, PROFILED, torch.device(device))
         return {

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specmemo_kernels.engine.direct_calls import direct
 from specmemo_kernels.engine.fusion import fused
 from specmemo_kernels.engine.native_runs import native_runs
 from specmemo_kernels.engine.program import Call, View, compiled, peak_bytes, without_unread
@@ -68,7 +69,7 @@ class HostCapture:
         """
         calls, kernels = record(run)
         calls, in_blocks = self._in_blocks(calls, kernels)
-        program = compiled(calls)
+        program = compiled(direct(calls))
 
         def replay() -> None:
             eager = dispatcher_active()
