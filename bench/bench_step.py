@@ -39,14 +39,13 @@ from torch import nn
 import specmemo_kernels as sk
 from specmemo_kernels import ops
 from specmemo_kernels.cli.common import demo_model_folder, hide_loading_bars, load_model
+from specmemo_kernels.engine.host_capture import HostCapture
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Row = dict[str, Any]
 BUNDLED = "bundled"
 #: The ``steps`` of :func:`step_profile.breakdown`.
 PROFILED = 12
-#: Least rounds of each row. Five of the 1B gave 1.20 to 1.35 times the floor from run to run, 25 to 40 1.20 to 1.29.
-LEAST_ROUNDS = 20
 #: Steps under one synchronisation, as generation runs them on a GPU.
 AHEAD = 8
 
@@ -163,7 +162,7 @@ def measure(
     with sk.patch(model, heads, tree=tree, max_batch_size=1, graph=graph) as handle:
         plan, depth = handle.plan, handle.plan.tree.max_depth
         step = Steps(model, context, span=128)
-        for _ in range(4):  # a graph is captured in the second step
+        for _ in range(HostCapture.after + 2):  # on a CPU a step is recorded in its ninth run, on a GPU in its second
             step()
         products = Products.of_step(model, heads, depth, plan.tree.size)
         jobs: dict[str, Callable[[], object]] = {"step": synchronised(step, device)}
@@ -176,7 +175,7 @@ def measure(
             jobs |= (yard := Yardstick(DTYPES[dtype])).functions
         if llama_cpp:
             jobs["llama.cpp"] = llama_cpp_pass(model, context, plan.tree.size)
-        times = take_turns(jobs, seconds=seconds, rounds=(LEAST_ROUNDS, 400))
+        times = take_turns(jobs, seconds=seconds, rounds=(5, 400))
         floor = yard.floor(times, products.nbytes, products.flops) if device == "cpu" else None
         parts = breakdown(step, PROFILED, torch.device(device))
         return {

@@ -118,6 +118,8 @@ MUTANTS = (
            "host_capture random_functions"),
     Mutant(f"{PACKAGE}/engine/fusion.py", "call.written & names", "False", "fusion not_fused"),
     Mutant(f"{PACKAGE}/engine/fusion.py", "self._uses[value.name] > 1", "False", "fusion not_fused"),
+    Mutant(f"{PACKAGE}/engine/direct_calls.py", "if _key(seen.args) == _key((call.function, args, kwargs)):",
+           "if seen.args[0] is call.function:", "direct_calls others_stay"),
     Mutant(f"{PACKAGE}/training/distillation.py", "log_p.exp() - target", "target - log_p.exp()",
            "training test_distillation"),
     Mutant(f"{PACKAGE}/training/objective.py", "depth - 1 - d : depth", "depth - d : depth",

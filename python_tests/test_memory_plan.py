@@ -186,24 +186,15 @@ def test_the_chunk_gives_way_before_the_batch() -> None:
 
 
 def test_libraries_that_only_large_chunks_use() -> None:
-    """A chunk whose library buffers would starve the pages, or be larger than all pages, gives way; small budgets hold
-    without the buffers."""
+    """A chunk whose library buffers would starve the pages gives way; small budgets hold without the buffers."""
     libraries = PassBytes(4 << 20).with_few(128, PassBytes(0))
     shape, without = replace(SHAPE, libraries=libraries), divide_budget(SHAPE, TREES[1], budget=4 << 20, page_size=16)
-    plans = [divide_budget(shape, TREES[1], budget=size << 20, page_size=16) for size in (4, 7, 9, 12)]
-    assert [plan.prefill_chunk for plan in (without, *plans)] == [256, 128, 128, 128, 256]
-    assert [plan.parts["workspace"] for plan in plans] == [0, 0, 0, 4 << 20]
+    small, middle, large = (divide_budget(shape, TREES[1], budget=size << 20, page_size=16) for size in (4, 7, 12))
+    assert [plan.prefill_chunk for plan in (without, small, middle, large)] == [256, 128, 128, 256]
+    assert [plan.parts["workspace"] for plan in (small, middle, large)] == [0, 0, 4 << 20]
     always = replace(SHAPE, libraries=PassBytes(4 << 20))  # no chunk is without them: as with so much less budget
     plan = divide_budget(always, TREES[1], budget=8 << 20, page_size=16)
     assert (plan.prefill_chunk, plan.max_pages) == (without.prefill_chunk, without.max_pages)
-
-
-def test_libraries_that_only_many_nodes_use() -> None:
-    """As many trees at once as do without the buffers."""
-    tree, libraries = DraftTree.chain(32), PassBytes(8 << 20).with_few(128, PassBytes(0))
-    shape = replace(SHAPE, libraries=libraries)
-    plans = [divide_budget(shape, tree, budget=size << 20, page_size=16) for size in (16, 32)]
-    assert [(plan.max_sequences, plan.parts["workspace"]) for plan in plans] == [(2, 0), (8, 8 << 20)]
 
 
 def test_exact_edge() -> None:

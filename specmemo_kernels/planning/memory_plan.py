@@ -185,10 +185,9 @@ def divide_budget(
         parts, page = fixed_parts(shape, size), page_parts(shape, size)
         left, page_bytes = budget - sum(parts.values()), sum(page.values())
         # At least a quarter for pages, so that a large chunk or batch doesn't starve the cache; of the bytes that a
-        # smaller one can have. And as much as for buffers of libraries that a smaller one doesn't need.
-        least = shape.libraries.at(sizes[-1].rows)
-        quarter, buffers = (budget - shape.workspace_bytes - least) // 4, shape.libraries.at(size.rows) - least
-        if left >= max(page_bytes, quarter, buffers) or (size == sizes[-1] and left >= page_bytes):
+        # smaller one can have.
+        quarter = (budget - shape.workspace_bytes - shape.libraries.at(sizes[-1].rows)) // 4
+        if left >= max(page_bytes, quarter) or (size == sizes[-1] and left >= page_bytes):
             pages = left // page_bytes
             parts = {name: parts.get(name, 0) + pages * page.get(name, 0) for name in parts | page}
             return MemoryPlan(
