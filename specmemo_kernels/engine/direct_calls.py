@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from specmemo_kernels.engine.program import Call, View
 
@@ -40,7 +41,7 @@ def _function(call: Call) -> Callable[..., Any] | None:
     if not isinstance(call.function, torch._ops.OpOverload):
         return None
     args, kwargs = replace(call, function=lambda *args, **kwargs: (args, kwargs)).make(_empty)
-    if has_torch_function(tuple(_tensors([args, kwargs]))):
+    if has_torch_function(tree_leaves([args, kwargs])):
         return None
     for function in _candidates(call.function):
         try:
@@ -65,15 +66,6 @@ def _candidates(operator: Any) -> Iterator[Callable[..., Any]]:
         function = getattr(namespace, operator.overloadpacket.__name__, None)
         if isinstance(function, BuiltinFunctionType | MethodDescriptorType):
             yield function
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors of nested arguments."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple | dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(each)
 
 
 def _key(value: Any) -> Any:
