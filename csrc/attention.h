@@ -238,7 +238,7 @@ class Attention {
 
   bool finish_head(const AttentionTask& task, int64_t kv_head, const State& state) const {
     const int64_t first = args_.qo_indptr[task.sequence] + task.first_node;
-    bool undefined = false;
+    VecI undefined{};
     for (int64_t r = 0; r < task.nodes * group_; ++r) {
       const int64_t node = first + r / group_, head = kv_head * group_ + r % group_;
       float top = state.max[r], total = state.sum[r], keep = 1.0f;
@@ -252,14 +252,16 @@ class Attention {
       }
       const float inverse = keep / total;
       Raw* out = static_cast<Raw*>(args_.out) + (node * args_.num_qo_heads + head) * args_.v_dim;
-      for (int64_t c = 0; c < args_.v_dim; ++c) {
-        const float value = state.output[r * columns_ + c] * inverse;
-        undefined |= value != value;
-        out[c] = T::from_float(value);
+      for (int64_t c = 0; c < args_.v_dim; c += kLanes) {
+        const VecF values = load<VecF>(state.output + r * columns_ + c) * splat(inverse);
+        undefined |= (values != values) & first_lanes(args_.v_dim - c);
+        store_lanes<T>(out + c, values, args_.v_dim - c);
       }
       args_.lse[node * args_.num_qo_heads + head] = (top + __builtin_log2f(total)) * kLn2;
     }
-    return undefined;
+    for (int i = 0; i < kLanes; ++i)
+      if (undefined[i] != 0) return true;
+    return false;
   }
 
   const AttentionArgs& args_;

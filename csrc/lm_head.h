@@ -30,9 +30,6 @@ struct Best {
   }
 };
 
-// Lanes below `count`.
-inline VecI first_lanes(int64_t count) { return lane_index() < static_cast<int32_t>(count); }
-
 // Whether one of `count` values is better than `limit`. Whole vectors are read.
 inline bool any_better(const float* values, int64_t count, float limit) {
   VecI found{};

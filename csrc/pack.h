@@ -82,23 +82,60 @@ inline void transpose(VecF rows[kLanes]) {
 #endif
 }
 
-// Conversion of one row of keys from elements of type T to words of Dot.
+// Conversion of one row of keys from elements of type T to words of Dot. load() returns kWords consecutive words per
+// lane, which part() takes apart: fewer vectors are transposed.
 template <class T, class Dot>
 struct KeyWords {
+  static constexpr int kWords = 1;
+  static VecF load(const typename T::Raw* row, int64_t word) { return load_words(row, word); }
+  static VecF part(VecF words, int) { return words; }
   static VecF load_words(const typename T::Raw* row, int64_t word) { return T::load_vec(row + word); }
   static float word(const typename T::Raw* row, int64_t word, int64_t) { return T::to_float(row[word]); }
+};
+
+template <>
+struct KeyWords<BFloat16, Float32Dot> {
+  static constexpr int kWords = 2;
+  static VecF load(const uint16_t* row, int64_t word) { return specmemo::load<VecF>(row + word); }
+  static VecF part(VecF words, int i) {
+    return i == 0 ? bits_as<VecF>(bits_as<VecU>(words) << 16) : high_halves(bits_as<VecU>(words));
+  }
+  static VecF load_words(const uint16_t* row, int64_t word) { return BFloat16::load_vec(row + word); }
+  static float word(const uint16_t* row, int64_t word, int64_t) { return bf16_to_float(row[word]); }
 };
 
 #if defined(SPECMEMO_BF16_DOT)
 template <>
 struct KeyWords<BFloat16, BFloat16Dot> {
-  static VecF load_words(const uint16_t* row, int64_t word) { return load<VecF>(row + 2 * word); }
+  static constexpr int kWords = 1;
+  static VecF load(const uint16_t* row, int64_t word) { return load_words(row, word); }
+  static VecF part(VecF words, int) { return words; }
+  static VecF load_words(const uint16_t* row, int64_t word) { return specmemo::load<VecF>(row + 2 * word); }
   static float word(const uint16_t* row, int64_t word, int64_t dim) {
     const uint32_t low = row[2 * word], high = 2 * word + 1 < dim ? row[2 * word + 1] : 0u;
     return bits_as<float>(low | (high << 16));
   }
 };
 #endif
+
+// Packs words w, ..., w + kWords * kLanes - 1 of kLanes keys.
+template <class Words, int WORDS, class Row>
+inline void pack_words(const char* const* keys, int64_t w, float* packed, Fetch& fetch) {
+  VecF block[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) {
+#pragma GCC unroll 2
+    for (int j = 0; j < WORDS; ++j) fetch.vector();
+    const auto row = reinterpret_cast<Row>(keys[i]);
+    block[i] = WORDS > 1 ? Words::load(row, w) : Words::load_words(row, w);
+  }
+  transpose(block);
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i)
+#pragma GCC unroll 2
+    for (int j = 0; j < WORDS; ++j)
+      store(packed + (w + i * WORDS + j) * kBlockKeys, WORDS > 1 ? Words::part(block[i], j) : block[i]);
+}
 
 // keys[i]: the row of key i. `count`: number of keys, in whole vectors.
 template <class T, class Dot>
@@ -109,18 +146,11 @@ inline void pack_keys(const char* const* keys, int64_t count, int64_t dim, float
   const int64_t whole = dim / (Dot::kPerWord * kLanes) * kLanes;
   Fetch walk = fetch;  // a copy stays in registers
   for (int64_t first = 0; first < count; first += kLanes) {
-    for (int64_t w = 0; w < whole; w += kLanes) {
-      VecF block[kLanes];
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) {
-        walk.vector();
-        block[i] = Words::load_words(reinterpret_cast<Row>(keys[first + i]), w);
-      }
-      transpose(block);
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) store(packed + (w + i) * kBlockKeys + first, block[i]);
-    }
-    for (int64_t w = whole; w < words; ++w)
+    int64_t w = 0;
+    for (; w + Words::kWords * kLanes <= whole; w += Words::kWords * kLanes)
+      pack_words<Words, Words::kWords, Row>(keys + first, w, packed + first, walk);
+    if (w < whole) pack_words<Words, 1, Row>(keys + first, w, packed + first, walk), w = whole;
+    for (; w < words; ++w)
       for (int i = 0; i < kLanes; ++i)
         packed[w * kBlockKeys + first + i] = Words::word(reinterpret_cast<Row>(keys[first + i]), w, dim);
   }

@@ -33,8 +33,9 @@ struct RotaryRow {
     const VecF low = read(x + i, count), high = read(x + half + i, count);
     const VecF low_cos = read(cos + i, count), high_cos = read(cos + half + i, count);
     const VecF low_sin = read(sin + i, count), high_sin = read(sin + half + i, count);
-    write(out + i, T::round(rounded_product(low, low_cos)) - T::round(rounded_product(high, low_sin)), count);
-    write(out + half + i, T::round(rounded_product(high, high_cos)) + T::round(rounded_product(low, high_sin)), count);
+    store_lanes<T>(out + i, T::round(rounded_product(low, low_cos)) - T::round(rounded_product(high, low_sin)), count);
+    store_lanes<T>(out + half + i, T::round(rounded_product(high, high_cos)) + T::round(rounded_product(low, high_sin)),
+                   count);
   }
 
   static VecF read(const Raw* from, int64_t count) {
@@ -42,13 +43,6 @@ struct RotaryRow {
     Raw values[kLanes] = {};
     std::memcpy(values, from, static_cast<size_t>(count) * sizeof(Raw));
     return T::load_vec(values);
-  }
-
-  static void write(Raw* to, VecF v, int64_t count) {
-    if (count == kLanes) return T::store_vec(to, v);
-    Raw values[kLanes];
-    T::store_vec(values, v);
-    std::memcpy(to, values, static_cast<size_t>(count) * sizeof(Raw));
   }
 };
 
