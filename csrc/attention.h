@@ -259,9 +259,7 @@ class Attention {
       }
       args_.lse[node * args_.num_qo_heads + head] = (top + __builtin_log2f(total)) * kLn2;
     }
-    for (int i = 0; i < kLanes; ++i)
-      if (undefined[i] != 0) return true;
-    return false;
+    return any(undefined);
   }
 
   const AttentionArgs& args_;

@@ -13,6 +13,14 @@ inline VecI signed_codes(const uint8_t* codes) {
   return (VecI)vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(load_codes(codes)))));
 }
 inline VecU unsigned_codes(const uint8_t* codes) { return (VecU)vmovl_u16(vget_low_u16(vmovl_u8(load_codes(codes)))); }
+#elif defined(__AVX512F__)  // GCC would convert code by code
+inline VecI signed_codes(const uint8_t* codes) { return (VecI)_mm512_cvtepi8_epi32(load<__m128i>(codes)); }
+inline VecU unsigned_codes(const uint8_t* codes) { return (VecU)_mm512_cvtepu8_epi32(load<__m128i>(codes)); }
+#elif defined(__AVX2__)
+inline VecI signed_codes(const uint8_t* codes) { return (VecI)_mm256_cvtepi8_epi32(_mm_loadl_epi64((__m128i*)codes)); }
+inline VecU unsigned_codes(const uint8_t* codes) {
+  return (VecU)_mm256_cvtepu8_epi32(_mm_loadl_epi64((__m128i*)codes));
+}
 #else
 typedef int8_t VecCode __attribute__((vector_size(kLanes)));
 typedef uint8_t VecUCode __attribute__((vector_size(kLanes)));

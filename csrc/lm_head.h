@@ -35,15 +35,7 @@ inline bool any_better(const float* values, int64_t count, float limit) {
   VecI found{};
   for (int64_t i = 0; i < count; i += kLanes)
     found |= ~(load<VecF>(values + i) <= splat(limit)) & first_lanes(count - i);  // NaN is better
-#if defined(__aarch64__)
-  return vmaxvq_u32((uint32x4_t)found) != 0;
-#else
-  typedef int8_t Bytes __attribute__((vector_size(kLanes)));
-  const Bytes bytes = __builtin_convertvector(found, Bytes);
-  uint64_t words[2] = {};
-  std::memcpy(words, &bytes, sizeof bytes);
-  return (words[0] | words[1]) != 0;
-#endif
+  return any(found);
 }
 
 // The sum of the exponentials of all added values, relative to the largest, in each lane.

@@ -73,6 +73,21 @@ inline VecI lane_index() {
 // Lanes below `count`.
 inline VecI first_lanes(int64_t count) { return lane_index() < static_cast<int32_t>(count); }
 
+// Whether any lane of a comparison's result is true.
+inline bool any(VecI found) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)found, (__m512i)found) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)found) != 0;
+#elif defined(__SSE2__)
+  return _mm_movemask_ps((__m128)found) != 0;
+#elif defined(__aarch64__)
+  return vmaxvq_u32((uint32x4_t)found) != 0;
+#else
+  return (found[0] | found[1] | found[2] | found[3]) != 0;
+#endif
+}
+
 // Sums over lanes in a fixed order: folds halves together.
 template <int N>
 struct Fold {
@@ -222,7 +237,11 @@ struct Float16 {
 #endif
   }
   static VecF round(VecF x) {
-#if defined(__aarch64__)
+#if defined(__AVX512F__) || defined(__AVX2__)
+    Raw values[kLanes];
+    store_vec(values, x);
+    return load_vec(values);
+#elif defined(__aarch64__)
     return (VecF)vcvt_f32_f16(vcvt_f16_f32((float32x4_t)x));
 #else
     for (int i = 0; i < kLanes; ++i) x[i] = fp16_to_float(float_to_fp16(x[i]));
