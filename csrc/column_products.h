@@ -34,7 +34,7 @@ template <>
 struct Column<BFloat16> {
   static void load_tile(const uint16_t* p, VecF* out) {
     const VecU words = load<VecU>(p);
-    out[0] = bits_as<VecF>(words << 16), out[1] = high_halves(words);
+    out[0] = low_halves(words), out[1] = high_halves(words);
   }
   static void store_tile(const VecF* sums, uint16_t* p) {
     const VecU even = bits_as<VecU>(BFloat16::round(sums[0])), odd = bits_as<VecU>(BFloat16::round(sums[1]));

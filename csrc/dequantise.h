@@ -17,9 +17,11 @@ inline VecU unsigned_codes(const uint8_t* codes) { return (VecU)vmovl_u16(vget_l
 inline VecI signed_codes(const uint8_t* codes) { return (VecI)_mm512_cvtepi8_epi32(load<__m128i>(codes)); }
 inline VecU unsigned_codes(const uint8_t* codes) { return (VecU)_mm512_cvtepu8_epi32(load<__m128i>(codes)); }
 #elif defined(__AVX2__)
-inline VecI signed_codes(const uint8_t* codes) { return (VecI)_mm256_cvtepi8_epi32(_mm_loadl_epi64((__m128i*)codes)); }
+inline VecI signed_codes(const uint8_t* codes) {
+  return (VecI)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
+}
 inline VecU unsigned_codes(const uint8_t* codes) {
-  return (VecU)_mm256_cvtepu8_epi32(_mm_loadl_epi64((__m128i*)codes));
+  return (VecU)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
 }
 #else
 typedef int8_t VecCode __attribute__((vector_size(kLanes)));
@@ -51,8 +53,7 @@ inline void dequantise_row(KVType type, const uint8_t* codes, float scale, int64
   if (i == dim) return;
   uint8_t rest[kLanes] = {};
   std::memcpy(rest, codes + i, static_cast<size_t>(dim - i));
-  const VecF values = code_values(type, rest) * splat(scale);
-  for (int lane = 0; i < dim; ++i, ++lane) out[i] = T::from_float(values[lane]);
+  store_lanes<T>(out + i, code_values(type, rest) * splat(scale), dim - i);
 }
 
 }  // namespace

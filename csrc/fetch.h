@@ -34,7 +34,7 @@ class Fetch {
   Fetch() = default;  // nothing
   // The work of this block: vectors of keys to pack, and steps of the products.
   Fetch(const Upcoming& next, int64_t row_bytes, int64_t vectors, int64_t steps)
-      : rows_(next.rows), row_lines_(static_cast<uint32_t>((row_bytes + 63) / 64)), end_(2 * kBlockKeys * row_lines_) {
+      : row_(next.rows), row_lines_(static_cast<uint32_t>((row_bytes + 63) / 64)), end_(2 * kBlockKeys * row_lines_) {
     packing_end_ = steps < end_ ? end_ : 0;
     twice_ = steps + vectors < end_;
   }
@@ -52,12 +52,13 @@ class Fetch {
 
  private:
   void line() {
-    prefetch(rows_[next_ / row_lines_] + next_ % row_lines_ * 64);
+    prefetch(*row_ + line_ * kLine);
+    if (++line_ == row_lines_) line_ = 0, ++row_;
     ++next_;
   }
 
-  const char* const* rows_ = nullptr;
-  uint32_t row_lines_ = 0, next_ = 0, end_ = 0, packing_end_ = 0;
+  const char* const* row_ = nullptr;  // of the next line
+  uint32_t row_lines_ = 0, line_ = 0, next_ = 0, end_ = 0, packing_end_ = 0;
   bool twice_ = false;
 };
 

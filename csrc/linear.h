@@ -87,17 +87,14 @@ struct Tasks {
 
 template <class T, int64_t kGroupSize>
 inline void store_values(const float* values, int64_t count, typename T::Raw* out) {
-  typedef typename T::Raw Raw;
   constexpr int64_t kRest = kGroupSize % kLanes;  // of a whole group
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) T::store_vec(out + i, load<VecF>(values + i));
-  if (i == count) return;
-  Raw rest[kLanes];
-  T::store_vec(rest, load<VecF>(values + i));
-  if (count - i == kRest)
-    std::memcpy(out + i, rest, kRest * sizeof(Raw));
-  else
-    std::memcpy(out + i, rest, static_cast<size_t>(count - i) * sizeof(Raw));
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const VecF x = load<VecF>(values + i);
+    if (count - i == kRest)
+      store_lanes<T>(out + i, x, kRest);
+    else
+      store_lanes<T>(out + i, x, count - i);
+  }
 }
 
 // out[rows, outputs] = x @ weight^T + bias.

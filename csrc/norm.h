@@ -21,9 +21,10 @@ const typename T::Raw* add_residual(const RmsNormArgs& args, int64_t row, const 
   typedef typename T::Raw Raw;
   const Raw* residual = static_cast<const Raw*>(args.residual) + row * args.size;
   Raw* sum = static_cast<Raw*>(args.sum) + row * args.size;
-  int64_t i = 0;
-  for (; i + kLanes <= args.size; i += kLanes) T::store_vec(sum + i, T::load_vec(x + i) + T::load_vec(residual + i));
-  for (; i < args.size; ++i) sum[i] = T::from_float(T::to_float(x[i]) + T::to_float(residual[i]));
+  for (int64_t i = 0; i < args.size; i += kLanes) {
+    const int64_t count = args.size - i;
+    store_lanes<T>(sum + i, load_lanes<T>(x + i, count) + load_lanes<T>(residual + i, count), count);
+  }
   return sum;
 }
 

@@ -3,7 +3,7 @@
 //   keys    packed: [k_words][kBlockKeys], word w of every key contiguous (a transposition)
 //   values  read in place, or packed: [kBlockKeys / kPerWord][v_columns]; word = a pair of keys, or one
 //
-// A slot without a key points to a row of zeros; unwritten memory is never read.
+// A slot without a key points to a row of zeros: slots that were never written aren't read.
 #pragma once
 
 #include "blocks.h"
@@ -82,13 +82,11 @@ inline void transpose(VecF rows[kLanes]) {
 #endif
 }
 
-// Conversion of one row of keys from elements of type T to words of Dot. load() returns kWords consecutive words per
-// lane, which part() takes apart: fewer vectors are transposed.
+// Conversion of one row of keys from elements of type T to words of Dot. kWords: consecutive words per lane of load(),
+// of which part() returns each lane's i-th. They are transposed together and then split: half as many transpositions.
 template <class T, class Dot>
 struct KeyWords {
   static constexpr int kWords = 1;
-  static VecF load(const typename T::Raw* row, int64_t word) { return load_words(row, word); }
-  static VecF part(VecF words, int) { return words; }
   static VecF load_words(const typename T::Raw* row, int64_t word) { return T::load_vec(row + word); }
   static float word(const typename T::Raw* row, int64_t word, int64_t) { return T::to_float(row[word]); }
 };
@@ -96,10 +94,8 @@ struct KeyWords {
 template <>
 struct KeyWords<BFloat16, Float32Dot> {
   static constexpr int kWords = 2;
-  static VecF load(const uint16_t* row, int64_t word) { return specmemo::load<VecF>(row + word); }
-  static VecF part(VecF words, int i) {
-    return i == 0 ? bits_as<VecF>(bits_as<VecU>(words) << 16) : high_halves(bits_as<VecU>(words));
-  }
+  static VecU load(const uint16_t* row, int64_t word) { return specmemo::load<VecU>(row + word); }
+  static VecF part(VecU words, int i) { return i == 0 ? low_halves(words) : high_halves(words); }
   static VecF load_words(const uint16_t* row, int64_t word) { return BFloat16::load_vec(row + word); }
   static float word(const uint16_t* row, int64_t word, int64_t) { return bf16_to_float(row[word]); }
 };
@@ -108,8 +104,6 @@ struct KeyWords<BFloat16, Float32Dot> {
 template <>
 struct KeyWords<BFloat16, BFloat16Dot> {
   static constexpr int kWords = 1;
-  static VecF load(const uint16_t* row, int64_t word) { return load_words(row, word); }
-  static VecF part(VecF words, int) { return words; }
   static VecF load_words(const uint16_t* row, int64_t word) { return specmemo::load<VecF>(row + 2 * word); }
   static float word(const uint16_t* row, int64_t word, int64_t dim) {
     const uint32_t low = row[2 * word], high = 2 * word + 1 < dim ? row[2 * word + 1] : 0u;
@@ -118,41 +112,55 @@ struct KeyWords<BFloat16, BFloat16Dot> {
 };
 #endif
 
-// Packs words w, ..., w + kWords * kLanes - 1 of kLanes keys.
-template <class Words, int WORDS, class Row>
-inline void pack_words(const char* const* keys, int64_t w, float* packed, Fetch& fetch) {
+// Packs words w, ..., w + WORDS * kLanes - 1 of kLanes keys. Always inlined, so that `fetch` stays in registers.
+template <class Words, int WORDS, class Raw>
+__attribute__((always_inline)) inline void pack_words(const char* const* keys, int64_t w, float* packed, Fetch& fetch) {
   VecF block[kLanes];
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) {
-#pragma GCC unroll 2
-    for (int j = 0; j < WORDS; ++j) fetch.vector();
-    const auto row = reinterpret_cast<Row>(keys[i]);
-    block[i] = WORDS > 1 ? Words::load(row, w) : Words::load_words(row, w);
+    const auto* row = reinterpret_cast<const Raw*>(keys[i]);
+    fetch.vector();
+    if constexpr (WORDS == 1) {
+      block[i] = Words::load_words(row, w);
+    } else {
+      fetch.vector();
+      block[i] = bits_as<VecF>(Words::load(row, w));
+    }
   }
   transpose(block);
 #pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i)
-#pragma GCC unroll 2
-    for (int j = 0; j < WORDS; ++j)
-      store(packed + (w + i * WORDS + j) * kBlockKeys, WORDS > 1 ? Words::part(block[i], j) : block[i]);
+  for (int i = 0; i < kLanes; ++i) {
+    float* out = packed + (w + i * WORDS) * kBlockKeys;
+    if constexpr (WORDS == 1) {
+      store(out, block[i]);
+    } else {
+      store(out, Words::part(bits_as<VecU>(block[i]), 0));
+      store(out + kBlockKeys, Words::part(bits_as<VecU>(block[i]), 1));
+    }
+  }
 }
 
 // keys[i]: the row of key i. `count`: number of keys, in whole vectors.
 template <class T, class Dot>
 inline void pack_keys(const char* const* keys, int64_t count, int64_t dim, float* packed, Fetch& fetch) {
   typedef KeyWords<T, Dot> Words;
-  typedef const typename T::Raw* Row;
+  typedef typename T::Raw Raw;
   const int64_t words = round_up(dim, Dot::kPerWord) / Dot::kPerWord;
   const int64_t whole = dim / (Dot::kPerWord * kLanes) * kLanes;
   Fetch walk = fetch;  // a copy stays in registers
   for (int64_t first = 0; first < count; first += kLanes) {
     int64_t w = 0;
     for (; w + Words::kWords * kLanes <= whole; w += Words::kWords * kLanes)
-      pack_words<Words, Words::kWords, Row>(keys + first, w, packed + first, walk);
-    if (w < whole) pack_words<Words, 1, Row>(keys + first, w, packed + first, walk), w = whole;
+      pack_words<Words, Words::kWords, Raw>(keys + first, w, packed + first, walk);
+    if constexpr (Words::kWords > 1) {
+      if (w < whole) {
+        pack_words<Words, 1, Raw>(keys + first, w, packed + first, walk);
+        w = whole;
+      }
+    }
     for (; w < words; ++w)
       for (int i = 0; i < kLanes; ++i)
-        packed[w * kBlockKeys + first + i] = Words::word(reinterpret_cast<Row>(keys[first + i]), w, dim);
+        packed[w * kBlockKeys + first + i] = Words::word(reinterpret_cast<const Raw*>(keys[first + i]), w, dim);
   }
   fetch = walk;
 }

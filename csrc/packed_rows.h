@@ -92,12 +92,12 @@ class PackedRows {
     for (int64_t begin = 0; begin < tiles.count; begin += kGroupTiles) {
       const int64_t end = begin + kGroupTiles < tiles.count ? begin + kGroupTiles : tiles.count;
       const int64_t first = tiles.begin(begin), last = tiles.begin(end) - 1;
-      uint64_t any = 0, all = ~uint64_t{0};
+      uint64_t some = 0, all = ~uint64_t{0};
       for (int64_t node = first / group_; node <= last / group_; ++node) {
-        any |= visible[node];
+        some |= visible[node];
         all &= visible[node];
       }
-      if (any == 0) continue;
+      if (some == 0) continue;
       for (int64_t t = begin; t < end; ++t)
         multiply<Dot>(tiles.size(t), query + tiles.begin(t) * k_words_, k_words_, PackedColumns{to_.keys, kBlockKeys},
                       k_words_, scores + (tiles.begin(t) - first) * kBlockKeys, kBlockKeys, nullptr, keys / kLanes,

@@ -38,7 +38,7 @@ struct PanelWords<BFloat16, Float32Dot> {
   static void copy(const uint16_t* row, int64_t whole, float* out) {
     for (int64_t s = 0; s < whole; s += 2 * kLanes) {
       const VecU words = load<VecU>(row + s);
-      store(out + s / 2, bits_as<VecF>(words << 16));
+      store(out + s / 2, low_halves(words));
       store(out + (whole + s) / 2, high_halves(words));
     }
   }

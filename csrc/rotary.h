@@ -1,8 +1,6 @@
 // Rotary position embedding of heads, rounded after every operator as separate operators do.
 #pragma once
 
-#include <cstring>
-
 #include "norm.h"
 
 namespace specmemo {
@@ -30,19 +28,12 @@ struct RotaryRow {
 
   // Elements i, ..., i + count - 1 of both halves.
   void rotate(int64_t i, int64_t count) const {
-    const VecF low = read(x + i, count), high = read(x + half + i, count);
-    const VecF low_cos = read(cos + i, count), high_cos = read(cos + half + i, count);
-    const VecF low_sin = read(sin + i, count), high_sin = read(sin + half + i, count);
+    const VecF low = load_lanes<T>(x + i, count), high = load_lanes<T>(x + half + i, count);
+    const VecF low_cos = load_lanes<T>(cos + i, count), high_cos = load_lanes<T>(cos + half + i, count);
+    const VecF low_sin = load_lanes<T>(sin + i, count), high_sin = load_lanes<T>(sin + half + i, count);
     store_lanes<T>(out + i, T::round(rounded_product(low, low_cos)) - T::round(rounded_product(high, low_sin)), count);
     store_lanes<T>(out + half + i, T::round(rounded_product(high, high_cos)) + T::round(rounded_product(low, high_sin)),
                    count);
-  }
-
-  static VecF read(const Raw* from, int64_t count) {
-    if (count == kLanes) return T::load_vec(from);
-    Raw values[kLanes] = {};
-    std::memcpy(values, from, static_cast<size_t>(count) * sizeof(Raw));
-    return T::load_vec(values);
   }
 };
 

@@ -60,7 +60,7 @@ struct RowDot<BFloat16, Float32Dot> {
   template <int J>
   static VecF weights(const uint16_t* p) {
     const VecU words = load<VecU>(p + J / 2 * 2 * kLanes);
-    return J % 2 == 0 ? bits_as<VecF>(words << 16) : high_halves(words);
+    return J % 2 == 0 ? low_halves(words) : high_halves(words);
   }
   static void prepare(const uint16_t* x, Element* out) {
     for (int i = 0; i < kStep; i += 2 * kLanes) {

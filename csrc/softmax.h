@@ -136,8 +136,7 @@ class Weights {
       VecF maximum = block_max > previous ? block_max : previous;
       // Only scores of NaN or minus infinity: they must reach the sum. Any later score is above this maximum.
       maximum = maximum == splat(kMinusInf) ? hide(splat(-3e38f), has_visible) : maximum;
-      store(now + first, maximum);
-      for (int i = 0; i < kLanes && first + i < group.count; ++i) state_max[first + i] = now[first + i];
+      store_lanes<Float32>(state_max + first, maximum, group.count - first);
       maximum = maximum == splat(kMinusInf) ? VecF{} : maximum;  // no visible key yet: any reference gives zero weights
       store(now + first, maximum);
       store(factors + first, exp2_nonpositive(previous - maximum));
@@ -164,8 +163,8 @@ class Weights {
 
   // Minus infinity for neighbouring keys whose bit (lowest first) isn't set.
   static VecF hide(VecF s, uint64_t visible) {
-    const VecU seen = ((VecU{} + static_cast<uint32_t>(visible)) >> bits_as<VecU>(lane_index())) & 1u;
-    return (seen != 0u) ? s : splat(kMinusInf);
+    const VecU bits = (VecU{} + 1u) << bits_as<VecU>(lane_index());
+    return ((bits & static_cast<uint32_t>(visible)) != 0u) ? s : splat(kMinusInf);
   }
 
   const AttentionArgs& args_;

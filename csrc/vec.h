@@ -123,24 +123,28 @@ inline VecF bf16_to_float(VecH h) {
 #endif
 }
 
-inline VecH float_to_bf16(VecF f) {  // to nearest even; NaN stays NaN
+// Rounded to nearest even in the upper halves of words, whose lower halves have no meaning; NaN stays NaN.
+inline VecU round_to_bf16(VecF f) {
+  const VecU u = bits_as<VecU>(f);
+  return (f == f) ? u + 0x7fffu + ((u >> 16) & 1u) : u | 0x400000u;
+}
+
+inline VecH float_to_bf16(VecF f) {
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
   return (VecH)vcvt_bf16_f32((float32x4_t)f);
-#else
-  const VecU u = bits_as<VecU>(f);
-  const VecU rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-  const VecU nan = (u >> 16) | 0x40u;
-#if defined(__AVX512F__)
-  return (VecH)_mm512_cvtepi32_epi16((__m512i)((f == f) ? rounded : nan));
+#elif defined(__AVX512F__)
+  return (VecH)_mm512_cvtepi32_epi16((__m512i)(round_to_bf16(f) >> 16));
 #elif defined(__aarch64__)
-  return (VecH)vmovn_u32((uint32x4_t)((f == f) ? rounded : nan));
+  return (VecH)vmovn_u32((uint32x4_t)(round_to_bf16(f) >> 16));
 #else
-  return __builtin_convertvector((f == f) ? rounded : nan, VecH);
-#endif
+  return __builtin_convertvector(round_to_bf16(f) >> 16, VecH);
 #endif
 }
 
-// Words without their lower halves: the odd ones of bfloat16 pairs as floats.
+// The even ones of bfloat16 pairs in words, as floats.
+inline VecF low_halves(VecU words) { return bits_as<VecF>(words << 16); }
+
+// The odd ones: words without their lower halves.
 inline VecF high_halves(VecU words) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
   alignas(32) static constexpr uint32_t mask[8] = {0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
@@ -161,7 +165,9 @@ inline uint16_t float_to_bf16(float f) {
 }
 
 inline float fp16_to_float(uint16_t h) {
-#if defined(__aarch64__)
+#if defined(__AVX2__)
+  return _cvtsh_ss(h);
+#elif defined(__aarch64__)
   return static_cast<float>(bits_as<__fp16>(h));
 #else
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16, rest = h & 0x7fffu;
@@ -172,6 +178,9 @@ inline float fp16_to_float(uint16_t h) {
 }
 
 inline uint16_t float_to_fp16(float f) {  // to nearest even
+#if defined(__AVX2__)
+  return _cvtss_sh(f, _MM_FROUND_TO_NEAREST_INT);
+#else
   const uint32_t u = bits_as<uint32_t>(f), sign = (u >> 16) & 0x8000u;
   const float magnitude = bits_as<float>(u & 0x7fffffffu);
   if (f != f) return static_cast<uint16_t>(sign | 0x7e00u);
@@ -181,6 +190,7 @@ inline uint16_t float_to_fp16(float f) {  // to nearest even
   }
   const uint32_t m = u & 0x7fffffffu;
   return static_cast<uint16_t>(sign | ((m - 0x38000000u + 0xfffu + ((m >> 13) & 1u)) >> 13));
+#endif
 }
 
 inline VecF fp16_to_float(VecH h) {
@@ -216,7 +226,13 @@ struct BFloat16 {
   static float to_float(Raw x) { return bf16_to_float(x); }
   static Raw from_float(float x) { return float_to_bf16(x); }
   static void store_vec(Raw* p, VecF x) { store(p, float_to_bf16(x)); }
-  static VecF round(VecF x) { return bf16_to_float(float_to_bf16(x)); }
+  static VecF round(VecF x) {
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return bf16_to_float(float_to_bf16(x));
+#else
+    return high_halves(round_to_bf16(x));
+#endif
+  }
 };
 
 struct Float16 {
@@ -237,7 +253,7 @@ struct Float16 {
 #endif
   }
   static VecF round(VecF x) {
-#if defined(__AVX512F__) || defined(__AVX2__)
+#if defined(__AVX2__)
     Raw values[kLanes];
     store_vec(values, x);
     return load_vec(values);
@@ -250,7 +266,16 @@ struct Float16 {
   }
 };
 
-// Stores the first `count` lanes, of at most all.
+// Loads `count` elements, at most a vector, and zeros behind them.
+template <class T>
+inline VecF load_lanes(const typename T::Raw* from, int64_t count) {
+  if (count >= kLanes) return T::load_vec(from);
+  typename T::Raw values[kLanes] = {};
+  std::memcpy(values, from, static_cast<size_t>(count) * sizeof(typename T::Raw));
+  return T::load_vec(values);
+}
+
+// Stores the first `count` lanes, at most all.
 template <class T>
 inline void store_lanes(typename T::Raw* to, VecF x, int64_t count) {
   if (count >= kLanes) return T::store_vec(to, x);
@@ -262,8 +287,8 @@ inline void store_lanes(typename T::Raw* to, VecF x, int64_t count) {
 // --- functions -------------------------------------------------------------------------------------------------------
 
 // 2^x for x <= 0 (softmax); 0 below -126, NaN for NaN. x = n + f with |f| <= 1/2, then the Taylor series of 2^f to
-// degree 6: relative error under 3e-7. No subnormal number is computed: vscalefps takes 70 ns instead of 0.5 for a
-// vector in which one result is below the normal numbers, and masked keys are (Emerald Rapids).
+// degree 6: relative error under 3e-7. Smaller results are masked: a single one in a vector, as of a masked key, slows
+// vscalefps from 0.5 to 70 ns (Emerald Rapids).
 inline VecF exp2_nonpositive(VecF x) {
 #if defined(__AVX512F__)
   const __m512 least = _mm512_set1_ps(-126.0f);
@@ -288,7 +313,7 @@ inline VecF exp2_nonpositive(VecF x) {
   return (VecF)_mm512_maskz_scalef_ps(normal, (__m512)p, n);
 #else
   const VecF scaled = bits_as<VecF>(bits_as<VecI>(p) + (bits_as<VecI>(shifted) << 23));
-  const VecF flushed = (x < splat(-126.0f)) ? VecF{} : scaled;
+  const VecF flushed = (x >= splat(-126.0f)) ? scaled : VecF{};
   return (x == x) ? flushed : x;
 #endif
 }

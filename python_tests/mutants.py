@@ -92,7 +92,7 @@ MUTANTS = (
     Mutant("csrc/visibility.cpp", "length_ + node + 1 - base", "length_ + node - base", "attention cpu"),
     Mutant("csrc/visibility.cpp", "nodes < count && is_child(first + nodes)", "nodes < count", "cpu_kernels path_is"),
     Mutant("csrc/vec.h", "_CMP_NLT_UQ", "_CMP_GE_OQ", "cpu_kernels nan_comes_through"),
-    Mutant("csrc/pack.h", "w + i * WORDS + j", "w + i + j * kLanes", "attention cpu"),
+    Mutant("csrc/pack.h", "w + i * WORDS)", "w + i)", "attention cpu"),
     Mutant("csrc/softmax.h", "state.sum[r] * keep + part", "state.sum[r] + part", "attention cpu"),
     Mutant("csrc/quantise.cpp", "x < -limit ? -limit", "x < -limit ? limit", "quantised_kv bits"),
     Mutant("csrc/quantise.cpp", "0x7ffffu + ((magnitude >> 20) & 1u)", "0x7ffffu", "quantised_kv bits"),

@@ -78,7 +78,7 @@ def test_attention_of_every_instruction_set(isa: str, case: AttentionCase, dtype
         assert float((lse.double() - budget.lse).abs().max()) <= budget.lse_error, invariant
 
 
-@pytest.mark.parametrize("head_dim", [2, 12, 20, 40, 104, 200])
+@pytest.mark.parametrize("head_dim", [2, 12, 20, 40, 60, 104, 200])
 def test_head_dims_that_fill_no_register(isa: str, head_dim: int) -> None:
     case = AttentionCase("odd", (70, 9), (5, 7), head_dim=head_dim, v_head_dim=head_dim + 2)
     for dtype in DTYPES:
