@@ -543,11 +543,10 @@ def attention_ratios(dtype: str) -> list[float]:
     return [r["vs_best"] for r in rows if r["op"] == "tree_attention" and r["dtype"] == dtype and r["tree"] != 3]
 
 
-def attention_rows() -> str:
-    runs = load("ops_cpu_first_table")["runs"]
+def attention_rows(name: str, measured: list[Row]) -> str:
     rows = []
     for nodes in (1, 3, 8, 25, 32):
-        found = [r for run in runs for r in run if r["op"] == "tree_attention" and r["tree"] == nodes]
+        found = [r for r in measured if r["op"] == "tree_attention" and r["tree"] == nodes]
         mid = {key: median(r[key] for r in found) for key in found[0] if key.startswith(("ms", "vs_", "floor"))}
         rows.append(
             [
@@ -560,7 +559,7 @@ def attention_rows() -> str:
             ]
         )
     header = ["nodes", "ms", "ms, pages in cache", "vs the best SDPA", "vs SDPA as usually called", "of the floor"]
-    return table(header, rows, "ops_cpu_first_table")
+    return table(header, rows, name)
 
 
 def ops_values() -> dict[str, str]:
@@ -693,7 +692,10 @@ def figures() -> dict[str, str]:
         "batch.scaling": batch_scaling(),
         "adaptive": adaptive(),
         "ranks": ranks(),
-        "attention": attention_rows(),
+        "attention": attention_rows(
+            "ops_cpu_first_table", [row for run in load("ops_cpu_first_table")["runs"] for row in run]
+        ),
+        "attention_avx512": attention_rows("ops_avx512_cpu", load("ops_avx512_cpu")["rows"]),
         "ablation.paper": ablation_paper("cumulative"),
         "ablation.paper_left_out": ablation_paper("left out"),
         "ablation.speed": ablation_speed(),
