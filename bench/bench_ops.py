@@ -6,6 +6,7 @@
         --dtype bf16,fp32
     python bench/bench_ops.py --device cuda --context 2048,8192,32768 --batch 1,8,32 --tree 1,25,64
     python bench/bench_ops.py --op linear --model 1b,llama3-8b --dtype bf16,fp32 --rows 1,2,4,8,16,32,64
+    python bench/bench_ops.py --op linear --device cuda --model llama2-7b,llama3-8b --rows 1,8,25,64
     pytest bench/bench_ops.py            the first command through pytest-benchmark
 
 Every result is checked against float64 before it is timed; then the operator and its peers take turns. Calls rotate
@@ -274,15 +275,17 @@ def main(
     models = list(MODELS) if model == "all" else model.split(",")
     sizes = numbers(context), numbers(batch), numbers(tree)
     columns: tuple[str, ...] | None = COLUMNS
-    if op == "linear":
-        columns = None
-        kinds = {name: DTYPES[name] for name in dtype.split(",")}
-        measured = linear_op.rows_for(models, kinds, numbers(rows), seconds)
+    kinds = {name: DTYPES[name] for name in dtype.split(",")}
+    if op == "linear" and device == "cuda":
+        import gpu_linear  # needs triton
+
+        columns, measured = None, gpu_linear.rows_for(models, kinds, numbers(rows))
+    elif op == "linear":
+        columns, measured = None, linear_op.rows_for(models, kinds, numbers(rows), seconds)
     elif device == "cuda":
         import bench_gpu
 
         cases = [attention_case(m, c, b, t) for m in models for c in sizes[0] for b in sizes[1] for t in sizes[2]]
-        kinds = {name: DTYPES[name] for name in dtype.split(",")}
         measured = bench_gpu.rows_for(cases, kinds, peers.split(","), limit_s, check)
     else:
         measured = rows_for(models, dtype.split(","), *sizes, op.split(","), peers.split(","), seconds)

@@ -7,7 +7,9 @@ The step is the patched model's own loop (draft, forward, verify, commit) at bat
 and rows, in sequence: seven per layer and the lm_head over all nodes, the heads' blocks and the lm_head over one row
 per head. All take turns, and each reads all weights, so none finds them in a cache. Columns:
 
-- ``torch_products_ms``: torch's linears. ``ratio``: the median step over their median.
+- ``torch_products_ms``: torch's linears, on a GPU in a graph. ``ratio``: the median step over their median.
+- On a GPU ``ahead_ms``: a step that runs ahead of the host. ``floor_ms``: reading the products' weights at the speed of
+  a copy. ``vs_floor``: ``ahead_ms`` over it.
 - On a CPU ``products_ms``: the operator ``linear``. ``rest_ms``: the step without them.
 - ``floor_ms``: max(bytes of the weights / read bandwidth, flops / GEMM rate), both measured in the same turns.
   ``vs_floor``: the step over it.
@@ -31,6 +33,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from engine_worker import LlamaCpp, Setup
+from gpu_timing import captured, copy_bandwidth
 from shapes import SHAPES, random_heads, random_model
 from step_profile import breakdown
 from timing import Yardstick, print_rows, take_turns, write_result
@@ -168,7 +171,8 @@ def measure(
         jobs: dict[str, Callable[[], object]] = {"step": synchronised(step, device)}
         if device == "cuda":  # steps that run ahead of the host
             jobs["ahead"] = synchronised(lambda: [step() for _ in range(AHEAD)], device)
-        jobs["torch"] = synchronised(products.by(nn.functional.linear), device)
+        torch_products = products.by(nn.functional.linear)
+        jobs["torch"] = synchronised(captured(torch_products) if device == "cuda" else torch_products, device)
         if device == "cpu":
             operator = ops.kernels("cpu", torch.device("cpu")).linear
             jobs["products"] = products.by(lambda x, weight: operator(x, weight, None, None, False))
@@ -176,7 +180,10 @@ def measure(
         if llama_cpp:
             jobs["llama.cpp"] = llama_cpp_pass(model, context, plan.tree.size)
         times = take_turns(jobs, seconds=seconds, rounds=(5, 400))
-        floor = yard.floor(times, products.nbytes, products.flops) if device == "cpu" else None
+        if device == "cpu":
+            floor = yard.floor(times, products.nbytes, products.flops)
+        else:
+            floor = products.nbytes / copy_bandwidth()
         parts = breakdown(step, PROFILED, torch.device(device))
         return {
             "shape": shape, "dtype": dtype, "context": context, "nodes": plan.tree.size, "depth": depth,
@@ -186,11 +193,12 @@ def measure(
         } | _device_columns(times, floor) | {"parts_ms": parts}  # fmt: skip
 
 
-def _device_columns(times: dict[str, float], floor: float | None) -> Row:
-    """On a GPU: a step that runs ahead of the host. On a CPU: the products by our operator, the rest of the step, the
-    floor, and llama.cpp if it ran."""
-    if floor is None:
-        return {"ahead_ms": times["ahead"] / AHEAD * 1e3}
+def _device_columns(times: dict[str, float], floor: float) -> Row:
+    """On a GPU: a step that runs ahead of the host, and the floor. On a CPU: the products by our operator, the rest of
+    the step, the floor, and llama.cpp if it ran."""
+    if "ahead" in times:
+        ahead = times["ahead"] / AHEAD
+        return {"ahead_ms": ahead * 1e3, "floor_ms": floor * 1e3, "vs_floor": ahead / floor}
     llama_cpp = {"llama_cpp_ms": times["llama.cpp"] * 1e3} if "llama.cpp" in times else {}
     return {
         "products_ms": times["products"] * 1e3,

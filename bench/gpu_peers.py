@@ -66,10 +66,11 @@ def xqa(inputs: dict[str, Any]) -> Callable[[Tensor, Tensor], Tensor]:
     more = {"mask": packed_mask(inputs["tree_mask"], batch, nodes), "q_len_per_req": nodes} if nodes > 1 else {}
 
     def run(k: Tensor, v: Tensor) -> Tensor:
-        return xqa_batch_decode_with_kv_cache(  # type: ignore[no-any-return]
+        out: Tensor = xqa_batch_decode_with_kv_cache(
             inputs["q"], (swap_order(k), swap_order(v)), workspace, inputs["block_table"], lengths, length + nodes,
             bmm1_scale=inputs["scale"], bmm2_scale=1.0, kv_layout="HND", **more,
         )  # fmt: skip
+        return out.view(inputs["q"].shape)  # of several nodes: [batch, nodes, heads, head_dim]
 
     return run
 

@@ -17,6 +17,12 @@ PARTS = ("model matmuls", "attention", "other model operators", "head", "verify"
 _MATMULS = {
     "aten::linear", "aten::matmul", "aten::mm", "aten::addmm", "aten::bmm", "specmemo::linear", "specmemo::gated_mlp"
 }  # fmt: skip
+#: The same of GPU kernels, also of a graph's; cuBLAS's names begin with nvjet or contain gemm, splitK or gemv.
+_KERNELS = {
+    "tree_attention": "attention", "merge_splits": "attention", "lm_head": "head", "verify_tree": "verify",
+    "commit_paged": "commit", "linear_kernel": "model matmuls", "nvjet": "model matmuls", "gemm": "model matmuls",
+    "splitK": "model matmuls", "gemv": "model matmuls",
+}  # fmt: skip
 #: :func:`breakdown` runs this many times its ``steps``, half of them profiled.
 PASSES = 4
 #: Name of a profiled step.
@@ -32,19 +38,25 @@ _OWN = {
 
 def part_of(name: str) -> str:
     """The part of the step that an operator belongs to."""
-    for piece, part in _OWN.items():
-        if piece in name:
-            return part
-    return "model matmuls" if name in _MATMULS else "other model operators"
+    return _matching(_OWN, name) or ("model matmuls" if name in _MATMULS else "other model operators")
+
+
+def part_of_kernel(name: str) -> str:
+    """The part of the step that a GPU kernel belongs to."""
+    return _matching(_KERNELS, name) or "other model operators"
+
+
+def _matching(parts: dict[str, str], name: str) -> str | None:
+    return next((part for piece, part in parts.items() if piece in name), None)
 
 
 def breakdown(step: Callable[[], object], steps: int, device: torch.device) -> dict[str, float]:
     """Milliseconds of a step by part, medians over the steps; they add up to the median step.
 
-    Profiled steps, in groups of ``steps``, time the operators (on a GPU their kernels). They alternate with unprofiled
-    steps, which give the whole time. The profiler's overhead inside an operator counts for the operator, so the host's
-    share is a lower bound. Recorded steps of a CPU are eager under the profiler and have more operators there, so the
-    host's share may be negative.
+    Profiled steps, in groups of ``steps``, time the operators (on a GPU the kernels, means over the steps). They
+    alternate with unprofiled steps, which give the whole time. The profiler's overhead inside an operator counts for
+    the operator, so the host's share is a lower bound. Recorded steps of a CPU are eager under the profiler and have
+    more operators there, so the host's share may be negative.
     """
     on_gpu = device.type == "cuda"
     whole: list[float] = []
@@ -63,14 +75,27 @@ def breakdown(step: Callable[[], object], steps: int, device: torch.device) -> d
                     step()
             if on_gpu:
                 torch.cuda.synchronize(device)
-        by_step: dict[int, Counter[str]] = {}
-        for event in profiler.events():
-            if outermost(event):
-                micros = event.device_time_total if on_gpu else event.cpu_time_total
-                by_step.setdefault(event.cpu_parent.id, Counter())[part_of(event.name)] += micros
-        spent += by_step.values()
+        spent += _of_kernels(profiler.events(), steps) if on_gpu else _of_operators(profiler.events())
     parts = {part: statistics.median(step_micros[part] for step_micros in spent) / 1e3 for part in PARTS[:-1]}
     return parts | {"host": statistics.median(whole) * 1e3 - sum(parts.values())}
+
+
+def _of_operators(events: Any) -> list[Counter[str]]:
+    """Microseconds by part of each step."""
+    by_step: dict[int, Counter[str]] = {}
+    for event in events:
+        if outermost(event):
+            by_step.setdefault(event.cpu_parent.id, Counter())[part_of(event.name)] += event.cpu_time_total
+    return list(by_step.values())
+
+
+def _of_kernels(events: Any, steps: int) -> list[Counter[str]]:
+    """Mean microseconds by part; a graph's kernels have no operator."""
+    total: Counter[str] = Counter()
+    for event in events:
+        if event.device_type == torch.autograd.DeviceType.CUDA and event.name != _STEP:
+            total[part_of_kernel(event.name)] += event.time_range.elapsed_us() / steps
+    return [total]
 
 
 def outermost(event: Any) -> bool:

@@ -24,6 +24,7 @@ from op_cases import (
     verify_inputs,
 )
 from test_families import batch, greedy
+from test_linear import check_linear
 from test_ops import same_bits
 from tiny_models import random_heads, tiny_model
 
@@ -123,6 +124,58 @@ def test_lm_head(case: LmHeadCase) -> None:
         strict=True,
     ):
         assert torch.equal(a.cpu(), b)
+
+
+@pytest.mark.parametrize("rows", [1, 25, 40, 64, 65])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_linear_layers(dtype: torch.dtype, rows: int) -> None:
+    """Near float64, in one kernel with the bits of separate calls; partial blocks of inputs and outputs."""
+    from specmemo_kernels.backends import triton
+
+    torch.manual_seed(0)
+    x = torch.randn(rows, 1000, dtype=dtype, device="cuda")
+    weights = [torch.randn(size, 1000, dtype=dtype, device="cuda") for size in (700, 128, 64)]
+    for biases in ([None] * 3, [torch.randn(len(weight), dtype=dtype, device="cuda") for weight in weights]):
+        for weight, bias, found in zip(weights, biases, triton.linears(x, weights, biases), strict=True):
+            check_linear(x.cpu(), weight.cpu(), None if bias is None else bias.cpu(), found.cpu())
+            assert torch.equal(found, triton.linear(x, weight, bias, None, False))
+
+
+@pytest.mark.parametrize("rows", [7, 64, 300])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
+def test_gated_mlp(activation: str, rows: int) -> None:
+    torch.manual_seed(0)
+    shapes = (rows, 200), (700, 200), (700, 200), (200, 700)
+    x, *matrices = (torch.randn(*shape, device="cuda") * shape[1] ** -0.5 for shape in shapes)
+    biases = [torch.randn(len(matrix), device="cuda") for matrix in matrices]
+    exact = reference.gated_mlp(*(t.double() for t in (x, *matrices, *biases)), activation, False)
+    for dtype in (torch.bfloat16, torch.float16):
+        given = [t.to(dtype) for t in (x, *matrices, *biases)]
+        wanted = reference.gated_mlp(*(t.double() for t in given), activation, False)
+        found = ops.gated_mlp(*given, activation, backend="triton")
+        error = (found.double() - wanted).norm() / exact.norm()
+        assert float(error) <= 3 * torch.finfo(dtype).eps
+
+
+def test_rotary_pair() -> None:
+    """The bits of two calls."""
+    from specmemo_kernels.backends import triton
+
+    x, y = (torch.randn(25, heads, 128, dtype=torch.bfloat16, device="cuda") for heads in (32, 8))
+    cos, sin = torch.randn(2, 25, 128, dtype=torch.bfloat16, device="cuda")
+    found = triton.rotary_pair(x, y, cos, sin)
+    assert torch.equal(found[0], triton.rotary(x, cos, sin))
+    assert torch.equal(found[1], triton.rotary(y, cos, sin))
+
+
+def test_probe() -> None:
+    """Large products are faster than those of few rows, and few rows cost about as much as one."""
+    from specmemo_kernels.planning.device_probe import probe
+
+    profile = probe("cuda", 0.5)
+    curve = dict(profile.curves["bfloat16"])
+    assert profile.matmul_rate["bfloat16"] >= 1.5 * 2 * 64 / curve[64]
+    assert curve[8] <= 2 * curve[1]
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])

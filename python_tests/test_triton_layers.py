@@ -104,12 +104,57 @@ class TestInterpreter:
         matrix = weight_codes.unpack(codes, scales, shape[-1])
         check_linear(x, matrix, added, triton.linear(x, codes, added, scales, False))
 
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize(
+        ("shape", "outputs", "bias"),
+        [
+            ((5, 72), (50,), True),
+            ((2, 9, 130), (33, 70), False),
+            ((64,), (1, 129, 64), True),
+            ((3, 64), (65,) * 5, False),
+        ],
+    )
+    def test_linears(self, shape: tuple[int, ...], outputs: tuple[int, ...], bias: bool, dtype: torch.dtype) -> None:
+        """Each with the bits of a separate call; NaN behind the last column of strided rows, partial blocks."""
+        from specmemo_kernels.backends import triton
+
+        wide = torch.full((*shape[:-1], shape[-1] + 7), float("nan"), dtype=dtype)
+        x = wide[..., : shape[-1]]
+        x.copy_(random(*shape, dtype=dtype))
+        weights = [random(size, shape[-1], dtype=dtype, seed=i) for i, size in enumerate(outputs)]
+        biases = [random(size, dtype=dtype, seed=i) if bias else None for i, size in enumerate(outputs)]
+        found = triton.linears(x, weights, biases)
+        assert len(found) == len(outputs)
+        for weight, added, result in zip(weights, biases, found, strict=True):
+            check_linear(x, weight, added, result)
+            assert torch.equal(result, triton.linear(x, weight, added, None, False))
+
+    def test_linears_without_kernel(self) -> None:
+        """A transposed matrix is torch's."""
+        from specmemo_kernels.backends import triton
+
+        x, weight = random(3, 40, dtype=torch.float32), random(40, 9, dtype=torch.float32, seed=1).T
+        (found,) = triton.linears(x, [weight], [None])
+        assert torch.equal(found, torch.nn.functional.linear(x, weight))
+
+    @pytest.mark.parametrize(("heads", "others"), [(3, 1), (1, 40)])
+    def test_rotary_pair(self, heads: int, others: int) -> None:
+        """The bits of two calls."""
+        from specmemo_kernels.backends import triton
+
+        x, y = (random(5, count, 18, dtype=torch.float16, seed=count) for count in (heads, others))
+        cos, sin = (random(5, 18, dtype=torch.float16, seed=seed) for seed in (1, 2))
+        found = triton.rotary_pair(x, y.transpose(0, 1).contiguous().transpose(0, 1), cos, sin)
+        assert torch.equal(found[0], triton.rotary(x, cos, sin))
+        assert torch.equal(found[1], triton.rotary(y, cos, sin))
+
     def test_nothing_to_do(self) -> None:
         from specmemo_kernels.backends import triton
 
         assert triton.rms_norm(torch.empty(0, 5), torch.ones(5), 1e-6, 0.0, True).shape == (0, 5)
         codes, scales = weight_codes.pack(torch.ones(3, 5))
         assert triton.linear(torch.empty(0, 5), codes, None, scales, False).shape == (0, 3)
+        assert triton.linears(torch.empty(0, 5), [torch.ones(3, 5)], [None])[0].shape == (0, 3)
         assert triton.rotary(torch.empty(0, 2, 4), torch.empty(0, 4), torch.empty(0, 4)).shape == (0, 2, 4)
 
     def test_invariant_products_are_refused(self) -> None:
@@ -123,7 +168,7 @@ class TestInterpreter:
 
     @pytest.mark.slow
     def test_operators_of_a_layer(self, monkeypatch: pytest.MonkeyPatch, recorded: list[str]) -> None:
-        """Four projections of torch, two rotary embeddings, attention, two copies to scratch, gated MLP, two norms."""
+        """Two calls of projections, rotary embeddings, attention, two copies to scratch, gated MLP, two norms."""
         monkeypatch.setattr(host_capture, "dispatcher_active", lambda: False)
-        assert operators_per_layer("triton", monkeypatch, recorded) == 12
-        assert {"rotary", "add_rms_norm", "gated_mlp", "tree_attention"} <= set(recorded)
+        assert operators_per_layer("triton", monkeypatch, recorded) == 9
+        assert {"linears", "rotary_pair", "add_rms_norm", "gated_mlp", "tree_attention"} <= set(recorded)

@@ -43,6 +43,8 @@ class KernelConfig:
     instruction_rows: int = 0
 
 
+#: Rows of a linear layer up to which its own kernels are used.
+FEW_ROWS = 64
 # Kernels that only copy or compare have the same sizes on all targets.
 COPY_CONFIG = KernelConfig(block_m=1, block_n=0, split_size=0, num_warps=4, num_stages=1)
 MERGE_CONFIG = replace(COPY_CONFIG, num_warps=2)
@@ -174,7 +176,7 @@ def _tile(target: Target, dim: int, dtype: torch.dtype, kind: str) -> dict[str, 
             sizes = {"decode": (16, 64, 4, 4), "tree": (64, 64, 4, 4), "chunk": (128, 64, 8, 4)}[kind]
             return _sizes(*sizes, resident={"decode": 3, "tree": 3, "chunk": 1}[kind])
         if chunk:  # half the barriers and reductions per key of 64 keys
-            return _sizes(128, 128, 8, 2, nodes_n=32, direct_n=64)
+            return _sizes(128, 128, 8, 3, nodes_n=32, direct_n=64)
         return _sizes(16 if decode else 64, 64, 4, 3, resident=2)
     small = target.shared_bytes < 128 << 10
     if dim <= 64:
@@ -319,3 +321,19 @@ def lm_head_config(target: str, rows: int, dtype: torch.dtype) -> KernelConfig:
     if device.hip:
         block_k, stages = min(block_k, 64), min(stages, 1 if device.matrix == "wmma" else 2)
     return KernelConfig(block_m, block_v, 0, warps, stages, block_k=block_k)
+
+
+@functools.cache
+def linear_config(target: str, rows: int, dtype: torch.dtype, waves: int) -> KernelConfig | None:
+    """Block sizes of linear layers for ``rows`` rows in one block; ``None``: torch's product.
+
+    Only where they were measured to be faster: on an H200, in 16 bits (``bench_ops.py --op linear --device cuda``).
+
+    Args:
+        waves: programs of a multiprocessor. Several of them need the shared memory that one of them uses for stages.
+    """
+    if target == INTERPRETER:
+        return KernelConfig(block_dim(rows), 0, 0, 4, 1, block_k=64)
+    if target != "sm_90" or dtype == torch.float32 or not 0 < rows <= FEW_ROWS:
+        return None
+    return KernelConfig(block_dim(rows), 0, 0, 4, 6 if waves <= 1 else 4, block_k=128 if rows <= 32 else 64)

@@ -1,4 +1,5 @@
-"""Fused operators in a recorded step: rotary embedding in one call, addition and RMSNorm in one call; own copies.
+"""Fused operators in a recorded step: rotary embedding in one call, addition and RMSNorm in one call, linear layers of
+one input in one call; own copies.
 
 A model's own code computes them with several operators, each with a pass over its tensors. The fused operators round
 as the separate ones do, so every bit is the same.
@@ -6,7 +7,6 @@ as the separate ones do, so every bit is the same.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,13 +43,28 @@ class _Program:
 
     def __init__(self, calls: Sequence[Call]) -> None:
         self.calls: list[Call | None] = list(calls)
-        self._producers = {view.name: i for i, call in enumerate(calls) for view in call.results if view is not None}
-        self._uses = Counter(view.name for call in calls for view in call.views)
+        self._producers: dict[str, int] = {}
+        self._readers: dict[str, list[int]] = {}  # with a position for each use
+        for position, call in enumerate(calls):
+            self._add(position, call)
+
+    def _add(self, position: int, call: Call) -> None:
+        self._producers |= {view.name: position for view in call.results if view is not None}
+        for view in call.views:
+            self._readers.setdefault(view.name, []).append(position)
 
     def apply(self, replacement: _Replacement) -> None:
         for position in replacement.positions:
+            for view in self._call(position).views:
+                self._readers[view.name].remove(position)
             self.calls[position] = None
         self.calls[replacement.at] = replacement.call
+        self._add(replacement.at, replacement.call)
+
+    def _call(self, position: int) -> Call:
+        call = self.calls[position]
+        assert call is not None
+        return call
 
     def producer(self, value: Any, function: Any, arguments: int, only_use: bool = True) -> int | None:
         """The position of the call of ``function`` whose only result is ``value``.
@@ -60,14 +75,32 @@ class _Program:
         call = None if position is None else self.calls[position]
         if call is None or call.function is not function or call.results != (value,):
             return None
-        if len(call.args) != arguments or call.kwargs or (only_use and self._uses[value.name] > 1):
+        if len(call.args) != arguments or call.kwargs or (only_use and len(self._readers[value.name]) > 1):
             return None
         return position
 
     def arguments(self, position: int) -> tuple[Any, ...]:
+        return self._call(position).args
+
+    def results(self, position: int) -> tuple[View | None, ...]:
+        return self._call(position).results
+
+    def readers_behind(self, view: View, position: int) -> list[int]:
+        """The positions behind this one whose calls read a variable."""
+        return [i for i in self._readers[view.name] if i > position]
+
+    def linear(self, position: int, kernels: Any) -> Call | None:
+        """The call at this position if it is ``linear`` of a constant contiguous matrix without codes."""
         call = self.calls[position]
-        assert call is not None
-        return call.args
+        if call is None or call.function is not kernels.linear or len(call.args) != 5 or call.kwargs:
+            return None
+        x, weight, bias, scales, invariant = call.args
+        constant = isinstance(weight, torch.Tensor) and weight.is_contiguous() and not isinstance(bias, View)
+        return call if isinstance(x, View) and constant and scales is None and not invariant else None
+
+    def made_before(self, view: View, position: int) -> bool:
+        """Whether a variable is assigned by a call before this position."""
+        return self._producers[view.name] < position
 
     def unwritten(self, views: Sequence[Any], first: int, last: int) -> bool:
         """Whether no call between these positions writes to one of ``views``; constants may be written."""
@@ -133,6 +166,47 @@ def _copy_rows(program: _Program, position: int, kernels: Any) -> _Replacement |
     return _Replacement(position, replace(call, function=kernels.copy_rows), (position,))
 
 
+def _linears(program: _Program, position: int, kernels: Any) -> _Replacement | None:
+    """``linear`` of one input and several constant matrices, with biases or without."""
+    first = program.linear(position, kernels)
+    if first is None:
+        return None
+    found = [position]
+    for other in program.readers_behind(first.args[0], position):
+        call = program.linear(other, kernels)
+        if call is None or call.args[0] != first.args[0] or (call.args[2] is None) != (first.args[2] is None):
+            continue
+        if not program.unwritten([first.args[0]], position, other):
+            break
+        found.append(other)
+    if len(found) == 1:
+        return None
+    weights, biases = zip(*(program.arguments(i)[1:3] for i in found), strict=True)
+    results = tuple(result for i in found for result in program.results(i))
+    call = Call(kernels.linears, (first.args[0], list(weights), list(biases)), results=results, single=False)
+    return _Replacement(position, call, tuple(found))
+
+
+def _rotary_pair(program: _Program, position: int, kernels: Any) -> _Replacement | None:
+    """``rotary`` of two tensors with the same angles, as of queries and keys."""
+    first = program.calls[position]
+    if first is None or first.function is not kernels.rotary:
+        return None
+    x, *angles = first.args
+    for other in program.readers_behind(angles[0], position):
+        call = program.calls[other]
+        if call is None or call.function is not kernels.rotary or list(call.args[1:]) != angles:
+            continue
+        y = call.args[0]
+        same = (y.size[0], y.size[2], y.dtype) == (x.size[0], x.size[2], x.dtype)
+        if not same or not program.made_before(y, position) or not program.unwritten([y, *angles], position, other):
+            return None
+        results = (*first.results, *call.results)
+        pair = Call(kernels.rotary_pair, (x, y, *angles), results=results, single=False)
+        return _Replacement(position, pair, (position, other))
+    return None
+
+
 def _are_halves(x: View, first: Any, second: Any) -> bool:
     """Whether two arguments are the halves of ``x`` along its last dimension."""
     low = replace(x, size=(*x.size[:-1], x.size[-1] // 2))
@@ -171,4 +245,7 @@ def _rows(x: View, cos: View, sin: View, result: View | None) -> tuple[View, Vie
 
 _Rule = Callable[[_Program, int, Any], _Replacement | None]
 #: Operators of backends that replace several calls, and the rule that finds these calls.
-FUSED_OPERATORS: dict[str, _Rule] = {"rotary": _rotary, "add_rms_norm": _add_rms_norm, "copy_rows": _copy_rows}
+FUSED_OPERATORS: dict[str, _Rule] = {
+    "rotary": _rotary, "add_rms_norm": _add_rms_norm, "copy_rows": _copy_rows, "linears": _linears,
+    "rotary_pair": _rotary_pair,
+}  # fmt: skip

@@ -23,11 +23,13 @@ from specmemo_kernels.planning.known_devices import KNOWN_DEVICES, same_name
 Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-_SIDE = 1536
 _FEW_ROWS = (1, 4, 16, 64)
 _SMALL_SIDE = 384
-#: Total bytes of the matrices, more than caches hold, and the number of groups that are multiplied in turn.
-_BYTES, _TURNS = 112 << 20, 12
+#: By type of device the side of large matrices, the total bytes of the matrices, more than caches hold, and the number
+#: of groups that are multiplied in turn. On a GPU all of them are multiplied in one graph, because launches and
+#: synchronisation take longer than a matrix; and with more rows, because 128 don't reach the rate of large products.
+_SIDE, _BYTES, _TURNS = {"cpu": 1536, "cuda": 4096}, {"cpu": 112 << 20, "cuda": 1 << 30}, {"cpu": 12, "cuda": 1}
+_MORE_ROWS = {"cpu": (), "cuda": (512, 2048)}
 #: Operators per layer of transformers' Llama in a step with a cache, counted by a dispatch mode.
 _LAYER_OPERATORS = 55
 
@@ -88,9 +90,10 @@ def _curves(
     linear: Linear, torch_device: torch.device, names: list[str], share: float, sync: Callable[[], None]
 ) -> tuple[dict[str, Curve], dict[str, Curve]]:
     """Seconds per weight, and the extra seconds per small matrix, by dtype."""
+    kind = torch_device.type
     large, small = (
         {name: _linear_curve(linear, torch_device, name, side, counts, share, sync) for name in names}
-        for side, counts in ((_SIDE, _ROWS), (_SMALL_SIDE, _FEW_ROWS))
+        for side, counts in ((_SIDE[kind], (*_ROWS, *_MORE_ROWS[kind])), (_SMALL_SIDE, _FEW_ROWS))
     )
     return large, {name: _extra_seconds(small[name], large[name]) for name in names}
 
@@ -105,9 +108,9 @@ def _linear_curve(
     sync: Callable[[], None],
 ) -> Curve:
     """Seconds per weight of square matrices at some row counts."""
-    dtype = getattr(torch, name)
-    count = max(1, _BYTES // (_TURNS * side**2 * dtype.itemsize))
-    weights = [[torch.ones(side, side, dtype=dtype, device=torch_device) for _ in range(count)] for _ in range(_TURNS)]
+    dtype, number = getattr(torch, name), _TURNS[torch_device.type]
+    count = max(1, _BYTES[torch_device.type] // (number * side**2 * dtype.itemsize))
+    weights = [[torch.ones(side, side, dtype=dtype, device=torch_device) for _ in range(count)] for _ in range(number)]
     points, turns = [], itertools.cycle(weights)  # every call takes the next group, which no cache holds
     for rows in counts:
         x = torch.ones(rows, side, dtype=dtype, device=torch_device)
@@ -116,8 +119,20 @@ def _linear_curve(
             for weight in next(turns):
                 linear(x, weight)
 
-        points.append((rows, _best(products, share, sync) / (count * side**2)))
+        call = products if torch_device.type == "cpu" else _captured(products, torch_device)
+        points.append((rows, _best(call, share, sync) / (count * side**2)))
     return tuple(points)
+
+
+def _captured(call: Callable[[], None], torch_device: torch.device) -> Callable[[], None]:
+    """``call`` as a CUDA graph."""
+    with torch.cuda.device(torch_device):
+        call()  # initialises libraries, which a capture can't
+        torch.cuda.synchronize(torch_device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            call()
+    return graph.replay
 
 
 def _extra_seconds(small: Curve, large: Curve) -> Curve:

@@ -14,8 +14,16 @@ from torch.nn import functional
 
 from specmemo_kernels.backends.kernel_config import ELEMENTWISE_CONFIG, row_config
 from specmemo_kernels.backends.layers import refuse_invariant
-from specmemo_kernels.backends.triton.primitives import LOG2_E, tanh
-from specmemo_kernels.backends.triton.runtime import entry_point, launch_options
+from specmemo_kernels.backends.triton.primitives import LOG2_E, matmul, tanh
+from specmemo_kernels.backends.triton.products import (
+    OUTPUT_BLOCK,
+    add_bias,
+    linears,
+    load_inputs,
+    products_config,
+    rows_of,
+)
+from specmemo_kernels.backends.triton.runtime import INTERPRETED, entry_point, launch_options
 
 Tensor = torch.Tensor
 
@@ -47,11 +55,15 @@ def rms_norm_kernel(
 
 @triton.jit
 def rotary_kernel(
-    out_ptr, x_ptr, cos_ptr, sin_ptr, stride_x, stride_head, stride_angle, heads,
-    HALF: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
+    out_ptr, x_ptr, stride_x, stride_head, heads, more_out_ptr, more_x_ptr, more_stride_x, more_stride_head, more_heads,
+    cos_ptr, sin_ptr, stride_angle, HALF: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tokens). Rotates all heads of one token."""
+    """Grid: (tokens, tensors). Rotates all heads of one token in one of at most two tensors."""
     token = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 1:
+        out_ptr, x_ptr, stride_x, stride_head, heads = (
+            more_out_ptr, more_x_ptr, more_stride_x, more_stride_head, more_heads
+        )  # fmt: skip
     column = tl.arange(0, BLOCK)
     angle = token * stride_angle + column
     inside = column < HALF
@@ -73,12 +85,9 @@ def rotary_kernel(
         tl.store(target + HALF, new_high, mask=valid)
 
 
-@triton.jit(do_not_specialize=["count"])
-def gate_kernel(gate_ptr, up_ptr, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid: (blocks of elements). ``gate = activation(gate) * up``, in place."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < count
-    gate = tl.load(gate_ptr + index, mask=inside, other=0.0)
+@triton.jit
+def gated(gate, up, ACTIVATION: tl.constexpr):
+    """``activation(gate) * up`` in float32, the activation rounded to the inputs' dtype."""
     x = gate.to(tl.float32)
     if ACTIVATION == 0:
         x = x / (1.0 + tl.exp2(-x * LOG2_E))
@@ -86,8 +95,45 @@ def gate_kernel(gate_ptr, up_ptr, count, ACTIVATION: tl.constexpr, BLOCK: tl.con
         x = 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
     else:
         x = tl.maximum(x, 0.0)
-    up = tl.load(up_ptr + index, mask=inside, other=0.0).to(tl.float32)
-    tl.store(gate_ptr + index, x.to(gate.dtype).to(tl.float32) * up, mask=inside)
+    return x.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["count"])
+def gate_kernel(gate_ptr, up_ptr, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid: (blocks of elements). ``gate = activation(gate) * up``, in place."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    gate = tl.load(gate_ptr + index, mask=inside, other=0.0)
+    up = tl.load(up_ptr + index, mask=inside, other=0.0)
+    tl.store(gate_ptr + index, gated(gate, up, ACTIVATION), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "outputs"])
+def gated_linear_kernel(
+    out_ptr, x_ptr, gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, stride_x, rows, outputs,
+    INPUTS: tl.constexpr, HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Grid: (output blocks). ``activation(gate(x)) * up(x)`` of at most ``BLOCK_M`` rows, as ``linear_kernel``."""
+    m = tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    valid, inside = m < rows, n < outputs
+    x_row_ptr = x_ptr + m.to(tl.int64) * stride_x
+    gate_row_ptr = gate_ptr + n.to(tl.int64) * INPUTS
+    up_row_ptr = up_ptr + n.to(tl.int64) * INPUTS
+    gates = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    ups = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for start in range(0, INPUTS, BLOCK_K):
+        gate_weights = load_inputs(gate_row_ptr, inside, start, INPUTS, BLOCK_K)
+        up_weights = load_inputs(up_row_ptr, inside, start, INPUTS, BLOCK_K)
+        inputs = tl.trans(load_inputs(x_row_ptr, valid, start, INPUTS, BLOCK_K))
+        gates = matmul(gate_weights, inputs, gates, UPCAST)
+        ups = matmul(up_weights, inputs, ups, UPCAST)
+    kind = out_ptr.dtype.element_ty
+    gates = add_bias(gates, gate_bias_ptr, n, inside, HAS_GATE_BIAS).to(kind)
+    ups = add_bias(ups, up_bias_ptr, n, inside, HAS_UP_BIAS).to(kind)
+    place = m.to(tl.int64)[None, :] * outputs + n[:, None]
+    tl.store(out_ptr + place, gated(gates, ups, ACTIVATION).to(kind), mask=inside[:, None] & valid[None, :])
 
 
 @entry_point
@@ -134,15 +180,27 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x: ``[tokens, heads, size]`` with contiguous heads.
         cos, sin: ``[tokens, size]`` with contiguous rows and equal strides.
     """
-    tokens, heads, size = x.shape
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return _rotated([x], cos, sin)[0]
+
+
+@entry_point
+def rotary_pair(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
+    """:func:`rotary` of two tensors of the same tokens and size in one kernel."""
+    return _rotated([x, y], cos, sin)
+
+
+def _rotated(tensors: list[Tensor], cos: Tensor, sin: Tensor) -> list[Tensor]:
+    tokens, _, size = tensors[0].shape
+    heads = max(x.shape[1] for x in tensors)
+    out = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
     config = row_config(size // 2 * min(heads, 16))
     half = row_config(size // 2).block_n
     if tokens and heads:
-        rotary_kernel[(tokens,)](
-            out, x, cos, sin, x.stride(0), x.stride(1), cos.stride(0), heads,
+        parts = [(to, x, x.stride(0), x.stride(1), x.shape[1]) for to, x in zip(out, tensors, strict=True)]
+        rotary_kernel[tokens, len(tensors)](
+            *parts[0], *parts[-1], cos, sin, cos.stride(0),
             HALF=size // 2, BLOCK=half, BLOCK_H=max(1, config.block_n // half),
-            **launch_options(x.device, config, fusion=False),  # a fused multiply-add would round once less
+            **launch_options(cos.device, config, fusion=False),  # a fused multiply-add would round once less
         )  # fmt: skip
     return out
 
@@ -159,22 +217,41 @@ def gated_mlp(
     activation: str,
     invariant: bool,
 ) -> Tensor:
-    """``down(activation(gate(x)) * up(x))``: torch's products, and one kernel between them.
+    """``down(activation(gate(x)) * up(x))``, with one kernel before ``down`` for few rows on some targets.
 
     Raises:
         ValueError: ``invariant`` is true.
     """
     refuse_invariant(invariant)
-    gates = functional.linear(x, gate, gate_bias).contiguous()
-    ups = functional.linear(x, up, up_bias).contiguous()
+    gates = _gated_rows(x, gate, up, gate_bias, up_bias, ACTIVATIONS[activation])
+    return linears(gates, [down], [down_bias])[0]
+
+
+def _gated_rows(
+    x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, activation: int
+) -> Tensor:
+    """``activation(gate(x)) * up(x)``; without a kernel for the products, torch's and one kernel behind them."""
+    blocks = triton.cdiv(gate.shape[0], OUTPUT_BLOCK)
+    config = products_config(x, 2 * blocks)
+    if config is not None and gate.is_contiguous() and up.is_contiguous():
+        inputs, out = rows_of(x), x.new_empty(*x.shape[:-1], gate.shape[0])
+        if out.numel():
+            gated_linear_kernel[(blocks,)](
+                out, inputs, gate, up, gate_bias, up_bias, inputs.stride(0), len(inputs), gate.shape[0],
+                INPUTS=inputs.shape[1], HAS_GATE_BIAS=gate_bias is not None, HAS_UP_BIAS=up_bias is not None,
+                ACTIVATION=activation, BLOCK_M=config.block_m, BLOCK_N=OUTPUT_BLOCK, BLOCK_K=min(64, config.block_k),
+                UPCAST=INTERPRETED, **launch_options(x.device, config),
+            )  # fmt: skip
+        return out
+    gates, ups = functional.linear(x, gate, gate_bias).contiguous(), functional.linear(x, up, up_bias).contiguous()
     if count := gates.numel():
         gate_kernel[(triton.cdiv(count, ELEMENTWISE_CONFIG.block_n),)](
-            gates, ups, count, ACTIVATION=ACTIVATIONS[activation], BLOCK=ELEMENTWISE_CONFIG.block_n,
+            gates, ups, count, ACTIVATION=activation, BLOCK=ELEMENTWISE_CONFIG.block_n,
             **launch_options(x.device, ELEMENTWISE_CONFIG),
         )  # fmt: skip
-    return functional.linear(gates, down, down_bias)
+    return gates
 
 
 def few_rows(_: torch.dtype, transposed: bool = False) -> None:
-    """No limit: the products are torch's own."""
+    """No limit: products of many rows are torch's own."""
     return

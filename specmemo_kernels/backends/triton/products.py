@@ -1,23 +1,40 @@
-"""Products of few rows with a matrix, in the inputs' dtype or in 4-bit codes; linear layers of codes."""
+"""Products of few rows with matrices, in the inputs' dtype or in 4-bit codes; linear layers.
+
+Linear layers of one input are one kernel, so that its start and end are paid for once, and their results have the bits
+of separate calls.
+"""
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped"
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch.nn import functional
 
-from specmemo_kernels.backends.kernel_config import lm_head_config
+from specmemo_kernels.backends.kernel_config import KernelConfig, linear_config, lm_head_config
 from specmemo_kernels.backends.layers import refuse_invariant
 from specmemo_kernels.backends.triton.primitives import matmul
-from specmemo_kernels.backends.triton.runtime import INTERPRETED, entry_point, launch_options, target_of
+from specmemo_kernels.backends.triton.runtime import (
+    INTERPRETED,
+    entry_point,
+    launch_options,
+    multiprocessors,
+    target_of,
+)
 
 Tensor = torch.Tensor
 
 #: Most outputs of a program: a matrix of 4096 rows has 128 programs, as many as large GPUs have multiprocessors.
 OUTPUTS = 32
+
+
+#: Most linear layers of one kernel (query, key and value), and the outputs of its programs.
+MATRICES, OUTPUT_BLOCK = 3, 64
 
 
 @triton.jit
@@ -108,16 +125,107 @@ def coded_linear_kernel(
     tl.store(out_row_ptr[:, None] + n[None, :], acc.to(out_ptr.dtype.element_ty), mask=valid[:, None] & inside[None, :])
 
 
+@triton.jit
+def load_inputs(row_ptr, valid, start, INPUTS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """``[rows, BLOCK_K]`` of rows with ``INPUTS`` elements, from element ``start`` on."""
+    column = start + tl.arange(0, BLOCK_K)
+    mask = valid[:, None] if INPUTS % BLOCK_K == 0 else valid[:, None] & (column < INPUTS)[None, :]
+    return tl.load(row_ptr[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def add_bias(acc, bias_ptr, n, inside, HAS_BIAS: tl.constexpr):
+    """``acc`` ``[BLOCK_N, BLOCK_M]`` with each output's bias, rounded to the bias's dtype."""
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[:, None]
+    return acc
+
+
+@triton.jit(do_not_specialize=["rows", "blocks", "more_blocks"])
+def linear_kernel(
+    out_ptr, out_1_ptr, out_2_ptr, x_ptr, weight_ptr, weight_1_ptr, weight_2_ptr, bias_ptr, bias_1_ptr, bias_2_ptr,
+    stride_x, rows, outputs, outputs_1, outputs_2, blocks, more_blocks,
+    INPUTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Grid: (output blocks of all matrices). Each matrix's ``x @ weight.T + bias`` of at most ``BLOCK_M`` rows.
+
+    The first ``blocks`` programs are the first matrix's, the next ``more_blocks`` the second's. Weights are the first
+    operand, because Hopper's instructions have at least 64 rows, and the second one as few as 8 columns.
+    """
+    block = tl.program_id(0)
+    if block >= blocks + more_blocks:
+        out_ptr, weight_ptr, bias_ptr, outputs = out_2_ptr, weight_2_ptr, bias_2_ptr, outputs_2
+        block -= blocks + more_blocks
+    elif block >= blocks:
+        out_ptr, weight_ptr, bias_ptr, outputs = out_1_ptr, weight_1_ptr, bias_1_ptr, outputs_1
+        block -= blocks
+    m = tl.arange(0, BLOCK_M)
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    valid, inside = m < rows, n < outputs
+    x_row_ptr = x_ptr + m.to(tl.int64) * stride_x
+    weight_row_ptr = weight_ptr + n.to(tl.int64) * INPUTS
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for start in range(0, INPUTS, BLOCK_K):
+        weights = load_inputs(weight_row_ptr, inside, start, INPUTS, BLOCK_K)
+        inputs = load_inputs(x_row_ptr, valid, start, INPUTS, BLOCK_K)
+        acc = matmul(weights, tl.trans(inputs), acc, UPCAST)
+    acc = add_bias(acc, bias_ptr, n, inside, HAS_BIAS)
+    place = m.to(tl.int64)[None, :] * outputs + n[:, None]
+    tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None] & valid[None, :])
+
+
+def products_config(x: Tensor, programs: int) -> KernelConfig | None:
+    """:func:`linear_config` of rows ``x`` on their device; ``None``: torch's product is as fast."""
+    rows = x.numel() // max(1, x.shape[-1])
+    return linear_config(target_of(x.device), rows, x.dtype, -(-programs // multiprocessors(x.device)))
+
+
+@entry_point
+def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """``x @ weight.T + bias`` of each matrix, ``[..., outputs]``; few kernels for few rows on some targets.
+
+    Args:
+        weights: ``[outputs, inputs]``. biases: one for each matrix, or only ``None``.
+    """
+    blocks = [triton.cdiv(weight.shape[0], OUTPUT_BLOCK) for weight in weights]
+    config = products_config(x, sum(blocks))
+    if config is None or not all(weight.is_contiguous() for weight in weights):
+        return [functional.linear(x, *parameters) for parameters in zip(weights, biases, strict=True)]
+    inputs, out = rows_of(x), [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
+    for first in range(0, len(weights) if len(inputs) else 0, MATRICES):
+        part = slice(first, first + MATRICES)
+        sizes = [weight.shape[0] for weight in weights[part]]
+        linear_kernel[(sum(blocks[part]),)](
+            *_filled(out[part]), inputs, *_filled(weights[part]), *_filled(biases[part]), inputs.stride(0), len(inputs),
+            *_filled(sizes), blocks[first], sum(blocks[first + 1 : first + 2]),
+            INPUTS=inputs.shape[1], HAS_BIAS=biases[0] is not None, BLOCK_M=config.block_m, BLOCK_N=OUTPUT_BLOCK,
+            BLOCK_K=config.block_k, UPCAST=INTERPRETED, **launch_options(x.device, config),
+        )  # fmt: skip
+    return out
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """``x`` as ``[rows, inputs]`` with contiguous rows."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _filled(values: Sequence[Any]) -> list[Any]:
+    """One value for each of the kernel's matrices; those of absent ones aren't read."""
+    return [*values, *[values[0]] * (MATRICES - len(values))]
+
+
 @entry_point
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, invariant: bool) -> Tensor:
-    """``x @ weight.T + bias``: torch's product, or one kernel for a matrix in 4-bit codes.
+    """``x @ weight.T + bias``: :func:`linears` of one matrix, or one kernel for a matrix in 4-bit codes.
 
     Raises:
         ValueError: ``invariant`` is true, or an unsupported device or dtype.
     """
     refuse_invariant(invariant)
     if scales is None:
-        return functional.linear(x, weight, bias)
+        return linears(x, [weight], [bias])[0]
     inputs, outputs = x.reshape(-1, x.shape[-1]).contiguous(), weight.shape[0]
     rows = len(inputs)
     out = x.new_empty(*x.shape[:-1], outputs)

@@ -32,7 +32,7 @@ Tensor = torch.Tensor
 Attached = tuple[dict[str, Any], str, Callable[[], Any]]
 
 #: Operators that are faster than the modules, by backend.
-_FASTER = {"cpu": ("linear", "gated_mlp", "grouped_linear", "rms_norm"), "triton": ("gated_mlp", "rms_norm")}
+_FASTER = {"cpu": ("linear", "gated_mlp", "grouped_linear", "rms_norm"), "triton": ("linear", "gated_mlp", "rms_norm")}
 FUSED_BACKENDS = tuple(_FASTER)
 #: Those that are faster for any number of rows: an expert's rows are a part of a pass's.
 _ALWAYS_FASTER = frozenset(("grouped_linear", "rms_norm"))
