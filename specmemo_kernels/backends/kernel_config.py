@@ -43,8 +43,8 @@ class KernelConfig:
     instruction_rows: int = 0
 
 
-#: Rows of a linear layer up to which its own kernels are used.
-FEW_ROWS = 64
+#: Rows up to which linear layers, and gate and up of an MLP, have kernels of their own.
+LINEAR_ROWS, GATED_ROWS = 32, 64
 # Kernels that only copy or compare have the same sizes on all targets.
 COPY_CONFIG = KernelConfig(block_m=1, block_n=0, split_size=0, num_warps=4, num_stages=1)
 MERGE_CONFIG = replace(COPY_CONFIG, num_warps=2)
@@ -324,16 +324,17 @@ def lm_head_config(target: str, rows: int, dtype: torch.dtype) -> KernelConfig:
 
 
 @functools.cache
-def linear_config(target: str, rows: int, dtype: torch.dtype, waves: int) -> KernelConfig | None:
+def linear_config(target: str, rows: int, dtype: torch.dtype, alone: bool, gated: bool = False) -> KernelConfig | None:
     """Block sizes of linear layers for ``rows`` rows in one block; ``None``: torch's product.
 
     Only where they were measured to be faster: on an H200, in 16 bits (``bench_ops.py --op linear --device cuda``).
 
     Args:
-        waves: programs of a multiprocessor. Several of them need the shared memory that one of them uses for stages.
+        alone: a multiprocessor has one program, which may use all of its shared memory.
+        gated: two matrices in one program.
     """
     if target == INTERPRETER:
         return KernelConfig(block_dim(rows), 0, 0, 4, 1, block_k=64)
-    if target != "sm_90" or dtype == torch.float32 or not 0 < rows <= FEW_ROWS:
+    if target != "sm_90" or dtype == torch.float32 or not 0 < rows <= (GATED_ROWS if gated else LINEAR_ROWS):
         return None
-    return KernelConfig(block_dim(rows), 0, 0, 4, 6 if waves <= 1 else 4, block_k=128 if rows <= 32 else 64)
+    return KernelConfig(block_dim(rows), 0, 0, 4, 4 if gated else 6, block_k=128 if alone and not gated else 64)

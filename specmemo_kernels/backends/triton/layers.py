@@ -112,6 +112,7 @@ def gate_kernel(gate_ptr, up_ptr, count, ACTIVATION: tl.constexpr, BLOCK: tl.con
 def gated_linear_kernel(
     out_ptr, x_ptr, gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, stride_x, rows, outputs,
     INPUTS: tl.constexpr, HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid: (output blocks). ``activation(gate(x)) * up(x)`` of at most ``BLOCK_M`` rows, as ``linear_kernel``."""
@@ -124,9 +125,9 @@ def gated_linear_kernel(
     gates = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     ups = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for start in range(0, INPUTS, BLOCK_K):
-        gate_weights = load_inputs(gate_row_ptr, inside, start, INPUTS, BLOCK_K)
-        up_weights = load_inputs(up_row_ptr, inside, start, INPUTS, BLOCK_K)
-        inputs = tl.trans(load_inputs(x_row_ptr, valid, start, INPUTS, BLOCK_K))
+        gate_weights = load_inputs(gate_row_ptr, inside, start, INPUTS, BLOCK_K, WHOLE)
+        up_weights = load_inputs(up_row_ptr, inside, start, INPUTS, BLOCK_K, WHOLE)
+        inputs = tl.trans(load_inputs(x_row_ptr, valid, start, INPUTS, BLOCK_K, False))
         gates = matmul(gate_weights, inputs, gates, UPCAST)
         ups = matmul(up_weights, inputs, ups, UPCAST)
     kind = out_ptr.dtype.element_ty
@@ -232,15 +233,15 @@ def _gated_rows(
 ) -> Tensor:
     """``activation(gate(x)) * up(x)``; without a kernel for the products, torch's and one kernel behind them."""
     blocks = triton.cdiv(gate.shape[0], OUTPUT_BLOCK)
-    config = products_config(x, 2 * blocks)
+    config = products_config(x, 2 * blocks, gated=True)
     if config is not None and gate.is_contiguous() and up.is_contiguous():
         inputs, out = rows_of(x), x.new_empty(*x.shape[:-1], gate.shape[0])
         if out.numel():
             gated_linear_kernel[(blocks,)](
                 out, inputs, gate, up, gate_bias, up_bias, inputs.stride(0), len(inputs), gate.shape[0],
                 INPUTS=inputs.shape[1], HAS_GATE_BIAS=gate_bias is not None, HAS_UP_BIAS=up_bias is not None,
-                ACTIVATION=activation, BLOCK_M=config.block_m, BLOCK_N=OUTPUT_BLOCK, BLOCK_K=min(64, config.block_k),
-                UPCAST=INTERPRETED, **launch_options(x.device, config),
+                ACTIVATION=activation, WHOLE=gate.shape[0] % OUTPUT_BLOCK == 0, BLOCK_M=config.block_m,
+                BLOCK_N=OUTPUT_BLOCK, BLOCK_K=config.block_k, UPCAST=INTERPRETED, **launch_options(x.device, config),
             )  # fmt: skip
         return out
     gates, ups = functional.linear(x, gate, gate_bias).contiguous(), functional.linear(x, up, up_bias).contiguous()

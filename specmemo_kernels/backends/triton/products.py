@@ -126,11 +126,17 @@ def coded_linear_kernel(
 
 
 @triton.jit
-def load_inputs(row_ptr, valid, start, INPUTS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """``[rows, BLOCK_K]`` of rows with ``INPUTS`` elements, from element ``start`` on."""
+def load_inputs(row_ptr, valid, start, INPUTS: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
+    """``[rows, BLOCK_K]`` of rows with ``INPUTS`` elements, from element ``start`` on; ``WHOLE``: all rows are valid."""
     column = start + tl.arange(0, BLOCK_K)
-    mask = valid[:, None] if INPUTS % BLOCK_K == 0 else valid[:, None] & (column < INPUTS)[None, :]
-    return tl.load(row_ptr[:, None] + column[None, :], mask=mask, other=0.0)
+    pointer = row_ptr[:, None] + column[None, :]
+    if INPUTS % BLOCK_K:
+        rows = tl.load(pointer, mask=valid[:, None] & (column < INPUTS)[None, :], other=0.0)
+    elif WHOLE:
+        rows = tl.load(pointer)
+    else:
+        rows = tl.load(pointer, mask=valid[:, None], other=0.0)
+    return rows
 
 
 @triton.jit
@@ -145,7 +151,7 @@ def add_bias(acc, bias_ptr, n, inside, HAS_BIAS: tl.constexpr):
 def linear_kernel(
     out_ptr, out_1_ptr, out_2_ptr, x_ptr, weight_ptr, weight_1_ptr, weight_2_ptr, bias_ptr, bias_1_ptr, bias_2_ptr,
     stride_x, rows, outputs, outputs_1, outputs_2, blocks, more_blocks,
-    INPUTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    INPUTS: tl.constexpr, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid: (output blocks of all matrices). Each matrix's ``x @ weight.T + bias`` of at most ``BLOCK_M`` rows.
@@ -167,18 +173,18 @@ def linear_kernel(
     weight_row_ptr = weight_ptr + n.to(tl.int64) * INPUTS
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for start in range(0, INPUTS, BLOCK_K):
-        weights = load_inputs(weight_row_ptr, inside, start, INPUTS, BLOCK_K)
-        inputs = load_inputs(x_row_ptr, valid, start, INPUTS, BLOCK_K)
+        weights = load_inputs(weight_row_ptr, inside, start, INPUTS, BLOCK_K, WHOLE)
+        inputs = load_inputs(x_row_ptr, valid, start, INPUTS, BLOCK_K, False)
         acc = matmul(weights, tl.trans(inputs), acc, UPCAST)
     acc = add_bias(acc, bias_ptr, n, inside, HAS_BIAS)
     place = m.to(tl.int64)[None, :] * outputs + n[:, None]
     tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None] & valid[None, :])
 
 
-def products_config(x: Tensor, programs: int) -> KernelConfig | None:
+def products_config(x: Tensor, programs: int, gated: bool = False) -> KernelConfig | None:
     """:func:`linear_config` of rows ``x`` on their device; ``None``: torch's product is as fast."""
     rows = x.numel() // max(1, x.shape[-1])
-    return linear_config(target_of(x.device), rows, x.dtype, -(-programs // multiprocessors(x.device)))
+    return linear_config(target_of(x.device), rows, x.dtype, programs <= multiprocessors(x.device), gated)
 
 
 @entry_point
@@ -199,8 +205,9 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
         linear_kernel[(sum(blocks[part]),)](
             *_filled(out[part]), inputs, *_filled(weights[part]), *_filled(biases[part]), inputs.stride(0), len(inputs),
             *_filled(sizes), blocks[first], sum(blocks[first + 1 : first + 2]),
-            INPUTS=inputs.shape[1], HAS_BIAS=biases[0] is not None, BLOCK_M=config.block_m, BLOCK_N=OUTPUT_BLOCK,
-            BLOCK_K=config.block_k, UPCAST=INTERPRETED, **launch_options(x.device, config),
+            INPUTS=inputs.shape[1], HAS_BIAS=biases[0] is not None, WHOLE=not any(size % OUTPUT_BLOCK for size in sizes),
+            BLOCK_M=config.block_m, BLOCK_N=OUTPUT_BLOCK, BLOCK_K=config.block_k, UPCAST=INTERPRETED,
+            **launch_options(x.device, config),
         )  # fmt: skip
     return out
 
