@@ -245,6 +245,23 @@ def coded_linear_job(target: str, shape: Shape) -> Job:
     return _simple("linear_of_codes", kernel, shape, chosen, types, constants, frozenset(["stride_x"]))
 
 
+def linear_jobs(target: str, shape: Shape) -> Iterator[Job]:
+    """Linear layers of one input, and gate and up of an MLP, for ``nodes`` rows where they have kernels."""
+    element, strides = f"*{TYPES[shape.dtype]}", frozenset(["stride_x"])
+    constants: dict[str, Any] = {"INPUTS": shape.hidden_size, "WHOLE": True, "UPCAST": False}
+    constants |= {"BLOCK_N": products.OUTPUT_BLOCK}
+    for gated in (False, True):
+        kernel = layers.gated_linear_kernel if gated else products.linear_kernel
+        biases = {"HAS_GATE_BIAS": False, "HAS_UP_BIAS": False, "ACTIVATION": 0} if gated else {"HAS_BIAS": False}
+        types = {name: element if name.endswith("_ptr") else "i32" for name in kernel.arg_names if name.islower()}
+        for alone in (False, True):
+            chosen = config.linear_config(target, shape.nodes, shape.dtype, alone, gated)
+            if chosen is not None and not (gated and alone):  # its blocks are the same
+                blocks = {"BLOCK_M": chosen.block_m, "BLOCK_K": chosen.block_k}
+                name = "linear_gated" if gated else "linear_alone" if alone else "linear"
+                yield _simple(name, kernel, shape, chosen, types, constants | biases | blocks, strides)
+
+
 def reduce_job(shape: Shape, k: int) -> Job:
     """The kernel that merges the K best tokens of several blocks."""
     element = f"*{TYPES[shape.dtype]}"
@@ -273,9 +290,9 @@ def layer_jobs(shape: Shape) -> Iterator[Job]:
     types |= {"stride_x": "i32", "eps": "fp32", "offset": "fp32"}
     constants: dict[str, Any] = {"SIZE": size, "BLOCK": rows.block_n, "ROUND_FIRST": True, "HAS_RESIDUAL": True}
     yield _simple("add_rms_norm", layers.rms_norm_kernel, shape, rows, types, constants, frozenset(["stride_x"]))
-    types = dict.fromkeys(("out_ptr", "x_ptr", "cos_ptr", "sin_ptr"), element)
-    strides = frozenset(["stride_x", "stride_head", "stride_angle"])
-    types |= dict.fromkeys((*strides, "heads"), "i32")
+    pointers = ("out_ptr", "x_ptr", "more_out_ptr", "more_x_ptr", "cos_ptr", "sin_ptr")
+    strides = frozenset(["stride_x", "stride_head", "more_stride_x", "more_stride_head", "stride_angle"])
+    types = dict.fromkeys(pointers, element) | dict.fromkeys((*strides, "heads", "more_heads"), "i32")
     heads = config.row_config(half * 16)
     constants = {"HALF": half, "BLOCK": config.row_config(half).block_n, "BLOCK_H": 16}
     yield _simple("rotary", layers.rotary_kernel, shape, heads, types, constants, strides)
@@ -317,3 +334,4 @@ def all_jobs(
             shape = Shape(nodes=rows, dtype=dtype)
             yield from (lm_head_job(target, shape, k), lm_head_job(target, shape, k, GROUP), reduce_job(shape, k))
         yield from (lm_head_job(target, shape, 10, log_probs=True), coded_linear_job(target, shape))
+        yield from linear_jobs(target, shape)

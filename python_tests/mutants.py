@@ -119,7 +119,7 @@ MUTANTS = (
     Mutant(f"{PACKAGE}/engine/program.py", "if view == self._whole[view.name]:", "if True:",
            "host_capture random_functions"),
     Mutant(f"{PACKAGE}/engine/fusion.py", "call.written & names", "False", "fusion not_fused"),
-    Mutant(f"{PACKAGE}/engine/fusion.py", "self._uses[value.name] > 1", "False", "fusion not_fused"),
+    Mutant(f"{PACKAGE}/engine/fusion.py", "len(self._readers[value.name]) > 1", "False", "fusion not_fused"),
     Mutant(f"{PACKAGE}/engine/direct_calls.py", "if _key(seen.args) == _key((call.function, args, kwargs)):",
            "if seen.args[0] is call.function:", "direct_calls others_stay"),
     Mutant(f"{PACKAGE}/training/distillation.py", "log_p.exp() - target", "target - log_p.exp()",

@@ -126,19 +126,30 @@ def test_lm_head(case: LmHeadCase) -> None:
         assert torch.equal(a.cpu(), b)
 
 
-@pytest.mark.parametrize("rows", [1, 25, 40, 64, 65])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_linear_layers(dtype: torch.dtype, rows: int) -> None:
-    """Near float64, in one kernel with the bits of separate calls; partial blocks of inputs and outputs."""
+@pytest.mark.parametrize("rows", [1, 25, 32])
+@pytest.mark.parametrize("inputs", [1000, 1024])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_linear_layers(dtype: torch.dtype, inputs: int, rows: int) -> None:
+    """Near float64, in one kernel with the bits of separate calls, which may have other blocks."""
     from specmemo_kernels.backends import triton
 
     torch.manual_seed(0)
-    x = torch.randn(rows, 1000, dtype=dtype, device="cuda")
-    weights = [torch.randn(size, 1000, dtype=dtype, device="cuda") for size in (700, 128, 64)]
-    for biases in ([None] * 3, [torch.randn(len(weight), dtype=dtype, device="cuda") for weight in weights]):
-        for weight, bias, found in zip(weights, biases, triton.linears(x, weights, biases), strict=True):
-            check_linear(x.cpu(), weight.cpu(), None if bias is None else bias.cpu(), found.cpu())
-            assert torch.equal(found, triton.linear(x, weight, bias, None, False))
+    x = torch.randn(rows, inputs, dtype=dtype, device="cuda")
+    for sizes in ((700, 130, 64), (9000, 1024, 640)):
+        weights = [torch.randn(size, inputs, dtype=dtype, device="cuda") for size in sizes]
+        for biases in ([None] * 3, [torch.randn(size, dtype=dtype, device="cuda") for size in sizes]):
+            for weight, bias, found in zip(weights, biases, triton.linears(x, weights, biases), strict=True):
+                check_linear(x.cpu(), weight.cpu(), None if bias is None else bias.cpu(), found.cpu())
+                assert torch.equal(found, triton.linear(x, weight, bias, None, False))
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(65, torch.bfloat16), (3, torch.float32)], ids=str)
+def test_linear_layers_of_torch(rows: int, dtype: torch.dtype) -> None:
+    """More rows than the kernels take, and float32: torch's product."""
+    from specmemo_kernels.backends import triton
+
+    x, weight = (torch.randn(count, 256, dtype=dtype, device="cuda") for count in (rows, 100))
+    assert torch.equal(triton.linears(x, [weight], [None])[0], torch.nn.functional.linear(x, weight))
 
 
 @pytest.mark.parametrize("rows", [7, 64, 300])
@@ -146,14 +157,12 @@ def test_linear_layers(dtype: torch.dtype, rows: int) -> None:
 def test_gated_mlp(activation: str, rows: int) -> None:
     torch.manual_seed(0)
     shapes = (rows, 200), (700, 200), (700, 200), (200, 700)
-    x, *matrices = (torch.randn(*shape, device="cuda") * shape[1] ** -0.5 for shape in shapes)
-    biases = [torch.randn(len(matrix), device="cuda") for matrix in matrices]
-    exact = reference.gated_mlp(*(t.double() for t in (x, *matrices, *biases)), activation, False)
     for dtype in (torch.bfloat16, torch.float16):
-        given = [t.to(dtype) for t in (x, *matrices, *biases)]
-        wanted = reference.gated_mlp(*(t.double() for t in given), activation, False)
-        found = ops.gated_mlp(*given, activation, backend="triton")
-        error = (found.double() - wanted).norm() / exact.norm()
+        x, *matrices = ((torch.randn(*shape, device="cuda") * shape[1] ** -0.5).to(dtype) for shape in shapes)
+        biases = [torch.randn(len(matrix), device="cuda").to(dtype) for matrix in matrices]
+        wanted = reference.gated_mlp(*(t.double() for t in (x, *matrices, *biases)), activation, False)
+        found = ops.gated_mlp(x, *matrices, *biases, activation=activation, backend="triton")
+        error = (found.double() - wanted).norm() / wanted.norm()
         assert float(error) <= 3 * torch.finfo(dtype).eps
 
 

@@ -83,7 +83,7 @@ def launches(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list
     pytest.importorskip("triton")
     if INTERPRETING:
         pytest.skip("the interpreter has no devices")
-    from specmemo_kernels.backends.triton import attention, layers, lm_head, paged, runtime, verify
+    from specmemo_kernels.backends.triton import attention, layers, lm_head, paged, products, runtime, verify
 
     found: list[tuple[str, int]] = []
 
@@ -96,7 +96,8 @@ def launches(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list
 
     for module, names in (
         (attention, ("tree_attention_kernel", "merge_splits_kernel")),
-        (layers, ("rms_norm_kernel", "rotary_kernel", "gate_kernel")),
+        (layers, ("rms_norm_kernel", "rotary_kernel", "gate_kernel", "gated_linear_kernel")),
+        (products, ("linear_kernel",)),
         (lm_head, ("lm_head_block_kernel", "lm_head_reduce_kernel")),
         (paged, ("append_paged_kv_kernel", "commit_paged_kv_kernel")),
         (verify, ("verify_tree_greedy_kernel",)),
@@ -131,11 +132,13 @@ def test_kernels_are_launched_on_their_tensors_device(machine: Machine, launches
         triton.rms_norm(rows, torch.empty(16, **half), 1e-6, 0.0, True)
         triton.rotary(rows, rows.select(1, 0), rows.select(1, 0))
         matrix = torch.empty(16, 16, **half)
-        triton.gated_mlp(rows, matrix, matrix, matrix, None, None, None, "silu", False)
+        triton.linear(rows, matrix, None, None, False)
+        for some in (rows, torch.empty(100, 16, **half)):  # products in our kernel, and torch's
+            triton.gated_mlp(some, matrix, matrix, matrix, None, None, None, "silu", False)
     assert {name for name, _ in launches} == {
         "tree_attention_kernel", "merge_splits_kernel", "append_paged_kv_kernel", "commit_paged_kv_kernel",
         "verify_tree_greedy_kernel", "lm_head_block_kernel", "lm_head_reduce_kernel",
-        "rms_norm_kernel", "rotary_kernel", "gate_kernel",
+        "rms_norm_kernel", "rotary_kernel", "gate_kernel", "gated_linear_kernel", "linear_kernel",
     }  # fmt: skip
     assert {current for _, current in launches} == {1}
     assert machine.current == 0
@@ -238,6 +241,7 @@ def test_a_probe_waits_for_its_own_device(name: str, machine: Machine, monkeypat
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
     monkeypatch.setattr(device_probe, "_best", best)
+    monkeypatch.setattr(device_probe, "_captured", lambda call, _: call)
     monkeypatch.setattr(device_probe, "_launch_seconds", lambda *args: best(*args[-3:]))
     properties = SimpleNamespace(name="a GPU", total_memory=8 * GIB, shared_memory_per_block_optin=1 << 16)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
