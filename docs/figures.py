@@ -46,6 +46,9 @@ def caption(source: str) -> str:
     env = load(source)["environment"]
     if source == "ablation_paper":  # the machine doesn't matter
         return f"*Predicted, {env['date']}; `bench/results/{source}.json`*"
+    if env.get("gpu", "none") != "none":
+        versions = f"{env['gpu']}, torch {env['torch']}, Triton {env['triton']}"
+        return f"*{versions}, {env['date']}; `bench/results/{source}.json`*"
     processor, _, threads = env["processor"].rpartition(", torch uses ")
     threads = threads.replace("1 threads", "1 thread")
     return (
@@ -634,6 +637,95 @@ def fractions(rows: list[Row]) -> str:
     return table(heads, cells, "aot")
 
 
+def gpu_attention() -> str:
+    """Attention on a GPU against its peers: all rows before the sweep, whose gain is :func:`gpu_stages`."""
+    data = load("gpu_attention")
+    peers = {"sdpa": "SDPA, dense", "flashinfer": "FlashInfer prefill", "xqa": "FlashInfer XQA"}
+    cells = [
+        (
+            f"{row['batch']} x {row['context']:,}",
+            row["tree"],
+            f"{1e3 * row['ms']:.1f}",
+            f"{row['floor_fraction']:.2f}",
+            *(f"{1e3 * row['peers_ms'][name]:.1f}" for name in peers),
+            f"{row['vs_best']:.2f}x",
+        )
+        for row in sorted(data["rows"][1:], key=lambda row: (-row["batch"], row["tree"]))
+    ]
+    heads = (
+        "sequences x tokens",
+        "nodes",
+        "us",
+        "of copying",
+        *(f"{name}, us" for name in peers.values()),
+        "fastest peer",
+    )
+    return table(heads, cells, "gpu_attention")
+
+
+def gpu_stages() -> dict[str, str]:
+    """25 nodes of eight sequences with two and with three stages, pages of 16, and the share of copying."""
+    (read,) = (
+        row["floor_fraction"] * row["ms"]
+        for row in load("gpu_attention")["rows"][1:]
+        if (row["batch"], row["tree"]) == (8, 25)
+    )
+    times = {
+        row["config"]["num_stages"]: row["ms"]
+        for row in load("gpu_sweep")["rows"]
+        if "ms" in row and "selected" not in row and row["case"] == "llama3-8b-8192-b8-t25" and row["page_size"] == 16
+        if (row["config"]["block_n"], row["config"]["nodes_n"], row["config"]["direct_n"]) == (128, 32, 64)
+    }
+    (xqa,) = (
+        row["peers_ms"]["xqa"] for row in load("gpu_attention")["rows"][1:] if (row["batch"], row["tree"]) == (8, 25)
+    )
+    return {
+        "gpu.two": f"{1e3 * times[2]:.0f}",
+        "gpu.three": f"{1e3 * times[3]:.0f}",
+        "gpu.three_share": f"{read / times[3]:.2f}",
+        "gpu.three_vs_xqa": f"{xqa / times[3]:.1f}",
+        "gpu.alone_share": f"{_share_alone():.2f}",
+    }
+
+
+def _share_alone() -> float:
+    """The share of copying of 25 nodes of one sequence with three stages."""
+    rows = [row for row in load("gpu_attention")["rows"][1:] if (row["batch"], row["tree"]) == (1, 25)]
+    times = [
+        row["ms"]
+        for row in load("gpu_sweep")["rows"]
+        if "selected" in row and row["case"] == "llama3-8b-8192-b1-t25" and row["page_size"] == 16
+        if (row["config"]["block_n"], row["config"]["num_stages"], row["config"]["direct_n"]) == (128, 3, 64)
+    ]
+    return float(rows[0]["floor_fraction"] * rows[0]["ms"] / times[0])
+
+
+#: Parts of :func:`gpu_step` and pieces of their kernels' names.
+_GPU_PARTS = {
+    "linear layers": ("nvjet_sm90_tst_128x32", "nvjet_sm90_tst_64", "splitKreduce", "linear_kernel", "gate_kernel"),
+    "attention": ("tree_attention", "merge_splits"),
+    "lm_head, heads": ("lm_head", "128x8"),
+    "norms": ("rms_norm",),
+    "rotary": ("rotary",),
+    "copies": ("memcpy",),
+}
+
+
+def gpu_step() -> str:
+    """A step's kernels by part, before and after the kernels for linear layers."""
+    before, after = load("gpu_step")["rows"]
+
+    def spent(row: Row, pieces: Sequence[str]) -> str:
+        used = [us for name, (us, _) in row["us_and_launches"].items() if any(piece in name for piece in pieces)]
+        return f"{sum(used):,.0f}"
+
+    cells = [(part, spent(before, pieces), spent(after, pieces)) for part, pieces in _GPU_PARTS.items()]
+    cells += [("all kernels", *(f"{row['busy_us']:,}" for row in (before, after)))]
+    cells += [("first start to last end", *(f"{row['wall_us']:,}" for row in (before, after)))]
+    cells += [("number of kernels", *(str(row["kernels"]) for row in (before, after)))]
+    return table(("us per step", "torch's products", "own kernels"), cells, "gpu_step")
+
+
 def published() -> str:
     """Predicted and measured times of published decode kernels."""
     cells = [
@@ -712,6 +804,9 @@ def figures() -> dict[str, str]:
         **quality_values(),
         **ops_values(),
         **compiled(),
+        "gpu.attention": gpu_attention(),
+        "gpu.step": gpu_step(),
+        **gpu_stages(),
         "published": published(),
         **published_values(),
         **scaling_values(),
