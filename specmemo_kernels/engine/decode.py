@@ -37,11 +37,13 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class _StepTiming:
-    """``started``: ``time.perf_counter()``; ``drafting``: drafter seconds; ``behind``: tokens it computed first."""
+    """``started``: ``time.perf_counter()``; ``drafting``: drafter seconds; ``behind``: tokens it computed first;
+    ``timed``: the pass ran neither before nor with its capture."""
 
     started: float
     drafting: float
     behind: int
+    timed: bool
 
 
 class SpecDecoder:
@@ -185,8 +187,11 @@ class SpecDecoder:
             tree = self.step_tree()
             behind = self.behind(tree)
             trees, drafting = self._propose(tree)
-            self._ended += self._forward(trees, _StepTiming(started, drafting, behind))
-            if self.overlapped is not None and reason is not None:
+            recorded = None if self.overlapped is None else self.overlapped.recorded_pass(self, trees)
+            timed = recorded is None or recorded.timed
+            timing = _StepTiming(started, drafting, behind, timed)
+            self._ended += self._forward(trees, timing, None if recorded is None else recorded.output)
+            if recorded is None and self.overlapped is not None and reason is not None:
                 self.stats.eager_reasons[reason] = self.stats.eager_reasons.get(reason, 0) + 1
         elif self.prefilling:
             self._ended += self._forward(None)
@@ -253,8 +258,13 @@ class SpecDecoder:
     def _backlog(self) -> DraftBacklog:
         return DraftBacklog(self._behind(), sum(s.remaining for s in self.sequences) / len(self.sequences))
 
-    def _forward(self, trees: TreeBatch | None, timing: _StepTiming | None = None) -> list[SequenceState]:
-        """Run one pass over trees and the next chunk, and advance the sequences; returns the finished sequences."""
+    def _forward(
+        self, trees: TreeBatch | None, timing: _StepTiming | None = None, output: TargetOutput | None = None
+    ) -> list[SequenceState]:
+        """Run one pass over trees and the next chunk, and advance the sequences; returns the finished sequences.
+
+        ``output``: of a captured pass over ``trees``, without a chunk.
+        """
         self._trim()
         running = self.sequences if trees is not None else []
         nodes, depth = (0, 0) if trees is None else (trees.num_tree_nodes, trees.max_depth)
@@ -278,7 +288,7 @@ class SpecDecoder:
         with self._changing_states(running, chunk) as accepted:
             verdict, hidden = tree_pass(
                 self.target, self.pool, self.backend, trees, chunk, verify, self.reader,
-                logits=bool(scored) or not self.verifier.is_greedy(emitting), score=score,
+                logits=bool(scored) or not self.verifier.is_greedy(emitting), score=score, output=output,
             )  # fmt: skip
             emitted = [] if verdict is None else verdict.emitted
             scores = [] if verdict is None else verdict.scores
@@ -293,7 +303,8 @@ class SpecDecoder:
         if self.chooser is not None and timing is not None and verdict is not None and trees is not None and trees.tree:
             seconds = time.perf_counter() - timing.started - timing.drafting
             paths = verdict.paths[: len(running)]
-            self.chooser.stepped(trees.tree, paths, seconds if chunk is None else None, timing.drafting, timing.behind)
+            measured = chunk is None and timing.timed
+            self.chooser.stepped(trees.tree, paths, seconds if measured else None, timing.drafting, timing.behind)
         return finished
 
     def _changing_states(

@@ -1,7 +1,8 @@
 """A steady-state step without host reads: draft, run the pass, and update the next step's inputs.
 
-Drafters on the host fill the trees before the step. Tensors that outlive a step keep their address and size, so a GPU
-can replay the step from a graph. The same code runs eagerly on any device.
+Drafters on the host fill the trees before the step. A step that the host verifies ends with the hidden states.
+Tensors that outlive a step keep their address and size, so a GPU can replay the step from a graph. The same code runs
+eagerly on any device.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.tree_pass import drafted_batch, only_tokens, tree_pass
 from specmemo_kernels.engine.verify import GreedyVerifier
 from specmemo_kernels.forward.batch import TreeBatch, TreeLayout, tree_batch, tree_layout
+from specmemo_kernels.forward.step_attention import StepAttention
 from specmemo_kernels.forward.target import TargetModel
 from specmemo_kernels.tree.draft_tree import DraftTree
 from specmemo_kernels.tree.tree_budget import Trees
@@ -41,6 +43,7 @@ class StepShape:
         sequences, nodes: number of trees and of nodes per tree. depth, width: of the trees.
         max_seq_len: upper bound of the tokens in pages of any sequence; sizes GPU launches.
         tree: the tree of every step, for drafters whose passes depend on it; ``None``: any tree of these sizes.
+        verified: the step verifies its trees; else the host fills and verifies them.
     """
 
     sequences: int
@@ -49,6 +52,7 @@ class StepShape:
     width: int
     max_seq_len: int
     tree: DraftTree | None = None
+    verified: bool = True
 
 
 class StepState:
@@ -90,6 +94,9 @@ class DeviceStep:
     Args:
         shape: of ``tree``, whose width may be smaller.
         target: with ``static`` true.
+        drafter: ``None``: :meth:`use` gets the drafts.
+        nodes: ``[sequences * nodes, hidden_size]``, to which the hidden states of a step are written that the host
+            verifies.
 
     Attributes:
         emitted: ``[sequences, 2 * depth + 3]`` int64, the rows of the last :meth:`run` (:class:`DeviceVerdict`).
@@ -101,11 +108,12 @@ class DeviceStep:
         tree: Trees,
         state: StepState,
         target: TargetModel,
-        drafter: AnyDrafter,
+        drafter: AnyDrafter | None,
         pool: PagedKVPool,
         backend: str | None,
+        nodes: Tensor | None = None,
     ) -> None:
-        self.shape, self.tree, self.target, self.drafter = shape, tree, target, drafter
+        self.shape, self.tree, self.target, self.drafter, self.nodes = shape, tree, target, drafter, nodes
         self._reader = drafter if isinstance(drafter, FeatureDrafter) else None
         self._static = drafter if isinstance(drafter, StaticDrafter) else None
         self.pool, self.backend, self.verifier = pool, backend, GreedyVerifier(target, backend)
@@ -115,8 +123,8 @@ class DeviceStep:
         with torch.inference_mode(False):
             self._buffers, self._complete = tuple(part.clone() for part in self._parts(tree)), True
             self.emitted = torch.zeros(count, 2 * shape.depth + 3, dtype=torch.int64, device=device)
-            nodes = 0 if drafts_on_device(drafter) else shape.nodes
-            self._drafts = torch.zeros(count, nodes, dtype=torch.int64, device=device)
+            columns = 0 if drafter is not None and drafts_on_device(drafter) else shape.nodes
+            self._drafts = torch.zeros(count, columns, dtype=torch.int64, device=device)
 
     def _parts(self, tree: Trees) -> tuple[Tensor, ...]:
         """The tree's layout and candidate columns; nothing for drafters that make both."""
@@ -150,6 +158,10 @@ class DeviceStep:
     def run(self) -> None:
         """Run the step. After a failure ``state`` is unchanged; pages differ only behind the sequences' ends."""
         batch, verify = self._draft(), self.verifier.verify_on_device
+        if self.nodes is not None:
+            attention = StepAttention(self.pool, batch, self.backend, self.target.invariant)
+            self.nodes.copy_(self.target.forward(batch, attention, None, logits=False).hidden)
+            return
         verdict, hidden = tree_pass(self.target, self.pool, self.backend, batch, None, verify, self._reader)
         assert verdict is not None, "the step has trees"
         lengths = self._seq_lens + verdict.accept_length + 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -21,6 +21,8 @@ from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.step_graph import CaptureFailed, StepCache
 from specmemo_kernels.engine.tree_pass import propose
 from specmemo_kernels.engine.verify import read_rows
+from specmemo_kernels.forward.batch import TreeBatch
+from specmemo_kernels.forward.target import TargetOutput
 from specmemo_kernels.tree.draft_tree import DraftTree
 from specmemo_kernels.tree.tree_budget import TreeBudget, Trees
 
@@ -57,6 +59,13 @@ class _Flight:
     behind: int
 
 
+class RecordedPass(NamedTuple):
+    """The output of a captured pass; ``timed``: it ran neither before nor with its capture."""
+
+    output: TargetOutput
+    timed: bool
+
+
 class OverlappedSteps:
     """The steady-state steps of one decoder.
 
@@ -81,16 +90,10 @@ class OverlappedSteps:
 
     def why_not(self, decoder: SpecDecoder) -> str | None:
         """Why the decoder's next step can't be launched now; ``None`` if it can, with its pages reserved."""
-        if decoder.prefilling:
-            return "a prompt is in prefill"
-        if self.suspended or decoder.max_tree < decoder.tree.size:
-            return "memory is low"
+        if (reason := self._no_steps(decoder)) is not None:
+            return reason
         if not decoder.verifier.is_greedy(decoder.sequences):
             return "sampling or logits processors run on the host"
-        if not self.steps.target.static:
-            return "the target's forward pass needs the host"
-        if self.steps.failed:
-            return self.steps.failed
         if self._flights and self._flights[-1].sequences != decoder.sequences:
             return "the set of sequences has changed"
         if all(sequence.remaining <= len(self._flights) for sequence in decoder.sequences):
@@ -102,6 +105,48 @@ class OverlappedSteps:
         except OutOfPages:
             return "too few pages are free"
         return None
+
+    def recorded_pass(self, decoder: SpecDecoder, trees: TreeBatch) -> RecordedPass | None:
+        """The captured pass over ``trees`` for a step that the host verifies; ``None``: the decoder must run it.
+
+        Raises:
+            CaptureFailed: the pass can't be captured, and ``must`` is true.
+            Exception: of the target, or a failed allocation; the step can be retried.
+        """
+        target, tree = self.steps.target, trees.tree
+        impossible = self._no_steps(decoder) or self._flights or decoder.reader is not None
+        if impossible or not target.reads_hidden or not isinstance(tree, DraftTree):
+            return None
+        bound = self._length_bound(decoder)
+        shape = StepShape(trees.num_trees, tree.size, tree.max_depth, 0, bound, verified=False)
+        drafts = trees.tokens.view(trees.num_trees, -1)
+        self.steps.load(decoder.sequences)
+        self.steps.mark_current(())
+        try:
+            hidden, timed = self.steps.launch(shape, tree, drafts)
+        except CaptureFailed:
+            if self.must:
+                raise
+            return None
+        self.steps.trim()  # verification takes memory beside the hidden states
+        decoder.stats.graph_steps += 1
+        return RecordedPass(TargetOutput(hidden if tree.max_depth else hidden.clone(), None), timed)
+
+    def _no_steps(self, decoder: SpecDecoder) -> str | None:
+        """Why no pass of the decoder can be captured now."""
+        if decoder.prefilling:
+            return "a prompt is in prefill"
+        if self.suspended or decoder.max_tree < decoder.tree.size:
+            return "memory is low"
+        if not self.steps.target.static:
+            return "the target's forward pass needs the host"
+        return self.steps.failed or None
+
+    def _length_bound(self, decoder: SpecDecoder) -> int:
+        """A bound of the tokens in pages of any sequence: a power of two, so that few graphs serve all lengths."""
+        longest = max(len(s.prompt) + s.max_new_tokens for s in decoder.sequences) + decoder.slots_ahead
+        room = decoder.pool.block_table.shape[1] * decoder.pool.page_size
+        return int(min(room, 1 << (longest - 1).bit_length()))
 
     def step(self, decoder: SpecDecoder, launch: bool) -> list[SequenceState]:
         """Launch a step if ``launch``, and read the previous one; returns the sequences that it finished.
@@ -142,12 +187,8 @@ class OverlappedSteps:
                 decoder.agree,
             )  # fmt: skip
             tree = filled.tree
-        longest = max(len(s.prompt) + s.max_new_tokens for s in sequences) + decoder.slots_ahead
-        room = decoder.pool.block_table.shape[1] * decoder.pool.page_size
-        # Powers of two, so that a few graphs serve sequences of any length.
-        bound = min(room, 1 << (longest - 1).bit_length())
         width = (tree if isinstance(tree, TreeBudget) else decoder.tree).width
-        shape = StepShape(len(sequences), tree.size, tree.max_depth, width, bound)
+        shape = StepShape(len(sequences), tree.size, tree.max_depth, width, self._length_bound(decoder))
         if decoder.reader is not None and isinstance(tree, DraftTree):
             shape = replace(shape, tree=tree)  # its passes depend on the nodes of each depth
         device = decoder.target.device

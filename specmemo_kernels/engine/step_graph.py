@@ -132,6 +132,7 @@ class StepCache:
         self._capture: Capture | None = None
         self._state: StepState | None = None
         self._rows: list[_Row] = []  # of ``_state``, as the last step left it
+        self._nodes: Tensor | None = None  # hidden states of a pass that the host verifies
         self._steps: dict[StepShape, _CachedStep] = {}
         self._version = pool.version
 
@@ -140,6 +141,7 @@ class StepCache:
         """Bytes of the steps' tensors, and of the graphs' own."""
         steps = sum(cached.step.nbytes for cached in self._steps.values())
         state = 0 if self._state is None else self._state.nbytes
+        state += 0 if self._nodes is None else self._nodes.nbytes
         return steps + state + (0 if self._capture is None else self._capture.nbytes)
 
     def clear(self) -> None:
@@ -178,7 +180,8 @@ class StepCache:
         """Run the step of this shape over ``tree``; ``drafts``: as in :meth:`DeviceStep.use`.
 
         Returns:
-            :attr:`DeviceStep.emitted`, and whether the run was like later ones: neither before nor with a capture.
+            :attr:`DeviceStep.emitted`, or the hidden states of a step that the host verifies, valid until its next
+            launch; and whether the run was like later ones: neither before nor with a capture.
 
         Raises:
             CaptureFailed: the step can't be captured; ``failed`` has the reason from now on.
@@ -192,8 +195,7 @@ class StepCache:
         if cached is None:
             while len(self._steps) >= MAX_STEPS:
                 del self._steps[next(iter(self._steps))]
-            step = DeviceStep(shape, tree, self._state, self.target, self.drafter, self.pool, self.backend)
-            cached = _CachedStep(step)
+            cached = _CachedStep(self._step(shape, tree, self._state))
         self._steps[shape] = cached  # reinserted at the end: the first key is the least recently used
         cached.step.use(tree, drafts)
         timed = cached.replay is not None if self._make_capture is not None else cached.runs > 0
@@ -206,7 +208,16 @@ class StepCache:
             self.trim()
         (cached.replay or cached.step.run)()
         cached.runs += 1
-        return cached.step.emitted, timed
+        return cached.step.emitted if cached.step.nodes is None else cached.step.nodes, timed
+
+    def _step(self, shape: StepShape, tree: Trees, state: StepState) -> DeviceStep:
+        if shape.verified:
+            return DeviceStep(shape, tree, state, self.target, self.drafter, self.pool, self.backend)
+        if self._nodes is None:
+            with torch.inference_mode(False):
+                self._nodes = state.hidden.new_zeros(self.pool.max_nodes, state.hidden.shape[1])
+        nodes = self._nodes[: shape.sequences * shape.nodes]
+        return DeviceStep(shape, tree, state, self.target, None, self.pool, self.backend, nodes)
 
     def _captured(self, step: DeviceStep, capture: Capture) -> Callable[[], None]:
         self.trim()

@@ -252,6 +252,7 @@ def tree_pass(
     *,
     logits: bool = False,
     score: Callable[[TargetOutput], None] | None = None,
+    output: TargetOutput | None = None,
 ) -> tuple[AnyVerdict | None, Tensor]:
     """Compute trees and a prompt chunk in one forward pass, verify the trees, and commit their accepted nodes.
 
@@ -265,6 +266,7 @@ def tree_pass(
             tree for each prompt that the chunk completes, in the order of ``chunk.fresh``.
         logits: ``verify`` or ``score`` reads rows of logits.
         score: called with the output of the rows ``chunk.scored``, if there are any.
+        output: of a captured pass over ``trees`` alone; ``None``: ``target`` computes it.
 
     Returns:
         The verdict (``None`` where there was nothing to verify), and states ``[num_trees + len(chunk.ended), size]`` at
@@ -278,8 +280,8 @@ def tree_pass(
     if chunk is not None:
         extra = torch.tensor([scored.row for scored in chunk.scored], dtype=torch.int64, device=target.device)
         keep = torch.cat([torch.arange(nodes, device=target.device), nodes + chunk.last_rows, nodes + extra])
-    attention = StepAttention(pool, batch, backend, target.invariant)
-    output = target.forward(batch, attention, keep, logits=logits)
+    if output is None:
+        output = target.forward(batch, StepAttention(pool, batch, backend, target.invariant), keep, logits=logits)
     if chunk is not None and chunk.scored and score is not None:
         kept = nodes + len(chunk.ended)
         score(output.rows(len(chunk.scored), kept))

@@ -38,6 +38,8 @@ class TargetModel(Protocol):
     vocab_size: int
     #: Whether forward and argmax depend only on tensors and have no side effects, so that a graph can capture them.
     static: bool
+    #: Whether argmax and row_logits need the hidden states of a pass alone, not its logits.
+    reads_hidden: bool
     #: Whether a row's result has the same bits in any pass; attention is computed so too.
     invariant: bool
 

@@ -246,6 +246,7 @@ def fixed_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
         results = size.sequences * (8 * (2 * size.tree_size + 1) + 4)  # a row per sequence: tokens and nodes of a path
         parts["graphs"] = shape.kept_steps * (size.nodes * layout + results)
         parts["graphs"] += size.sequences * (shape.state_bytes + _SEQUENCE_BYTES)
+        parts["graphs"] += size.nodes * shape.state_bytes  # of a pass that the host verifies
     if shape.graphs:
         splits = -(-size.nodes // shape.split_size) + 1 if shape.split_size else 0
         step = max(shape.forward.at(size.nodes) + shape.logits.at(size.nodes), shape.draft.at(size.sequences))

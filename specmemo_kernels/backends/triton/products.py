@@ -127,7 +127,7 @@ def coded_linear_kernel(
 
 @triton.jit
 def load_inputs(row_ptr, valid, start, INPUTS: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
-    """``[rows, BLOCK_K]`` of rows with ``INPUTS`` elements, from element ``start`` on; ``WHOLE``: all rows are valid."""
+    """``[rows, BLOCK_K]`` of rows with ``INPUTS`` elements, from element ``start`` on; ``WHOLE``: all are valid."""
     column = start + tl.arange(0, BLOCK_K)
     pointer = row_ptr[:, None] + column[None, :]
     if INPUTS % BLOCK_K:
@@ -204,8 +204,8 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
         sizes = [weight.shape[0] for weight in weights[part]]
         linear_kernel[(sum(blocks[part]),)](
             *_filled(out[part]), inputs, *_filled(weights[part]), *_filled(biases[part]), inputs.stride(0), len(inputs),
-            *_filled(sizes), blocks[first], sum(blocks[first + 1 : first + 2]),
-            INPUTS=inputs.shape[1], HAS_BIAS=biases[0] is not None, WHOLE=not any(size % OUTPUT_BLOCK for size in sizes),
+            *_filled(sizes), blocks[first], sum(blocks[first + 1 : first + 2]), INPUTS=inputs.shape[1],
+            HAS_BIAS=biases[0] is not None, WHOLE=not any(size % OUTPUT_BLOCK for size in sizes),
             BLOCK_M=config.block_m, BLOCK_N=OUTPUT_BLOCK, BLOCK_K=config.block_k, UPCAST=INTERPRETED,
             **launch_options(x.device, config),
         )  # fmt: skip

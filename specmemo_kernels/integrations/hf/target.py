@@ -98,7 +98,7 @@ class HFTarget:
         self.device, self.vocab_size = facts.device, facts.vocab_size
         self._windows = dict(zip(facts.attention, facts.windows, strict=True))
         self._places = {layer: place for place, layer in enumerate(facts.attention)}
-        self.invariant = facts.leaves.invariant
+        self.invariant, self.reads_hidden = facts.leaves.invariant, facts.plain_lm_head and facts.exact_lm_head
         self._max_rows = 0
         self._spread = len({facts.device, *(layer.device for layer in facts.layers)}) > 1
 
