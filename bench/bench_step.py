@@ -62,16 +62,15 @@ def random_prompt(model: Any, tokens: int) -> list[int]:
 class Steps:
     """Decode steps of one sequence, one per call; the sequence starts again after ``span`` tokens."""
 
-    def __init__(self, model: Any, context: int, span: int) -> None:
-        self._prompt = random_prompt(model, context)
-        self._model, self._span = model, span
+    def __init__(self, model: Any, context: int, span: int, sampling: sk.Sampling | None = None) -> None:
+        self._request = sk.Request(random_prompt(model, context), span, [], sampling)
+        self._model = model
         self._pieces: Iterator[sk.Piece] = iter(())
 
     def __call__(self) -> sk.Piece:
         piece = next(self._pieces, None)
         if piece is None or piece.finished:
-            run = sk.stream_batch(self._model, [self._prompt], max_new_tokens=self._span, eos_token_ids=[])
-            self._pieces = iter(run)
+            self._pieces = iter(sk.stream_batch(self._model, [self._request]))
             next(self._pieces)  # the prompt
             piece = next(self._pieces)
         return piece
@@ -157,14 +156,14 @@ def llama_cpp_pass(model: Any, context: int, rows: int) -> Callable[[], None]:
 
 def measure(
     shape: str, dtype: str, tree: int | None, context: int, own: bool, seconds: float, device: str, graph: bool | None,
-    llama_cpp: bool,
+    llama_cpp: bool, sampling: sk.Sampling | None,
 ) -> Row:  # fmt: skip
     """One row: the step of this shape, its products, and its parts."""
     model, heads = load(shape, DTYPES[dtype], device, own)
     context = min(context, model.config.max_position_embeddings // 2)
     with sk.patch(model, heads, tree=tree, max_batch_size=1, graph=graph) as handle:
         plan, depth = handle.plan, handle.plan.tree.max_depth
-        step = Steps(model, context, span=128)
+        step = Steps(model, context, span=128, sampling=sampling)
         for _ in range(HostCapture.after + 2):  # on a CPU a step is recorded in its ninth run, on a GPU in its second
             step()
         products = Products.of_step(model, heads, depth, plan.tree.size)
@@ -188,6 +187,7 @@ def measure(
         return {
             "shape": shape, "dtype": dtype, "context": context, "nodes": plan.tree.size, "depth": depth,
             "heads": "own lm_head" if heads.own_lm_head else "shared lm_head", "graph": handle.stats.graph_steps > 0,
+            "temperature": 0.0 if sampling is None else sampling.temperature,
             "step_ms": times["step"] * 1e3, "torch_products_ms": times["torch"] * 1e3,
             "ratio": times["step"] / times["torch"],
         } | _device_columns(times, floor) | {"parts_ms": parts}  # fmt: skip
@@ -217,6 +217,8 @@ def main(
     seconds: Annotated[float, typer.Option(help="for each row")] = 6.0,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     graph: Annotated[bool | None, typer.Option("--graph/--no-graph", help="default: as patch chooses")] = None,
+    temperature: Annotated[float, typer.Option(help="of sampling; 0: greedy")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="of sampling")] = 1.0,
     llama_cpp: Annotated[bool, typer.Option("--llama-cpp", help="a pass of it beside each step; CPU only")] = False,
     json_: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
 ) -> None:
@@ -229,7 +231,8 @@ def main(
     rows = []
     for name, kind, size in itertools.product(shape.split(","), dtype.split(","), tree.split(",")):
         nodes = None if size == "plan" else int(size)
-        rows.append(measure(name, kind, nodes, context, own, seconds, device, graph, llama_cpp))
+        sampling = sk.Sampling(temperature, top_p=top_p) if temperature else None
+        rows.append(measure(name, kind, nodes, context, own, seconds, device, graph, llama_cpp, sampling))
         print(json.dumps(rows[-1]), flush=True)
     times = [{name: cell for name, cell in row.items() if name != "parts_ms"} for row in rows]
     print_rows(times, title="a step and its products")

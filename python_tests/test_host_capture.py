@@ -52,6 +52,63 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return count
 
 
+SAMPLED = {
+    "temperature": {"do_sample": True, "temperature": 0.7, "top_k": 0},
+    "top_p": {"do_sample": True, "temperature": 0.9, "top_p": 0.8, "top_k": 9},
+    "penalty": {"do_sample": False, "repetition_penalty": 1.4},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "tree"),
+    sample(
+        covering(
+            ("llama", "qwen3", "mixtral", "gpt_oss", "gemma2"),
+            tuple(SAMPLED),
+            (1, 6),
+            first=[("llama", "top_p", 6), ("gpt_oss", "penalty", 6), ("qwen3", "temperature", 1)],
+        ),
+        [("llama", "top_p", 6), ("gpt_oss", "penalty", 6), ("qwen3", "temperature", 1)],
+    ),
+)
+def test_the_host_verifies_recorded_passes(family: str, options: str, tree: int, replays: list[int]) -> None:
+    """The unpatched model's tokens; Gemma's capped logits aren't its lm_head's, so its steps stay eager."""
+    model, inputs = tiny_model(family), batch((9,))
+    written = []
+    with sk.patch(model, random_heads(model), tree=tree, graph=True) as handle:
+        for patched in (True, True, False):
+            if not patched:
+                sk.unpatch(model)
+            torch.manual_seed(5)
+            written.append(model.generate(**inputs, max_new_tokens=25, **SAMPLED[options]))
+        assert handle.stats.graph_steps == 0 if family == "gemma2" else replays[0] > 8
+    assert all(torch.equal(tokens, written[-1]) for tokens in written)
+
+
+@pytest.mark.parametrize("drafter", ["heads", "lookup"])
+def test_requests_of_all_kinds(drafter: str, replays: list[int]) -> None:
+    """Greedy, sampled and scored requests that come and end at other times: tokens and scores of eager steps."""
+    model, completions = tiny_model("llama"), []
+    requests = [
+        sk.Request(list(range(1, 4 + i)) * 3, 14 + 3 * i, [], sk.Sampling(seed=i) if i % 3 else None,
+                   logprobs=2 if i % 2 else None)
+        for i in range(7)
+    ]  # fmt: skip
+    for graph in (False, True):
+        with sk.patch(
+            model, random_heads(model) if drafter == "heads" else sk.PromptLookupDrafter(3), tree=5, graph=graph,
+            max_batch_size=3,
+        ) as handle:  # fmt: skip
+            completions.append(sk.generate_batch(model, requests))
+            whole(handle)
+            if graph:
+                assert handle.bytes_by_part["graphs"] <= handle.plan.parts["graphs"]
+    for eager, recorded in zip(*completions, strict=True):
+        assert recorded.tokens == eager.tokens
+        assert recorded.scores == eager.scores
+    assert replays[0] > 10
+
+
 def test_unread_results_are_not_computed() -> None:
     """Nor what only they read; writes are."""
     x, out = torch.randn(3), torch.zeros(3)

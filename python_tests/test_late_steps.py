@@ -164,7 +164,7 @@ def test_a_stop_that_fails(model: PreTrainedModel, place: int) -> None:
 
 @pytest.mark.parametrize("options", [{"do_sample": True, "temperature": 0.8}, {"repetition_penalty": 1.5}], ids=str)
 def test_what_the_host_decides_is_decided_there(model: PreTrainedModel, options: dict[str, Any]) -> None:
-    """Sampling and processors run in eager steps, with the reason counted and the same tokens."""
+    """Sampling and processors run on the host, behind passes over static tensors, with the same tokens."""
     inputs, outputs = batch((9,)), []
     with sk.patch(model, random_heads(model), tree=6, graph=True) as handle:
         for patched in (True, False):
@@ -172,20 +172,20 @@ def test_what_the_host_decides_is_decided_there(model: PreTrainedModel, options:
                 sk.unpatch(model)
             torch.manual_seed(3)
             outputs.append(model.generate(**inputs, max_new_tokens=15, **{"do_sample": False, **options}))
-        assert handle.stats.eager_reasons == {"sampling or logits processors run on the host": handle.stats.steps}
-        assert handle.stats.graph_steps == 0
+        stats = handle.stats
+        assert stats.graph_steps + sum(stats.eager_reasons.values()) == stats.steps
+        assert stats.graph_steps >= stats.steps - 6, "trees of the last steps are truncated"
     assert torch.equal(*outputs)
 
 
 def test_a_batch_of_both(model: PreTrainedModel) -> None:
-    """While a sampled sequence runs, no step is overlapped; afterwards steps are."""
+    """While a sampled sequence runs, the host verifies; afterwards steps are overlapped."""
     requests = [sk.Request([5, 6, 7], 8, [], sk.Sampling(seed=1)), sk.Request([8, 9], 30, [])]
     with sk.patch(model, random_heads(model), tree=6) as handle:
         wanted = [completion.tokens for completion in sk.generate_batch(model, requests)]
     with sk.patch(model, random_heads(model), tree=6, graph=True) as handle:
         assert [completion.tokens for completion in sk.generate_batch(model, requests)] == wanted
-        assert handle.stats.eager_reasons["sampling or logits processors run on the host"] > 3
-        assert handle.stats.graph_steps > 10
+        assert handle.stats.graph_steps > 15
 
 
 def test_scarce_memory(model: PreTrainedModel) -> None:

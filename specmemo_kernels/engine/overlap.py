@@ -109,13 +109,18 @@ class OverlappedSteps:
     def recorded_pass(self, decoder: SpecDecoder, trees: TreeBatch) -> RecordedPass | None:
         """The captured pass over ``trees`` for a step that the host verifies; ``None``: the decoder must run it.
 
+        Trees of last steps, which are truncated to the remaining tokens, would come in too many sizes.
+
         Raises:
             CaptureFailed: the pass can't be captured, and ``must`` is true.
             Exception: of the target, or a failed allocation; the step can be retried.
         """
-        target, tree = self.steps.target, trees.tree
-        impossible = self._no_steps(decoder) or self._flights or decoder.reader is not None
-        if impossible or not target.reads_hidden or not isinstance(tree, DraftTree):
+        tree = trees.tree
+        if decoder.verifier.is_greedy(decoder.sequences) or self._flights or self._no_steps(decoder):
+            return None
+        if not self.steps.target.reads_hidden or not isinstance(tree, DraftTree) or decoder.reader is not None:
+            return None
+        if decoder.step_tree() != decoder.next_tree():
             return None
         bound = self._length_bound(decoder)
         shape = StepShape(trees.num_trees, tree.size, tree.max_depth, 0, bound, verified=False)
