@@ -150,11 +150,11 @@ def patch(
         graph: capture whole steps, from the heads' guesses to the commit. On a GPU in CUDA graphs, which are launched
             before the tokens of the previous step are read; on a CPU as a list of operators, which is called without
             the Python code of the model's modules. ``None``: where the model and the drafter allow it (else
-            ``model.specmemo.graphs.reason`` has the reason). ``True``: required. ``False``: never. Other steps
-            (prefill, sampling, logits processors, too few pages, ...) run eagerly and are counted in
-            ``stats.eager_reasons``.
-        fuse: compute gated MLPs and RMS norms, on a CPU linear layers too, by our operators, which are faster for few
-            rows (``model.specmemo.fused`` lists the modules). Only inside speculative steps, and only modules of known
+            ``model.specmemo.graphs.reason`` has the reason). ``True``: required. ``False``: never. With sampling or
+            logits processors only the pass is captured, for drafters that don't read hidden states of several layers.
+            Other steps (prefill, too few pages, ...) run eagerly and are counted in ``stats.eager_reasons``.
+        fuse: compute linear layers, gated MLPs and RMS norms by our operators, which are faster for few rows
+            (``model.specmemo.fused`` lists the modules). Only inside speculative steps, and only modules of known
             types whose results agree within rounding errors; modules with hooks, adapters or quantised weights are
             left alone. ``False``: the model's own modules.
         invariant: compute each row with the same bits, whatever other rows are in the pass. In 16-bit dtypes too the
