@@ -299,6 +299,22 @@ def test_generation_from_graphs(family: str, lengths: tuple[int, ...]) -> None:
         pool.check_integrity()
 
 
+def test_sampled_steps_from_graphs() -> None:
+    """The host verifies captured passes: the tokens of eager steps."""
+    torch.use_deterministic_algorithms(False)
+    model, written = tiny_model("llama").cuda(), []
+    requests = [sk.Request([5, 6, 7 + i], 30, [], sk.Sampling(seed=i) if i else None) for i in range(3)]
+    for graph in (False, None):
+        with sk.patch(model, random_heads(model), tree=12, graph=graph) as handle:
+            written.append([completion.tokens for completion in sk.generate_batch(model, requests)])
+            kept = handle._pools.steps
+            if graph is None:
+                assert kept is not None
+                assert any(not shape.verified and step.replay is not None for shape, step in kept._steps.items())
+                assert handle.bytes_by_part["graphs"] <= handle.plan.parts["graphs"]
+    assert written[0] == written[1]
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch sees one GPU")
 def test_a_gpu_that_is_not_the_current_one() -> None:
     """The same tokens, and the current device doesn't change."""
