@@ -17,8 +17,8 @@ class DecodeStats:
         reused_tokens: prompt tokens found in cached pages.
         recomputed_tokens: tokens computed again after a preemption.
         preemptions: preempted sequences. swaps: preempted sequences that were copied to host memory.
-        graph_steps: steps over tensors with fixed addresses (:mod:`specmemo_kernels.engine.overlap`), which are captured
-            when they come again; includes discarded steps of finished sequences.
+        graph_steps: steps over tensors with fixed addresses (:mod:`specmemo_kernels.engine.overlap`), which are
+            captured when they come again; includes discarded steps of finished sequences.
         eager_reasons: where graphs are on, the number of steps run from the host, by reason.
         retries: steps retried after a failed allocation. shrinks, grows: degradation levels lowered and raised
             (:mod:`specmemo_kernels.engine.pressure`).
