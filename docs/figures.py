@@ -637,6 +637,16 @@ def fractions(rows: list[Row]) -> str:
     return table(heads, cells, "aot")
 
 
+def sampled_steps() -> str:
+    """Steps with a temperature: eager, and with a recorded pass."""
+    eager = {(row["shape"], row["dtype"]): row["step_ms"] for row in load("step_sampled_eager_cpu")["rows"]}
+    cells = [
+        (row["shape"], row["dtype"], f"{eager[row['shape'], row['dtype']]:.1f}", f"{row['step_ms']:.1f}")
+        for row in load("step_sampled_cpu")["rows"]
+    ]
+    return table(("model", "dtype", "eager", "recorded pass"), cells, "step_sampled_cpu")
+
+
 def gpu_attention() -> str:
     """Attention on a GPU against its peers: all rows before the sweep, whose gain is :func:`gpu_stages`."""
     data = load("gpu_attention")
@@ -804,6 +814,7 @@ def figures() -> dict[str, str]:
         **quality_values(),
         **ops_values(),
         **compiled(),
+        "steps.sampled": sampled_steps(),
         "gpu.attention": gpu_attention(),
         "gpu.step": gpu_step(),
         **gpu_stages(),
