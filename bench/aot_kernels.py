@@ -234,7 +234,7 @@ def coded_linear_job(target: str, shape: Shape) -> Job:
     """A linear layer of ``hidden_size`` inputs in 4-bit codes, for ``nodes`` rows."""
     element = f"*{TYPES[shape.dtype]}"
     chosen = config.lm_head_config(target, shape.nodes, shape.dtype)
-    chosen = replace(chosen, block_n=min(chosen.block_n, products.OUTPUTS))
+    chosen = replace(chosen, block_n=min(chosen.block_n, products.CODED_OUTPUT_BLOCK))
     types = dict.fromkeys(("out_ptr", "x_ptr", "bias_ptr"), element) | {"codes_ptr": "*u8", "scales_ptr": "*fp16"}
     types |= dict.fromkeys(("stride_x", "rows", "outputs"), "i32")
     constants = {

@@ -9,7 +9,7 @@ per head. All take turns, and each reads all weights, so none finds them in a ca
 
 - ``torch_products_ms``: torch's linears, on a GPU in a graph. ``ratio``: the median step over their median.
 - On a GPU ``ahead_ms``: a step that runs ahead of the host. ``floor_ms``: reading the products' weights at the speed of
-  a copy. ``vs_floor``: ``ahead_ms`` over it.
+  a copy. ``vs_floor``: ``ahead_ms`` over it, with sampling ``step_ms``.
 - On a CPU ``products_ms``: the operator ``linear``. ``rest_ms``: the step without them.
 - ``floor_ms``: max(bytes of the weights / read bandwidth, flops / GEMM rate), both measured in the same turns.
   ``vs_floor``: the step over it.
@@ -168,7 +168,7 @@ def measure(
             step()
         products = Products.of_step(model, heads, depth, plan.tree.size)
         jobs: dict[str, Callable[[], object]] = {"step": synchronised(step, device)}
-        if device == "cuda":  # steps that run ahead of the host
+        if device == "cuda" and sampling is None:  # steps that run ahead of the host
             jobs["ahead"] = synchronised(lambda: [step() for _ in range(AHEAD)], device)
         torch_products = products.by(nn.functional.linear)
         jobs["torch"] = synchronised(captured(torch_products) if device == "cuda" else torch_products, device)
@@ -196,9 +196,10 @@ def measure(
 def _device_columns(times: dict[str, float], floor: float) -> Row:
     """On a GPU: a step that runs ahead of the host, and the floor. On a CPU: the products by our operator, the rest of
     the step, the floor, and llama.cpp if it ran."""
-    if "ahead" in times:
-        ahead = times["ahead"] / AHEAD
-        return {"ahead_ms": ahead * 1e3, "floor_ms": floor * 1e3, "vs_floor": ahead / floor}
+    if "products" not in times:
+        ahead = {"ahead_ms": times["ahead"] / AHEAD * 1e3} if "ahead" in times else {}
+        step = times["ahead"] / AHEAD if ahead else times["step"]
+        return ahead | {"floor_ms": floor * 1e3, "vs_floor": step / floor}
     llama_cpp = {"llama_cpp_ms": times["llama.cpp"] * 1e3} if "llama.cpp" in times else {}
     return {
         "products_ms": times["products"] * 1e3,

@@ -17,7 +17,7 @@ PARTS = ("model matmuls", "attention", "other model operators", "head", "verify"
 _MATMULS = {
     "aten::linear", "aten::matmul", "aten::mm", "aten::addmm", "aten::bmm", "specmemo::linear", "specmemo::gated_mlp"
 }  # fmt: skip
-#: The same of GPU kernels, also of a graph's; cuBLAS's names begin with nvjet or contain gemm, splitK or gemv.
+#: Parts of a step by a part of a GPU kernel's name, also in graphs. cuBLAS's names have nvjet, gemm, splitK or gemv.
 _KERNELS = {
     "tree_attention": "attention", "merge_splits": "attention", "lm_head": "head", "verify_tree": "verify",
     "commit_paged": "commit", "linear_kernel": "model matmuls", "nvjet": "model matmuls", "gemm": "model matmuls",

@@ -674,40 +674,29 @@ def gpu_attention() -> str:
 
 
 def gpu_stages() -> dict[str, str]:
-    """25 nodes of eight sequences with two and with three stages, pages of 16, and the share of copying."""
-    (read,) = (
-        row["floor_fraction"] * row["ms"]
-        for row in load("gpu_attention")["rows"][1:]
-        if (row["batch"], row["tree"]) == (8, 25)
-    )
-    times = {
-        row["config"]["num_stages"]: row["ms"]
-        for row in load("gpu_sweep")["rows"]
-        if "ms" in row and "selected" not in row and row["case"] == "llama3-8b-8192-b8-t25" and row["page_size"] == 16
-        if (row["config"]["block_n"], row["config"]["nodes_n"], row["config"]["direct_n"]) == (128, 32, 64)
-    }
-    (xqa,) = (
-        row["peers_ms"]["xqa"] for row in load("gpu_attention")["rows"][1:] if (row["batch"], row["tree"]) == (8, 25)
-    )
+    """25 nodes with two and with three stages, pages of 16, and the share of copying."""
+    measured = {(row["batch"], row["tree"]): row for row in load("gpu_attention")["rows"][1:]}
+
+    def times(case: str, selected: bool) -> dict[int, float]:
+        """Milliseconds by stages."""
+        return {
+            row["config"]["num_stages"]: row["ms"]
+            for row in load("gpu_sweep")["rows"]
+            if "ms" in row and ("selected" in row) == selected and (row["case"], row["page_size"]) == (case, 16)
+            if (row["config"]["block_n"], row["config"]["nodes_n"], row["config"]["direct_n"]) == (128, 32, 64)
+        }
+
+    def share(row: Row, ms: float) -> str:
+        return f"{row['floor_fraction'] * row['ms'] / ms:.2f}"
+
+    eight, one = times("llama3-8b-8192-b8-t25", False), times("llama3-8b-8192-b1-t25", True)
     return {
-        "gpu.two": f"{1e3 * times[2]:.0f}",
-        "gpu.three": f"{1e3 * times[3]:.0f}",
-        "gpu.three_share": f"{read / times[3]:.2f}",
-        "gpu.three_vs_xqa": f"{xqa / times[3]:.1f}",
-        "gpu.alone_share": f"{_share_alone():.2f}",
+        "gpu.two": f"{1e3 * eight[2]:.0f}",
+        "gpu.three": f"{1e3 * eight[3]:.0f}",
+        "gpu.three_share": share(measured[8, 25], eight[3]),
+        "gpu.three_vs_xqa": f"{measured[8, 25]['peers_ms']['xqa'] / eight[3]:.1f}",
+        "gpu.alone_share": share(measured[1, 25], one[3]),
     }
-
-
-def _share_alone() -> float:
-    """The share of copying of 25 nodes of one sequence with three stages."""
-    rows = [row for row in load("gpu_attention")["rows"][1:] if (row["batch"], row["tree"]) == (1, 25)]
-    times = [
-        row["ms"]
-        for row in load("gpu_sweep")["rows"]
-        if "selected" in row and row["case"] == "llama3-8b-8192-b1-t25" and row["page_size"] == 16
-        if (row["config"]["block_n"], row["config"]["num_stages"], row["config"]["direct_n"]) == (128, 3, 64)
-    ]
-    return float(rows[0]["floor_fraction"] * rows[0]["ms"] / times[0])
 
 
 #: Parts of :func:`gpu_step` and pieces of their kernels' names.

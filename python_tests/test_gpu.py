@@ -135,7 +135,7 @@ def test_linear_layers(dtype: torch.dtype, inputs: int, rows: int) -> None:
 
     torch.manual_seed(0)
     x = torch.randn(rows, inputs, dtype=dtype, device="cuda")
-    for sizes in ((700, 130, 64), (9000, 1024, 640)):
+    for sizes in ((700, 130, 64), (9000, 1024, 640), (1, 1, 2)):
         weights = [torch.randn(size, inputs, dtype=dtype, device="cuda") for size in sizes]
         for biases in ([None] * 3, [torch.randn(size, dtype=dtype, device="cuda") for size in sizes]):
             for weight, bias, found in zip(weights, biases, triton.linears(x, weights, biases), strict=True):
@@ -166,11 +166,12 @@ def test_gated_mlp(activation: str, rows: int) -> None:
         assert float(error) <= 3 * torch.finfo(dtype).eps
 
 
-def test_rotary_pair() -> None:
+@pytest.mark.parametrize("heads", [(32, 8), (1, 4), (4, 1), (1, 1)], ids=str)
+def test_rotary_pair(heads: tuple[int, int]) -> None:
     """The bits of two calls."""
     from specmemo_kernels.backends import triton
 
-    x, y = (torch.randn(25, heads, 128, dtype=torch.bfloat16, device="cuda") for heads in (32, 8))
+    x, y = (torch.randn(25, count, 128, dtype=torch.bfloat16, device="cuda") for count in heads)
     cos, sin = torch.randn(2, 25, 128, dtype=torch.bfloat16, device="cuda")
     found = triton.rotary_pair(x, y, cos, sin)
     assert torch.equal(found[0], triton.rotary(x, cos, sin))

@@ -109,6 +109,25 @@ def test_requests_of_all_kinds(drafter: str, replays: list[int]) -> None:
     assert replays[0] > 10
 
 
+def test_scratch_that_grows_between_sampled_calls(replays: list[int]) -> None:
+    """The hidden states of the nodes get room with it."""
+    model = tiny_model("llama")
+    requests = [sk.Request([4, 5, 6 + i], 12, [], sk.Sampling(seed=i)) for i in range(2)]
+    with sk.patch(model, random_heads(model), tree=4, graph=False, max_batch_size=2):
+        expected = [completion.tokens for completion in sk.generate_batch(model, requests)]
+    with sk.patch(model, random_heads(model), tree=4, graph=True, max_batch_size=2) as handle:
+        handle._pools.get([40, 40], admitting=True)
+        pool = handle.pool
+        assert pool is not None
+        pool.resize_scratch(4)
+        sk.generate_batch(model, requests[:1])
+        assert handle.pool is pool
+        pool.resize_scratch(8)
+        assert [completion.tokens for completion in sk.generate_batch(model, requests)] == expected
+        assert handle.pool is pool
+    assert replays[0] > 4
+
+
 def test_unread_results_are_not_computed() -> None:
     """Nor what only they read; writes are."""
     x, out = torch.randn(3), torch.zeros(3)

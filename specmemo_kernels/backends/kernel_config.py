@@ -327,7 +327,7 @@ def lm_head_config(target: str, rows: int, dtype: torch.dtype) -> KernelConfig:
 def linear_config(target: str, rows: int, dtype: torch.dtype, alone: bool, gated: bool = False) -> KernelConfig | None:
     """Block sizes of linear layers for ``rows`` rows in one block; ``None``: torch's product.
 
-    Only where they were measured to be faster: on an H200, in 16 bits (``bench_ops.py --op linear --device cuda``).
+    Only where they were measured to be faster: on an H200, in bfloat16 (``bench/results/gpu_linear.json``).
 
     Args:
         alone: a multiprocessor has one program, which may use all of its shared memory.

@@ -15,7 +15,7 @@ import torch
 
 from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting.base import AnyDrafter, FeatureDrafter, PagedDrafter, StatefulDrafter
-from specmemo_kernels.engine.overlap import OverlappedSteps, slots_ahead
+from specmemo_kernels.engine.overlap import OverlappedSteps, RecordedPass, slots_ahead
 from specmemo_kernels.engine.scores import TokenScore
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.stats import DecodeStats
@@ -187,12 +187,13 @@ class SpecDecoder:
             tree = self.step_tree()
             behind = self.behind(tree)
             trees, drafting = self._propose(tree)
-            recorded = None if self.overlapped is None else self.overlapped.recorded_pass(self, trees)
-            timed = recorded is None or recorded.timed
-            timing = _StepTiming(started, drafting, behind, timed)
-            self._ended += self._forward(trees, timing, None if recorded is None else recorded.output)
-            if recorded is None and self.overlapped is not None and reason is not None:
-                self.stats.eager_reasons[reason] = self.stats.eager_reasons.get(reason, 0) + 1
+            recorded = RecordedPass(None)
+            if self.overlapped is not None and reason is not None:
+                recorded = self.overlapped.recorded_pass(self, trees, reason)
+            timing = _StepTiming(started, drafting, behind, recorded.timed)
+            self._ended += self._forward(trees, timing, recorded.output)
+            if recorded.reason:
+                self.stats.eager_reasons[recorded.reason] = self.stats.eager_reasons.get(recorded.reason, 0) + 1
         elif self.prefilling:
             self._ended += self._forward(None)
         ended, self._ended = self._ended, []

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 #: Most steps in flight, by type of device: on a CPU nothing runs beside the host.
 IN_FLIGHT = {"cuda": 2, "cpu": 1}
+#: Why a step isn't launched whose pass alone is captured.
+HOST_VERIFIES = "sampling or logits processors run on the host"
 
 
 def slots_ahead(tree: Trees, in_flight: int) -> int:
@@ -60,10 +62,12 @@ class _Flight:
 
 
 class RecordedPass(NamedTuple):
-    """The output of a captured pass; ``timed``: it ran neither before nor with its capture."""
+    """The output of a captured pass, or ``None`` and the reason; ``timed``: no capture was made or tried, and the pass
+    was like later ones."""
 
-    output: TargetOutput
-    timed: bool
+    output: TargetOutput | None
+    reason: str = ""
+    timed: bool = True
 
 
 class OverlappedSteps:
@@ -93,7 +97,7 @@ class OverlappedSteps:
         if (reason := self._no_steps(decoder)) is not None:
             return reason
         if not decoder.verifier.is_greedy(decoder.sequences):
-            return "sampling or logits processors run on the host"
+            return HOST_VERIFIES
         if self._flights and self._flights[-1].sequences != decoder.sequences:
             return "the set of sequences has changed"
         if all(sequence.remaining <= len(self._flights) for sequence in decoder.sequences):
@@ -106,22 +110,22 @@ class OverlappedSteps:
             return "too few pages are free"
         return None
 
-    def recorded_pass(self, decoder: SpecDecoder, trees: TreeBatch) -> RecordedPass | None:
-        """The captured pass over ``trees`` for a step that the host verifies; ``None``: the decoder must run it.
-
-        Trees of last steps, which are truncated to the remaining tokens, would come in too many sizes.
+    def recorded_pass(self, decoder: SpecDecoder, trees: TreeBatch, reason: str) -> RecordedPass:
+        """The captured pass over ``trees`` of a step that can't be launched for ``reason``, because the host verifies.
 
         Raises:
             CaptureFailed: the pass can't be captured, and ``must`` is true.
             Exception: of the target, or a failed allocation; the step can be retried.
         """
         tree = trees.tree
-        if decoder.verifier.is_greedy(decoder.sequences) or self._flights or self._no_steps(decoder):
-            return None
-        if not self.steps.target.reads_hidden or not isinstance(tree, DraftTree) or decoder.reader is not None:
-            return None
-        if decoder.step_tree() != decoder.next_tree():
-            return None
+        if reason != HOST_VERIFIES:
+            return RecordedPass(None, reason)
+        if not self.steps.target.reads_hidden:
+            return RecordedPass(None, f"{reason}, and the model computes logits outside of its lm_head")
+        if decoder.reader is not None or not isinstance(tree, DraftTree):
+            return RecordedPass(None, f"{reason}, and the drafter reads hidden states")
+        if decoder.step_tree() != decoder.next_tree():  # these trees come in many sizes
+            return RecordedPass(None, "the last trees of an answer are truncated")
         bound = self._length_bound(decoder)
         shape = StepShape(trees.num_trees, tree.size, tree.max_depth, 0, bound, verified=False)
         drafts = trees.tokens.view(trees.num_trees, -1)
@@ -132,10 +136,9 @@ class OverlappedSteps:
         except CaptureFailed:
             if self.must:
                 raise
-            return None
-        self.steps.trim()  # verification takes memory beside the hidden states
+            return RecordedPass(None, self.steps.failed, timed=False)
         decoder.stats.graph_steps += 1
-        return RecordedPass(TargetOutput(hidden if tree.max_depth else hidden.clone(), None), timed)
+        return RecordedPass(TargetOutput(hidden if tree.max_depth else hidden.clone(), None), "", timed)
 
     def _no_steps(self, decoder: SpecDecoder) -> str | None:
         """Why no pass of the decoder can be captured now."""

@@ -147,7 +147,7 @@ class StepCache:
     def clear(self) -> None:
         """Free all steps and graphs."""
         self._steps.clear()
-        self._capture = None
+        self._capture = self._nodes = None
 
     def trim(self) -> None:
         """Free what captured steps hold while nothing else runs; to be called before any other pass."""

@@ -148,7 +148,7 @@ class GenerationShape:
         draw: bytes to draw a token (:data:`DRAW_BYTES`), behind the pass.
         products: of quantised layers.
         draft: drafting by the number of sequences, for drafters with passes of their own.
-        state_bytes: state of a sequence between passes (its last hidden state).
+        state_bytes: hidden states of a sequence between passes: of its last step, its prompt and its previous chunk.
         mixer_state_bytes: states of a sequence in recurrent and convolution layers.
         mixers: verifying trees in such a layer, by the number of sequences. beside_mixers: what else a pass holds then,
             by its rows.
@@ -246,7 +246,7 @@ def fixed_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
         results = size.sequences * (8 * (2 * size.tree_size + 1) + 4)  # a row per sequence: tokens and nodes of a path
         parts["graphs"] = shape.kept_steps * (size.nodes * layout + results)
         parts["graphs"] += size.sequences * (shape.state_bytes + _SEQUENCE_BYTES)
-        parts["graphs"] += size.nodes * shape.state_bytes  # of a pass that the host verifies
+        parts["graphs"] += size.nodes * (shape.state_bytes // 3)  # hidden states of a pass that the host verifies
     if shape.graphs:
         splits = -(-size.nodes // shape.split_size) + 1 if shape.split_size else 0
         step = max(shape.forward.at(size.nodes) + shape.logits.at(size.nodes), shape.draft.at(size.sequences))

@@ -53,7 +53,7 @@ def rms_norm_kernel(
     tl.store(out_ptr + row * SIZE + column, wide * (weight + offset), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "more_heads"])  # 1 would be a constant, which the branch can't replace
 def rotary_kernel(
     out_ptr, x_ptr, stride_x, stride_head, heads, more_out_ptr, more_x_ptr, more_stride_x, more_stride_head, more_heads,
     cos_ptr, sin_ptr, stride_angle, HALF: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,

@@ -29,8 +29,9 @@ from specmemo_kernels.backends.triton.runtime import (
 
 Tensor = torch.Tensor
 
-#: Most outputs of a program: a matrix of 4096 rows has 128 programs, as many as large GPUs have multiprocessors.
-OUTPUTS = 32
+#: Most outputs of a program for a matrix in codes: 4096 rows have 128 programs, as many as large GPUs have
+#: multiprocessors.
+CODED_OUTPUT_BLOCK = 32
 
 
 #: Most linear layers of one kernel (query, key and value), and the outputs of its programs.
@@ -141,20 +142,21 @@ def load_inputs(row_ptr, valid, start, INPUTS: tl.constexpr, BLOCK_K: tl.constex
 
 @triton.jit
 def add_bias(acc, bias_ptr, n, inside, HAS_BIAS: tl.constexpr):
-    """``acc`` ``[BLOCK_N, BLOCK_M]`` with each output's bias, rounded to the bias's dtype."""
+    """``acc`` ``[BLOCK_N, BLOCK_M]`` plus each output's bias."""
     if HAS_BIAS:
         acc += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[:, None]
     return acc
 
 
-@triton.jit(do_not_specialize=["rows", "blocks", "more_blocks"])
+# A size of 1 would be specialised to a constant, which the branches can't replace.
+@triton.jit(do_not_specialize=["rows", "outputs", "outputs_1", "outputs_2", "blocks", "more_blocks"])
 def linear_kernel(
     out_ptr, out_1_ptr, out_2_ptr, x_ptr, weight_ptr, weight_1_ptr, weight_2_ptr, bias_ptr, bias_1_ptr, bias_2_ptr,
     stride_x, rows, outputs, outputs_1, outputs_2, blocks, more_blocks,
     INPUTS: tl.constexpr, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (output blocks of all matrices). Each matrix's ``x @ weight.T + bias`` of at most ``BLOCK_M`` rows.
+    """Grid: (output blocks of all matrices). ``x @ weight.T + bias`` of each matrix; x has at most ``BLOCK_M`` rows.
 
     The first ``blocks`` programs are the first matrix's, the next ``more_blocks`` the second's. Weights are the first
     operand, because Hopper's instructions have at least 64 rows, and the second one as few as 8 columns.
@@ -166,6 +168,8 @@ def linear_kernel(
     elif block >= blocks:
         out_ptr, weight_ptr, bias_ptr, outputs = out_1_ptr, weight_1_ptr, bias_1_ptr, outputs_1
         block -= blocks
+    if WHOLE:
+        outputs = tl.multiple_of(outputs, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     valid, inside = m < rows, n < outputs
@@ -239,7 +243,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None
     if out.numel() == 0:
         return out
     config = lm_head_config(target_of(x.device), rows, x.dtype)
-    block_n = min(config.block_n, OUTPUTS)
+    block_n = min(config.block_n, CODED_OUTPUT_BLOCK)
     coded_linear_kernel[(triton.cdiv(rows, config.block_m), triton.cdiv(outputs, block_n))](
         out, inputs, weight, scales, bias, inputs.stride(0), rows, outputs, INPUTS=inputs.shape[1],
         HAS_BIAS=bias is not None, GROUP=2 * weight.shape[1] // max(1, scales.shape[1]), BLOCK_M=config.block_m,
