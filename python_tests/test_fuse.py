@@ -22,7 +22,7 @@ import specmemo_kernels as sk
 from specmemo_kernels import ops
 from specmemo_kernels.backends import cpu
 from specmemo_kernels.integrations.hf.attention import LeafOperators, attention_call
-from specmemo_kernels.integrations.hf.fuse import FusedLeaves, Leaf, find_leaves
+from specmemo_kernels.integrations.hf.fuse import FusedLeaves, Leaf, _faster, find_leaves
 from specmemo_kernels.integrations.hf.probe import like_attention
 from specmemo_kernels.integrations.hf.target import run_packed
 
@@ -119,6 +119,19 @@ def test_gated_layers_by_other_names(packed: bool, bias: bool, activation: Any, 
     result = found.leaves[0].call(ops.kernels("cpu", x.device), x)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(result.double(), wide, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "own"),
+    [("sm_90", torch.bfloat16, True), ("sm_90", torch.float32, False), ("sm_80", torch.bfloat16, False),
+     ("gfx942", torch.float16, False)],
+    ids=str,
+)  # fmt: skip
+def test_linear_layers_of_gpus(target: str, dtype: torch.dtype, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where they have a kernel, else torch's product without a call in between."""
+    runtime = pytest.importorskip("specmemo_kernels.backends.triton.runtime")
+    monkeypatch.setattr(runtime, "target_of", lambda _: target)
+    assert ("linear" in _faster("triton", torch.device("cpu"), dtype)) == own
 
 
 def test_another_order_of_gate_and_up_is_left_alone() -> None:

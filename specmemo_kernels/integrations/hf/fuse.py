@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from specmemo_kernels import ops
+from specmemo_kernels.backends.kernel_config import linear_config
 from specmemo_kernels.integrations.hf.attention import (
     AttentionCall,
     LeafOperators,
@@ -31,8 +32,11 @@ Tensor = torch.Tensor
 #: A module's attribute: its dict, its key, and a weak reference to the value.
 Attached = tuple[dict[str, Any], str, Callable[[], Any]]
 
-#: Operators that are faster than the modules, by backend.
-_FASTER = {"cpu": ("linear", "gated_mlp", "grouped_linear", "rms_norm"), "triton": ("linear", "gated_mlp", "rms_norm")}
+#: Operators that are faster than the modules, by backend; on some GPUs linear layers too (:func:`_faster`).
+_FASTER = {
+    "cpu": frozenset(("linear", "gated_mlp", "grouped_linear", "rms_norm")),
+    "triton": frozenset(("gated_mlp", "rms_norm")),
+}
 FUSED_BACKENDS = tuple(_FASTER)
 #: Those that are faster for any number of rows: an expert's rows are a part of a pass's.
 _ALWAYS_FASTER = frozenset(("grouped_linear", "rms_norm"))
@@ -193,11 +197,12 @@ def find_leaves(model: Any, dtype: torch.dtype, backend: str, invariant: bool) -
     leaves: list[Leaf] = []
     inside: set[nn.Module] = set()
     matches: dict[Hashable, int | None] = {}
+    faster = _faster(backend, device, dtype)
     for name, module in model.named_modules():
         if module in inside or not _is_replaceable(module, dtype, device):
             continue
         for kind in leaf_kinds(module, invariant):
-            if kind.operator not in _FASTER[backend]:
+            if kind.operator not in faster:
                 continue
             scalars = {key: value for key, value in vars(module).items() if isinstance(value, _SCALARS)}
             sizes = tuple(parameter.shape for parameter in module.parameters())
@@ -219,6 +224,16 @@ def find_leaves(model: Any, dtype: torch.dtype, backend: str, invariant: bool) -
     limits = [rows for rows in few if rows is not None]
     max_rows = None if invariant or len(limits) < len(few) else min(limits, default=None)
     return FusedLeaves(leaves, backend, invariant, max_rows, workspace)
+
+
+def _faster(backend: str, device: torch.device, dtype: torch.dtype) -> frozenset[str]:
+    """The operators that are faster than the modules. Where ``linear`` is torch's own, calling it only takes time."""
+    if backend != "triton":
+        return _FASTER[backend]
+    from specmemo_kernels.backends.triton.runtime import target_of
+
+    own = linear_config(target_of(device), 1, dtype, alone=True) is not None
+    return _FASTER[backend] | ({"linear"} if own else set())
 
 
 def _is_replaceable(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:

@@ -154,10 +154,10 @@ def patch(
             logits processors only the pass is captured, not with drafters that read several layers' states (EAGLE) or
             logits that aren't the lm_head's. Other steps (prefill, too few pages, ...) run eagerly and are counted in
             ``stats.eager_reasons``.
-        fuse: compute linear layers, gated MLPs and RMS norms by our operators, which are faster for few rows
-            (``model.specmemo.fused`` lists the modules). Only inside speculative steps, and only modules of known
-            types whose results agree within rounding errors; modules with hooks, adapters or quantised weights are
-            left alone. ``False``: the model's own modules.
+        fuse: compute gated MLPs and RMS norms by our operators, on a CPU and in 16 bits on ``sm_90`` linear layers too;
+            they are faster for few rows. ``model.specmemo.fused`` lists the modules. Only inside speculative steps, and
+            only modules of known types whose results agree within rounding errors; modules with hooks, adapters or
+            quantised weights are left alone. ``False``: the model's own modules.
         invariant: compute each row with the same bits, whatever other rows are in the pass. In 16-bit dtypes too the
             tokens then don't depend on the drafter, the tree, the batch or the prefill chunk. They are those of steps
             with one node; ``generate`` of the unpatched model may decide near ties differently. On a CPU only.
