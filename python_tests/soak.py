@@ -91,6 +91,11 @@ def soak(
     return SoakReport(done, aborted, preempted, tokens, tuple(held))
 
 
+def _verified_by_the_host(rng: random.Random) -> dict[str, Any]:
+    """Of some requests: parameters that change no token, but are decided on the host."""
+    return rng.choice([{}, {}, {}, {"sampling": sk.Sampling(temperature=0.0)}, {"logprobs": 1}])
+
+
 def _round(
     model: Any,
     rng: random.Random,
@@ -116,7 +121,7 @@ def _round(
     longest = max(len(prompts[i]) + limit for i, limit, _ in wanted) + 24
     # The plan reduces the batch size if less than a quarter is left for pages. Slightly more makes pages scarce.
     budget = workspace + int(max(fixed + 1.3 * longest * slot, fixed * (1.35 + rng.random())))
-    requests = [sk.Request(prompts[i], limit, []) for i, limit, _ in wanted]
+    requests = [sk.Request(prompts[i], limit, [], **_verified_by_the_host(rng)) for i, limit, _ in wanted]
     with sk.patch(model, heads, memory_budget=budget, **options) as handle:
         with sk.stream_batch(model, requests) as run:
             for piece in run:
