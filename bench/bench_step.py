@@ -226,6 +226,8 @@ def main(
     """Measure, print a table and write JSON."""
     if llama_cpp and device != "cpu":
         raise typer.BadParameter(f"llama.cpp runs on the CPU here, got --device {device}")
+    if top_p < 1 and not temperature:
+        raise typer.BadParameter(f"--top-p is {top_p}, which needs --temperature above 0; greedy steps draw nothing")
     if llama_cpp and not all(importlib.util.find_spec(name) for name in ("llama_cpp", "gguf")):
         print("llama.cpp: llama_cpp or gguf isn't installed")
         llama_cpp = False

@@ -7,24 +7,15 @@ from typing import Any
 
 import torch
 from gpu_timing import copy_bandwidth, graph_seconds
-from linear_op import MODELS, check
-from shapes import SHAPES
+from linear_op import check, parts
 from torch.nn import functional
+
+from specmemo_kernels.backends.layers import gated_mlp
 
 Tensor = torch.Tensor
 Call = Callable[..., Any]
-
-
-def parts(model: str) -> dict[str, list[tuple[int, int]]]:
-    """``(outputs, inputs)`` of the matrices of each call in a layer."""
-    sizes = SHAPES[MODELS[model]]
-    hidden, middle, heads = sizes["hidden_size"], sizes["intermediate_size"], sizes["num_attention_heads"]
-    key_values = hidden // heads * sizes.get("num_key_value_heads", heads)
-    return {
-        "query, key, value": [(hidden, hidden), (key_values, hidden), (key_values, hidden)],
-        "output": [(hidden, hidden)],
-        "gated MLP": [(middle, hidden), (middle, hidden), (hidden, middle)],
-    }
+#: Arguments of ``gated_mlp`` behind the matrices: no biases, the activation, not invariant.
+_SILU: Any = (None, None, None, "silu", False)
 
 
 def calls(x: Tensor, part: str) -> tuple[Call, Call]:
@@ -32,17 +23,11 @@ def calls(x: Tensor, part: str) -> tuple[Call, Call]:
     from specmemo_kernels.backends import triton
 
     if part == "gated MLP":
-        ours: Call = lambda gate, up, down: triton.gated_mlp(x, gate, up, down, None, None, None, "silu", False)  # noqa: E731
-        peer: Call = lambda gate, up, down: _gated(x, gate, up, down)  # noqa: E731
-        return ours, peer
+        return lambda *weights: triton.gated_mlp(x, *weights, *_SILU), lambda *weights: gated_mlp(x, *weights, *_SILU)
     return (
         lambda *weights: triton.linears(x, weights, [None] * len(weights)),
         lambda *weights: [functional.linear(x, weight) for weight in weights],
     )
-
-
-def _gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    return functional.linear(functional.silu(functional.linear(x, gate)) * functional.linear(x, up), down)
 
 
 def check_part(x: Tensor, weights: tuple[Tensor, ...], part: str, result: Any) -> None:
@@ -55,7 +40,7 @@ def check_part(x: Tensor, weights: tuple[Tensor, ...], part: str, result: Any) -
         for weight, found in zip(weights, result, strict=True):
             check(x, weight, found)
         return
-    exact = _gated(x.double(), *(weight.double() for weight in weights))
+    exact = gated_mlp(x.double(), *(weight.double() for weight in weights), *_SILU)
     error = (result.double() - exact).norm() / exact.norm()
     assert float(error) <= 3 * torch.finfo(x.dtype).eps, f"gated MLP differs from float64 by {float(error):.1e}"
 

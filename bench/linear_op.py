@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,12 +18,21 @@ Tensor = torch.Tensor
 MODELS = {"125m": "125m", "1b": "1b", "llama2-7b": "vicuna-7b", "llama3-8b": "llama-3.1-8b"}
 
 
-def matrices(model: str) -> Counter[tuple[int, int]]:
-    """``(outputs, inputs)`` of a layer's linear layers, with their number."""
+def parts(model: str) -> dict[str, list[tuple[int, int]]]:
+    """``(outputs, inputs)`` of a layer's matrices, by the call that a step makes."""
     sizes = SHAPES[MODELS[model]]
     hidden, middle, heads = sizes["hidden_size"], sizes["intermediate_size"], sizes["num_attention_heads"]
     key_values = hidden // heads * sizes.get("num_key_value_heads", heads)
-    return Counter({(hidden, hidden): 2, (key_values, hidden): 2, (middle, hidden): 2, (hidden, middle): 1})
+    return {
+        "query, key, value": [(hidden, hidden), (key_values, hidden), (key_values, hidden)],
+        "output": [(hidden, hidden)],
+        "gated MLP": [(middle, hidden), (middle, hidden), (hidden, middle)],
+    }
+
+
+def matrices(model: str) -> Counter[tuple[int, int]]:
+    """``(outputs, inputs)`` of a layer's linear layers, with their number."""
+    return Counter(itertools.chain.from_iterable(parts(model).values()))
 
 
 def check(x: Tensor, weight: Tensor, result: Tensor) -> None:

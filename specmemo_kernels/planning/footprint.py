@@ -31,6 +31,8 @@ _TABLE_BYTES = 2 * 4
 _GRAPH_BYTES = (2 + 20 + 32) << 20
 #: Bytes per token of the vocabulary to draw from one row of logits: copies in float32, sorted values and their order.
 DRAW_BYTES = 32
+#: Hidden states that a sequence keeps: of its last step, of its prompt in prefill, and of the previous chunk.
+KEPT_STATES = 3
 #: All tensors of single elements.
 _SMALL_BYTES = 4096
 _SEQUENCE_BYTES = 128
@@ -148,7 +150,7 @@ class GenerationShape:
         draw: bytes to draw a token (:data:`DRAW_BYTES`), behind the pass.
         products: of quantised layers.
         draft: drafting by the number of sequences, for drafters with passes of their own.
-        state_bytes: hidden states of a sequence between passes: of its last step, its prompt and its previous chunk.
+        state_bytes: of the :data:`KEPT_STATES` hidden states of a sequence.
         mixer_state_bytes: states of a sequence in recurrent and convolution layers.
         mixers: verifying trees in such a layer, by the number of sequences. beside_mixers: what else a pass holds then,
             by its rows.
@@ -246,7 +248,9 @@ def fixed_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
         results = size.sequences * (8 * (2 * size.tree_size + 1) + 4)  # a row per sequence: tokens and nodes of a path
         parts["graphs"] = shape.kept_steps * (size.nodes * layout + results)
         parts["graphs"] += size.sequences * (shape.state_bytes + _SEQUENCE_BYTES)
-        parts["graphs"] += size.nodes * (shape.state_bytes // 3)  # hidden states of a pass that the host verifies
+        parts["graphs"] += size.nodes * (
+            shape.state_bytes // KEPT_STATES
+        )  # hidden states of a pass that the host verifies
     if shape.graphs:
         splits = -(-size.nodes // shape.split_size) + 1 if shape.split_size else 0
         step = max(shape.forward.at(size.nodes) + shape.logits.at(size.nodes), shape.draft.at(size.sequences))
@@ -372,6 +376,6 @@ def predicted_shape(
         forward=PassBytes(unpacked, heads.row_bytes(spec, target_row) if depth else target_row),
         draw=DRAW_BYTES * spec.vocab_size,
         draft=PassBytes(0, heads.sequence_bytes(spec, depth, nodes) if depth else 0),
-        state_bytes=3 * hidden_size * spec.dtype_bytes,
+        state_bytes=KEPT_STATES * hidden_size * spec.dtype_bytes,
         workspace_bytes=workspace_bytes,
     )

@@ -18,8 +18,8 @@ from specmemo_kernels.backends.triton.primitives import LOG2_E, matmul, tanh
 from specmemo_kernels.backends.triton.products import (
     OUTPUT_BLOCK,
     add_bias,
-    linears,
     load_inputs,
+    multiply,
     products_config,
     rows_of,
 )
@@ -225,7 +225,7 @@ def gated_mlp(
     """
     refuse_invariant(invariant)
     gates = _gated_rows(x, gate, up, gate_bias, up_bias, ACTIVATIONS[activation])
-    return linears(gates, [down], [down_bias])[0]
+    return multiply(gates, [down], [down_bias])[0]
 
 
 def _gated_rows(

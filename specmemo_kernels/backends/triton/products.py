@@ -32,8 +32,6 @@ Tensor = torch.Tensor
 #: Most outputs of a program for a matrix in codes: 4096 rows have 128 programs, as many as large GPUs have
 #: multiprocessors.
 CODED_OUTPUT_BLOCK = 32
-
-
 #: Most linear layers of one kernel (query, key and value), and the outputs of its programs.
 MATRICES, OUTPUT_BLOCK = 3, 64
 
@@ -198,6 +196,11 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
     Args:
         weights: ``[outputs, inputs]``. biases: one for each matrix, or only ``None``.
     """
+    return multiply(x, weights, biases)
+
+
+def multiply(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """:func:`linears` on the current device."""
     blocks = [triton.cdiv(weight.shape[0], OUTPUT_BLOCK) for weight in weights]
     config = products_config(x, sum(blocks))
     if config is None or not all(weight.is_contiguous() for weight in weights):
@@ -236,7 +239,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None
     """
     refuse_invariant(invariant)
     if scales is None:
-        return linears(x, [weight], [bias])[0]
+        return multiply(x, [weight], [bias])[0]
     inputs, outputs = x.reshape(-1, x.shape[-1]).contiguous(), weight.shape[0]
     rows = len(inputs)
     out = x.new_empty(*x.shape[:-1], outputs)

@@ -33,7 +33,7 @@ from specmemo_kernels.integrations.hf.target import ModelFacts
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.device_probe import kernel_target, profile_of
 from specmemo_kernels.planning.drafter_spec import CHAIN_ACCURACY, DrafterSpec, HeadsSpec
-from specmemo_kernels.planning.footprint import DRAW_BYTES, GenerationShape
+from specmemo_kernels.planning.footprint import DRAW_BYTES, KEPT_STATES, GenerationShape
 from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan, chunk_sizes, divide_budget, format_bytes
 from specmemo_kernels.planning.model_config import DTYPE_BYTES
 from specmemo_kernels.planning.model_spec import ModelSpec
@@ -226,8 +226,7 @@ def _generation_shape(setup: Setup, graphs: GraphUse, limits: PlanLimits) -> Gen
         logits=logits,
         draw=DRAW_BYTES * facts.vocab_size,
         products=products,
-        # Hidden states: of the last steps, of the prompts in prefill, and of the previous chunk.
-        state_bytes=3 * max(state_size, facts.hidden_size) * facts.dtype.itemsize,
+        state_bytes=KEPT_STATES * max(state_size, facts.hidden_size) * facts.dtype.itemsize,
         split_size=min(size for size, _ in splits),
         split_row_bytes=max(row for _, row in splits),
         drafter_kv_bytes_per_token=drafter.kv_bytes_per_token if isinstance(drafter, PagedDrafter) else 0,
