@@ -3,9 +3,9 @@
     python bench/bench_step.py --shape 125m,bundled --dtype bf16,fp32 --tree 8 --context 1024 --json out.json
     python bench/bench_step.py --shape vicuna-7b --dtype bf16 --tree 25 --device cuda
 
-The step is the patched model's own loop (draft, forward, verify, commit) at batch 1. The products have the same weights
-and rows, in sequence: seven per layer and the lm_head over all nodes, the heads' blocks and the lm_head over one row
-per head. All take turns, and each reads all weights, so none finds them in a cache. Columns:
+The step is the patched model's own loop (draft, forward, verify, commit). The products have the same weights and rows,
+in sequence: seven per layer and the lm_head over all nodes, the heads' blocks and the lm_head over one row per head and
+sequence. All take turns, and each reads all weights, so none finds them in a cache. Columns:
 
 - ``torch_products_ms``: torch's linears, on a GPU in a graph. ``ratio``: the median step over their median.
 - On a GPU ``ahead_ms``: a step that runs ahead of the host. ``floor_ms``: reading the products' weights at the speed of
@@ -25,7 +25,7 @@ import importlib.util
 import itertools
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -53,27 +53,36 @@ PROFILED = 12
 AHEAD = 8
 
 
-def random_prompt(model: Any, tokens: int) -> list[int]:
-    generator = torch.Generator().manual_seed(0)
+def random_prompt(model: Any, tokens: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
     prompt: list[int] = torch.randint(model.config.vocab_size, (tokens,), generator=generator).tolist()
     return prompt
 
 
 class Steps:
-    """Decode steps of one sequence, one per call; the sequence starts again after ``span`` tokens."""
+    """Decode steps of ``batch`` sequences, one per call; they start again after ``span`` tokens."""
 
-    def __init__(self, model: Any, context: int, span: int, sampling: sk.Sampling | None = None) -> None:
-        self._request = sk.Request(random_prompt(model, context), span, [], sampling)
+    def __init__(
+        self, model: Any, context: int, span: int, sampling: sk.Sampling | None = None, batch: int = 1
+    ) -> None:
+        seeded = [None if sampling is None else sampling.with_seed(i) for i in range(batch)]
+        self._requests = [sk.Request(random_prompt(model, context, i), span, [], seeded[i]) for i in range(batch)]
         self._model = model
-        self._pieces: Iterator[sk.Piece] = iter(())
+        self._run: sk.BatchRun | None = None
 
-    def __call__(self) -> sk.Piece:
-        piece = next(self._pieces, None)
-        if piece is None or piece.finished:
-            self._pieces = iter(sk.stream_batch(self._model, [self._request]))
-            next(self._pieces)  # the prompt
-            piece = next(self._pieces)
-        return piece
+    def __call__(self) -> list[sk.Piece]:
+        if self._run is None:
+            self._run = sk.stream_batch(self._model, self._requests)
+            self._next(self._run)  # the prompts
+        return self._next(self._run)
+
+    def _next(self, run: sk.BatchRun) -> list[sk.Piece]:
+        """A piece of each sequence."""
+        pieces = [next(run) for _ in self._requests]
+        if any(piece.finished for piece in pieces):
+            run.close()
+            self._run = None
+        return pieces
 
 
 @dataclass(frozen=True)
@@ -83,19 +92,19 @@ class Products:
     jobs: list[tuple[torch.Tensor, int]]
 
     @classmethod
-    def of_step(cls, model: Any, heads: sk.MedusaHeads, depth: int, nodes: int) -> Products:
-        """Over a tree of ``nodes`` nodes and this ``depth``."""
+    def of_step(cls, model: Any, heads: sk.MedusaHeads, depth: int, nodes: int, batch: int) -> Products:
+        """Over ``batch`` trees of ``nodes`` nodes and this ``depth``."""
         lm_head = model.get_output_embeddings().weight
         jobs: list[tuple[torch.Tensor, int]] = []
         for layer in model.model.layers:
-            jobs += [(m.weight, nodes) for m in layer.modules() if isinstance(m, nn.Linear)]
-        jobs.append((lm_head, nodes))
+            jobs += [(m.weight, batch * nodes) for m in layer.modules() if isinstance(m, nn.Linear)]
+        jobs.append((lm_head, batch * nodes))
         for head in range(depth):
-            jobs += [(heads.linear(head, layer).weight, 1) for layer in range(heads.num_layers)]
+            jobs += [(heads.linear(head, layer).weight, batch) for layer in range(heads.num_layers)]
             if heads.own_lm_head:
-                jobs.append((heads.lm_head_weight(head, lm_head), 1))
+                jobs.append((heads.lm_head_weight(head, lm_head), batch))
         if depth and not heads.own_lm_head:
-            jobs.append((lm_head, depth))
+            jobs.append((lm_head, batch * depth))
         return cls(jobs)
 
     @property
@@ -156,17 +165,17 @@ def llama_cpp_pass(model: Any, context: int, rows: int) -> Callable[[], None]:
 
 def measure(
     shape: str, dtype: str, tree: int | None, context: int, own: bool, seconds: float, device: str, graph: bool | None,
-    llama_cpp: bool, sampling: sk.Sampling | None,
+    llama_cpp: bool, sampling: sk.Sampling | None, batch: int,
 ) -> Row:  # fmt: skip
     """One row: the step of this shape, its products, and its parts."""
     model, heads = load(shape, DTYPES[dtype], device, own)
     context = min(context, model.config.max_position_embeddings // 2)
-    with sk.patch(model, heads, tree=tree, max_batch_size=1, graph=graph) as handle:
+    with sk.patch(model, heads, tree=tree, max_batch_size=batch, graph=graph) as handle:
         plan, depth = handle.plan, handle.plan.tree.max_depth
-        step = Steps(model, context, span=128, sampling=sampling)
+        step = Steps(model, context, span=128, sampling=sampling, batch=batch)
         for _ in range(HostCapture.after + 2):  # on a CPU a step is recorded in its ninth run, on a GPU in its second
             step()
-        products = Products.of_step(model, heads, depth, plan.tree.size)
+        products = Products.of_step(model, heads, depth, plan.tree.size, batch)
         jobs: dict[str, Callable[[], object]] = {"step": synchronised(step, device)}
         if device == "cuda" and sampling is None:  # steps that run ahead of the host
             jobs["ahead"] = synchronised(lambda: [step() for _ in range(AHEAD)], device)
@@ -185,9 +194,10 @@ def measure(
             floor = products.nbytes / copy_bandwidth()
         parts = breakdown(step, PROFILED, torch.device(device))
         return {
-            "shape": shape, "dtype": dtype, "context": context, "nodes": plan.tree.size, "depth": depth,
+            "shape": shape, "dtype": dtype, "context": context, "batch": batch, "nodes": plan.tree.size, "depth": depth,
             "heads": "own lm_head" if heads.own_lm_head else "shared lm_head", "graph": handle.stats.graph_steps > 0,
             "temperature": 0.0 if sampling is None else sampling.temperature,
+            "top_p": 1.0 if sampling is None else sampling.top_p,
             "step_ms": times["step"] * 1e3, "torch_products_ms": times["torch"] * 1e3,
             "ratio": times["step"] / times["torch"],
         } | _device_columns(times, floor) | {"parts_ms": parts}  # fmt: skip
@@ -213,7 +223,8 @@ def main(
     shape: Annotated[str, typer.Option(help="of " + ", ".join((BUNDLED, *SHAPES)))] = "125m",
     dtype: Annotated[str, typer.Option(help="of " + ", ".join(DTYPES))] = "bf16,fp32",
     tree: Annotated[str, typer.Option(help="nodes, or 'plan': patch chooses the tree")] = "plan,8",
-    context: Annotated[int, typer.Option(help="tokens of the prompt")] = 1024,
+    context: Annotated[int, typer.Option(help="tokens of a prompt")] = 1024,
+    batch: Annotated[int, typer.Option(help="sequences", min=1)] = 1,
     own: Annotated[bool, typer.Option("--own-lm-head", help="heads with a vocabulary matrix each")] = False,
     seconds: Annotated[float, typer.Option(help="for each row")] = 6.0,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
@@ -226,6 +237,8 @@ def main(
     """Measure, print a table and write JSON."""
     if llama_cpp and device != "cpu":
         raise typer.BadParameter(f"llama.cpp runs on the CPU here, got --device {device}")
+    if llama_cpp and batch > 1:
+        raise typer.BadParameter(f"llama.cpp's pass is over one sequence, got --batch {batch}")
     if top_p < 1 and not temperature:
         raise typer.BadParameter(f"--top-p is {top_p}, which needs --temperature above 0; greedy steps draw nothing")
     if llama_cpp and not all(importlib.util.find_spec(name) for name in ("llama_cpp", "gguf")):
@@ -235,11 +248,11 @@ def main(
     for name, kind, size in itertools.product(shape.split(","), dtype.split(","), tree.split(",")):
         nodes = None if size == "plan" else int(size)
         sampling = sk.Sampling(temperature, top_p=top_p) if temperature else None
-        rows.append(measure(name, kind, nodes, context, own, seconds, device, graph, llama_cpp, sampling))
+        rows.append(measure(name, kind, nodes, context, own, seconds, device, graph, llama_cpp, sampling, batch))
         print(json.dumps(rows[-1]), flush=True)
     times = [{name: cell for name, cell in row.items() if name != "parts_ms"} for row in rows]
     print_rows(times, title="a step and its products")
-    setup = ("shape", "dtype", "nodes")
+    setup = ("shape", "dtype", "batch", "nodes")
     print_rows([{name: row[name] for name in setup} | row["parts_ms"] for row in rows], title="ms by part")
     write_result(json_, {"rows": rows})
 

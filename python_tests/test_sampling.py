@@ -27,7 +27,8 @@ from specmemo_kernels.engine.scheduler import Scheduler, submit_all
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.verify import SampledVerifier
 from specmemo_kernels.forward.batch import tree_batch
-from specmemo_kernels.forward.target import TargetOutput
+from specmemo_kernels.forward.target import LOGIT_ROWS, TargetOutput
+from specmemo_kernels.planning.footprint import draw_bytes
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
 from specmemo_kernels.tree.draft_tree import DraftTree
 
@@ -74,6 +75,25 @@ def biased(row: Tensor, bias: dict[int, float]) -> Tensor:
     return row + torch.tensor([bias.get(token, 0.0) for token in range(len(row))])
 
 
+@settings(max_examples=examples(100), deadline=None)
+@given(
+    logits=st.lists(st.sampled_from([-math.inf, -2.0, -0.0, 0.0, 0.5, 3.0]), min_size=1, max_size=40),
+    top_p=st.floats(1e-6, 1, exclude_max=True),
+)
+def test_top_p_of_equal_scores(logits: list[float], top_p: float) -> None:
+    """The worst tokens, the first of equal ones, are left out as long as their sum is at most ``1 - top_p``."""
+    row = torch.tensor([*logits, 1.0])
+    left_out = torch.zeros(len(row), dtype=torch.bool)
+    p = row.softmax(0).double()
+    order = sorted(range(len(row)), key=lambda token: (float(row[token]), token))
+    for count in range(1, len(order)):
+        below = float(p[order[:count]].sum())
+        if abs(below - (1 - top_p)) < 1e-6:
+            return  # rounding decides
+        left_out[order[count - 1]] = below < 1 - top_p
+    assert torch.equal(Sampling(top_p=top_p).probabilities(row) == 0, left_out | row.isneginf())
+
+
 def test_penalties_of_presence_and_frequency() -> None:
     """OpenAI's formula: ``logit - count * frequency - (count > 0) * presence``, over the answer only."""
     logits = torch.tensor([1.0, 2.0, 3.0, 4.0])
@@ -94,21 +114,31 @@ class TableTarget:
     device = torch.device("cpu")
 
     def __init__(self, table: Tensor) -> None:
-        self.table, self.vocab_size, self.asked = table, table.shape[1], Counter[int]()
+        self.table, self.vocab_size = table, table.shape[1]
+        self.products: list[list[int]] = []  # the rows of each
 
     def argmax(self, output: TargetOutput) -> Tensor:
         return self.table.argmax(1)
 
-    def row_logits(self, output: TargetOutput, row: int) -> Tensor:
-        self.asked[row] += 1
-        return self.table[row].clone()
+    def row_logits(self, output: TargetOutput, rows: list[int]) -> Tensor:
+        self.products.append(rows)
+        return self.table[rows]
+
+
+def verify_all(
+    target: TableTarget, tree: DraftTree, drafts: Sequence[Sequence[int]], states: Sequence[SequenceState]
+) -> list[list[int]]:
+    """The tokens that one step emits for each sequence."""
+    rows = len(states)
+    lengths, pages = torch.full((rows,), 4, dtype=torch.int32), torch.zeros(rows, 9).int()
+    batch = tree_batch(tree, torch.tensor(drafts), lengths, pages, 4)
+    output = TargetOutput(torch.arange(rows * tree.size)[:, None].float(), None)
+    return SampledVerifier(target, "reference")(batch, states, output).emitted
 
 
 def verify(target: TableTarget, tree: DraftTree, drafts: Sequence[int], state: SequenceState) -> list[int]:
     """The tokens that one step over one sequence emits."""
-    batch = tree_batch(tree, torch.tensor([drafts]), torch.tensor([4], dtype=torch.int32), torch.zeros(1, 9).int(), 4)
-    verifier = SampledVerifier(target, "reference")
-    return verifier(batch, [state], TargetOutput(torch.arange(tree.size)[:, None].float(), None)).emitted[0]
+    return verify_all(target, tree, [drafts], [state])[0]
 
 
 TREE = DraftTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0]])
@@ -248,9 +278,9 @@ def test_drafts_are_accepted_when_sampling() -> None:
     assert spec.stats.tokens_per_step > 1.3
 
 
-def test_one_row_of_logits_at_a_time() -> None:
-    """The walk allocates no ``[nodes, vocabulary]`` tensor, and computes only the rows of its path."""
-    vocab, tree = 20_000, DraftTree.chain(31)
+def test_few_rows_of_logits_at_a_time() -> None:
+    """The walk allocates no ``[nodes, vocabulary]`` tensor, and computes the rows of its path in whole products."""
+    vocab, tree = 20_000, DraftTree.chain(63)
     table = torch.zeros(tree.size, vocab)
     drafts = list(range(tree.size))
     table[torch.arange(8), torch.arange(1, 9)] = 40.0  # the first eight drafts are nearly certain
@@ -258,8 +288,36 @@ def test_one_row_of_logits_at_a_time() -> None:
     with MemoryTracker() as tracker:
         emitted = verify(target, tree, drafts, SequenceState([5], 99, sampling=Sampling(top_p=0.9)))
     assert emitted[:8] == drafts[1:9]
-    assert sum(target.asked.values()) == len(emitted) < 12
-    assert tracker.peak < 12 * vocab * 4 < tree.size * vocab * 4 / 2
+    assert len(emitted) == 9
+    assert target.products == [list(range(LOGIT_ROWS)), list(range(LOGIT_ROWS, 2 * LOGIT_ROWS))]
+    assert tracker.peak <= draw_bytes(vocab, 4) < tree.size * vocab * 4 / 3
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    tree=trees(),
+    kinds=st.lists(st.sampled_from(["greedy", "drawn", "typical", "scored"]), min_size=1, max_size=12),
+    seed=st.integers(0, 2**40),
+)
+def test_sequences_share_products(tree: DraftTree, kinds: list[str], seed: int) -> None:
+    """Each emits what it emits alone, and no more products are computed than the longest path has nodes."""
+    generator, vocab = torch.Generator().manual_seed(seed), 7
+    table = torch.randn(len(kinds) * tree.size, vocab, generator=generator) * 3
+    drafts = torch.randint(vocab, (len(kinds), tree.size), generator=generator).tolist()
+
+    def state(index: int) -> SequenceState:
+        typical = TypicalAcceptance(0.3, 0.6) if kinds[index] == "typical" else None
+        sampling = None if kinds[index] == "greedy" else Sampling(1.2, seed=seed + index, typical=typical)
+        return SequenceState([5], 99, sampling=sampling, logprobs=2 if kinds[index] == "scored" else None)
+
+    target = TableTarget(table)
+    emitted = verify_all(target, tree, drafts, [state(i) for i in range(len(kinds))])
+    parts = enumerate(table.split(tree.size))
+    assert emitted == [verify(TableTarget(part), tree, drafts[i], state(i)) for i, part in parts]
+    assert all(len(set(rows)) == len(rows) <= LOGIT_ROWS for rows in target.products)
+    drawn = [len(tokens) for kind, tokens in zip(kinds, emitted, strict=True) if kind in ("drawn", "scored")]
+    if "typical" not in kinds and len(kinds) <= LOGIT_ROWS:
+        assert len(target.products) <= max(drawn, default=0) * (1 + ("scored" in kinds))
 
 
 def best_typical(table: Tensor, sampling: Sampling, rule: TypicalAcceptance) -> tuple[int, set[tuple[int, ...]]]:

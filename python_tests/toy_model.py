@@ -80,8 +80,8 @@ class ToyTarget:
     def argmax(self, output: TargetOutput) -> Tensor:
         return ops.lm_head_argmax(output.hidden, self.lm_head, backend=self.backend)
 
-    def row_logits(self, output: TargetOutput, row: int) -> Tensor:
-        return output.hidden[row] @ self.lm_head.T
+    def row_logits(self, output: TargetOutput, rows: list[int]) -> Tensor:
+        return output.hidden[rows] @ self.lm_head.T
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """``[VOCAB]`` after ``tokens``: one pass over all of them with dense causal attention."""

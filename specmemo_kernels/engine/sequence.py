@@ -203,21 +203,23 @@ class SequenceState:
 
     @property
     def num_memoised(self) -> int:
-        """Number of chosen tokens behind the newest token (:meth:`memoised_token`)."""
+        """Number of chosen tokens behind the newest token (:meth:`memoise`)."""
         return max(0, self._memo_start + len(self._memo) - len(self.tokens))
 
-    def memoised_token(self, ahead: int, choose: Callable[[], int]) -> int:
-        """The token ``ahead`` places behind the next token: as chosen before, else from ``choose``.
+    def memoised(self, ahead: int) -> int | None:
+        """The memoised token ``ahead`` places behind the next token."""
+        return self._memo[len(self.tokens) + ahead - self._memo_start] if ahead < self.num_memoised else None
 
-        A step that fails after sampling is retried, perhaps with a smaller tree. Drawn or processed tokens are cached
-        until :meth:`take`, so that a retry neither draws again nor calls a processor twice.
+    def memoise(self, token: int) -> int:
+        """Keep the next chosen token until :meth:`take`, and return it.
+
+        A step that fails after sampling is retried, perhaps with a smaller tree. With the memo a retry neither draws
+        again nor calls a processor twice.
         """
         if not self.num_memoised:
             self._memo_start, self._memo, self._stops = len(self.tokens), [], {}
-        position = len(self.tokens) + ahead - self._memo_start
-        if position == len(self._memo):
-            self._memo.append(choose())
-        return self._memo[position]
+        self._memo.append(token)
+        return token
 
     def memoised_stop(self, ahead: Sequence[int]) -> bool:
         """Whether ``stop`` ends the sequence with these memoised tokens; it is called once for each token."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar, cast
 
 import torch
@@ -15,9 +16,10 @@ import torch
 from specmemo_kernels.arguments import wrong_type
 from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting.base import AnyDrafter, Drafter, DraftInput, DraftRows, FeatureDrafter
-from specmemo_kernels.engine.scores import TokenScore, token_score
+from specmemo_kernels.engine.scores import TokenScore
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.verify import DeviceVerdict, Verdict
+from specmemo_kernels.engine.walk import score_rows, walk_together
 from specmemo_kernels.forward.batch import (
     DraftedTrees,
     TreeBatch,
@@ -224,8 +226,8 @@ def _scored_rows(sequence: SequenceState, size: int, first_row: int) -> list[Sco
 
 def prompt_scores(target: TargetModel, chunk: Chunk, output: TargetOutput) -> list[TokenScore]:
     """The scores of ``chunk.scored``, whose rows ``output`` has."""
-    rows = enumerate(chunk.scored)
-    return [token_score(target.row_logits(output, i), row.token, row.sequence.logprobs or 0) for i, row in rows]
+    wanted = [(i, row.token, row.sequence.logprobs or 0) for i, row in enumerate(chunk.scored)]
+    return walk_together([score_rows(wanted)], partial(target.row_logits, output))[0]
 
 
 def _behind(tokens: list[int], start: int, size: int) -> list[int]:

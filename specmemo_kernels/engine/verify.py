@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -11,14 +11,22 @@ import torch
 
 from specmemo_kernels import ops
 from specmemo_kernels.engine.sampling import Sampling, TypicalAcceptance, draw
-from specmemo_kernels.engine.scores import TokenScore, token_score
+from specmemo_kernels.engine.scores import TokenScore
 from specmemo_kernels.engine.sequence import SequenceState
+from specmemo_kernels.engine.walk import (
+    HostTree,
+    Path,
+    Walk,
+    host_trees,
+    score_rows,
+    walk,
+    walk_alone,
+    walk_together,
+)
 from specmemo_kernels.forward.batch import TreeBatch
 from specmemo_kernels.forward.target import TargetModel, TargetOutput
 
 Tensor = torch.Tensor
-#: The accepted nodes, root first, and the target's token at each of them.
-Path = tuple[list[int], list[int]]
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,7 @@ class SampledVerifier:
     al., arXiv 2305.09781, section 4.3). Drawing a token from the target's distribution and following its child is
     equivalent: both accept the child of token x with probability p(x), and the other tokens keep their proportions. So
     one draw per emitted token suffices, and a seed gives the same tokens as without speculation. Logits are computed
-    for one row at a time, on the walked path only.
+    for the walked paths and what probably follows (:func:`specmemo_kernels.engine.walk.walk_together`).
     """
 
     def __init__(self, target: TargetModel, backend: str | None) -> None:
@@ -126,74 +134,27 @@ class SampledVerifier:
     def __call__(self, batch: TreeBatch, sequences: Sequence[SequenceState], output: TargetOutput) -> Verdict:
         if self.is_greedy(sequences):
             return self.greedy(batch, sequences, output)
+        trees = host_trees(batch)
+        paths: dict[int, Path] = {}
+        drawn: dict[int, Walk[Tensor, Path]] = {}
         best: list[int] = []
         if any(sequence.sampling is None for sequence in sequences):
             best = self.target.argmax(output).tolist()
-        bounds, parents, drafts = host_trees(batch)
-        paths: list[Path] = []
-        for row, sequence in enumerate(sequences):
-            first, part = bounds[row], slice(bounds[row], bounds[row + 1])
-            tree = parents[part], drafts[part]
+        for index, (sequence, tree) in enumerate(zip(sequences, trees, strict=True)):
             if sequence.sampling is None:
-                paths.append(walk(sequence, *tree, batch.max_depth, partial(_best_token, best[part])))
-                continue
-            logits = partial(self._logits, output, first)
-            if sequence.sampling.typical is not None:
-                paths.append(_typical(sequence, *tree, logits, sequence.sampling, sequence.sampling.typical))
+                paths[index] = walk_alone(walk(sequence, tree, batch.max_depth, _best_token), best.__getitem__)
+            elif sequence.sampling.typical is not None:
+                drawn[index] = _typical(sequence, tree, sequence.sampling, sequence.sampling.typical)
             else:
-                choose = partial(_draw_token, sequence, sequence.sampling, logits)
-                paths.append(walk(sequence, *tree, batch.max_depth, choose))
-        verdict = verdict_of(batch, paths)
-        if any(sequence.logprobs is not None for sequence in sequences):
-            scores = [self._scores(s, output, bounds[row], paths[row]) for row, s in enumerate(sequences)]
-            verdict = replace(verdict, scores=scores)
-        return verdict
-
-    def _scores(self, sequence: SequenceState, output: TargetOutput, first: int, path: Path) -> list[TokenScore]:
-        """Of the tokens behind the nodes of a path; ``first`` is the first row of its sequence."""
-        if sequence.logprobs is None:
-            return []
-        pairs = zip(*path, strict=True)
-        return [token_score(self._logits(output, first, node), token, sequence.logprobs) for node, token in pairs]
-
-    def _logits(self, output: TargetOutput, first: int, node: int) -> Tensor:
-        """``[V]``, the logits of a node; ``first`` is the first row of its sequence."""
-        return self.target.row_logits(output, first + node)
-
-
-def host_trees(batch: TreeBatch) -> tuple[list[int], list[int], list[int]]:
-    """``qo_indptr``, ``parents`` and tokens of a batch of trees, on the host."""
-    assert batch.parents is not None, "a prefill chunk has no tree to verify"
-    return batch.qo_indptr.tolist(), batch.parents.tolist(), batch.tokens.tolist()
-
-
-def walk(
-    sequence: SequenceState,
-    parents: list[int],
-    drafts: list[int],
-    max_depth: int,
-    choose: Callable[[int, list[int]], int],
-) -> Path:
-    """Follow, from the root, the children that hold the target's tokens.
-
-    Args:
-        choose: the target's token at a node, given the step's tokens before it; called once per emitted token, in order
-            (see :meth:`SequenceState.memoised_token`).
-    """
-    path: list[int] = [0]
-    tokens: list[int] = []
-    while True:
-        token = sequence.memoised_token(len(tokens), partial(choose, path[-1], tokens))
-        tokens.append(token)
-        # Finished: the token couldn't be drawn. `stop` is called before the next draw, which changes the random state.
-        stopped = sequence.finished or sequence.memoised_stop(tokens)
-        if stopped or token in sequence.eos_token_ids or len(tokens) >= sequence.remaining or len(path) > max_depth:
-            return path, tokens
-        children = range(path[-1] + 1, len(parents))
-        child = next((c for c in children if parents[c] == path[-1] and drafts[c] == token), None)
-        if child is None:
-            return path, tokens
-        path.append(child)
+                choose = partial(_draw_token, sequence, sequence.sampling)
+                drawn[index] = walk(sequence, tree, batch.max_depth, choose)
+        logits = partial(self.target.row_logits, output)
+        paths.update(zip(drawn, walk_together(list(drawn.values()), logits), strict=True))
+        verdict = verdict_of(batch, [paths[index] for index in range(len(trees))])
+        if all(sequence.logprobs is None for sequence in sequences):
+            return verdict
+        scores = [_score(s, tree, paths[index]) for index, (s, tree) in enumerate(zip(sequences, trees, strict=True))]
+        return replace(verdict, scores=walk_together(scores, logits))
 
 
 def verdict_of(batch: TreeBatch, paths: Sequence[Path]) -> Verdict:
@@ -209,19 +170,24 @@ def verdict_of(batch: TreeBatch, paths: Sequence[Path]) -> Verdict:
     return Verdict(index.to(device), length, emitted.to(device), texts, nodes)
 
 
-def _best_token(best: list[int], node: int, _: list[int]) -> int:
-    return best[node]
+def _score(sequence: SequenceState, tree: HostTree, path: Path) -> Walk[Tensor, list[TokenScore]]:
+    """The scores of a path's tokens, if the sequence wants them."""
+    top = sequence.logprobs
+    steps = zip(*path, strict=True) if top is not None else ()
+    return score_rows([(tree.first_row + node, token, top or 0) for node, token in steps])
 
 
-def _nothing_to_choose(node: int, tokens: list[int]) -> int:
-    raise AssertionError(f"token {len(tokens)} of the step, at node {node}, should have been memoised")
+def _best_token(best: int, _: list[int]) -> int:
+    return best
 
 
-def _draw_token(
-    sequence: SequenceState, sampling: Sampling, logits: Callable[[int], Tensor], node: int, ahead: list[int]
-) -> int:
+def _nothing_to_choose(_: Tensor, tokens: list[int]) -> int:
+    raise AssertionError(f"token {len(tokens)} of the step should have been memoised")
+
+
+def _draw_token(sequence: SequenceState, sampling: Sampling, logits: Tensor, ahead: list[int]) -> int:
     tokens = [*sequence.tokens, *ahead] if sampling.penalises else ()
-    return _drawn(sequence, sampling, sampling.probabilities(logits(node), tokens, len(sequence.prompt)))
+    return _drawn(sequence, sampling, sampling.probabilities(logits, tokens, len(sequence.prompt)))
 
 
 def _drawn(sequence: SequenceState, sampling: Sampling, probabilities: Tensor) -> int:
@@ -238,37 +204,28 @@ def _drawn(sequence: SequenceState, sampling: Sampling, probabilities: Tensor) -
 
 
 def _typical(
-    sequence: SequenceState,
-    parents: list[int],
-    drafts: list[int],
-    logits: Callable[[int], Tensor],
-    sampling: Sampling,
-    rule: TypicalAcceptance,
-) -> Path:
+    sequence: SequenceState, tree: HostTree, sampling: Sampling, rule: TypicalAcceptance
+) -> Walk[Tensor, Path]:
     """The longest path of typical candidates (ties: the likeliest); the token behind it is drawn."""
     if sequence.num_memoised:
-        return walk(sequence, parents, drafts, sequence.num_memoised - 1, _nothing_to_choose)
+        return (yield from walk(sequence, tree, sequence.num_memoised - 1, _nothing_to_choose))
     log_chance = {0: 0.0}
     depth = {0: 0}
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(parents):
-        if node and drafts[node] >= 0:
-            children.setdefault(parent, []).append(node)
-    for node in range(len(parents)):  # parents come before children, so each row of logits is computed once
-        if node not in log_chance or node not in children:
+    for node in range(len(tree.parents)):  # parents come before children, so each row of logits is read once
+        if node not in log_chance or node not in tree.children:
             continue
-        probabilities = (logits(node).float() / sampling.temperature).softmax(0)
+        probabilities = ((yield tree.rows(node)).float() / sampling.temperature).softmax(0)
         threshold = rule.threshold(probabilities)
-        for child in children[node]:
-            chance = float(probabilities[drafts[child]])
+        for child in tree.children[node]:
+            chance = float(probabilities[tree.tokens[child]])
             if chance > threshold:
                 log_chance[child] = log_chance[node] + float(torch.tensor(chance).log())
                 depth[child] = depth[node] + 1
     last = max(log_chance, key=lambda node: (depth[node], log_chance[node], -node))
     path = [last]
     while path[-1]:
-        path.append(parents[path[-1]])
+        path.append(tree.parents[path[-1]])
     path.reverse()
-    bonus = _drawn(sequence, sampling, sampling.probabilities(logits(last)))
-    tokens = [*(drafts[node] for node in path[1:]), bonus]
-    return path, [sequence.memoised_token(ahead, partial(int, token)) for ahead, token in enumerate(tokens)]
+    bonus = _drawn(sequence, sampling, sampling.probabilities((yield tree.rows(last))))
+    tokens = [*(tree.tokens[node] for node in path[1:]), bonus]
+    return path, [sequence.memoise(token) for token in tokens]

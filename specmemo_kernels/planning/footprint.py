@@ -15,6 +15,7 @@ import torch
 
 from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.forward.batch import CACHED_LAYOUTS
+from specmemo_kernels.forward.target import LOGIT_ROWS
 from specmemo_kernels.planning.drafter_spec import DrafterSpec
 from specmemo_kernels.planning.model_spec import ModelSpec, ranks_share
 
@@ -29,8 +30,8 @@ _TABLE_BYTES = 2 * 4
 #: Graphs: torch's allocator rounds up to blocks of 2 and 20 MiB, and cuBLAS allocates a workspace of up to 32 MiB for
 #: the capturing stream.
 _GRAPH_BYTES = (2 + 20 + 32) << 20
-#: Bytes per token of the vocabulary to draw from one row of logits: copies in float32, sorted values and their order.
-DRAW_BYTES = 32
+#: Bytes per token of the vocabulary to draw from one row of logits: copies in float32, sorted values.
+_DRAW_BYTES = 32
 #: Hidden states that a sequence keeps: of its last step, of its prompt in prefill, and of the previous chunk.
 KEPT_STATES = 3
 #: All tensors of single elements.
@@ -147,7 +148,7 @@ class GenerationShape:
         head_bytes: the drafter's weights. coded_head_bytes: the same with ``head_bits=4``; ``None``: no difference.
         forward: a forward pass up to its lm_head, by its rows.
         logits: logits by their rows, where steps need them.
-        draw: bytes to draw a token (:data:`DRAW_BYTES`), behind the pass.
+        draw: bytes to draw tokens (:func:`draw_bytes`), behind the pass.
         products: of quantised layers.
         draft: drafting by the number of sequences, for drafters with passes of their own.
         state_bytes: of the :data:`KEPT_STATES` hidden states of a sequence.
@@ -209,6 +210,12 @@ class StepSize:
     def rows(self) -> int:
         """Maximum of rows of a forward pass."""
         return max(self.chunk, self.nodes)
+
+
+def draw_bytes(vocab_size: int, dtype_bytes: int, ranks: int = 1) -> int:
+    """Bytes to draw tokens: rows of logits (with tensor parallelism also all ranks' parts), and copies of one row."""
+    copies = 1 if ranks == 1 else 3
+    return (copies * LOGIT_ROWS * dtype_bytes + _DRAW_BYTES) * vocab_size
 
 
 def pass_bytes(shape: GenerationShape, size: StepSize) -> int:
@@ -374,7 +381,7 @@ def predicted_shape(
         beside_mixers=PassBytes(unpacked, 0 if mixers is None else 4 * spec.hidden_size * spec.dtype_bytes),
         head_bytes=heads.nbytes(spec, depth, tp),
         forward=PassBytes(unpacked, heads.row_bytes(spec, target_row) if depth else target_row),
-        draw=DRAW_BYTES * spec.vocab_size,
+        draw=draw_bytes(spec.vocab_size, spec.dtype_bytes, tp),
         draft=PassBytes(0, heads.sequence_bytes(spec, depth, nodes) if depth else 0),
         state_bytes=KEPT_STATES * hidden_size * spec.dtype_bytes,
         workspace_bytes=workspace_bytes,

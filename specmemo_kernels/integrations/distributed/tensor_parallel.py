@@ -116,11 +116,12 @@ class TensorParallel(RankGroup):
             local[:, : values.shape[1], 1] = (tokens + self.rows[0]).double()
         return local
 
-    def gather_row(self, part: Tensor) -> Tensor:
-        """A row ``[V]`` from all ranks' parts."""
-        padded = part.new_zeros(max(self._counts))
-        padded[: len(part)] = part
-        return torch.cat([row[:count] for row, count in zip(self._gather(padded), self._counts, strict=True)])
+    def gather_rows(self, part: Tensor) -> Tensor:
+        """``[R, V]`` from all ranks' parts of the rows."""
+        padded = part.new_zeros(len(part), max(self._counts))
+        padded[:, : part.shape[1]] = part
+        parts = zip(self._gather(padded), self._counts, strict=True)
+        return torch.cat([rows[:, :count] for rows, count in parts], dim=1)
 
     def _gather(self, local: Tensor) -> Tensor:
         """``[size, ...]`` on the model's device."""
@@ -149,11 +150,11 @@ class _ShardedTarget(HFTarget):
             return super().argmax(output)
         return self._ranks.topk(output.hidden, *self._ranks.lm_head(self.model), k=1, backend=self.backend)[1][:, 0]
 
-    def row_logits(self, output: TargetOutput, row: int) -> Tensor:
+    def row_logits(self, output: TargetOutput, rows: list[int]) -> Tensor:
         if output.logits is not None:
-            return super().row_logits(output, row)
+            return super().row_logits(output, rows)
         weight, bias = self._ranks.lm_head(self.model)
-        return self._ranks.gather_row(nn.functional.linear(output.hidden[row : row + 1], weight, bias)[0])
+        return self._ranks.gather_rows(nn.functional.linear(output.hidden[rows], weight, bias))
 
 
 def best_of_ranks(candidates: Tensor, counts: Sequence[int], k: int) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ from specmemo_kernels.integrations.hf.target import ModelFacts
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.device_probe import kernel_target, profile_of
 from specmemo_kernels.planning.drafter_spec import CHAIN_ACCURACY, DrafterSpec, HeadsSpec
-from specmemo_kernels.planning.footprint import DRAW_BYTES, KEPT_STATES, GenerationShape
+from specmemo_kernels.planning.footprint import KEPT_STATES, GenerationShape, draw_bytes
 from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan, chunk_sizes, divide_budget, format_bytes
 from specmemo_kernels.planning.model_config import DTYPE_BYTES
 from specmemo_kernels.planning.model_spec import ModelSpec
@@ -224,7 +224,7 @@ def _generation_shape(setup: Setup, graphs: GraphUse, limits: PlanLimits) -> Gen
         coded_head_bytes=_coded_bytes(drafter),
         forward=forward,
         logits=logits,
-        draw=DRAW_BYTES * facts.vocab_size,
+        draw=draw_bytes(facts.vocab_size, facts.dtype.itemsize, setup.ranks.size),
         products=products,
         state_bytes=KEPT_STATES * max(state_size, facts.hidden_size) * facts.dtype.itemsize,
         split_size=min(size for size, _ in splits),

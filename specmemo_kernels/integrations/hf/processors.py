@@ -17,7 +17,8 @@ from transformers.generation import logits_process, stopping_criteria
 
 from specmemo_kernels.engine.sampling import draw
 from specmemo_kernels.engine.sequence import SequenceState
-from specmemo_kernels.engine.verify import Verdict, host_trees, verdict_of, walk
+from specmemo_kernels.engine.verify import Verdict, verdict_of
+from specmemo_kernels.engine.walk import host_trees, walk, walk_together
 from specmemo_kernels.forward.batch import TreeBatch
 from specmemo_kernels.forward.target import TargetModel, TargetOutput
 
@@ -73,22 +74,17 @@ class ProcessedVerifier:
         return False
 
     def __call__(self, batch: TreeBatch, sequences: Sequence[SequenceState], output: TargetOutput) -> Verdict:
-        bounds, parents, drafts = host_trees(batch)
-        paths = []
-        for row, sequence in enumerate(sequences):
-            nodes = slice(bounds[row], bounds[row + 1])
+        walks = []
+        for sequence, tree in zip(sequences, host_trees(batch), strict=True):
             new = torch.tensor(sequence.new_tokens, dtype=self.input_ids.dtype, device=self.input_ids.device)
             prefix = torch.cat([self.input_ids[sequence.index], new])
-            choose = partial(self._choose, prefix, output, bounds[row], sequence.index)
-            paths.append(walk(sequence, parents[nodes], drafts[nodes], batch.max_depth, choose))
-        return verdict_of(batch, paths)
+            choose = partial(self._choose, prefix, sequence.index)
+            walks.append(walk(sequence, tree, batch.max_depth, choose))
+        return verdict_of(batch, walk_together(walks, partial(self.target.row_logits, output)))
 
-    def _choose(
-        self, prefix: Tensor, output: TargetOutput, first: int, index: int, node: int, tokens: list[int]
-    ) -> int:
-        """The target's token behind ``node`` of row ``index``, whose path is ``tokens``."""
+    def _choose(self, prefix: Tensor, index: int, logits: Tensor, tokens: list[int]) -> int:
+        """The target's token by a row's ``logits``, behind ``prefix`` and the step's ``tokens``, in row ``index``."""
         ids = torch.cat([prefix, prefix.new_tensor(tokens)])[None]
-        logits = self.target.row_logits(output, first + node)
         raw = logits.to(device=ids.device, dtype=torch.float32, copy=True)[None]
         raw_copy = raw.clone() if self.keep else raw
         scores = self.processors[index](ids, raw)

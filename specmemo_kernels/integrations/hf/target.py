@@ -154,13 +154,13 @@ class HFTarget:
         kernels = ops.kernels(self.backend, weight.device)
         return kernels.lm_head_argmax(hidden, weight, bias).to(self.device)
 
-    def row_logits(self, output: TargetOutput, row: int) -> Tensor:
+    def row_logits(self, output: TargetOutput, rows: list[int]) -> Tensor:
         if output.logits is not None:
-            return output.logits[row]
+            return output.logits[rows]
         weight, bias = lm_head(self.model)
         kernels = ops.kernels(self.backend, weight.device)
-        hidden = output.hidden[row : row + 1].to(weight.device)
-        return kernels.linear(hidden, weight, bias, None, False)[0].to(self.device)
+        hidden = output.hidden[rows].to(weight.device)
+        return kernels.linear(hidden, weight, bias, None, self.invariant).to(self.device)
 
 
 def lm_head_of(model: Any) -> nn.Module:

@@ -1,0 +1,147 @@
+"""Walks along the accepted paths of sequences, which share products with the lm_head.
+
+A walk is a generator. It yields the rows that it reads: the one that it needs now, then those that it may need next. It
+receives what the first one holds, and returns its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, islice, pairwise, zip_longest
+from typing import TypeVar
+
+import torch
+
+from specmemo_kernels.engine.scores import TokenScore, token_score
+from specmemo_kernels.engine.sequence import SequenceState
+from specmemo_kernels.forward.batch import TreeBatch
+from specmemo_kernels.forward.target import LOGIT_ROWS
+
+Tensor = torch.Tensor
+#: The accepted nodes, root first, and the target's token at each of them.
+Path = tuple[list[int], list[int]]
+Read = TypeVar("Read")
+Result = TypeVar("Result")
+Walk = Generator[Sequence[int], Read, Result]
+
+
+@dataclass(frozen=True)
+class HostTree:
+    """A sequence's tree on the host: the row of its root, and each node's parent and token."""
+
+    first_row: int
+    parents: list[int]
+    tokens: list[int]
+
+    @cached_property
+    def children(self) -> dict[int, list[int]]:
+        """Of the nodes that have some, the best first; without those that hold no token."""
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(self.parents):
+            if node and self.tokens[node] >= 0:
+                children.setdefault(parent, []).append(node)
+        return children
+
+    def child(self, node: int, token: int) -> int | None:
+        """The child that holds ``token``."""
+        return next((child for child in self.children.get(node, ()) if self.tokens[child] == token), None)
+
+    def rows(self, node: int) -> list[int]:
+        """The rows of a node and of the best descendants of each depth."""
+        rows = [self.first_row + node]
+        while node in self.children:
+            node = self.children[node][0]
+            rows.append(self.first_row + node)
+        return rows
+
+
+def host_trees(batch: TreeBatch) -> list[HostTree]:
+    """The trees of a batch."""
+    assert batch.parents is not None, "a prefill chunk has no tree to verify"
+    bounds, parents, tokens = batch.qo_indptr.tolist(), batch.parents.tolist(), batch.tokens.tolist()
+    return [HostTree(a, parents[a:b], tokens[a:b]) for a, b in pairwise(bounds)]
+
+
+def walk(
+    sequence: SequenceState, tree: HostTree, max_depth: int, choose: Callable[[Read, list[int]], int]
+) -> Walk[Read, Path]:
+    """Follow, from the root, the children that hold the target's tokens.
+
+    Args:
+        choose: the target's token at a node, given what its row holds and the step's tokens before it; called once per
+            emitted token, in order (see :meth:`SequenceState.memoised`).
+    """
+    path: list[int] = [0]
+    tokens: list[int] = []
+    while True:
+        token = sequence.memoised(len(tokens))
+        if token is None:
+            token = sequence.memoise(choose((yield tree.rows(path[-1])), tokens))
+        tokens.append(token)
+        # Finished: the token couldn't be drawn. `stop` is called before the next draw, which changes the random state.
+        stopped = sequence.finished or sequence.memoised_stop(tokens)
+        if stopped or token in sequence.eos_token_ids or len(tokens) >= sequence.remaining or len(path) > max_depth:
+            return path, tokens
+        child = tree.child(path[-1], token)
+        if child is None:
+            return path, tokens
+        path.append(child)
+
+
+def score_rows(wanted: Sequence[tuple[int, int, int]]) -> Walk[Tensor, list[TokenScore]]:
+    """The scores of tokens: ``(row, token, top)`` of each, as of :func:`token_score`."""
+    rows = [row for row, _, _ in wanted]
+    scores: list[TokenScore] = []
+    for i, (_, token, top) in enumerate(wanted):
+        scores.append(token_score((yield rows[i : i + LOGIT_ROWS]), token, top))
+    return scores
+
+
+def walk_alone(walk: Walk[Read, Result], read: Callable[[int], Read]) -> Result:
+    """Run a walk to its end; ``read(row)`` is what a row holds."""
+    try:
+        rows = next(walk)
+        while True:
+            rows = walk.send(read(rows[0]))
+    except StopIteration as end:
+        result: Result = end.value
+        return result
+
+
+def walk_together(walks: Sequence[Walk[Tensor, Result]], logits: Callable[[list[int]], Tensor]) -> list[Result]:
+    """Run walks that read rows of logits to their ends.
+
+    The lm_head's weights are read once for up to :data:`LOGIT_ROWS` rows: those that the walks need, then those that
+    they may need next.
+
+    Args:
+        logits: ``[R, V]``, the logits of R rows.
+    """
+    results: dict[int, Result] = {}
+    wanted: dict[int, Sequence[int]] = {}
+
+    def resume(index: int, row: Tensor | None) -> None:
+        try:
+            wanted[index] = next(walks[index]) if row is None else walks[index].send(row)
+        except StopIteration as end:
+            results[index] = end.value
+            wanted.pop(index, None)
+
+    for index in range(len(walks)):
+        resume(index, None)
+    while wanted:
+        rows = _next_rows(wanted.values())
+        known = dict(zip(rows, logits(rows), strict=True))
+        for index in list(wanted):
+            while index in wanted and wanted[index][0] in known:
+                resume(index, known.pop(wanted[index][0]))
+        known.clear()  # frees the product before the next one
+    return [results[index] for index in range(len(walks))]
+
+
+def _next_rows(wanted: Collection[Iterable[int]]) -> list[int]:
+    """The rows of one product: the first row of each walk, then the second ones."""
+    rows = chain.from_iterable(zip_longest(*wanted))
+    return list(islice((row for row in rows if row is not None), LOGIT_ROWS))
