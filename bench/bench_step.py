@@ -77,8 +77,10 @@ class Steps:
         return self._next(self._run)
 
     def _next(self, run: sk.BatchRun) -> list[sk.Piece]:
-        """A piece of each sequence."""
-        pieces = [next(run) for _ in self._requests]
+        """Pieces until every sequence has one: those of a step, or of the prompts and the steps beside them."""
+        pieces = [next(run)]
+        while len({piece.index for piece in pieces}) < len(self._requests):
+            pieces.append(next(run))
         if any(piece.finished for piece in pieces):
             run.close()
             self._run = None

@@ -24,8 +24,9 @@ from transformers.generation.logits_process import (
 
 from specmemo_kernels.engine.sampling import Sampling, TypicalAcceptance, draw
 from specmemo_kernels.engine.scheduler import Scheduler, submit_all
+from specmemo_kernels.engine.scores import token_score
 from specmemo_kernels.engine.sequence import SequenceState
-from specmemo_kernels.engine.verify import SampledVerifier
+from specmemo_kernels.engine.verify import SampledVerifier, Verdict
 from specmemo_kernels.forward.batch import tree_batch
 from specmemo_kernels.forward.target import LOGIT_ROWS, TargetOutput
 from specmemo_kernels.planning.footprint import draw_bytes
@@ -85,6 +86,7 @@ def test_top_p_of_equal_scores(logits: list[float], top_p: float) -> None:
     row = torch.tensor([*logits, 1.0])
     left_out = torch.zeros(len(row), dtype=torch.bool)
     p = row.softmax(0).double()
+    row.requires_grad_(bool(len(row) % 2))  # as without no_grad
     order = sorted(range(len(row)), key=lambda token: (float(row[token]), token))
     for count in range(1, len(order)):
         below = float(p[order[:count]].sum())
@@ -125,20 +127,20 @@ class TableTarget:
         return self.table[rows]
 
 
-def verify_all(
+def verdict_of(
     target: TableTarget, tree: DraftTree, drafts: Sequence[Sequence[int]], states: Sequence[SequenceState]
-) -> list[list[int]]:
-    """The tokens that one step emits for each sequence."""
+) -> Verdict:
+    """The verdict of one step."""
     rows = len(states)
     lengths, pages = torch.full((rows,), 4, dtype=torch.int32), torch.zeros(rows, 9).int()
     batch = tree_batch(tree, torch.tensor(drafts), lengths, pages, 4)
     output = TargetOutput(torch.arange(rows * tree.size)[:, None].float(), None)
-    return SampledVerifier(target, "reference")(batch, states, output).emitted
+    return SampledVerifier(target, "reference")(batch, states, output)
 
 
 def verify(target: TableTarget, tree: DraftTree, drafts: Sequence[int], state: SequenceState) -> list[int]:
     """The tokens that one step over one sequence emits."""
-    return verify_all(target, tree, [drafts], [state])[0]
+    return verdict_of(target, tree, [drafts], [state]).emitted[0]
 
 
 TREE = DraftTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0]])
@@ -293,6 +295,19 @@ def test_few_rows_of_logits_at_a_time() -> None:
     assert tracker.peak <= draw_bytes(vocab, 4) < tree.size * vocab * 4 / 3
 
 
+def test_rows_that_were_not_read_are_freed() -> None:
+    """Drafts that are wrong, and eight walks by Medusa's rule, hold no more than a product and copies of a row."""
+    vocab, tree = 20_000, DraftTree.from_paths([[0], [1], [0, 0], [1, 0], [1, 0, 0]])
+    for rows, typical in ((3, None), (8, TypicalAcceptance())):
+        table = torch.zeros(rows * tree.size, vocab)
+        table[torch.arange(rows) * tree.size, 2] = 40.0  # the second child holds this token
+        states = [SequenceState([5], 99, sampling=Sampling(typical=typical, seed=i)) for i in range(rows)]
+        with MemoryTracker() as tracker:
+            emitted = verdict_of(TableTarget(table), tree, [list(range(tree.size))] * rows, states).emitted
+        assert all(tokens[0] == 2 and len(tokens) >= 2 for tokens in emitted)
+        assert tracker.peak < min(draw_bytes(vocab, 4), 2 * LOGIT_ROWS * vocab * 4)
+
+
 @settings(max_examples=examples(60), deadline=None)
 @given(
     tree=trees(),
@@ -311,13 +326,18 @@ def test_sequences_share_products(tree: DraftTree, kinds: list[str], seed: int) 
         return SequenceState([5], 99, sampling=sampling, logprobs=2 if kinds[index] == "scored" else None)
 
     target = TableTarget(table)
-    emitted = verify_all(target, tree, drafts, [state(i) for i in range(len(kinds))])
+    states = [state(i) for i in range(len(kinds))]
+    verdict = verdict_of(target, tree, drafts, states)
     parts = enumerate(table.split(tree.size))
-    assert emitted == [verify(TableTarget(part), tree, drafts[i], state(i)) for i, part in parts]
+    assert verdict.emitted == [verify(TableTarget(part), tree, drafts[i], state(i)) for i, part in parts]
     assert all(len(set(rows)) == len(rows) <= LOGIT_ROWS for rows in target.products)
-    drawn = [len(tokens) for kind, tokens in zip(kinds, emitted, strict=True) if kind in ("drawn", "scored")]
+    lengths = [len(tokens) for tokens in verdict.emitted]
     if "typical" not in kinds and len(kinds) <= LOGIT_ROWS:
-        assert len(target.products) <= max(drawn, default=0) * (1 + ("scored" in kinds))
+        assert len(target.products) <= max(lengths) * (1 + ("scored" in kinds))
+    for index, scores in enumerate(verdict.scores):
+        rows = [table[index * tree.size + node] for node in verdict.paths[index]]
+        pairs = zip(rows, verdict.emitted[index], strict=True)
+        assert scores == ([token_score(row, token, 2) for row, token in pairs] if kinds[index] == "scored" else [])
 
 
 def best_typical(table: Tensor, sampling: Sampling, rule: TypicalAcceptance) -> tuple[int, set[tuple[int, ...]]]:

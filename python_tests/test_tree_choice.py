@@ -246,6 +246,7 @@ def test_a_decoder_tells_what_was_accepted() -> None:
         spec = decoder(tree, kind)
         spec.chooser = chooser_for(tree, [[0.4, 0.8], [0.4, 0.8]], seconds=PassSeconds(((1, 1.0),)))
         finish(spec, [[SequenceState(PROMPTS[0], 40)]])
+        spec.chooser.review()
         gains = spec.chooser.acceptance.gains()
         assert [round(gains[node]) for node in (1, 2, 4)] == expected
 

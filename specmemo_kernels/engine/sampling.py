@@ -163,12 +163,13 @@ class Sampling:
 
 
 def _outside_nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """``[V]``: the worst tokens, which together have a probability of at most ``1 - top_p``; of equal ones the first.
+    """``[V]``: the least probable tokens, as many as have at most ``1 - top_p`` together. Among equal scores, those of
+    lower token ids are outside first.
 
-    numpy sorts 32,000 scores without their order in 0.1 ms, torch with it in 2.3 ms (AVX512).
+    On a CPU numpy sorts 32,000 scores in 0.1 ms; ``torch.sort``, which also returns the order, takes 2.3 ms (AVX512).
     """
     host = scores.device.type == "cpu"
-    ascending = torch.from_numpy(np.sort(scores.numpy())) if host else scores.sort().values
+    ascending = torch.from_numpy(np.sort(scores.detach().numpy())) if host else scores.sort().values
     below = ascending.softmax(0).cumsum(0) <= 1 - top_p
     count = min(int(below.sum()), len(scores) - 1)
     worst = ascending[count]

@@ -19,7 +19,7 @@ from specmemo_kernels.drafting.base import AnyDrafter, Drafter, DraftInput, Draf
 from specmemo_kernels.engine.scores import TokenScore
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.verify import DeviceVerdict, Verdict
-from specmemo_kernels.engine.walk import score_rows, walk_together
+from specmemo_kernels.engine.walk import run_walks, token_scores
 from specmemo_kernels.forward.batch import (
     DraftedTrees,
     TreeBatch,
@@ -226,8 +226,8 @@ def _scored_rows(sequence: SequenceState, size: int, first_row: int) -> list[Sco
 
 def prompt_scores(target: TargetModel, chunk: Chunk, output: TargetOutput) -> list[TokenScore]:
     """The scores of ``chunk.scored``, whose rows ``output`` has."""
-    wanted = [(i, row.token, row.sequence.logprobs or 0) for i, row in enumerate(chunk.scored)]
-    return walk_together([score_rows(wanted)], partial(target.row_logits, output))[0]
+    requested = [(i, row.token, row.sequence.logprobs or 0) for i, row in enumerate(chunk.scored)]
+    return run_walks([token_scores(requested)], partial(target.row_logits, output))[0]
 
 
 def _behind(tokens: list[int], start: int, size: int) -> list[int]:

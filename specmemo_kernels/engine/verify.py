@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,11 +18,11 @@ from specmemo_kernels.engine.walk import (
     HostTree,
     Path,
     Walk,
+    accepted_path,
     host_trees,
-    score_rows,
-    walk,
-    walk_alone,
-    walk_together,
+    run_walk,
+    run_walks,
+    token_scores,
 )
 from specmemo_kernels.forward.batch import TreeBatch
 from specmemo_kernels.forward.target import TargetModel, TargetOutput
@@ -122,7 +123,7 @@ class SampledVerifier:
     al., arXiv 2305.09781, section 4.3). Drawing a token from the target's distribution and following its child is
     equivalent: both accept the child of token x with probability p(x), and the other tokens keep their proportions. So
     one draw per emitted token suffices, and a seed gives the same tokens as without speculation. Logits are computed
-    for the walked paths and what probably follows (:func:`specmemo_kernels.engine.walk.walk_together`).
+    for the accepted paths and the first drafts behind them (:func:`specmemo_kernels.engine.walk.run_walks`).
     """
 
     def __init__(self, target: TargetModel, backend: str | None) -> None:
@@ -142,19 +143,19 @@ class SampledVerifier:
             best = self.target.argmax(output).tolist()
         for index, (sequence, tree) in enumerate(zip(sequences, trees, strict=True)):
             if sequence.sampling is None:
-                paths[index] = walk_alone(walk(sequence, tree, batch.max_depth, _best_token), best.__getitem__)
+                paths[index] = run_walk(accepted_path(sequence, tree, batch.max_depth, _best_token), best.__getitem__)
             elif sequence.sampling.typical is not None:
                 drawn[index] = _typical(sequence, tree, sequence.sampling, sequence.sampling.typical)
             else:
                 choose = partial(_draw_token, sequence, sequence.sampling)
-                drawn[index] = walk(sequence, tree, batch.max_depth, choose)
+                drawn[index] = accepted_path(sequence, tree, batch.max_depth, choose)
         logits = partial(self.target.row_logits, output)
-        paths.update(zip(drawn, walk_together(list(drawn.values()), logits), strict=True))
+        paths.update(zip(drawn, run_walks(list(drawn.values()), logits), strict=True))
         verdict = verdict_of(batch, [paths[index] for index in range(len(trees))])
         if all(sequence.logprobs is None for sequence in sequences):
             return verdict
-        scores = [_score(s, tree, paths[index]) for index, (s, tree) in enumerate(zip(sequences, trees, strict=True))]
-        return replace(verdict, scores=walk_together(scores, logits))
+        scores = [_scores(s, tree, paths[index]) for index, (s, tree) in enumerate(zip(sequences, trees, strict=True))]
+        return replace(verdict, scores=run_walks(scores, logits))
 
 
 def verdict_of(batch: TreeBatch, paths: Sequence[Path]) -> Verdict:
@@ -170,11 +171,12 @@ def verdict_of(batch: TreeBatch, paths: Sequence[Path]) -> Verdict:
     return Verdict(index.to(device), length, emitted.to(device), texts, nodes)
 
 
-def _score(sequence: SequenceState, tree: HostTree, path: Path) -> Walk[Tensor, list[TokenScore]]:
-    """The scores of a path's tokens, if the sequence wants them."""
-    top = sequence.logprobs
-    steps = zip(*path, strict=True) if top is not None else ()
-    return score_rows([(tree.first_row + node, token, top or 0) for node, token in steps])
+def _scores(sequence: SequenceState, tree: HostTree, path: Path) -> Walk[Tensor, list[TokenScore]]:
+    """The scores of a path's tokens, if requested."""
+    if sequence.logprobs is None:
+        return token_scores([])
+    steps = zip(*path, strict=True)
+    return token_scores([(tree.first_row + node, token, sequence.logprobs) for node, token in steps])
 
 
 def _best_token(best: int, _: list[int]) -> int:
@@ -208,19 +210,17 @@ def _typical(
 ) -> Walk[Tensor, Path]:
     """The longest path of typical candidates (ties: the likeliest); the token behind it is drawn."""
     if sequence.num_memoised:
-        return (yield from walk(sequence, tree, sequence.num_memoised - 1, _nothing_to_choose))
+        return (yield from accepted_path(sequence, tree, sequence.num_memoised - 1, _nothing_to_choose))
     log_chance = {0: 0.0}
     depth = {0: 0}
-    for node in range(len(tree.parents)):  # parents come before children, so each row of logits is read once
+    for node in range(len(tree.parents)):  # parents come before children
         if node not in log_chance or node not in tree.children:
             continue
-        probabilities = ((yield tree.rows(node)).float() / sampling.temperature).softmax(0)
-        threshold = rule.threshold(probabilities)
-        for child in tree.children[node]:
-            chance = float(probabilities[tree.tokens[child]])
-            if chance > threshold:
-                log_chance[child] = log_chance[node] + float(torch.tensor(chance).log())
-                depth[child] = depth[node] + 1
+        later = [n for n in sorted(log_chance) if n > node and n in tree.children]
+        rows = [tree.first_row + node, *(tree.first_row + n for n in later), *tree.rows(node)[1:]]
+        for child, chance in _typical_children((yield list(dict.fromkeys(rows))), tree, node, sampling, rule):
+            log_chance[child] = log_chance[node] + math.log(chance)
+            depth[child] = depth[node] + 1
     last = max(log_chance, key=lambda node: (depth[node], log_chance[node], -node))
     path = [last]
     while path[-1]:
@@ -229,3 +229,13 @@ def _typical(
     bonus = _drawn(sequence, sampling, sampling.probabilities((yield tree.rows(last))))
     tokens = [*(tree.tokens[node] for node in path[1:]), bonus]
     return path, [sequence.memoise(token) for token in tokens]
+
+
+def _typical_children(
+    logits: Tensor, tree: HostTree, node: int, sampling: Sampling, rule: TypicalAcceptance
+) -> list[tuple[int, float]]:
+    """The children of ``node`` that the rule accepts, with their probabilities."""
+    probabilities = (logits.float() / sampling.temperature).softmax(0)
+    threshold = rule.threshold(probabilities)
+    chances = [(child, float(probabilities[tree.tokens[child]])) for child in tree.children[node]]
+    return [(child, chance) for child, chance in chances if chance > threshold]

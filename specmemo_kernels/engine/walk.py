@@ -1,7 +1,7 @@
-"""Walks along the accepted paths of sequences, which share products with the lm_head.
+"""Walks along the accepted paths of sequences. Walks that run together share products with the lm_head.
 
-A walk is a generator. It yields the rows that it reads: the one that it needs now, then those that it may need next. It
-receives what the first one holds, and returns its result.
+A walk is a generator. It yields rows: the row that it reads next, then rows that it may read afterwards. It receives
+the first row's content (logits, or the best token), and returns its result.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HostTree:
 
     @cached_property
     def children(self) -> dict[int, list[int]]:
-        """Of the nodes that have some, the best first; without those that hold no token."""
+        """The children of each node, in order; a node without a token is left out."""
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(self.parents):
             if node and self.tokens[node] >= 0:
@@ -49,7 +49,7 @@ class HostTree:
         return next((child for child in self.children.get(node, ()) if self.tokens[child] == token), None)
 
     def rows(self, node: int) -> list[int]:
-        """The rows of a node and of the best descendants of each depth."""
+        """The rows of a node, of its first child, of that node's first child, and so on."""
         rows = [self.first_row + node]
         while node in self.children:
             node = self.children[node][0]
@@ -64,21 +64,22 @@ def host_trees(batch: TreeBatch) -> list[HostTree]:
     return [HostTree(a, parents[a:b], tokens[a:b]) for a, b in pairwise(bounds)]
 
 
-def walk(
+def accepted_path(
     sequence: SequenceState, tree: HostTree, max_depth: int, choose: Callable[[Read, list[int]], int]
 ) -> Walk[Read, Path]:
     """Follow, from the root, the children that hold the target's tokens.
 
     Args:
-        choose: the target's token at a node, given what its row holds and the step's tokens before it; called once per
-            emitted token, in order (see :meth:`SequenceState.memoised`).
+        choose: the target's token at a node, given its row's content and the step's tokens before it; called once per
+            emitted token, in order (see :meth:`SequenceState.memoise`).
     """
     path: list[int] = [0]
     tokens: list[int] = []
     while True:
         token = sequence.memoised(len(tokens))
         if token is None:
-            token = sequence.memoise(choose((yield tree.rows(path[-1])), tokens))
+            rows = tree.rows(path[-1])[: sequence.remaining - len(tokens)]
+            token = sequence.memoise(choose((yield rows), tokens))
         tokens.append(token)
         # Finished: the token couldn't be drawn. `stop` is called before the next draw, which changes the random state.
         stopped = sequence.finished or sequence.memoised_stop(tokens)
@@ -90,17 +91,17 @@ def walk(
         path.append(child)
 
 
-def score_rows(wanted: Sequence[tuple[int, int, int]]) -> Walk[Tensor, list[TokenScore]]:
-    """The scores of tokens: ``(row, token, top)`` of each, as of :func:`token_score`."""
-    rows = [row for row, _, _ in wanted]
+def token_scores(requested: Sequence[tuple[int, int, int]]) -> Walk[Tensor, list[TokenScore]]:
+    """The scores of tokens: ``(row, token, top)`` of each, see :func:`token_score`."""
+    rows = [row for row, _, _ in requested]
     scores: list[TokenScore] = []
-    for i, (_, token, top) in enumerate(wanted):
+    for i, (_, token, top) in enumerate(requested):
         scores.append(token_score((yield rows[i : i + LOGIT_ROWS]), token, top))
     return scores
 
 
-def walk_alone(walk: Walk[Read, Result], read: Callable[[int], Read]) -> Result:
-    """Run a walk to its end; ``read(row)`` is what a row holds."""
+def run_walk(walk: Walk[Read, Result], read: Callable[[int], Read]) -> Result:
+    """Run one walk to its end; ``read(row)`` returns a row's content."""
     try:
         rows = next(walk)
         while True:
@@ -110,38 +111,37 @@ def walk_alone(walk: Walk[Read, Result], read: Callable[[int], Read]) -> Result:
         return result
 
 
-def walk_together(walks: Sequence[Walk[Tensor, Result]], logits: Callable[[list[int]], Tensor]) -> list[Result]:
-    """Run walks that read rows of logits to their ends.
+def run_walks(walks: Sequence[Walk[Tensor, Result]], logits: Callable[[list[int]], Tensor]) -> list[Result]:
+    """Run walks that read logits to their ends.
 
-    The lm_head's weights are read once for up to :data:`LOGIT_ROWS` rows: those that the walks need, then those that
-    they may need next.
+    A product has up to :data:`LOGIT_ROWS` rows: each walk's next row, then rows that walks may read afterwards.
 
     Args:
         logits: ``[R, V]``, the logits of R rows.
     """
     results: dict[int, Result] = {}
-    wanted: dict[int, Sequence[int]] = {}
+    pending: dict[int, Sequence[int]] = {}  # the rows that each unfinished walk has yielded
 
     def resume(index: int, row: Tensor | None) -> None:
         try:
-            wanted[index] = next(walks[index]) if row is None else walks[index].send(row)
+            pending[index] = next(walks[index]) if row is None else walks[index].send(row)
         except StopIteration as end:
             results[index] = end.value
-            wanted.pop(index, None)
+            pending.pop(index, None)
 
     for index in range(len(walks)):
         resume(index, None)
-    while wanted:
-        rows = _next_rows(wanted.values())
-        known = dict(zip(rows, logits(rows), strict=True))
-        for index in list(wanted):
-            while index in wanted and wanted[index][0] in known:
-                resume(index, known.pop(wanted[index][0]))
-        known.clear()  # frees the product before the next one
+    while pending:
+        rows = _next_rows(pending.values())
+        unread = dict(zip(rows, logits(rows), strict=True))
+        for index in list(pending):
+            while index in pending and pending[index][0] in unread:
+                resume(index, unread.pop(pending[index][0]))
+        unread.clear()  # frees the product before the next one
     return [results[index] for index in range(len(walks))]
 
 
-def _next_rows(wanted: Collection[Iterable[int]]) -> list[int]:
-    """The rows of one product: the first row of each walk, then the second ones."""
-    rows = chain.from_iterable(zip_longest(*wanted))
+def _next_rows(pending: Collection[Iterable[int]]) -> list[int]:
+    """The rows of one product: the first row of each walk, then the second row of each, and so on."""
+    rows = chain.from_iterable(zip_longest(*pending))
     return list(islice((row for row in rows if row is not None), LOGIT_ROWS))

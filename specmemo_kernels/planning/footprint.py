@@ -30,7 +30,7 @@ _TABLE_BYTES = 2 * 4
 #: Graphs: torch's allocator rounds up to blocks of 2 and 20 MiB, and cuBLAS allocates a workspace of up to 32 MiB for
 #: the capturing stream.
 _GRAPH_BYTES = (2 + 20 + 32) << 20
-#: Bytes per token of the vocabulary to draw from one row of logits: copies in float32, sorted values.
+#: Bytes per token of the vocabulary to draw from one row of logits: copies in float32, sorted scores.
 _DRAW_BYTES = 32
 #: Hidden states that a sequence keeps: of its last step, of its prompt in prefill, and of the previous chunk.
 KEPT_STATES = 3
@@ -212,10 +212,10 @@ class StepSize:
         return max(self.chunk, self.nodes)
 
 
-def draw_bytes(vocab_size: int, dtype_bytes: int, ranks: int = 1) -> int:
+def draw_bytes(vocab_size: int, logit_bytes: int, ranks: int = 1) -> int:
     """Bytes to draw tokens: rows of logits (with tensor parallelism also all ranks' parts), and copies of one row."""
     copies = 1 if ranks == 1 else 3
-    return (copies * LOGIT_ROWS * dtype_bytes + _DRAW_BYTES) * vocab_size
+    return (copies * LOGIT_ROWS * logit_bytes + _DRAW_BYTES) * vocab_size
 
 
 def pass_bytes(shape: GenerationShape, size: StepSize) -> int:

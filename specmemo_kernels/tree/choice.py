@@ -76,6 +76,18 @@ class _Choice:
     gain: float
 
 
+@dataclass(frozen=True)
+class _Step:
+    """Arguments of :meth:`TreeChooser.stepped`; ``explored``: the step verified the whole tree for its samples."""
+
+    tree: Trees
+    paths: Sequence[Sequence[int]]
+    seconds: float | None
+    drafting: float | None
+    behind: int
+    explored: bool
+
+
 class TreeChooser:
     """Chooses the part of the planned tree that each step verifies.
 
@@ -119,6 +131,7 @@ class TreeChooser:
         self._draft_overhead = _Overhead()  # of one pass
         self._choices: dict[int, _Choice] = {}
         self._next: dict[int, Trees] = {}
+        self._steps_taken: list[_Step] = []  # since the last review
         self._steps = self._explored = 0
         self._since = 0.0  # seconds since the last exploration
 
@@ -136,7 +149,7 @@ class TreeChooser:
     def _explore_or_use(self, choice: _Choice, sequences: int, backlog: Callable[[], DraftBacklog]) -> Trees:
         spare = _EXPLORATION * self._since
         due = self._steps - self._explored >= _REVIEW and choice.explore <= spare and choice.part != self.tree
-        if not due and choice.part.size == 1:
+        if not due and (choice.part.size == 1 or self.draft_seconds is None):
             return choice.part
         pending = backlog()
         catch_up = self._catch_up(sequences, pending.behind)
@@ -159,10 +172,25 @@ class TreeChooser:
             drafting: seconds of the drafter; ``None``: they are part of ``seconds``.
             behind: :attr:`DraftBacklog.behind` before the step.
         """
-        seconds, drafting = (None if t is None else self._agreed(t) for t in (seconds, drafting))
-        sequences = len(paths)
-        explored, surprised = self.tree_for(sequences) is self.tree, False
-        self.acceptance.record(tree, paths)
+        explored = self.tree_for(len(paths)) is self.tree
+        self._steps_taken.append(_Step(tree, paths, seconds, drafting, behind, explored))
+        self._next.clear()
+        if explored or self._by_depth or len(self._steps_taken) == _REVIEW:
+            self.review()
+
+    def review(self) -> None:
+        """Learn from the steps since the last review.
+
+        Between two steps of 1.8 ms this code leaves the caches: together 16 steps take a third of the time.
+        """
+        for step in self._steps_taken:
+            self._learn(step)
+        self._steps_taken.clear()
+
+    def _learn(self, step: _Step) -> None:
+        seconds, drafting = (None if t is None else self._agreed(t) for t in (step.seconds, step.drafting))
+        tree, sequences, surprised = step.tree, len(step.paths), False
+        self.acceptance.record(tree, step.paths)
         self._steps += 1
         rows = sequences * tree.size
         target = self.seconds.at(rows)
@@ -175,12 +203,11 @@ class TreeChooser:
             # Passes were measured over chains, so that trees first seem faster than they are.
             surprised = self._by_depth and overhead.count == _FIRST_SAMPLES
         if drafting is not None and passes:
-            beyond = drafting - expected - self._catch_up(sequences, behind)
+            beyond = drafting - expected - self._catch_up(sequences, step.behind)
             self._draft_overhead.add(beyond / passes, (expected or target) / passes)
         self._since += self._step_seconds(sequences, tree.size, tree.max_depth)
-        if explored:
+        if step.explored:
             self._explored, self._since = self._steps, 0.0
-        self._next.clear()
         if surprised or self._steps % _REVIEW == 0:
             self._choices.clear()
 

@@ -9,7 +9,7 @@ bit-identical on all ranks:
 - Tokens: the best candidates of each rank's vocabulary rows are gathered, 16 bytes per row and candidate. Each rank
   selects from all candidates by value, then by the lower token (:meth:`TensorParallel.topk`), as one process would.
   Medusa heads' guesses are computed in the same way.
-- Sampling: one row of logits at a time is gathered; all ranks use rank 0's generator state.
+- Sampling: up to :data:`LOGIT_ROWS` rows of logits at a time are gathered; all ranks use rank 0's generator state.
 - Results that differ between ranks (measured times, stopping criteria, aborted requests, a draft model's guesses) are
   rank 0's.
 """

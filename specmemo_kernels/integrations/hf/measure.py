@@ -54,7 +54,7 @@ def measure_passes(model: Any, facts: ModelFacts, chunks: Sequence[int]) -> tupl
 
     Returns:
         The bytes up to the lm_head, and the additional bytes for rows of the lm_head, both by the number of rows. The
-        latter are 0 with an exact lm_head: logits are then computed one row at a time, if at all.
+        latter are 0 with an exact lm_head: logits are then computed for a few rows at a time, if at all.
     """
     few_rows = facts.leaves.max_rows
     forward, logits = _measure_passes(model, facts, sys.maxsize, chunks)

@@ -214,6 +214,8 @@ def _generation_shape(setup: Setup, graphs: GraphUse, limits: PlanLimits) -> Gen
     leaves = (facts.leaves, drafter.facts.leaves) if isinstance(drafter, HFDraftModel) else (facts.leaves,)
     lm_head = ops.linear_workspace(backend, facts.dtype, facts.hidden_size)
     workspace += max(lm_head, *(each.workspace for each in leaves))
+    # A model's own logits may be in float32.
+    logit_bytes = facts.dtype.itemsize if facts.plain_lm_head and facts.exact_lm_head else 4
     return GenerationShape(
         kv_bytes_per_token=sum(layer.page_bytes_per_token(kv_dtype) for layer in layers),
         scratch_bytes_per_node=sum(layer.scratch_bytes for layer in layers)
@@ -224,7 +226,7 @@ def _generation_shape(setup: Setup, graphs: GraphUse, limits: PlanLimits) -> Gen
         coded_head_bytes=_coded_bytes(drafter),
         forward=forward,
         logits=logits,
-        draw=draw_bytes(facts.vocab_size, facts.dtype.itemsize, setup.ranks.size),
+        draw=draw_bytes(facts.vocab_size, logit_bytes, setup.ranks.size),
         products=products,
         state_bytes=KEPT_STATES * max(state_size, facts.hidden_size) * facts.dtype.itemsize,
         split_size=min(size for size, _ in splits),

@@ -18,7 +18,7 @@ from transformers.generation import logits_process, stopping_criteria
 from specmemo_kernels.engine.sampling import draw
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.verify import Verdict, verdict_of
-from specmemo_kernels.engine.walk import host_trees, walk, walk_together
+from specmemo_kernels.engine.walk import accepted_path, host_trees, run_walks
 from specmemo_kernels.forward.batch import TreeBatch
 from specmemo_kernels.forward.target import TargetModel, TargetOutput
 
@@ -76,15 +76,13 @@ class ProcessedVerifier:
     def __call__(self, batch: TreeBatch, sequences: Sequence[SequenceState], output: TargetOutput) -> Verdict:
         walks = []
         for sequence, tree in zip(sequences, host_trees(batch), strict=True):
-            new = torch.tensor(sequence.new_tokens, dtype=self.input_ids.dtype, device=self.input_ids.device)
-            prefix = torch.cat([self.input_ids[sequence.index], new])
-            choose = partial(self._choose, prefix, sequence.index)
-            walks.append(walk(sequence, tree, batch.max_depth, choose))
-        return verdict_of(batch, walk_together(walks, partial(self.target.row_logits, output)))
+            walks.append(accepted_path(sequence, tree, batch.max_depth, partial(self._choose, sequence)))
+        return verdict_of(batch, run_walks(walks, partial(self.target.row_logits, output)))
 
-    def _choose(self, prefix: Tensor, index: int, logits: Tensor, tokens: list[int]) -> int:
-        """The target's token by a row's ``logits``, behind ``prefix`` and the step's ``tokens``, in row ``index``."""
-        ids = torch.cat([prefix, prefix.new_tensor(tokens)])[None]
+    def _choose(self, sequence: SequenceState, logits: Tensor, tokens: list[int]) -> int:
+        """The target's token by a row's ``logits``, behind the sequence and the step's ``tokens``."""
+        prompt, index = self.input_ids[sequence.index], sequence.index
+        ids = torch.cat([prompt, prompt.new_tensor([*sequence.new_tokens, *tokens])])[None]
         raw = logits.to(device=ids.device, dtype=torch.float32, copy=True)[None]
         raw_copy = raw.clone() if self.keep else raw
         scores = self.processors[index](ids, raw)
