@@ -175,7 +175,7 @@ def measure(
     with sk.patch(model, heads, tree=tree, max_batch_size=batch, graph=graph) as handle:
         plan, depth = handle.plan, handle.plan.tree.max_depth
         step = Steps(model, context, span=128, sampling=sampling, batch=batch)
-        for _ in range(HostCapture.after + 2):  # on a CPU a step is recorded in its ninth run, on a GPU in its second
+        for _ in range(HostCapture.after + 2):  # on a CPU a step is recorded in its fifth run, on a GPU in its second
             step()
         products = Products.of_step(model, heads, depth, plan.tree.size, batch)
         jobs: dict[str, Callable[[], object]] = {"step": synchronised(step, device)}
