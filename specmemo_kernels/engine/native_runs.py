@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from specmemo_kernels.engine.program import Call, View, last_uses
 
@@ -68,9 +69,11 @@ class _Run:
         def run(*tensors: Tensor) -> list[Tensor]:
             return self._run({view.name: tensor for view, tensor in zip(inputs, tensors, strict=True)}, results)
 
+        arguments = tree_leaves([(call.args, call.kwargs) for call in self.calls])
+        constants = [value for value in arguments if isinstance(value, Tensor)]
         try:
             with _NoOperators():
-                program = kernels.record(blocks, examples, run, self.calls)
+                program = kernels.record(blocks, examples, run, constants)
         except (MemoryError, RuntimeError, ValueError):
             return None
         return Call(program, tuple(inputs), results=tuple(results), single=False)
