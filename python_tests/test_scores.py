@@ -112,3 +112,16 @@ def test_what_can_not_be_scored(model: PreTrainedModel) -> None:
         check(done.scores, done.tokens, oracle(capped, LONG + done.tokens)[len(LONG) - 1 :], 2)
         with pytest.raises(ValueError, match="changes its lm_head's logits"):
             sk.generate_batch(capped, [sk.Request([5], 2, logprobs=1, prompt_logprobs=True)])
+
+
+@pytest.mark.parametrize("tree", [1, 2])
+def test_no_more_rows_than_planned(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tree: int) -> None:
+    """A prompt's scores hold as many rows of logits as a step has nodes."""
+    with sk.patch(model, OracleDrafter(texts(), 0.7), tree=tree, max_batch_size=1) as handle:
+        row_logits, products = handle.target.row_logits, []
+        monkeypatch.setattr(
+            handle.target, "row_logits", lambda out, rows: products.append(rows) or row_logits(out, rows)
+        )
+        scored = sk.generate_batch(model, [sk.Request(LONG, 4, [], logprobs=1, prompt_logprobs=True)])[0]
+    check(scored.prompt_scores, LONG[1:], oracle(model, LONG), 1)
+    assert max(map(len, products)) == tree

@@ -284,7 +284,7 @@ class SpecDecoder:
 
         def score(output: TargetOutput) -> None:
             assert chunk is not None, "only chunks have rows to score"
-            new_scores.extend(prompt_scores(self.target, chunk, output))
+            new_scores.extend(prompt_scores(self.target, chunk, output, self.pool.max_nodes))
 
         with self._changing_states(running, chunk) as accepted:
             verdict, hidden = tree_pass(

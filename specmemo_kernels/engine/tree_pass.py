@@ -29,7 +29,7 @@ from specmemo_kernels.forward.batch import (
     tree_batch,
 )
 from specmemo_kernels.forward.step_attention import StepAttention, commit_accepted
-from specmemo_kernels.forward.target import TargetModel, TargetOutput
+from specmemo_kernels.forward.target import LOGIT_ROWS, TargetModel, TargetOutput
 from specmemo_kernels.tree.draft_tree import DraftTree
 from specmemo_kernels.tree.tree_budget import Trees
 
@@ -224,10 +224,11 @@ def _scored_rows(sequence: SequenceState, size: int, first_row: int) -> list[Sco
     return [ScoredRow(sequence, first_row + place - 1 - start, sequence.prompt[place]) for place in places]
 
 
-def prompt_scores(target: TargetModel, chunk: Chunk, output: TargetOutput) -> list[TokenScore]:
-    """The scores of ``chunk.scored``, whose rows ``output`` has."""
+def prompt_scores(target: TargetModel, chunk: Chunk, output: TargetOutput, max_nodes: int) -> list[TokenScore]:
+    """The scores of ``chunk.scored``, whose rows ``output`` has; at most ``max_nodes`` rows of logits at a time."""
     requested = [(i, row.token, row.sequence.logprobs or 0) for i, row in enumerate(chunk.scored)]
-    return run_walks([token_scores(requested)], partial(target.row_logits, output))[0]
+    rows = min(LOGIT_ROWS, max_nodes)
+    return run_walks([token_scores(requested)], partial(target.row_logits, output), rows)[0]
 
 
 def _behind(tokens: list[int], start: int, size: int) -> list[int]:

@@ -111,10 +111,12 @@ def run_walk(walk: Walk[Read, Result], read: Callable[[int], Read]) -> Result:
         return result
 
 
-def run_walks(walks: Sequence[Walk[Tensor, Result]], logits: Callable[[list[int]], Tensor]) -> list[Result]:
+def run_walks(
+    walks: Sequence[Walk[Tensor, Result]], logits: Callable[[list[int]], Tensor], max_rows: int = LOGIT_ROWS
+) -> list[Result]:
     """Run walks that read logits to their ends.
 
-    A product has up to :data:`LOGIT_ROWS` rows: each walk's next row, then rows that walks may read afterwards.
+    A product has up to ``max_rows`` rows: each walk's next row, then rows that walks may read afterwards.
 
     Args:
         logits: ``[R, V]``, the logits of R rows.
@@ -132,7 +134,7 @@ def run_walks(walks: Sequence[Walk[Tensor, Result]], logits: Callable[[list[int]
     for index in range(len(walks)):
         resume(index, None)
     while pending:
-        rows = _next_rows(pending.values())
+        rows = _next_rows(pending.values(), max_rows)
         unread = dict(zip(rows, logits(rows), strict=True))
         for index in list(pending):
             while index in pending and pending[index][0] in unread:
@@ -141,7 +143,7 @@ def run_walks(walks: Sequence[Walk[Tensor, Result]], logits: Callable[[list[int]
     return [results[index] for index in range(len(walks))]
 
 
-def _next_rows(pending: Collection[Iterable[int]]) -> list[int]:
+def _next_rows(pending: Collection[Iterable[int]], max_rows: int) -> list[int]:
     """The rows of one product: the first row of each walk, then the second row of each, and so on."""
     rows = chain.from_iterable(zip_longest(*pending))
-    return list(islice((row for row in rows if row is not None), LOGIT_ROWS))
+    return list(islice((row for row in rows if row is not None), max_rows))

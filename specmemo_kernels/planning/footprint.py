@@ -148,7 +148,7 @@ class GenerationShape:
         head_bytes: the drafter's weights. coded_head_bytes: the same with ``head_bits=4``; ``None``: no difference.
         forward: a forward pass up to its lm_head, by its rows.
         logits: logits by their rows, where steps need them.
-        draw: bytes to draw tokens (:func:`draw_bytes`), behind the pass.
+        draw: drawing tokens behind the pass, by the rows of logits (:func:`draw_bytes`).
         products: of quantised layers.
         draft: drafting by the number of sequences, for drafters with passes of their own.
         state_bytes: of the :data:`KEPT_STATES` hidden states of a sequence.
@@ -169,7 +169,7 @@ class GenerationShape:
     head_bytes: int
     forward: PassBytes
     logits: PassBytes = PassBytes()
-    draw: int = 0
+    draw: PassBytes = PassBytes()
     products: ProductBytes = ProductBytes()
     draft: PassBytes = PassBytes()
     state_bytes: int = 0
@@ -212,10 +212,10 @@ class StepSize:
         return max(self.chunk, self.nodes)
 
 
-def draw_bytes(vocab_size: int, logit_bytes: int, ranks: int = 1) -> int:
-    """Bytes to draw tokens: rows of logits (with tensor parallelism also all ranks' parts), and copies of one row."""
+def draw_bytes(vocab_size: int, logit_bytes: int, ranks: int = 1) -> PassBytes:
+    """Bytes to draw tokens, by the rows of logits; with tensor parallelism also all ranks' parts. Copies of one row."""
     copies = 1 if ranks == 1 else 3
-    return (copies * LOGIT_ROWS * logit_bytes + _DRAW_BYTES) * vocab_size
+    return PassBytes(_DRAW_BYTES * vocab_size, copies * logit_bytes * vocab_size)
 
 
 def pass_bytes(shape: GenerationShape, size: StepSize) -> int:
@@ -228,7 +228,8 @@ def pass_bytes(shape: GenerationShape, size: StepSize) -> int:
             if trees:
                 forward = max(forward, shape.beside_mixers.at(rows) + shape.mixers.at(trees))
     logits = shape.logits.at(size.nodes)
-    return max(forward + logits, logits + shape.draw, shape.draft.at(size.sequences))
+    draw = shape.draw.at(min(LOGIT_ROWS, size.nodes))
+    return max(forward + logits, logits + draw, shape.draft.at(size.sequences))
 
 
 def fixed_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
