@@ -174,7 +174,7 @@ def _outside_nucleus(scores: Tensor, top_p: float) -> Tensor:
     count = min(int(below.sum()), len(scores) - 1)
     worst = ascending[count]
     outside = scores < worst
-    equal = count - int(outside.sum())  # tokens as good as the worst one inside that are outside
+    equal = count - int(outside.sum())  # tokens outside with the score of the worst token inside
     if equal:
         outside[(scores == worst).nonzero()[:equal, 0]] = True
     return outside

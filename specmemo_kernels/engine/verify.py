@@ -20,7 +20,6 @@ from specmemo_kernels.engine.walk import (
     Walk,
     accepted_path,
     host_trees,
-    run_walk,
     run_walks,
     token_scores,
 )
@@ -136,19 +135,20 @@ class SampledVerifier:
         if self.is_greedy(sequences):
             return self.greedy(batch, sequences, output)
         trees = host_trees(batch)
-        paths: dict[int, Path] = {}
+        greedy: dict[int, Walk[int, Path]] = {}
         drawn: dict[int, Walk[Tensor, Path]] = {}
-        best: list[int] = []
-        if any(sequence.sampling is None for sequence in sequences):
-            best = self.target.argmax(output).tolist()
         for index, (sequence, tree) in enumerate(zip(sequences, trees, strict=True)):
             if sequence.sampling is None:
-                paths[index] = run_walk(accepted_path(sequence, tree, batch.max_depth, _best_token), best.__getitem__)
+                greedy[index] = accepted_path(sequence, tree, batch.max_depth, _best_token)
             elif sequence.sampling.typical is not None:
                 drawn[index] = _typical(sequence, tree, sequence.sampling, sequence.sampling.typical)
             else:
                 choose = partial(_draw_token, sequence, sequence.sampling)
                 drawn[index] = accepted_path(sequence, tree, batch.max_depth, choose)
+        best = self.target.argmax(output).tolist() if greedy else []
+        paths = dict(
+            zip(greedy, run_walks(list(greedy.values()), lambda rows: [best[row] for row in rows]), strict=True)
+        )
         logits = partial(self.target.row_logits, output)
         paths.update(zip(drawn, run_walks(list(drawn.values()), logits), strict=True))
         verdict = verdict_of(batch, [paths[index] for index in range(len(trees))])

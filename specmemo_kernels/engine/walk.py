@@ -100,31 +100,18 @@ def token_scores(requested: Sequence[tuple[int, int, int]]) -> Walk[Tensor, list
     return scores
 
 
-def run_walk(walk: Walk[Read, Result], read: Callable[[int], Read]) -> Result:
-    """Run one walk to its end; ``read(row)`` returns a row's content."""
-    try:
-        rows = next(walk)
-        while True:
-            rows = walk.send(read(rows[0]))
-    except StopIteration as end:
-        result: Result = end.value
-        return result
-
-
 def run_walks(
-    walks: Sequence[Walk[Tensor, Result]], logits: Callable[[list[int]], Tensor], max_rows: int = LOGIT_ROWS
+    walks: Sequence[Walk[Read, Result]], read: Callable[[list[int]], Iterable[Read]], max_rows: int = LOGIT_ROWS
 ) -> list[Result]:
-    """Run walks that read logits to their ends.
-
-    A product has up to ``max_rows`` rows: each walk's next row, then rows that walks may read afterwards.
+    """Run walks to their ends.
 
     Args:
-        logits: ``[R, V]``, the logits of R rows.
+        read: the contents of up to ``max_rows`` rows: each walk's next row, then rows that walks may read afterwards.
     """
     results: dict[int, Result] = {}
     pending: dict[int, Sequence[int]] = {}  # the rows that each unfinished walk has yielded
 
-    def resume(index: int, row: Tensor | None) -> None:
+    def resume(index: int, row: Read | None) -> None:
         try:
             pending[index] = next(walks[index]) if row is None else walks[index].send(row)
         except StopIteration as end:
@@ -135,15 +122,15 @@ def run_walks(
         resume(index, None)
     while pending:
         rows = _next_rows(pending.values(), max_rows)
-        unread = dict(zip(rows, logits(rows), strict=True))
+        unread = dict(zip(rows, read(rows), strict=True))
         for index in list(pending):
             while index in pending and pending[index][0] in unread:
                 resume(index, unread.pop(pending[index][0]))
-        unread.clear()  # frees the product before the next one
+        unread.clear()  # frees a product before the next one
     return [results[index] for index in range(len(walks))]
 
 
 def _next_rows(pending: Collection[Iterable[int]], max_rows: int) -> list[int]:
-    """The rows of one product: the first row of each walk, then the second row of each, and so on."""
+    """The rows of one call: the first row of each walk, then the second row of each, and so on."""
     rows = chain.from_iterable(zip_longest(*pending))
     return list(islice((row for row in rows if row is not None), max_rows))

@@ -213,7 +213,7 @@ class StepSize:
 
 
 def draw_bytes(vocab_size: int, logit_bytes: int, ranks: int = 1) -> PassBytes:
-    """Bytes to draw tokens, by the rows of logits; with tensor parallelism also all ranks' parts. Copies of one row."""
+    """Bytes to draw tokens: one row's copies, and logits per row, with tensor parallelism also all ranks' parts."""
     copies = 1 if ranks == 1 else 3
     return PassBytes(_DRAW_BYTES * vocab_size, copies * logit_bytes * vocab_size)
 
