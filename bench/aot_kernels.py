@@ -154,7 +154,7 @@ def _compile_attention(
         "NODES_N": chosen.nodes_n,
         "SPLIT_SIZE": chosen.split_size, "FIXED_SPLITS": not chosen.resident, "UPCAST": False,
         "ROUND_BITS": runtime.rounds_by_bits(target, shape.dtype),
-        "KV": KV_TYPES[shape.kv_dtype], **switches,
+        "KV": KV_TYPES[shape.kv_dtype], "OVERLAPPED": overlapped(target), **switches,
     }  # fmt: skip
     constants |= {} if switches["HAS_SINKS"] else {"sinks_ptr": None}
     constants |= NO_SCALES if shape.kv_dtype is None else {}
@@ -165,14 +165,19 @@ def _compile_attention(
     )
 
 
+def overlapped(target: str) -> bool:
+    """Whether kernels have a programmatic launch."""
+    return target == "sm_90"
+
+
 def page_types(shape: Shape) -> dict[str, str]:
     """Triton's types of the pointers to pages and scales."""
     page = {None: TYPES[shape.dtype], "int8": "i8", "fp8": "u8"}[shape.kv_dtype]
     return {f"{side}_pages_ptr": f"*{page}" for side in "kv"} | {f"{side}_scales_ptr": "*fp32" for side in "kv"}
 
 
-def merge_job(shape: Shape, overlapped: bool = False) -> Job:
-    """The kernel that merges splits; ``overlapped``: with a programmatic launch."""
+def merge_job(shape: Shape) -> Job:
+    """The kernel that merges splits."""
     types = {"out_ptr": f"*{TYPES[shape.dtype]}", "tree_mask_ptr": "*i64"}
     types |= dict.fromkeys(("lse_ptr", "part_ptr", "part_total_ptr", "part_peak_ptr"), "*fp32")
     types |= dict.fromkeys(("seq_lens_ptr", "qo_indptr_ptr"), "*i32")
@@ -181,7 +186,7 @@ def merge_job(shape: Shape, overlapped: bool = False) -> Job:
     constants = {
         "sinks_ptr": None, "DV": shape.head_dim, "BLOCK_DV": config.block_dim(shape.head_dim),
         "BLOCK_S": attention.MERGE_SPLITS, "BLOCK_B": 64, "SPLIT_SIZE": config.SPLIT_UNIT, "FIXED_SPLITS": False,
-        "HAS_TREE": True, "HAS_WINDOW": False, "HAS_SINKS": False, "OVERLAPPED": overlapped,
+        "HAS_TREE": True, "HAS_WINDOW": False, "HAS_SINKS": False,
     }  # fmt: skip
     return _simple("merge_splits", attention.merge_splits_kernel, shape, config.MERGE_CONFIG, types, constants)
 
@@ -277,7 +282,8 @@ def _simple(
 ) -> Job:  # fmt: skip
     def compile_for(target: str) -> aot_compile.Resources:
         options = runtime.compile_options(chosen, target)
-        return aot_compile.compile_kernel(kernel, types, constants, target, options, aligned)
+        fixed = constants | {"OVERLAPPED": overlapped(target)}
+        return aot_compile.compile_kernel(kernel, types, fixed, target, options, aligned)
 
     return Job(name, shape, chosen, compile_for)
 
@@ -290,12 +296,13 @@ def layer_jobs(shape: Shape) -> Iterator[Job]:
     types |= {"stride_x": "i32", "eps": "fp32", "offset": "fp32"}
     constants: dict[str, Any] = {"SIZE": size, "BLOCK": rows.block_n, "ROUND_FIRST": True, "HAS_RESIDUAL": True}
     yield _simple("add_rms_norm", layers.rms_norm_kernel, shape, rows, types, constants, frozenset(["stride_x"]))
-    pointers = ("out_ptr", "x_ptr", "more_out_ptr", "more_x_ptr", "cos_ptr", "sin_ptr")
-    strides = frozenset(["stride_x", "stride_head", "more_stride_x", "more_stride_head", "stride_angle"])
-    types = dict.fromkeys(pointers, element) | dict.fromkeys((*strides, "heads", "more_heads"), "i32")
+    kernel = layers.rotary_kernel
+    types = {name: element if name.endswith("_ptr") else "i32" for name in kernel.arg_names if name.islower()}
+    strides = frozenset(name for name in types if "stride" in name)
     heads = config.row_config(half * 16)
     constants = {"HALF": half, "BLOCK": config.row_config(half).block_n, "BLOCK_H": 16}
-    yield _simple("rotary", layers.rotary_kernel, shape, heads, types, constants, strides)
+    for name, value_size in (("rotary", 0), ("rotary_stored", shape.head_dim)):
+        yield _simple(name, kernel, shape, heads, types, constants | {"V": value_size}, strides)
     types = {"gate_ptr": element, "up_ptr": element, "count": "i32"}
     constants = {"ACTIVATION": 0, "BLOCK": config.ELEMENTWISE_CONFIG.block_n}
     yield _simple("gate", layers.gate_kernel, shape, config.ELEMENTWISE_CONFIG, types, constants)
@@ -325,7 +332,7 @@ def all_jobs(
             yield attention_job(target, Shape(head_dim, count, 4, dtype, kv_dtype=kv_dtype), "tree_attention_codes")
         for count in nodes:
             yield attention_job(target, Shape(head_dim, count, 4, dtype, page_size=64), "tree_attention_pages_of_64")
-        yield from (merge_job(shape), merge_job(shape, overlapped=target == "sm_90"))
+        yield merge_job(shape)
         yield from paged_jobs(shape)
         yield from layer_jobs(shape)
     yield verify_job(Shape(dtype=dtype))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from tiny_models import FAMILIES, random_heads, tiny_model
 import specmemo_kernels as sk
 from specmemo_kernels import ops
 from specmemo_kernels.engine import host_capture
+from specmemo_kernels.engine.fusion import fused
 from specmemo_kernels.engine.host_capture import HostCapture
+from specmemo_kernels.engine.program import Call, View
 
 cpu: Any = pytest.importorskip("specmemo_kernels.backends.cpu")
 
@@ -239,3 +242,43 @@ def test_bits_of_families(family: str, monkeypatch: pytest.MonkeyPatch, recorded
 def test_operators_of_a_layer(monkeypatch: pytest.MonkeyPatch, recorded: list[str]) -> None:
     """Four projections, two rotary embeddings, attention, two copies to scratch, gated MLP, two norms of sums."""
     assert operators_per_layer("cpu", monkeypatch, recorded) == 12
+
+
+@pytest.mark.parametrize("change", ["none", "values late", "keys written", "values written", "store read", "no values"])
+def test_stored_rotary(change: str) -> None:
+    """One call rotates and copies to scratch, unless that would read or write something at another time."""
+
+    def view(name: str) -> View:
+        return View(name, (3, 2, 8), (16, 8, 1), 0, torch.float32)
+
+    def call(name: str, *args: Any, results: tuple[View, ...] = (), written: tuple[str, ...] = ()) -> Call:
+        return Call(getattr(kernels, name), args, results=results, single=False, written=frozenset(written))
+
+    kernels = SimpleNamespace(
+        **{n: lambda *_: None for n in ("make", "rotary", "rotary_pair", "rotary_stored", "attention")}
+    )
+    x, y, v, q, k = map(view, "xyvqk")
+    keys, values = torch.empty(5, 3, 2, 8)[1], torch.empty(5, 3, 2, 8)[1]
+    copies = [Call(torch.ops.aten.copy_.default, (to, rows)) for to, rows in ((keys, k), (values, v))]
+    pair = call("rotary_pair", x, y, view("cos"), view("sin"), results=(q, k))
+    calls = [call("make", results=(x, y, view("cos"), view("sin"), v)), pair, call("attention", q, k, v), *copies]
+    match change:
+        case "values late":
+            calls[:3] = call("make", results=(x, y, view("cos"), view("sin"))), pair, call("make", results=(v,))
+        case "keys written":
+            calls.insert(2, call("make", k, written=("k",)))
+        case "values written":
+            calls.insert(4, call("make", v, written=("v",)))
+        case "store read":
+            calls.insert(2, call("attention", keys[:1]))
+        case "no values":
+            calls.pop()
+    found = fused(calls, kernels)
+    if change != "none":
+        assert found == calls
+        return
+    assert [c.function for c in found] == [kernels.make, kernels.rotary_stored, kernels.attention]
+    assert found[1].args[:5] == (x, y, v, view("cos"), view("sin"))
+    assert found[1].args[5] is keys
+    assert found[1].args[6] is values
+    assert found[1].results == (q, k)

@@ -178,6 +178,74 @@ def test_rotary_pair(heads: tuple[int, int]) -> None:
     assert torch.equal(found[1], triton.rotary(y, cos, sin))
 
 
+def test_rotary_stored() -> None:
+    """The bits of :func:`rotary_pair`, and copies of nothing else."""
+    from specmemo_kernels.backends import triton
+
+    x, y, v = (torch.randn(25, count, 128, dtype=torch.bfloat16, device="cuda") for count in (32, 8, 16))
+    cos, sin = torch.randn(2, 25, 128, dtype=torch.bfloat16, device="cuda")
+    keys, values = torch.full((2, 27, 8, 128), torch.nan, dtype=torch.bfloat16, device="cuda")
+    found = triton.rotary_stored(x, y, v[:, ::2], cos, sin, keys[1:26], values[1:26])
+    expected = triton.rotary_pair(x, y, cos, sin)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert torch.equal(keys[1:26], expected[1])
+    assert torch.equal(values[1:26], v[:, ::2])
+    assert all(rows.isnan().all() for rows in (keys[0], keys[26], values[0], values[26]))
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_kernels_that_overlap_read_complete_inputs(in_graph: bool) -> None:
+    """Chains of kernels, each behind one that writes its input: the bits of kernels that ran one by one."""
+    from specmemo_kernels.backends import triton
+
+    torch.use_deterministic_algorithms(False)
+    case = attention_inputs(AttentionCase("chain", (900, 70), (12, 12)), torch.bfloat16)
+    fixed = on_gpu(case) | {"min_qo_len": 12}
+    shape = fixed["q"].shape
+    size = shape[1] * shape[2]
+    gate, up, down, wide = ((torch.randn(size, size, device="cuda") * size**-0.5).bfloat16() for _ in range(4))
+    weight = torch.randn(size, dtype=torch.bfloat16, device="cuda")
+    lengths = torch.stack([fixed["seq_lens"] - i for i in range(16)])
+    inputs = torch.randn(16, shape[0], size, device="cuda").bfloat16()
+    x = torch.empty_like(inputs[0])
+
+    def chain(after: Any) -> list[torch.Tensor]:
+        results = []
+        for row, length in zip(inputs, lengths, strict=True):
+            x.copy_(row)
+            fixed["seq_lens"].copy_(length)
+            for _ in range(3):
+                (q,) = triton.linears(x, [wide], [None])
+                after()
+                out, _ = ops.tree_attention(**fixed | {"q": q.view(shape)}, backend="triton")
+                after()
+                total, normed = triton.add_rms_norm(out.reshape(x.shape), x, weight, 1e-5, 0.0, True)
+                after()
+                x.copy_(triton.gated_mlp(normed, gate, up, down, None, None, None, "silu", False))
+                after()
+                _, best = triton.lm_head_topk(x, wide, None, 2)
+                after()
+            results += [total, x.clone(), best]
+        return results
+
+    expected = chain(torch.cuda.synchronize)
+    run = chain
+    if in_graph:
+        chain(lambda: None)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            held = chain(lambda: None)
+
+        def run(_: Any) -> list[torch.Tensor]:
+            graph.replay()
+            return held
+
+    for _ in range(5):
+        found = run(lambda: None)
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_probe() -> None:
     """Large products are faster than those of few rows, and few rows cost about as much as one."""
     from specmemo_kernels.planning.device_probe import probe

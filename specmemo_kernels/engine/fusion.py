@@ -15,6 +15,8 @@ import torch
 
 from specmemo_kernels.engine.program import Call, View
 
+Tensor = torch.Tensor
+
 _ADD, _MUL = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
 _NEG, _CAT, _COPY = torch.ops.aten.neg.default, torch.ops.aten.cat.default, torch.ops.aten.copy_.default
 
@@ -98,9 +100,27 @@ class _Program:
         constant = isinstance(weight, torch.Tensor) and weight.is_contiguous() and not isinstance(bias, View)
         return call if isinstance(x, View) and constant and scales is None and not invariant else None
 
+    def copy(self, position: int) -> Call | None:
+        """The call at this position if it is ``to.copy_(rows)`` of keys or values, ``[tokens, heads, size]``."""
+        call = self.calls[position]
+        if call is None or call.function is not _COPY or len(call.args) != 2 or call.kwargs:
+            return None
+        to, rows = call.args
+        if not isinstance(to, torch.Tensor) or not to.is_contiguous() or not isinstance(rows, View):
+            return None
+        same = (tuple(to.shape), to.dtype) == (rows.size, rows.dtype)
+        return call if len(rows.size) == 3 and rows.stride[-1] == 1 and same else None
+
     def made_before(self, view: View, position: int) -> bool:
         """Whether a variable is assigned by a call before this position."""
         return self._producers[view.name] < position
+
+    def uses(self, tensors: Sequence[Tensor], first: int, last: int) -> bool:
+        """Whether a call between these positions has an argument in the memory of one of ``tensors``."""
+        memory = {x.untyped_storage().data_ptr() for x in tensors}
+        calls = [call for call in self.calls[first : last + 1] if call is not None]
+        constants = (x for call in calls for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor))
+        return any(x.untyped_storage().data_ptr() in memory for x in constants)
 
     def unwritten(self, views: Sequence[Any], first: int, last: int) -> bool:
         """Whether no call between these positions writes to one of ``views``; constants may be written."""
@@ -154,16 +174,9 @@ def _rotary(program: _Program, position: int, kernels: Any) -> _Replacement | No
 
 
 def _copy_rows(program: _Program, position: int, kernels: Any) -> _Replacement | None:
-    """``to.copy_(rows)`` of keys or values, ``[tokens, heads, size]``."""
-    call = program.calls[position]
-    if call is None or call.function is not _COPY or len(call.args) != 2 or call.kwargs:
-        return None
-    to, rows = call.args
-    if not isinstance(to, torch.Tensor) or not to.is_contiguous() or not isinstance(rows, View):
-        return None
-    if len(rows.size) != 3 or rows.stride[-1] != 1 or (tuple(to.shape), to.dtype) != (rows.size, rows.dtype):
-        return None
-    return _Replacement(position, replace(call, function=kernels.copy_rows), (position,))
+    """``to.copy_(rows)`` of keys or values."""
+    call = program.copy(position)
+    return None if call is None else _Replacement(position, replace(call, function=kernels.copy_rows), (position,))
 
 
 def _linears(program: _Program, position: int, kernels: Any) -> _Replacement | None:
@@ -207,6 +220,30 @@ def _rotary_pair(program: _Program, position: int, kernels: Any) -> _Replacement
     return None
 
 
+def _rotary_stored(program: _Program, position: int, kernels: Any) -> _Replacement | None:
+    """``rotary_pair`` of queries and keys, and behind it copies of the rotated keys and of the values."""
+    pair = program.calls[position]
+    if pair is None or pair.function is not kernels.rotary_pair:
+        return None
+    (x, y, *angles), keys = pair.args, pair.results[1]
+    assert keys is not None, "its reader is in the program"
+    copies = [i for i in program.readers_behind(keys, position) if program.copy(i) is not None]
+    if len(copies) != 1 or program.arguments(copies[0])[1] != keys:
+        return None
+    last = copies[0] + 1
+    copied = program.copy(last) if last < len(program.calls) else None
+    if copied is None:
+        return None
+    written, values = [program.arguments(copies[0])[0], copied.args[0]], copied.args[1]
+    if values.size[:2] != keys.size[:2] or not program.made_before(values, position):
+        return None
+    if not program.unwritten([keys, values], position, last) or program.uses(written, position, copies[0] - 1):
+        return None
+    arguments = (x, y, values, *angles, *written)
+    call = Call(kernels.rotary_stored, arguments, results=pair.results, single=False)
+    return _Replacement(position, call, (position, copies[0], last))
+
+
 def _are_halves(x: View, first: Any, second: Any) -> bool:
     """Whether two arguments are the halves of ``x`` along its last dimension."""
     low = replace(x, size=(*x.size[:-1], x.size[-1] // 2))
@@ -247,5 +284,5 @@ _Rule = Callable[[_Program, int, Any], _Replacement | None]
 #: Operators of backends that replace several calls, and the rule that finds these calls.
 FUSED_OPERATORS: dict[str, _Rule] = {
     "rotary": _rotary, "add_rms_norm": _add_rms_norm, "copy_rows": _copy_rows, "linears": _linears,
-    "rotary_pair": _rotary_pair,
+    "rotary_pair": _rotary_pair, "rotary_stored": _rotary_stored,
 }  # fmt: skip

@@ -13,6 +13,7 @@ from specmemo_kernels.backends.triton.layers import (
     rms_norm,
     rotary,
     rotary_pair,
+    rotary_stored,
 )
 from specmemo_kernels.backends.triton.lm_head import lm_head_argmax, lm_head_log_probs, lm_head_topk
 from specmemo_kernels.backends.triton.paged import append_paged_kv, commit_paged_kv
@@ -38,6 +39,7 @@ __all__ = [
     "rms_norm",
     "rotary",
     "rotary_pair",
+    "rotary_stored",
     "tree_attention",
     "verify_tree_greedy",
 ]

@@ -25,7 +25,6 @@ from specmemo_kernels.backends.triton.runtime import (
     entry_point,
     launch_options,
     multiprocessors,
-    overlaps,
     rounds_by_bits,
     target_of,
 )
@@ -117,13 +116,11 @@ def tree_attention(
             **launch_options(q.device, config),
         )  # fmt: skip
     if not direct:
-        overlapped = overlaps(q.device)
         merge_splits_kernel[(rows, heads)](
             out, lse, part, part_total, part_peak, seq_lens, qo_indptr, tree_mask, sinks,
             heads, batch, words, splits, window or 0,
             DV=v_dim, BLOCK_DV=block_dim(v_dim), BLOCK_S=MERGE_SPLITS, BLOCK_B=64, SPLIT_SIZE=launched[0].split_size,
-            OVERLAPPED=overlapped, **flags,
-            **launch_options(q.device, MERGE_CONFIG), **({"launch_pdl": True} if overlapped else {}),
+            **flags, **launch_options(q.device, MERGE_CONFIG),
         )  # fmt: skip
     return out, lse
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from specmemo_kernels.backends.triton.primitives import (
     LN_2,
@@ -27,6 +26,7 @@ from specmemo_kernels.backends.triton.primitives import (
     load_rows,
     node_depth,
     sequence_of_row,
+    wait_for_inputs,
 )
 from specmemo_kernels.backends.triton.tiles import attend_committed, attend_nodes
 
@@ -42,9 +42,10 @@ def tree_attention_kernel(
     PAGE_SIZE: tl.constexpr, BY_HEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NODES_N: tl.constexpr,
     SPLIT_SIZE: tl.constexpr, FIXED_SPLITS: tl.constexpr, HAS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, DIRECT: tl.constexpr, UPCAST: tl.constexpr,
-    ROUND_BITS: tl.constexpr, KV: tl.constexpr,
+    ROUND_BITS: tl.constexpr, KV: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (row blocks x KV heads, splits, sequences). Writes the result if ``DIRECT``, else one split's state."""
+    wait_for_inputs(OVERLAPPED)
     head = tl.program_id(0) % num_kv_heads
     block = tl.program_id(0) // num_kv_heads
     split = tl.program_id(1)
@@ -124,7 +125,8 @@ def merge_splits_kernel(
     SPLIT_SIZE: tl.constexpr, FIXED_SPLITS: tl.constexpr,
     HAS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (packed rows, query heads). ``OVERLAPPED``: started while the attention kernel runs, waits for its end."""
+    """Grid: (packed rows, query heads)."""
+    wait_for_inputs(OVERLAPPED)
     row = tl.program_id(0)
     query_head = tl.program_id(1)
     sequence = sequence_of_row(qo_indptr_ptr, row, batch, BLOCK_B)
@@ -140,8 +142,6 @@ def merge_splits_kernel(
         depth = node_depth(tree_mask_ptr, row.to(tl.int64), node, node >= 0, mask_words, HAS_TREE)
         first_split = tl.maximum(length + depth - window + 1 - lowest, 0) // size
     end_split = (length + node - lowest) // size + 1  # a node sees no slot behind its own
-    if OVERLAPPED:
-        gdc_wait()
 
     out_row = row.to(tl.int64) * num_qo_heads + query_head
     column = tl.arange(0, BLOCK_DV)

@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from specmemo_kernels.backends.kernel_config import ELEMENTWISE_CONFIG, row_config
 from specmemo_kernels.backends.layers import refuse_invariant
-from specmemo_kernels.backends.triton.primitives import LOG2_E, matmul, tanh
+from specmemo_kernels.backends.triton.paged import copy_token
+from specmemo_kernels.backends.triton.primitives import LOG2_E, matmul, tanh, wait_for_inputs
 from specmemo_kernels.backends.triton.products import (
     OUTPUT_BLOCK,
     add_bias,
@@ -35,11 +36,14 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}
 def rms_norm_kernel(
     out_ptr, sum_ptr, x_ptr, residual_ptr, weight_ptr, stride_x, eps, offset,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ROUND_FIRST: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows). With ``HAS_RESIDUAL``, normalises ``x + residual`` and writes the sum."""
+    wait_for_inputs(OVERLAPPED)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)  # while x is loaded
     x = tl.load(x_ptr + row * stride_x + column, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * SIZE + column, mask=inside, other=0.0)
@@ -49,18 +53,30 @@ def rms_norm_kernel(
     wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
     if ROUND_FIRST:
         wide = wide.to(x.dtype).to(tl.float32)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * SIZE + column, wide * (weight + offset), mask=inside)
 
 
 @triton.jit(do_not_specialize=["heads", "more_heads"])  # 1 would be a constant, which the branch can't replace
 def rotary_kernel(
     out_ptr, x_ptr, stride_x, stride_head, heads, more_out_ptr, more_x_ptr, more_stride_x, more_stride_head, more_heads,
-    cos_ptr, sin_ptr, stride_angle, HALF: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
+    cos_ptr, sin_ptr, stride_angle, keys_ptr, values_ptr, v_ptr, stride_v, stride_v_head,
+    HALF: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tokens, tensors). Rotates all heads of one token in one of at most two tensors."""
+    """Grid: (tokens, tensors, blocks of heads). Rotates heads of one token in one of at most two tensors.
+
+    ``V``: size of the values' heads, which a third tensor's programs copy to ``values_ptr``; the second tensor's write
+    their result to ``keys_ptr`` too. 0: no copies.
+    """
+    wait_for_inputs(OVERLAPPED)
     token = tl.program_id(0).to(tl.int64)
-    if tl.program_id(1) == 1:
+    part = tl.program_id(1)
+    first = tl.program_id(2) * BLOCK_H
+    if part == 2:
+        source = v_ptr + token * stride_v + first * stride_v_head
+        target = values_ptr + (token * more_heads + first) * V
+        copy_token(source, stride_v_head, target, 1, tl.minimum(more_heads - first, BLOCK_H), V, BLOCK * BLOCK_H)
+        return
+    if part == 1:
         out_ptr, x_ptr, stride_x, stride_head, heads = (
             more_out_ptr, more_x_ptr, more_stride_x, more_stride_head, more_heads
         )  # fmt: skip
@@ -71,18 +87,21 @@ def rotary_kernel(
     high_cos = tl.load(cos_ptr + angle + HALF, mask=inside, other=0.0).to(tl.float32)[None, :]
     low_sin = tl.load(sin_ptr + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
     high_sin = tl.load(sin_ptr + angle + HALF, mask=inside, other=0.0).to(tl.float32)[None, :]
-    for first in range(0, heads, BLOCK_H):
-        head = first + tl.arange(0, BLOCK_H)
-        valid = (head < heads)[:, None] & inside[None, :]
-        source = x_ptr + token * stride_x + head[:, None] * stride_head + column[None, :]
-        low = tl.load(source, mask=valid, other=0.0)
-        high = tl.load(source + HALF, mask=valid, other=0.0)
-        a, b = low.to(tl.float32), high.to(tl.float32)
-        new_low = (a * low_cos).to(low.dtype).to(tl.float32) - (b * low_sin).to(low.dtype).to(tl.float32)
-        new_high = (b * high_cos).to(low.dtype).to(tl.float32) + (a * high_sin).to(low.dtype).to(tl.float32)
-        target = out_ptr + (token * heads + head[:, None]) * (2 * HALF) + column[None, :]
-        tl.store(target, new_low, mask=valid)
-        tl.store(target + HALF, new_high, mask=valid)
+    head = first + tl.arange(0, BLOCK_H)
+    valid = (head < heads)[:, None] & inside[None, :]
+    source = x_ptr + token * stride_x + head[:, None] * stride_head + column[None, :]
+    low = tl.load(source, mask=valid, other=0.0)
+    high = tl.load(source + HALF, mask=valid, other=0.0)
+    a, b = low.to(tl.float32), high.to(tl.float32)
+    new_low = (a * low_cos).to(low.dtype).to(tl.float32) - (b * low_sin).to(low.dtype).to(tl.float32)
+    new_high = (b * high_cos).to(low.dtype).to(tl.float32) + (a * high_sin).to(low.dtype).to(tl.float32)
+    place = (token * heads + head[:, None]) * (2 * HALF) + column[None, :]
+    tl.store(out_ptr + place, new_low, mask=valid)
+    tl.store(out_ptr + place + HALF, new_high, mask=valid)
+    if V:  # noqa: SIM102 - compiled or not
+        if part == 1:
+            tl.store(keys_ptr + place, new_low, mask=valid)
+            tl.store(keys_ptr + place + HALF, new_high, mask=valid)
 
 
 @triton.jit
@@ -99,8 +118,11 @@ def gated(gate, up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def gate_kernel(gate_ptr, up_ptr, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def gate_kernel(
+    gate_ptr, up_ptr, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, OVERLAPPED: tl.constexpr
+):  # fmt: skip
     """Grid: (blocks of elements). ``gate = activation(gate) * up``, in place."""
+    wait_for_inputs(OVERLAPPED)
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < count
     gate = tl.load(gate_ptr + index, mask=inside, other=0.0)
@@ -114,8 +136,10 @@ def gated_linear_kernel(
     INPUTS: tl.constexpr, HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (output blocks). ``activation(gate(x)) * up(x)`` of at most ``BLOCK_M`` rows, as ``linear_kernel``."""
+    wait_for_inputs(OVERLAPPED)
     m = tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid, inside = m < rows, n < outputs
@@ -181,26 +205,43 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x: ``[tokens, heads, size]`` with contiguous heads.
         cos, sin: ``[tokens, size]`` with contiguous rows and equal strides.
     """
-    return _rotated([x], cos, sin)[0]
+    return _rotated([x], cos, sin, None)[0]
 
 
 @entry_point
 def rotary_pair(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
     """:func:`rotary` of two tensors of the same tokens and size in one kernel."""
-    return _rotated([x, y], cos, sin)
+    return _rotated([x, y], cos, sin, None)
 
 
-def _rotated(tensors: list[Tensor], cos: Tensor, sin: Tensor) -> list[Tensor]:
+@entry_point
+def rotary_stored(
+    x: Tensor, y: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor
+) -> list[Tensor]:
+    """:func:`rotary_pair` in one kernel with the copies of the rotated ``y`` to ``keys`` and of ``v`` to ``values``.
+
+    Args:
+        v: ``[tokens, heads of y, size]`` with contiguous heads.
+        keys, values: contiguous tensors of the shapes of ``y`` and ``v``.
+    """
+    return _rotated([x, y], cos, sin, (keys, values, v))
+
+
+def _rotated(
+    tensors: list[Tensor], cos: Tensor, sin: Tensor, stored: tuple[Tensor, Tensor, Tensor] | None
+) -> list[Tensor]:
     tokens, _, size = tensors[0].shape
     heads = max(x.shape[1] for x in tensors)
     out = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
     config = row_config(size // 2 * min(heads, 16))
     half = row_config(size // 2).block_n
+    block_heads = max(1, config.block_n // half)
     if tokens and heads:
         parts = [(to, x, x.stride(0), x.stride(1), x.shape[1]) for to, x in zip(out, tensors, strict=True)]
-        rotary_kernel[tokens, len(tensors)](
-            *parts[0], *parts[-1], cos, sin, cos.stride(0),
-            HALF=size // 2, BLOCK=half, BLOCK_H=max(1, config.block_n // half),
+        keys, values, v = stored or (cos, cos, cos[:, None])
+        rotary_kernel[tokens, len(tensors) + (stored is not None), triton.cdiv(heads, block_heads)](
+            *parts[0], *parts[-1], cos, sin, cos.stride(0), keys, values, v, v.stride(0), v.stride(1),
+            HALF=size // 2, V=0 if stored is None else v.shape[2], BLOCK=half, BLOCK_H=block_heads,
             **launch_options(cos.device, config, fusion=False),  # a fused multiply-add would round once less
         )  # fmt: skip
     return out

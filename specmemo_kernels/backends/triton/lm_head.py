@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from specmemo_kernels.backends.kernel_config import LM_HEAD_REDUCE_CONFIG, lm_head_config
+from specmemo_kernels.backends.triton.primitives import wait_for_inputs
 from specmemo_kernels.backends.triton.products import code_products, row_products
 from specmemo_kernels.backends.triton.runtime import INTERPRETED, entry_point, launch_options, target_of
 
@@ -51,12 +52,14 @@ def lm_head_block_kernel(
     keys_ptr, lse_ptr, hidden_ptr, weight_ptr, scales_ptr, bias_ptr, stride_hidden, rows, vocabulary,
     HIDDEN: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, UPCAST: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (row blocks, vocabulary blocks). Writes each row's K best keys of the block, best first, and with
     ``HAS_LSE`` the block's log-sum-exp to ``[rows, blocks]``.
 
     ``GROUP``: 4-bit codes per scale; 0 for weights in the model's dtype.
     """
+    wait_for_inputs(OVERLAPPED)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     token = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     hidden_row_ptr = hidden_ptr + m.to(tl.int64) * stride_hidden
@@ -93,9 +96,10 @@ def lm_head_block_kernel(
 @triton.jit(do_not_specialize=["count"])
 def lm_head_reduce_kernel(
     out_ptr, values_ptr, tokens_ptr, keys_ptr, count,
-    K: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr,
+    K: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows, blocks of keys). Writes the K best of BLOCK keys; ``LAST`` (one block) unpacks them."""
+    wait_for_inputs(OVERLAPPED)
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     keys = tl.load(keys_ptr + row * count + index, mask=index < count, other=NO_KEY)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from specmemo_kernels.backends.kernel_config import COPY_CONFIG, block_dim
 from specmemo_kernels.backends.triton.codes import as_codes, kv_type, quantise_token
-from specmemo_kernels.backends.triton.primitives import page_row, sequence_of_row
+from specmemo_kernels.backends.triton.primitives import page_row, sequence_of_row, wait_for_inputs
 from specmemo_kernels.backends.triton.runtime import entry_point, launch_options
 from specmemo_kernels.cache.page_order import by_head
 
@@ -66,9 +66,10 @@ def append_paged_kv_kernel(
     qo_indptr_ptr, stride_kn, stride_kh, stride_vn, stride_vh, num_heads, batch, max_pages,
     DK: tl.constexpr, DV: tl.constexpr, PAGE_SIZE: tl.constexpr, BY_HEAD: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    HEADS_K: tl.constexpr, HEADS_V: tl.constexpr, KV: tl.constexpr, BLOCK_B: tl.constexpr,
+    HEADS_K: tl.constexpr, HEADS_V: tl.constexpr, KV: tl.constexpr, BLOCK_B: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (packed rows). Writes one row's keys and values, all heads."""
+    wait_for_inputs(OVERLAPPED)
     row = tl.program_id(0)
     sequence = sequence_of_row(qo_indptr_ptr, row, batch, BLOCK_B)
     if sequence >= batch:
@@ -92,9 +93,10 @@ def commit_paged_kv_kernel(
     qo_indptr_ptr, accept_index_ptr, accept_length_ptr, layer_scratch, layer_pages, num_heads, places, max_pages,
     DK: tl.constexpr, DV: tl.constexpr, PAGE_SIZE: tl.constexpr, BY_HEAD: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, HEADS_K: tl.constexpr, HEADS_V: tl.constexpr,
-    KV: tl.constexpr,
+    KV: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (depths of the path, sequences, layers). ``layer_*``: a layer's tokens in scratch, its rows in pages."""
+    wait_for_inputs(OVERLAPPED)
     depth = tl.program_id(0)
     sequence = tl.program_id(1)
     layer = tl.program_id(2).to(tl.int64)

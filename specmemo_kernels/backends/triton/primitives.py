@@ -10,11 +10,24 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Below any score and finite, so that a row without a visible key never computes inf - inf.
 NO_SCORE = tl.constexpr(-1.0e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def wait_for_inputs(OVERLAPPED: tl.constexpr):
+    """With programmatic dependent launch: wait until the kernels before this one are complete, then let the next start.
+
+    Nothing may be read or written before it. The next kernel starts no earlier: its programs would hold resources,
+    and the step takes longer.
+    """
+    if OVERLAPPED:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from specmemo_kernels.backends.kernel_config import KernelConfig, linear_config, lm_head_config
 from specmemo_kernels.backends.layers import refuse_invariant
-from specmemo_kernels.backends.triton.primitives import matmul
+from specmemo_kernels.backends.triton.primitives import matmul, wait_for_inputs
 from specmemo_kernels.backends.triton.runtime import (
     INTERPRETED,
     entry_point,
@@ -110,9 +110,10 @@ def code_products(
 def coded_linear_kernel(
     out_ptr, x_ptr, codes_ptr, scales_ptr, bias_ptr, stride_x, rows, outputs,
     INPUTS: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (row blocks, output blocks). ``x @ matrix.T + bias`` of a matrix in codes, ``GROUP`` of them per scale."""
+    wait_for_inputs(OVERLAPPED)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid, inside = m < rows, n < outputs
@@ -153,12 +154,14 @@ def linear_kernel(
     stride_x, rows, outputs, outputs_1, outputs_2, blocks, more_blocks,
     INPUTS: tl.constexpr, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (output blocks of all matrices). ``x @ weight.T + bias`` of each matrix; x has at most ``BLOCK_M`` rows.
 
     The first ``blocks`` programs are the first matrix's, the next ``more_blocks`` the second's. Weights are the first
     operand, because Hopper's instructions have at least 64 rows, and the second one as few as 8 columns.
     """
+    wait_for_inputs(OVERLAPPED)
     block = tl.program_id(0)
     if block >= blocks + more_blocks:
         out_ptr, weight_ptr, bias_ptr, outputs = out_2_ptr, weight_2_ptr, bias_2_ptr, outputs_2

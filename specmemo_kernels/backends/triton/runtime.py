@@ -87,8 +87,11 @@ def rounds_by_bits(target: str, dtype: torch.dtype) -> bool:
 
 @functools.cache
 def launch_options(device: torch.device, config: KernelConfig, fusion: bool = True) -> dict[str, int | bool]:
-    """Keyword arguments of a launch; cached, so treat the dict as read-only."""
-    return {} if target_of(device) == INTERPRETER else compile_options(config, target_of(device), fusion)
+    """Keyword arguments of a launch, and the constexpr ``OVERLAPPED``; cached, so treat the dict as read-only."""
+    if target_of(device) == INTERPRETER:
+        return {"OVERLAPPED": False}
+    options = compile_options(config, target_of(device), fusion) | {"OVERLAPPED": overlaps(device)}
+    return options | ({"launch_pdl": True} if overlaps(device) else {})
 
 
 def compile_options(config: KernelConfig, target: str, fusion: bool = True) -> dict[str, int | bool]:

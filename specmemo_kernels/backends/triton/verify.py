@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from specmemo_kernels.backends.kernel_config import VERIFY_CONFIG
+from specmemo_kernels.backends.triton.primitives import wait_for_inputs
 from specmemo_kernels.backends.triton.runtime import entry_point, launch_options
 
 Tensor = torch.Tensor
@@ -35,9 +36,10 @@ def first_child(draft_ptr, parents_ptr, node, nodes, token, BLOCK_T: tl.constexp
 @triton.jit(do_not_specialize=["places"])
 def verify_tree_greedy_kernel(
     accept_index_ptr, accept_length_ptr, bonus_token_ptr,
-    draft_ptr, target_ptr, parents_ptr, qo_indptr_ptr, places, BLOCK_T: tl.constexpr,
+    draft_ptr, target_ptr, parents_ptr, qo_indptr_ptr, places, BLOCK_T: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (sequences). Writes all entries of the three results."""
+    wait_for_inputs(OVERLAPPED)
     sequence = tl.program_id(0)
     first_row = tl.load(qo_indptr_ptr + sequence)
     nodes = tl.load(qo_indptr_ptr + sequence + 1) - first_row
