@@ -725,6 +725,26 @@ def gpu_step() -> str:
     return table(("us per step", "torch's products", "own kernels"), cells, "gpu_step")
 
 
+def gpu_overlap() -> dict[str, str]:
+    """The present step, and variants that were measured in turns."""
+    data = load("gpu_overlap")
+    greedy, sampled = data["present"]
+    cells = [(row["variant"], f"{row['us']:,}", f"{row['ratio']:.3f}") for row in data["steps"]]
+    return {
+        "gpu.overlap": table(("kernels", "us per step", "ratio"), cells, "gpu_overlap"),
+        "gpu.step_us": f"{1e3 * greedy['ahead_ms']:,.0f}",
+        "gpu.vs_floor": f"{greedy['vs_floor']:.2f}",
+        "gpu.sampled_us": f"{1e3 * sampled['step_ms']:,.0f}",
+        "gpu.alone_us": f"{1e3 * greedy['step_ms']:,.0f}",
+    }
+
+
+def gpu_memory() -> str:
+    """Generation memory on a GPU."""
+    cells = [(row["system"], f"{row['mib']:,.0f}") for row in load("gpu_memory")["rows"]]
+    return table(("system", "MiB"), cells, "gpu_memory")
+
+
 def published() -> str:
     """Predicted and measured times of published decode kernels."""
     cells = [
@@ -806,6 +826,8 @@ def figures() -> dict[str, str]:
         "steps.sampled": sampled_steps(),
         "gpu.attention": gpu_attention(),
         "gpu.step": gpu_step(),
+        **gpu_overlap(),
+        "gpu.memory": gpu_memory(),
         **gpu_stages(),
         "published": published(),
         **published_values(),
