@@ -13,8 +13,9 @@ Each engine has a process of its own with its own copy of the weights, and all r
   Medians over the rounds.
 - ``tokens_per_step`` of random weights are replayed (``bench/replay.py``, Medusa's published accuracies); the bundled
   model's are real.
-- ``mib``: peak of a run's anonymous resident memory beyond the weights, in a process of its own that returns freed
-  blocks of 256 KiB and more at once. (glibc's default is up to 32 MiB, so that loading leaves holes in the heap.)
+- ``mib``: peak of a run's anonymous resident memory beyond that of the weights and the loaded library, in a process of
+  its own that returns freed blocks of 256 KiB and more at once. (glibc's default is up to 32 MiB, so that loading
+  leaves holes in the heap.)
 - ``equal``: the part of the new tokens before the first one that differs from the first engine's, mean over the
   prompts. Not given for replayed runs.
 """

@@ -98,18 +98,19 @@ class Ours(Transformers):
 
     def __init__(self, setup: Setup, drafter: str, tree: int | None = None, head_bits: int | None = None) -> None:
         super().__init__(setup)
+        import specmemo_kernels as sk
+
+        self.sk, self.patch = sk, sk.patch  # loads the modules, as the other engines do before memory is counted
         self.drafter, self.tree, self.head_bits = drafter, tree, head_bits
 
     def start(self) -> None:
-        import specmemo_kernels as sk
-
         heads: Any = self.drafter
         if heads == "heads":
             from shapes import random_heads
 
             random = self.setup.replay
             heads = random_heads(self.model, 4, own_lm_head=False) if random else f"{self.setup.folder}/heads"
-        self.handle = sk.patch(
+        self.handle = self.patch(
             self.model, heads, tree=self.tree, head_bits=self.head_bits, max_batch_size=self.setup.batch,
             reuse_prefix=False,
         )  # fmt: skip
@@ -121,14 +122,12 @@ class Ours(Transformers):
             self.handle.target = self.target
 
     def generate(self, prompts: Tokens, new_tokens: int, first: Callable[[], None]) -> Tokens:
-        import specmemo_kernels as sk
-
         if self.target is not None:
             self.target.begin([self.ranks(i, 0, new_tokens + 8) for i in range(len(prompts))])
         tokens: Tokens = [[] for _ in prompts]
         waiting = set(range(len(prompts)))
         self.handle.stats.reset()
-        with sk.stream_batch(self.model, prompts, max_new_tokens=new_tokens, eos_token_ids=[]) as run:
+        with self.sk.stream_batch(self.model, prompts, max_new_tokens=new_tokens, eos_token_ids=[]) as run:
             for piece in run:
                 tokens[piece.index] += piece.tokens
                 if waiting:

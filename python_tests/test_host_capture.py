@@ -20,6 +20,7 @@ from tiny_models import FAMILIES, OracleDrafter, random_heads, tiny_model
 import specmemo_kernels as sk
 from specmemo_kernels import ops
 from specmemo_kernels.drafting.base import DraftInput
+from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.engine import host_capture, overlap
 from specmemo_kernels.engine.host_capture import HostCapture, record
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
@@ -107,6 +108,17 @@ def test_requests_of_all_kinds(drafter: str, replays: list[int]) -> None:
         assert recorded.tokens == eager.tokens
         assert recorded.scores == eager.scores
     assert replays[0] > 10
+
+
+def test_heads_draft_in_passes_that_the_host_verifies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host drafts for eager steps only."""
+    model, proposed, propose = tiny_model("llama"), [], MedusaDrafter.propose
+    monkeypatch.setattr(MedusaDrafter, "propose", lambda self, x: proposed.append(x.tree.size) or propose(self, x))
+    with sk.patch(model, random_heads(model), tree=6, graph=True) as handle:
+        sk.generate_batch(model, [sk.Request([4, 5, 6], 40, [], sk.Sampling(seed=1))])
+        stats = handle.stats
+        assert stats.graph_steps > 10
+        assert len(proposed) <= stats.steps - stats.graph_steps
 
 
 def test_scratch_that_grows_between_sampled_calls(replays: list[int]) -> None:

@@ -37,11 +37,11 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class _StepTiming:
-    """``started``: ``time.perf_counter()``; ``drafting``: drafter seconds; ``behind``: tokens it computed first;
-    ``timed``: the pass ran neither before nor with its capture."""
+    """``started``: ``time.perf_counter()``; ``drafting``: drafter seconds, ``None``: the pass drafts; ``behind``:
+    tokens it computed first; ``timed``: the pass ran neither before nor with its capture."""
 
     started: float
-    drafting: float
+    drafting: float | None
     behind: int
     timed: bool
 
@@ -186,10 +186,12 @@ class SpecDecoder:
                 self.reserve(sequence)
             tree = self.step_tree()
             behind = self.behind(tree)
-            trees, drafting = self._propose(tree)
             recorded = RecordedPass(None)
             if self.overlapped is not None and reason is not None:
-                recorded = self.overlapped.recorded_pass(self, trees, reason)
+                recorded = self.overlapped.recorded_pass(self, tree, reason)
+            trees, drafting = recorded.trees, recorded.drafting
+            if trees is None:
+                trees, drafting = self.propose(tree)
             timing = _StepTiming(started, drafting, behind, recorded.timed)
             self._ended += self._forward(trees, timing, recorded.output)
             if recorded.reason:
@@ -236,7 +238,7 @@ class SpecDecoder:
         """:meth:`next_tree` without nodes deeper than any sequence's remaining tokens."""
         return self.next_tree().truncated(max(s.remaining for s in self.sequences) - 1)
 
-    def _propose(self, tree: Trees) -> tuple[TreeBatch, float]:
+    def propose(self, tree: Trees) -> tuple[TreeBatch, float]:
         """The trees to verify, and the seconds that the drafter took."""
         self._trim()
         return propose_trees(self.drafter, self.reader, tree, self.sequences, self.pool, self.target, self.agree)
@@ -302,7 +304,7 @@ class SpecDecoder:
                 accepted |= {s.slot: [i * size + node for node in path] for i, (s, path) in verified}
         self.release(finished)
         if self.chooser is not None and timing is not None and verdict is not None and trees is not None and trees.tree:
-            seconds = time.perf_counter() - timing.started - timing.drafting
+            seconds = time.perf_counter() - timing.started - (timing.drafting or 0.0)
             paths = verdict.paths[: len(running)]
             measured = chunk is None and timing.timed
             self.chooser.stepped(trees.tree, paths, seconds if measured else None, timing.drafting, timing.behind)

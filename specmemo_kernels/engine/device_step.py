@@ -1,6 +1,7 @@
 """A steady-state step without host reads: draft, run the pass, and update the next step's inputs.
 
-Drafters on the host fill the trees before the step. A step that the host verifies ends with the hidden states.
+Drafters on the host fill the trees before the step. A step that the host verifies ends with the trees and the hidden
+states of their nodes.
 Tensors that outlive a step keep their address and size, so a GPU can replay the step from a graph. The same code runs
 eagerly on any device.
 """
@@ -20,7 +21,6 @@ from specmemo_kernels.drafting.base import (
     FeatureDrafter,
     StaticDrafter,
     candidate_columns,
-    drafts_on_device,
     fill_tree,
 )
 from specmemo_kernels.engine.sequence import SequenceState
@@ -43,7 +43,7 @@ class StepShape:
         sequences, nodes: number of trees and of nodes per tree. depth, width: of the trees.
         max_seq_len: upper bound of the tokens in pages of any sequence; sizes GPU launches.
         tree: the tree of every step, for drafters whose passes depend on it; ``None``: any tree of these sizes.
-        verified: the step verifies its trees; else the host fills and verifies them.
+        verified: the step verifies its trees; else the host does.
     """
 
     sequences: int
@@ -94,9 +94,9 @@ class DeviceStep:
     Args:
         shape: of ``tree``, whose width may be smaller.
         target: with ``static`` true.
-        drafter: ``None``: :meth:`use` gets the drafts.
+        drafter: that drafts on the device; ``None``: :meth:`use` gets the drafts.
         nodes: ``[sequences * nodes, hidden_size]``, to which the hidden states of a step are written that the host
-            verifies.
+            verifies; for drafters that don't read features.
 
     Attributes:
         emitted: ``[sequences, 2 * depth + 3]`` int64, the rows of the last :meth:`run` (:class:`DeviceVerdict`).
@@ -123,7 +123,7 @@ class DeviceStep:
         with torch.inference_mode(False):
             self._buffers, self._complete = tuple(part.clone() for part in self._parts(tree)), True
             self.emitted = torch.zeros(count, 2 * shape.depth + 3, dtype=torch.int64, device=device)
-            columns = 0 if drafter is not None and drafts_on_device(drafter) else shape.nodes
+            columns = shape.nodes if drafter is None or nodes is not None else 0
             self._drafts = torch.zeros(count, columns, dtype=torch.int64, device=device)
 
     def _parts(self, tree: Trees) -> tuple[Tensor, ...]:
@@ -161,6 +161,8 @@ class DeviceStep:
         if self.nodes is not None:
             attention = StepAttention(self.pool, batch, self.backend, self.target.invariant)
             self.nodes.copy_(self.target.forward(batch, attention, None, logits=False).hidden)
+            if self._static is not None:
+                self._drafts.copy_(batch.tokens.view(self._drafts.shape))
             return
         verdict, hidden = tree_pass(self.target, self.pool, self.backend, batch, None, verify, self._reader)
         assert verdict is not None, "the step has trees"
@@ -174,15 +176,25 @@ class DeviceStep:
     def _draft(self) -> TreeBatch:
         """The trees to verify."""
         shape, vocab_size = self.shape, self.target.vocab_size
-        table = self.pool.block_table.index_select(0, self._slots)
         if self._reader is not None:
+            table = self.pool.block_table.index_select(0, self._slots)
             rows = DraftRows(self.pool, self._roots, self._hidden, self._seq_lens, table, shape.max_seq_len)
             with torch.inference_mode():
                 return drafted_batch(self._reader.draft(rows, self.tree), self.tree, rows, vocab_size)
-        layout, drafts = self._buffers[: len(fields(TreeLayout))], self._drafts
+        drafts = self._drafts
         if not shape.depth:
             drafts = self._roots[:, None]
         elif self._static is not None:
             candidates = self._static.candidates(self._hidden, shape.depth, shape.width)
             drafts = only_tokens(fill_tree(self._roots, candidates, self._buffers[-1]), vocab_size)
-        return tree_batch(self.tree, drafts, self._seq_lens, table, shape.max_seq_len, TreeLayout(*layout))
+        return self._batch(drafts)
+
+    @property
+    def trees(self) -> TreeBatch:
+        """The trees of the last :meth:`run` that the host verifies, until the state changes."""
+        return self._batch(self._drafts)
+
+    def _batch(self, drafts: Tensor) -> TreeBatch:
+        table = self.pool.block_table.index_select(0, self._slots)
+        layout = TreeLayout(*self._buffers[: len(fields(TreeLayout))])
+        return tree_batch(self.tree, drafts, self._seq_lens, table, self.shape.max_seq_len, layout)

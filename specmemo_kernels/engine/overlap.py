@@ -62,11 +62,18 @@ class _Flight:
 
 
 class RecordedPass(NamedTuple):
-    """The output of a captured pass, or ``None`` and the reason; ``timed``: no capture was made or tried, and the pass
-    was like later ones."""
+    """The output of a captured pass, or ``None`` and the reason.
+
+    Attributes:
+        trees: of the pass, or those that were filled before it couldn't be captured.
+        drafting: seconds of the drafter; ``None``: the pass drafts.
+        timed: no capture was made or tried, and the pass was like later ones.
+    """
 
     output: TargetOutput | None
     reason: str = ""
+    trees: TreeBatch | None = None
+    drafting: float | None = None
     timed: bool = True
 
 
@@ -110,35 +117,41 @@ class OverlappedSteps:
             return "too few pages are free"
         return None
 
-    def recorded_pass(self, decoder: SpecDecoder, trees: TreeBatch, reason: str) -> RecordedPass:
-        """The captured pass over ``trees`` of a step that can't be launched for ``reason``, because the host verifies.
+    def recorded_pass(self, decoder: SpecDecoder, tree: Trees, reason: str) -> RecordedPass:
+        """The captured pass over ``tree`` of a step that can't be launched for ``reason``, because the host verifies.
 
         Raises:
             CaptureFailed: the pass can't be captured, and ``must`` is true.
             Exception: of the target, or a failed allocation; the step can be retried.
         """
-        tree = trees.tree
         if reason != HOST_VERIFIES:
             return RecordedPass(None, reason)
         if not self.steps.target.reads_hidden:
             return RecordedPass(None, f"{reason}, and the model computes logits outside of its lm_head")
         if decoder.reader is not None or not isinstance(tree, DraftTree):
             return RecordedPass(None, f"{reason}, and the drafter reads hidden states")
-        if decoder.step_tree() != decoder.next_tree():  # these trees come in many sizes
+        if tree != decoder.next_tree():  # these trees come in many sizes
             return RecordedPass(None, "the last trees of an answer are truncated")
-        bound = self._length_bound(decoder)
-        shape = StepShape(trees.num_trees, tree.size, tree.max_depth, 0, bound, verified=False)
-        drafts = trees.tokens.view(trees.num_trees, -1)
+        count, trees, drafts = len(decoder.sequences), None, None
+        drafting: float | None = None
+        if self.steps.host_drafter is not None:
+            trees, drafting = decoder.propose(tree)
+            assert isinstance(trees.tree, DraftTree), "it is a part of the tree"
+            tree, drafts = trees.tree, trees.tokens.view(count, -1)
+        width = tree.width if drafts is None else 0
+        shape = StepShape(count, tree.size, tree.max_depth, width, self._length_bound(decoder), verified=False)
         self.steps.load(decoder.sequences)
         self.steps.mark_current(())
         try:
-            hidden, timed = self.steps.launch(shape, tree, drafts)
+            step, timed = self.steps.launch(shape, tree, drafts)
         except CaptureFailed:
             if self.must:
                 raise
-            return RecordedPass(None, self.steps.failed, timed=False)
+            return RecordedPass(None, self.steps.failed, trees, drafting, timed=False)
         decoder.stats.graph_steps += 1
-        return RecordedPass(TargetOutput(hidden if tree.max_depth else hidden.clone(), None), "", timed)
+        assert step.nodes is not None, "the host verifies"
+        output = TargetOutput(step.nodes if tree.max_depth else step.nodes.clone(), None)
+        return RecordedPass(output, "", step.trees if trees is None else trees, drafting, timed)
 
     def _no_steps(self, decoder: SpecDecoder) -> str | None:
         """Why no pass of the decoder can be captured now."""
@@ -205,13 +218,13 @@ class OverlappedSteps:
         rows = torch.empty(len(sequences), 2 * tree.max_depth + 3, dtype=torch.int64, pin_memory=on_gpu)
         arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         started = time.perf_counter()
-        emitted, timed = self.steps.launch(shape, tree, None if filled is None else filled.tokens)
+        step, timed = self.steps.launch(shape, tree, None if filled is None else filled.tokens)
         decoder.stats.graph_steps += 1
         if not timed:  # the launch delayed the steps in flight
             self._flights = deque(replace(flight, timed=False) for flight in self._flights)
         if not timed or not self._flights:
             self._read_at = None
-        rows.copy_(emitted, non_blocking=True)
+        rows.copy_(step.emitted, non_blocking=True)
         if arrived is not None:
             arrived.record(torch.cuda.current_stream(device))  # the copy's stream, whatever device is current
         drafting = None if filled is None else filled.seconds

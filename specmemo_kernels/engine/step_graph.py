@@ -176,12 +176,12 @@ class StepCache:
         assert self._state is not None, "no step has been made"
         return self._state.hidden[:sequences].clone().unbind(0)
 
-    def launch(self, shape: StepShape, tree: Trees, drafts: Tensor | None = None) -> tuple[Tensor, bool]:
+    def launch(self, shape: StepShape, tree: Trees, drafts: Tensor | None = None) -> tuple[DeviceStep, bool]:
         """Run the step of this shape over ``tree``; ``drafts``: as in :meth:`DeviceStep.use`.
 
         Returns:
-            :attr:`DeviceStep.emitted`, or the hidden states of a step that the host verifies, valid until its next
-            launch; and whether the run was like later ones: neither before nor with a capture.
+            The step, whose results are valid until its next launch; and whether the run was like later ones: neither
+            before nor with a capture.
 
         Raises:
             CaptureFailed: the step can't be captured; ``failed`` has the reason from now on.
@@ -208,16 +208,17 @@ class StepCache:
             self.trim()
         (cached.replay or cached.step.run)()
         cached.runs += 1
-        return cached.step.emitted if cached.step.nodes is None else cached.step.nodes, timed
+        return cached.step, timed
 
     def _step(self, shape: StepShape, tree: Trees, state: StepState) -> DeviceStep:
+        drafter = self.drafter if self.host_drafter is None else None
         if shape.verified:
-            return DeviceStep(shape, tree, state, self.target, self.drafter, self.pool, self.backend)
+            return DeviceStep(shape, tree, state, self.target, drafter, self.pool, self.backend)
         if self._nodes is None:
             with torch.inference_mode(False):
                 self._nodes = state.hidden.new_zeros(self.pool.max_nodes, state.hidden.shape[1])
         nodes = self._nodes[: shape.sequences * shape.nodes]
-        return DeviceStep(shape, tree, state, self.target, None, self.pool, self.backend, nodes)
+        return DeviceStep(shape, tree, state, self.target, drafter, self.pool, self.backend, nodes)
 
     def _captured(self, step: DeviceStep, capture: Capture) -> Callable[[], None]:
         self.trim()

@@ -160,15 +160,15 @@ class SampledVerifier:
 
 def verdict_of(batch: TreeBatch, paths: Sequence[Path]) -> Verdict:
     """The verdict of one path per sequence."""
-    index = torch.full((len(paths), batch.max_depth + 1), -1, dtype=torch.int32)
-    emitted = torch.zeros(index.shape, dtype=torch.int64)
-    for row, (path, tokens) in enumerate(paths):
-        index[row, : len(path)] = torch.tensor(path, dtype=torch.int32)
-        emitted[row, : len(tokens)] = torch.tensor(tokens)
-    device = batch.tokens.device
-    length = torch.tensor([len(path) - 1 for path, _ in paths], dtype=torch.int32, device=device)
+    width = batch.max_depth + 1
+    rows = [
+        [len(path) - 1, *path, *[-1] * (width - len(path)), *tokens, *[0] * (width - len(tokens))]
+        for path, tokens in paths
+    ]
+    table = torch.tensor(rows, device=batch.tokens.device)  # one transfer
+    length, index = table[:, 0].int(), table[:, 1 : 1 + width].int()
     nodes, texts = [path for path, _ in paths], [tokens for _, tokens in paths]
-    return Verdict(index.to(device), length, emitted.to(device), texts, nodes)
+    return Verdict(index, length, table[:, 1 + width :], texts, nodes)
 
 
 def _scores(sequence: SequenceState, tree: HostTree, path: Path) -> Walk[Tensor, list[TokenScore]]:

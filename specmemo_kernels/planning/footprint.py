@@ -254,7 +254,7 @@ def fixed_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
         parts["states"] = size.sequences * shape.mixer_state_bytes
     if shape.kept_steps:
         results = size.sequences * (8 * (2 * size.tree_size + 1) + 4)  # a row per sequence: tokens and nodes of a path
-        parts["graphs"] = shape.kept_steps * (size.nodes * layout + results)
+        parts["graphs"] = shape.kept_steps * (size.nodes * (layout + 8) + results)  # 8: a node's token
         parts["graphs"] += size.sequences * (shape.state_bytes + _SEQUENCE_BYTES)
         parts["graphs"] += size.nodes * (
             shape.state_bytes // KEPT_STATES
