@@ -71,11 +71,12 @@ def rotary_kernel(
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     first = tl.program_id(2) * BLOCK_H
-    if part == 2:
-        source = v_ptr + token * stride_v + first * stride_v_head
-        target = values_ptr + (token * more_heads + first) * V
-        copy_token(source, stride_v_head, target, 1, tl.minimum(more_heads - first, BLOCK_H), V, BLOCK * BLOCK_H)
-        return
+    if V:  # noqa: SIM102 - compiled or not
+        if part == 2:
+            source = v_ptr + token * stride_v + first * stride_v_head
+            target = values_ptr + (token * more_heads + first) * V
+            copy_token(source, stride_v_head, target, 1, tl.minimum(more_heads - first, BLOCK_H), V, BLOCK * BLOCK_H)
+            return
     if part == 1:
         out_ptr, x_ptr, stride_x, stride_head, heads = (
             more_out_ptr, more_x_ptr, more_stride_x, more_stride_head, more_heads
