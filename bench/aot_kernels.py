@@ -154,7 +154,7 @@ def _compile_attention(
         "NODES_N": chosen.nodes_n,
         "SPLIT_SIZE": chosen.split_size, "FIXED_SPLITS": not chosen.resident, "UPCAST": False,
         "ROUND_BITS": runtime.rounds_by_bits(target, shape.dtype),
-        "KV": KV_TYPES[shape.kv_dtype], "OVERLAPPED": overlapped(target), **switches,
+        "KV": KV_TYPES[shape.kv_dtype], "OVERLAPPED": TARGETS[target].overlaps, **switches,
     }  # fmt: skip
     constants |= {} if switches["HAS_SINKS"] else {"sinks_ptr": None}
     constants |= NO_SCALES if shape.kv_dtype is None else {}
@@ -163,11 +163,6 @@ def _compile_attention(
     return aot_compile.compile_kernel(
         attention.tree_attention_kernel, types, constants, target, options, frozenset(strides)
     )
-
-
-def overlapped(target: str) -> bool:
-    """Whether kernels have a programmatic launch."""
-    return target == "sm_90"
 
 
 def page_types(shape: Shape) -> dict[str, str]:
@@ -282,7 +277,7 @@ def _simple(
 ) -> Job:  # fmt: skip
     def compile_for(target: str) -> aot_compile.Resources:
         options = runtime.compile_options(chosen, target)
-        fixed = constants | {"OVERLAPPED": overlapped(target)}
+        fixed = constants | {"OVERLAPPED": TARGETS[target].overlaps}
         return aot_compile.compile_kernel(kernel, types, fixed, target, options, aligned)
 
     return Job(name, shape, chosen, compile_for)
@@ -301,8 +296,9 @@ def layer_jobs(shape: Shape) -> Iterator[Job]:
     strides = frozenset(name for name in types if "stride" in name)
     heads = config.row_config(half * 16)
     constants = {"HALF": half, "BLOCK": config.row_config(half).block_n, "BLOCK_H": 16}
-    for name, value_size in (("rotary", 0), ("rotary_stored", shape.head_dim)):
-        yield _simple(name, kernel, shape, heads, types, constants | {"V": value_size}, strides)
+    for stored in (False, True):
+        copies = {"V": shape.head_dim, "STORED": stored}
+        yield _simple(f"rotary{'_stored' * stored}", kernel, shape, heads, types, constants | copies, strides)
     types = {"gate_ptr": element, "up_ptr": element, "count": "i32"}
     constants = {"ACTIVATION": 0, "BLOCK": config.ELEMENTWISE_CONFIG.block_n}
     yield _simple("gate", layers.gate_kernel, shape, config.ELEMENTWISE_CONFIG, types, constants)

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from machine_code import Loop
 
 from specmemo_kernels.backends.kernel_config import KernelConfig, num_splits
+from specmemo_kernels.backends.kernel_target import TARGETS
 
 #: Cycles of barriers and dependences of a tile; seconds of a kernel's start and end, of a merge's launch, and of the
 #: same if it is overlapped with the kernel before.
@@ -157,7 +158,7 @@ def seconds(kernel: Kernel, gpu: Gpu, case: Case) -> Mapping[str, float]:
     nodes = math.ceil(case.nodes / own) * (own_cycles / hz + MEMORY_LATENCY_S)
     merge = 0.0
     if splits > 1:
-        overlapped = gpu.target == "sm_90"
+        overlapped = TARGETS[gpu.target].overlaps
         merge = states / (2 * gpu.copy_bytes_s) + (OVERLAPPED_S if overlapped else MERGE_S)
     # Of the last wave, programs with the last split have fewer tokens, then the nodes.
     longest = max(compute, memory)

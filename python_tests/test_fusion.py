@@ -244,7 +244,12 @@ def test_operators_of_a_layer(monkeypatch: pytest.MonkeyPatch, recorded: list[st
     assert operators_per_layer("cpu", monkeypatch, recorded) == 12
 
 
-@pytest.mark.parametrize("change", ["none", "values late", "keys written", "values written", "store read", "no values"])
+CHANGES = (
+    "none", "values late", "keys written", "values written", "store read", "store in a list", "no values",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_stored_rotary(change: str) -> None:
     """One call rotates and copies to scratch, unless that would read or write something at another time."""
 
@@ -271,6 +276,8 @@ def test_stored_rotary(change: str) -> None:
             calls.insert(4, call("make", v, written=("v",)))
         case "store read":
             calls.insert(2, call("attention", keys[:1]))
+        case "store in a list":
+            calls.insert(2, call("attention", [k, values]))
         case "no values":
             calls.pop()
     found = fused(calls, kernels)

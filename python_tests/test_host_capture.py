@@ -21,9 +21,11 @@ import specmemo_kernels as sk
 from specmemo_kernels import ops
 from specmemo_kernels.drafting.base import DraftInput
 from specmemo_kernels.drafting.medusa import MedusaDrafter
-from specmemo_kernels.engine import host_capture, overlap
+from specmemo_kernels.engine import host_capture, overlap, verify
+from specmemo_kernels.engine.decode import SpecDecoder
 from specmemo_kernels.engine.host_capture import HostCapture, record
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
+from specmemo_kernels.tree.choice import TreeChooser
 
 TREE = sk.DraftTree.from_paths(_bushy_paths(14))
 CPU = torch.device("cpu")
@@ -119,6 +121,64 @@ def test_heads_draft_in_passes_that_the_host_verifies(monkeypatch: pytest.Monkey
         stats = handle.stats
         assert stats.graph_steps > 10
         assert len(proposed) <= stats.steps - stats.graph_steps
+
+
+@pytest.mark.parametrize("fails", ["capture", "memory of the capture", "memory of the verdict"])
+def test_sampled_passes_that_fail(fails: str, monkeypatch: pytest.MonkeyPatch, replays: list[int]) -> None:
+    """The tokens of eager steps."""
+    model, written, calls = tiny_model("llama"), [], [0]
+    requests = [sk.Request([4, 5, 6 + i], 40, [], sk.Sampling(seed=i) if i != 1 else None) for i in range(4)]
+    owner, name = (verify, "verdict_of") if fails == "memory of the verdict" else (HostCapture, "__call__")
+    original = getattr(owner, name)
+
+    def failing(*arguments: Any) -> Any:
+        calls[0] += 1
+        if fails == "capture":
+            raise RuntimeError("no")
+        if calls[0] in ((12, 60) if owner is verify else (1, 2)):
+            raise torch.OutOfMemoryError("no memory")
+        return original(*arguments)
+
+    for graph in (False, None):
+        with sk.patch(model, random_heads(model), tree=6, graph=graph, max_batch_size=3) as handle:
+            if graph is None:
+                monkeypatch.setattr(owner, name, failing)
+            written.append([completion.tokens for completion in sk.generate_batch(model, requests)])
+            whole(handle)
+    assert written[0] == written[1]
+    assert calls[0] > 0
+    assert (replays[0] > 8) == (fails == "memory of the verdict")
+
+
+def test_captured_drafters_have_no_time_of_their_own(monkeypatch: pytest.MonkeyPatch, replays: list[int]) -> None:
+    """Also not in eager steps: the tree's choice would count it twice."""
+    model, told, stepped, eager = tiny_model("llama"), [], TreeChooser.stepped, 0
+
+    def listening(self: TreeChooser, *arguments: Any) -> None:
+        told.append(arguments[3])
+        stepped(self, *arguments)
+
+    monkeypatch.setattr(TreeChooser, "stepped", listening)
+    for sampling in (None, sk.Sampling(seed=1)):
+        with sk.patch(model, random_heads(model), graph=True) as handle:
+            sk.generate_batch(model, [sk.Request([4, 5, 6], 30, [], sampling)])
+            eager += handle.stats.steps - handle.stats.graph_steps
+    assert eager > 0
+    assert set(told) == {None}
+    assert replays[0] > 0
+
+
+def test_parts_of_one_size_share_a_recording(monkeypatch: pytest.MonkeyPatch, replays: list[int]) -> None:
+    """Trees of the same size and depth, but of other widths."""
+    model = tiny_model("llama")
+    parts = [sk.DraftTree.from_paths(paths) for paths in ([[0], [1], [0, 0]], [[0], [2], [0, 0]])]
+    monkeypatch.setattr(SpecDecoder, "next_tree", lambda self: parts[len(self.sequences[0].tokens) % 2])
+    with sk.patch(model, random_heads(model), tree=TREE, graph=True, max_batch_size=1) as handle:
+        sk.generate_batch(model, [sk.Request([4, 5, 6], 40, [], sk.Sampling(seed=1))])
+        kept = handle._pools.steps
+        assert kept is not None
+        assert len([shape for shape in kept._steps if shape.nodes == 4]) == 1
+    assert replays[0] > 8
 
 
 def test_scratch_that_grows_between_sampled_calls(replays: list[int]) -> None:

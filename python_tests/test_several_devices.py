@@ -104,7 +104,7 @@ def launches(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list
     ):
         for name in names:
             monkeypatch.setattr(module, name, Kernel(name))
-    caches = runtime.target_of, runtime.launch_options, runtime.multiprocessors, runtime.overlaps
+    caches = runtime.target_of, runtime.launch_options, runtime.multiprocessors
     for cache in caches:
         cache.cache_clear()
     yield found

@@ -5,6 +5,7 @@ A few kernels on five targets; ``bench/aot.py`` compiles all of them on all targ
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import os
@@ -191,6 +192,17 @@ def test_devices_find_their_rule() -> None:
         target_for_capability(7, 0)
     with pytest.raises(ValueError, match="gfx803"):
         target_for_arch("gfx803")
+
+
+def test_kernels_wait_first() -> None:
+    """Every kernel waits for the kernels before it, in its first statement."""
+    folder, found = ROOT / "specmemo_kernels" / "backends" / "triton", []
+    for path in folder.glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                found.append(node.name)
+                assert ast.unparse(node.body[1]) == "wait_for_inputs(OVERLAPPED)", f"{path.name}: {node.name}"
+    assert len(found) >= 13
 
 
 CODED = (("sm_80", "int8"), ("sm_80", "fp8"), ("sm_90", "fp8"), ("gfx942", "fp8"), ("gfx1100", "int8"))

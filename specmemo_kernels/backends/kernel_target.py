@@ -19,6 +19,7 @@ class Target:
         multiprocessors: number of the family's largest GPU, for plans.
         bf16: whether bfloat16 is supported.
         max_head_dim: largest padded head dimension in 16 bits for which a 16 x 16 tile doesn't spill registers.
+        overlaps: whether a kernel can start before the one before it ends (programmatic dependent launch).
     """
 
     name: str
@@ -27,6 +28,7 @@ class Target:
     multiprocessors: int
     bf16: bool = True
     max_head_dim: int = 512
+    overlaps: bool = False
 
     def head_dim_limit(self, dtype: torch.dtype) -> int:
         """The largest padded head dimension in ``dtype``."""
@@ -45,7 +47,7 @@ TARGETS = {
         Target("sm_80", 163 << 10, "mma", 108),
         Target("sm_86", 99 << 10, "mma", 84),
         Target("sm_89", 99 << 10, "mma", 142),
-        Target("sm_90", 227 << 10, "wgmma", 132),
+        Target("sm_90", 227 << 10, "wgmma", 132, overlaps=True),
         Target("gfx90a", 64 << 10, "mfma", 110),
         Target("gfx942", 64 << 10, "mfma", 304),
         Target("gfx1100", 64 << 10, "wmma", 96, max_head_dim=128),

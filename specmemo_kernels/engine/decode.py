@@ -37,7 +37,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class _StepTiming:
-    """``started``: ``time.perf_counter()``; ``drafting``: drafter seconds, ``None``: the pass drafts; ``behind``:
+    """``started``: ``time.perf_counter()``; ``drafting``: drafter seconds, ``None``: they are the step's; ``behind``:
     tokens it computed first; ``timed``: the pass ran neither before nor with its capture."""
 
     started: float
@@ -192,6 +192,8 @@ class SpecDecoder:
             trees, drafting = recorded.trees, recorded.drafting
             if trees is None:
                 trees, drafting = self.propose(tree)
+            if self.overlapped is not None and self.overlapped.steps.host_drafter is None:
+                drafting = None  # part of the step's seconds, as where it is captured
             timing = _StepTiming(started, drafting, behind, recorded.timed)
             self._ended += self._forward(trees, timing, recorded.output)
             if recorded.reason:

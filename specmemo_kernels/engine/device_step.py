@@ -1,9 +1,8 @@
 """A steady-state step without host reads: draft, run the pass, and update the next step's inputs.
 
 Drafters on the host fill the trees before the step. A step that the host verifies ends with the trees and the hidden
-states of their nodes.
-Tensors that outlive a step keep their address and size, so a GPU can replay the step from a graph. The same code runs
-eagerly on any device.
+states of their nodes. Tensors that outlive a step keep their address and size, so a GPU can replay the step from a
+graph. The same code runs eagerly on any device.
 """
 
 from __future__ import annotations
@@ -40,7 +39,8 @@ class StepShape:
     """The sizes of a step's tensors.
 
     Attributes:
-        sequences, nodes: number of trees and of nodes per tree. depth, width: of the trees.
+        sequences, nodes: number of trees and of nodes per tree. depth: of the trees.
+        width: most candidates per depth; 0 where the host fills trees that it verifies.
         max_seq_len: upper bound of the tokens in pages of any sequence; sizes GPU launches.
         tree: the tree of every step, for drafters whose passes depend on it; ``None``: any tree of these sizes.
         verified: the step verifies its trees; else the host does.

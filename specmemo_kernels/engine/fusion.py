@@ -1,5 +1,5 @@
-"""Fused operators in a recorded step: rotary embedding in one call, addition and RMSNorm in one call, linear layers of
-one input in one call; own copies.
+"""Fused operators in a recorded step: rotary embedding in one call, with the copies of keys and values to scratch where
+a backend has that; addition and RMSNorm in one call, linear layers of one input in one call; own copies.
 
 A model's own code computes them with several operators, each with a pass over its tensors. The fused operators round
 as the separate ones do, so every bit is the same.
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from specmemo_kernels.engine.program import Call, View
 
@@ -118,8 +119,8 @@ class _Program:
     def uses(self, tensors: Sequence[Tensor], first: int, last: int) -> bool:
         """Whether a call between these positions has an argument in the memory of one of ``tensors``."""
         memory = {x.untyped_storage().data_ptr() for x in tensors}
-        calls = [call for call in self.calls[first : last + 1] if call is not None]
-        constants = (x for call in calls for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor))
+        arguments = [(call.args, call.kwargs) for call in self.calls[first : last + 1] if call is not None]
+        constants = (x for x in tree_leaves(arguments) if isinstance(x, Tensor))
         return any(x.untyped_storage().data_ptr() in memory for x in constants)
 
     def unwritten(self, views: Sequence[Any], first: int, last: int) -> bool:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 #: Most steps in flight, by type of device: on a CPU nothing runs beside the host.
 IN_FLIGHT = {"cuda": 2, "cpu": 1}
-#: Why a step isn't launched whose pass alone is captured.
+#: Why a step isn't launched of which only the part before verification is captured.
 HOST_VERIFIES = "sampling or logits processors run on the host"
 
 
@@ -65,8 +65,8 @@ class RecordedPass(NamedTuple):
     """The output of a captured pass, or ``None`` and the reason.
 
     Attributes:
-        trees: of the pass, or those that were filled before it couldn't be captured.
-        drafting: seconds of the drafter; ``None``: the pass drafts.
+        trees: of the pass, or those that were filled before it couldn't be captured; ``None``: none were filled.
+        drafting: seconds of a drafter on the host; ``None``: it didn't run.
         timed: no capture was made or tried, and the pass was like later ones.
     """
 
@@ -138,7 +138,7 @@ class OverlappedSteps:
             trees, drafting = decoder.propose(tree)
             assert isinstance(trees.tree, DraftTree), "it is a part of the tree"
             tree, drafts = trees.tree, trees.tokens.view(count, -1)
-        width = tree.width if drafts is None else 0
+        width = decoder.tree.width if drafts is None else 0
         shape = StepShape(count, tree.size, tree.max_depth, width, self._length_bound(decoder), verified=False)
         self.steps.load(decoder.sequences)
         self.steps.mark_current(())

@@ -74,8 +74,13 @@ class Call:
 
 
 def rehearse(call: Call, device: torch.device) -> None:
-    """Make a call with uninitialised variables, so that its kernels are compiled."""
-    call.make(lambda view: torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=device))
+    """Make a call with uninitialised variables, so that its kernels are compiled. What it writes has no meaning."""
+
+    def uninitialised(view: View) -> Tensor:
+        memory = torch.empty(view.nbytes // view.dtype.itemsize, dtype=view.dtype, device=device)
+        return memory.as_strided(view.size, view.stride, view.offset)
+
+    call.make(uninitialised)
 
 
 def _with_tensors(tensor: Callable[[View], Tensor], argument: Any) -> Any:

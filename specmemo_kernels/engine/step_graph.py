@@ -80,7 +80,10 @@ class CudaCapture:
         return graph.replay
 
     def _program(self, run: Callable[[], None]) -> Callable[[], None]:
-        """The recorded program of a step; its kernels are compiled, because a capture can't load them."""
+        """The recorded program of a step; its kernels are compiled, because a capture can't load them.
+
+        That writes to scratch slots, which hold nothing between steps.
+        """
         try:
             calls, _ = record(run)
         except RuntimeError as error:

@@ -43,7 +43,7 @@ def rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)  # while x is loaded
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)  # loads in parallel with x
     x = tl.load(x_ptr + row * stride_x + column, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * SIZE + column, mask=inside, other=0.0)
@@ -60,18 +60,19 @@ def rms_norm_kernel(
 def rotary_kernel(
     out_ptr, x_ptr, stride_x, stride_head, heads, more_out_ptr, more_x_ptr, more_stride_x, more_stride_head, more_heads,
     cos_ptr, sin_ptr, stride_angle, keys_ptr, values_ptr, v_ptr, stride_v, stride_v_head,
-    HALF: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, OVERLAPPED: tl.constexpr,
+    HALF: tl.constexpr, V: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tokens, tensors, blocks of heads). Rotates heads of one token in one of at most two tensors.
 
-    ``V``: size of the values' heads, which a third tensor's programs copy to ``values_ptr``; the second tensor's write
-    their result to ``keys_ptr`` too. 0: no copies.
+    ``STORED``: the second tensor's programs write their result to ``keys_ptr`` too, and those of a third tensor copy
+    the values, heads of size ``V``, to ``values_ptr``.
     """
     wait_for_inputs(OVERLAPPED)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     first = tl.program_id(2) * BLOCK_H
-    if V:  # noqa: SIM102 - compiled or not
+    if STORED:  # noqa: SIM102 - compiled or not
         if part == 2:
             source = v_ptr + token * stride_v + first * stride_v_head
             target = values_ptr + (token * more_heads + first) * V
@@ -99,7 +100,7 @@ def rotary_kernel(
     place = (token * heads + head[:, None]) * (2 * HALF) + column[None, :]
     tl.store(out_ptr + place, new_low, mask=valid)
     tl.store(out_ptr + place + HALF, new_high, mask=valid)
-    if V:  # noqa: SIM102 - compiled or not
+    if STORED:  # noqa: SIM102 - compiled or not
         if part == 1:
             tl.store(keys_ptr + place, new_low, mask=valid)
             tl.store(keys_ptr + place + HALF, new_high, mask=valid)
@@ -242,7 +243,7 @@ def _rotated(
         keys, values, v = stored or (cos, cos, cos[:, None])
         rotary_kernel[tokens, len(tensors) + (stored is not None), triton.cdiv(heads, block_heads)](
             *parts[0], *parts[-1], cos, sin, cos.stride(0), keys, values, v, v.stride(0), v.stride(1),
-            HALF=size // 2, V=0 if stored is None else v.shape[2], BLOCK=half, BLOCK_H=block_heads,
+            HALF=size // 2, V=v.shape[2], STORED=stored is not None, BLOCK=half, BLOCK_H=block_heads,
             **launch_options(cos.device, config, fusion=False),  # a fused multiply-add would round once less
         )  # fmt: skip
     return out

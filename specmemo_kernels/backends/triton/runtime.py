@@ -74,12 +74,6 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@functools.cache
-def overlaps(device: torch.device) -> bool:
-    """Whether a kernel can start before the one before it ends (programmatic dependent launch)."""
-    return not INTERPRETED and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def rounds_by_bits(target: str, dtype: torch.dtype) -> bool:
     """Whether float32 is rounded to ``dtype`` by integer instructions: AMD GPUs convert to bfloat16 in six of them."""
     return dtype == torch.bfloat16 and TARGETS[target].hip
@@ -88,10 +82,9 @@ def rounds_by_bits(target: str, dtype: torch.dtype) -> bool:
 @functools.cache
 def launch_options(device: torch.device, config: KernelConfig, fusion: bool = True) -> dict[str, int | bool]:
     """Keyword arguments of a launch, and the constexpr ``OVERLAPPED``; cached, so treat the dict as read-only."""
-    if target_of(device) == INTERPRETER:
-        return {"OVERLAPPED": False}
-    options = compile_options(config, target_of(device), fusion) | {"OVERLAPPED": overlaps(device)}
-    return options | ({"launch_pdl": True} if overlaps(device) else {})
+    target = TARGETS[target_of(device)]
+    options = {} if target.name == INTERPRETER else compile_options(config, target.name, fusion)
+    return options | {"OVERLAPPED": target.overlaps} | ({"launch_pdl": True} if target.overlaps else {})
 
 
 def compile_options(config: KernelConfig, target: str, fusion: bool = True) -> dict[str, int | bool]:

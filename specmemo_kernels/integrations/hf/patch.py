@@ -151,9 +151,9 @@ def patch(
             before the tokens of the previous step are read; on a CPU as a list of operators, which is called without
             the Python code of the model's modules. ``None``: where the model and the drafter allow it (else
             ``model.specmemo.graphs.reason`` has the reason). ``True``: required. ``False``: never. With sampling or
-            logits processors only the pass is captured, not with drafters that read several layers' states (EAGLE) or
-            logits that aren't the lm_head's. Other steps (prefill, too few pages, ...) run eagerly and are counted in
-            ``stats.eager_reasons``.
+            logits processors only heads and the pass are captured, not with drafters that read several layers' states
+            (EAGLE) or logits that aren't the lm_head's. Other steps (prefill, too few pages, ...) run eagerly and are
+            counted in ``stats.eager_reasons``.
         fuse: compute gated MLPs and RMS norms by our operators, on a CPU and in 16 bits on ``sm_90`` linear layers too;
             they are faster for few rows. ``model.specmemo.fused`` lists the modules. Only inside speculative steps, and
             only modules of known types whose results agree within rounding errors; modules with hooks, adapters or
