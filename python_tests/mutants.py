@@ -46,7 +46,7 @@ MUTANTS = (
     Mutant(f"{TRITON}/layers.py", "(b * low_sin)", "(b * high_sin)", "triton_layers test_rotary"),
     Mutant(f"{TRITON}/layers.py", "tl.store(keys_ptr + place, new_low", "tl.store(keys_ptr + place, new_high",
            "triton_layers rotary_stored"),
-    Mutant(f"{TRITON}/layers.py", "tl.minimum(more_heads - first, BLOCK_H)", "more_heads",
+    Mutant(f"{TRITON}/layers.py", "(token * more_heads + first) * V", "(token * more_heads) * V",
            "triton_layers rotary_stored"),
     Mutant(f"{TRITON}/primitives.py", "count = node - first + 1", "count = node - first",
            "triton_interpreter test_attention"),
