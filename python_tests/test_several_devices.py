@@ -168,9 +168,9 @@ def test_a_step_has_arrived_when_its_own_stream_got_there(machine: Machine, monk
     monkeypatch.setattr(torch.cuda, "Event", Event)
     tree = sk.DraftTree.from_paths([[0]])
     sequence = SimpleNamespace(prompt=[1, 2], max_new_tokens=5)
-    emitted = torch.tensor([[3, 4, 0, 1, 1]])
+    step = SimpleNamespace(emitted=torch.tensor([[3, 4, 0, 1, 1]]))
     steps = SimpleNamespace(
-        load=lambda _: None, mark_current=lambda _: None, host_drafter=None, launch=lambda *_: (emitted, True)
+        load=lambda _: None, mark_current=lambda _: None, host_drafter=None, launch=lambda *_: (step, True)
     )
     decoder = SimpleNamespace(
         sequences=[sequence], tree=tree, next_tree=lambda: tree, target=SimpleNamespace(device=SECOND), slots_ahead=3,

@@ -240,7 +240,7 @@ def _rotated(
     block_heads = max(1, config.block_n // half)
     if tokens and heads:
         parts = [(to, x, x.stride(0), x.stride(1), x.shape[1]) for to, x in zip(out, tensors, strict=True)]
-        keys, values, v = stored or (cos, cos, cos[:, None])
+        keys, values, v = stored or (cos, cos, tensors[0])
         rotary_kernel[tokens, len(tensors) + (stored is not None), triton.cdiv(heads, block_heads)](
             *parts[0], *parts[-1], cos, sin, cos.stride(0), keys, values, v, v.stride(0), v.stride(1),
             HALF=size // 2, V=v.shape[2], STORED=stored is not None, BLOCK=half, BLOCK_H=block_heads,
