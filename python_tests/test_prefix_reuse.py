@@ -211,7 +211,7 @@ def test_kept_pages_count_inside_the_budget() -> None:
     """A conversation that fills its budget: pools grow beside the old ones while both fit, then take all pages."""
     model = wide_model("llama", seed=20)
     heads = sk.MedusaHeads(128, VOCAB, 3)
-    budget = with_workspace(model, 1_400_000)
+    budget = with_workspace(model, 1_401_000)
     with sk.patch(model, heads, memory_budget=budget, tree=8, max_batch_size=1, page_size=8) as handle:
         plan = handle.plan
         assert plan.max_tokens is not None
