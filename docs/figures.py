@@ -647,56 +647,62 @@ def sampled_steps() -> str:
     return table(("model", "dtype", "eager", "recorded pass"), cells, "step_sampled_cpu")
 
 
-def gpu_attention() -> str:
-    """Attention on a GPU against its peers: all rows before the sweep, whose gain is :func:`gpu_stages`."""
-    data = load("gpu_attention")
-    peers = {"sdpa": "SDPA, dense", "flashinfer": "FlashInfer prefill", "xqa": "FlashInfer XQA"}
+def gpu_attention() -> dict[str, str]:
+    """Attention on a GPU and SDPA in one run; FlashInfer's kernels, and two and three stages, in an earlier one."""
+    now, earlier = (
+        {(row["batch"], row["tree"]): row for row in load(name)["rows"][1:]}
+        for name in ("gpu_attention_now", "gpu_attention")
+    )
     cells = [
         (
             f"{row['batch']} x {row['context']:,}",
             row["tree"],
             f"{1e3 * row['ms']:.1f}",
             f"{row['floor_fraction']:.2f}",
-            *(f"{1e3 * row['peers_ms'][name]:.1f}" for name in peers),
-            f"{row['vs_best']:.2f}x",
+            f"{1e3 * row['peers_ms']['sdpa']:.1f}",
+            *(f"{1e3 * earlier[case]['peers_ms'][name]:.1f}" for name in ("flashinfer", "xqa")),
         )
-        for row in sorted(data["rows"][1:], key=lambda row: (-row["batch"], row["tree"]))
+        for case, row in sorted(now.items(), key=lambda item: (-item[0][0], item[0][1]))
     ]
     heads = (
         "sequences x tokens",
         "nodes",
         "us",
         "of copying",
-        *(f"{name}, us" for name in peers.values()),
-        "fastest peer",
+        "SDPA, dense, us",
+        "FlashInfer prefill, us",
+        "FlashInfer XQA, us",
     )
-    return table(heads, cells, "gpu_attention")
-
-
-def gpu_stages() -> dict[str, str]:
-    """25 nodes with two and with three stages, pages of 16, and the share of copying."""
-    measured = {(row["batch"], row["tree"]): row for row in load("gpu_attention")["rows"][1:]}
-
-    def times(case: str, selected: bool) -> dict[int, float]:
-        """Milliseconds by stages."""
-        return {
-            row["config"]["num_stages"]: row["ms"]
-            for row in load("gpu_sweep")["rows"]
-            if "ms" in row and ("selected" in row) == selected and (row["case"], row["page_size"]) == (case, 16)
-            if (row["config"]["block_n"], row["config"]["nodes_n"], row["config"]["direct_n"]) == (128, 32, 64)
-        }
-
-    def share(row: Row, ms: float) -> str:
-        return f"{row['floor_fraction'] * row['ms'] / ms:.2f}"
-
-    eight, one = times("llama3-8b-8192-b8-t25", False), times("llama3-8b-8192-b1-t25", True)
-    return {
-        "gpu.two": f"{1e3 * eight[2]:.0f}",
-        "gpu.three": f"{1e3 * eight[3]:.0f}",
-        "gpu.three_share": share(measured[8, 25], eight[3]),
-        "gpu.three_vs_xqa": f"{measured[8, 25]['peers_ms']['xqa'] / eight[3]:.1f}",
-        "gpu.alone_share": share(measured[1, 25], one[3]),
+    stages = {
+        row["config"]["num_stages"]: row["ms"]
+        for row in load("gpu_sweep")["rows"]
+        if "ms" in row and "selected" not in row and (row["case"], row["page_size"]) == ("llama3-8b-8192-b8-t25", 16)
+        if (row["config"]["block_n"], row["config"]["nodes_n"], row["config"]["direct_n"]) == (128, 32, 64)
     }
+    return {
+        "gpu.attention": table(heads, cells, "gpu_attention_now"),
+        "gpu.two": f"{1e3 * stages[2]:.0f}",
+        "gpu.three": f"{1e3 * stages[3]:.0f}",
+        "gpu.tree_share": f"{now[8, 25]['floor_fraction']:.2f}",
+        "gpu.alone_share": f"{now[1, 25]['floor_fraction']:.2f}",
+        "gpu.vs_xqa": f"{earlier[8, 25]['peers_ms']['xqa'] / now[8, 25]['ms']:.1f}",
+    }
+
+
+def gpu_linear() -> str:
+    """The linear layers of a transformer layer on a GPU and torch's."""
+    cells = [
+        (
+            row["model"],
+            row["rows"],
+            f"{1e3 * row['ms']:.0f}",
+            f"{1e3 * row['torch_ms']:.0f}",
+            f"{row['vs_torch']:.2f}x",
+            f"{row['floor_fraction']:.2f}",
+        )
+        for row in load("gpu_linear_now")["rows"]
+    ]
+    return table(("model", "rows", "us", "torch, us", "torch / this", "of copying"), cells, "gpu_linear_now")
 
 
 #: Parts of :func:`gpu_step` and pieces of their kernels' names.
@@ -725,24 +731,21 @@ def gpu_step() -> str:
     return table(("us per step", "torch's products", "own kernels"), cells, "gpu_step")
 
 
-def gpu_overlap() -> dict[str, str]:
-    """The present step, and variants that were measured in turns."""
-    data = load("gpu_overlap")
-    greedy, sampled = data["present"]
-    cells = [(row["variant"], f"{row['us']:,}", f"{row['ratio']:.3f}") for row in data["steps"]]
+def gpu_overlap() -> str:
+    """Variants of a step that were measured in turns."""
+    cells = [(row["variant"], f"{row['us']:,}", f"{row['ratio']:.3f}") for row in load("gpu_overlap")["steps"]]
+    return table(("kernels", "us per step", "ratio"), cells, "gpu_overlap")
+
+
+def gpu_step_now() -> dict[str, str]:
+    """The present step, greedy and sampled."""
+    greedy, sampled = load("gpu_step_now")["rows"]
     return {
-        "gpu.overlap": table(("kernels", "us per step", "ratio"), cells, "gpu_overlap"),
         "gpu.step_us": f"{1e3 * greedy['ahead_ms']:,.0f}",
         "gpu.vs_floor": f"{greedy['vs_floor']:.2f}",
         "gpu.sampled_us": f"{1e3 * sampled['step_ms']:,.0f}",
         "gpu.alone_us": f"{1e3 * greedy['step_ms']:,.0f}",
     }
-
-
-def gpu_memory() -> str:
-    """Generation memory on a GPU."""
-    cells = [(row["system"], f"{row['mib']:,.0f}") for row in load("gpu_memory")["rows"]]
-    return table(("system", "MiB"), cells, "gpu_memory")
 
 
 def published() -> str:
@@ -824,11 +827,12 @@ def figures() -> dict[str, str]:
         **ops_values(),
         **compiled(),
         "steps.sampled": sampled_steps(),
-        "gpu.attention": gpu_attention(),
+        **gpu_attention(),
+        "gpu.linear": gpu_linear(),
         "gpu.step": gpu_step(),
-        **gpu_overlap(),
-        "gpu.memory": gpu_memory(),
-        **gpu_stages(),
+        "gpu.overlap": gpu_overlap(),
+        **gpu_step_now(),
+        "gpu.frontier": frontier("gpu_frontier", heads=True),
         "published": published(),
         **published_values(),
         **scaling_values(),
