@@ -82,9 +82,9 @@ def compare(profile: DeviceProfile, spec: ModelSpec, model: Any, trees: list[int
                 return int(count)
 
             prompt, step = measure(model, runs, steps)
-        run = decode_pass(work, 1, nodes, heads.num_heads)
-        predicted = pass_seconds(spec, profile, run, heads)
-        rows.append(row(f"{nodes} nodes", prefill_seconds(spec, profile, work, 1, CHUNK), prompt, predicted, step))
+        run, operators = decode_pass(work, 1, nodes, heads.num_heads, recorded=True), profile.of_operators
+        predicted = pass_seconds(spec, operators, run, heads)
+        rows.append(row(f"{nodes} nodes", prefill_seconds(spec, operators, work, 1, CHUNK), prompt, predicted, step))
     return rows
 
 

@@ -62,6 +62,7 @@ PYBIND11_MODULE(_cpu, m) {
       "Bytes that linear layers keep; of a gated MLP with `middle` activations per row, or of one product (0).");
   m.def("lm_head_topk", &lm_head_topk);
   m.def("isas", &isas, "Instruction sets that were built and that this machine can run, best first.");
+  m.def("zen4", &zen4, "Whether this is an AMD CPU of the fourth Zen generation.");
   m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
   m.def(
       "use_isa",

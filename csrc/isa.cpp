@@ -1,4 +1,4 @@
-// Selects one of the compiled instruction sets, and reads the size of L1.
+// Selects one of the compiled instruction sets, and reads the size of L1 and the generation of the CPU.
 #include <unistd.h>
 
 #if defined(SPECMEMO_ARM64) && defined(__linux__)
@@ -110,6 +110,15 @@ const char* const* available_isas(int* count) {
 }
 
 bool use_isa(const char* name) { return choice().use(name); }
+
+bool zen4() {
+#ifdef SPECMEMO_X86
+  __builtin_cpu_init();
+  return __builtin_cpu_is("amdfam19h") && __builtin_cpu_supports("avx512bf16");  // Zen 3 is of that family too
+#else
+  return false;
+#endif
+}
 
 int64_t l1_bytes() {
   static const int64_t bytes = [] {

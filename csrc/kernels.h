@@ -154,6 +154,9 @@ const char* const* available_isas(int* count);
 // Choose a set by name (for tests); returns false when it was not built or can't run here.
 bool use_isa(const char* name);
 
+// Whether this is an AMD CPU of the fourth Zen generation.
+bool zen4();
+
 // Bytes of a core's L1 data cache; 32 KiB if unknown.
 int64_t l1_bytes();
 

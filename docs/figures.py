@@ -104,6 +104,7 @@ def headline() -> dict[str, str]:
     batch = {(r["drafter"], r["batch"], r["dtype"]): r for r in load("batch_cpu")["rows"]}
     many, plain_many = batch["medusa", 8, "fp32"], batch["none (plain HF)", 8, "fp32"]
     ops = attention_ratios("bf16")
+    budgeted = next(row for row in load("gpu_frontier")["rows"] if row["budget"] is not None)
     return {
         "headline.memory": f"{1 - best['memory_vs_medusa']:.0%}".replace("%", " %"),
         "headline.speed": f"{best['speed_vs_medusa']:.1f} times",
@@ -115,6 +116,8 @@ def headline() -> dict[str, str]:
         ),
         "headline.ops": f"{min(ops):.1f} to {max(ops):.1f} times",
         "headline.shapes": str(len(ops)),
+        "headline.gpu_speed": f"{budgeted['speed_vs_medusa']:.1f} times",
+        "headline.gpu_memory": f"{1 - budgeted['memory_vs_medusa']:.0%}".replace("%", " %"),
     }
 
 
@@ -748,6 +751,15 @@ def gpu_step_now() -> dict[str, str]:
     }
 
 
+def gpu_choice() -> str:
+    """Tokens per second by how passes are timed for the tree chooser."""
+    cells = [
+        (row["passes"], f"{row['nodes']:.0f}", f"{row['tokens_per_step']:.2f}", f"{row['tokens_per_s']:.0f}")
+        for row in load("gpu_choice")["rows"]
+    ]
+    return table(("passes, or tree", "nodes", "tokens per step", "tokens/s"), cells, "gpu_choice")
+
+
 def published() -> str:
     """Predicted and measured times of published decode kernels."""
     cells = [
@@ -832,6 +844,7 @@ def figures() -> dict[str, str]:
         "gpu.step": gpu_step(),
         "gpu.overlap": gpu_overlap(),
         **gpu_step_now(),
+        "gpu.choice": gpu_choice(),
         "gpu.frontier": frontier("gpu_frontier", heads=True),
         "published": published(),
         **published_values(),

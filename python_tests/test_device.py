@@ -30,9 +30,16 @@ def test_roofline_by_hand() -> None:
     assert TOY.linear_seconds(1e6, 2e6, 100, "float16") == pytest.approx(5e-3)
     serial = replace(TOY, overlaps=False)
     assert serial.linear_seconds(1e6, 2e6, 10, "float16") == pytest.approx(2.5e-3)
-    assert TOY.with_host(5e-3, 3) == pytest.approx(5e-3)
-    assert TOY.with_host(5e-3, 8) == pytest.approx(8e-3)
-    assert serial.with_host(5e-3, 3) == pytest.approx(8e-3)
+
+
+def test_the_host_by_hand() -> None:
+    """Of 100 operators 13 are kernels of 3.5 us; a launch takes 1 ms."""
+    serial, starts = replace(TOY, overlaps=False), 13 * 3.5e-6
+    assert TOY.with_launches(0.2, 100) == TOY.with_launches(0.2, 100, recorded=True) == pytest.approx(0.2 + starts)
+    assert TOY.with_launches(5e-3, 100) == pytest.approx(0.1)
+    assert TOY.with_launches(5e-3, 100, recorded=True) == pytest.approx(5e-3 + starts)
+    assert serial.with_launches(5e-3, 100) == pytest.approx(0.105)
+    assert serial.with_launches(5e-3, 100, recorded=True) == pytest.approx(0.018)
 
 
 def test_curves_replace_the_roofline() -> None:

@@ -190,7 +190,7 @@ def test_commands_and_links_are_found() -> None:
     """Known ones are found, so an empty result of the other tests means something."""
     found = commands(ROOT / "docs" / "planning.md")
     assert ["specmemo", "probe"] in found
-    assert ["python", "bench/predicted_steps.py"] in found
+    assert ["python", "bench/predicted_steps.py", "--threads", "2"] in found
     assert "docs/quickstart.md" in links(ROOT / "README.md")
 
 

@@ -114,21 +114,21 @@ def test_more_rows_than_pay_are_torchs_own_product(
 
 
 @pytest.mark.parametrize(
-    ("listed", "avx512", "bf16", "amx", "expected"),
+    ("listed", "avx512", "bf16", "zen4", "expected"),
     [
         (False, False, False, False, None),
-        (True, True, True, False, 96),
-        (True, True, True, True, 32),
+        (True, True, True, False, 32),
+        (True, True, True, True, 64),
         (True, True, False, False, None),
         (True, False, False, False, 32),
     ],
-    ids=["avx2", "avx512bf16", "amx", "avx512", "arm"],
+    ids=["avx2", "avx512bf16", "zen4", "avx512", "arm"],
 )
 def test_few_rows(
-    listed: bool, avx512: bool, bf16: bool, amx: bool, expected: int | None, monkeypatch: pytest.MonkeyPatch
+    listed: bool, avx512: bool, bf16: bool, zen4: bool, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where torch has a fast product, its product of many rows is used."""
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(cpu._cpu, "zen4", lambda: zen4)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: listed)
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)

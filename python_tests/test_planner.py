@@ -60,7 +60,9 @@ def brute_force(
             for at_once in range(1, work.batch + 1):
                 rounds = math.ceil(work.batch / at_once)
                 slots = (work.prompt + work.context) / 2
-                run = Pass(at_once * size, at_once, slots, at_once * size, count, at_once if count else 0)
+                run = Pass(
+                    at_once * size, at_once, slots, at_once * size, count, at_once if count else 0, recorded=True
+                )
                 step = pass_seconds(TOY, device, run, heads, kv_dtype=kv_dtype)
                 steps = work.new_tokens / expected_tokens_per_step(paths, TABLE)
                 for chunk in {min(c, at_once * work.prompt) for c in (32, 64, 128, 256, 512, 1024, 2048)}:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from toy_model import PROMPTS, decoder, finish, same_as_plain
 
 import specmemo_kernels as sk
 from specmemo_kernels.engine.sequence import SequenceState
+from specmemo_kernels.integrations.hf.pool import GraphUse
 from specmemo_kernels.tree.acceptance import (
     DEFAULT_ACCURACY,
     Accuracy,
@@ -265,6 +268,32 @@ def test_who_gets_a_chooser() -> None:
         assert torch.equal(greedy(model, inputs, 20), expected)
     with sk.patch(model, heads, tree=4) as handle:
         assert handle.chooser is None
+
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
+@pytest.mark.parametrize("graph", [None, False])
+def test_passes_are_timed_as_steps_run(device: str, graph: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded where steps are: the host hides what a row costs in eager passes of a GPU or of a small model."""
+    recorded, capture_of = [], GraphUse.capture_of
+
+    def counted(graphs: GraphUse, target: torch.device, pass_bytes: int) -> Callable[[], Any] | None:
+        make = capture_of(graphs, target, pass_bytes)
+        if make is None:
+            return None
+
+        def capture(run: Callable[[], None]) -> Callable[[], None]:
+            recorded.append(run)
+            return make()(run)
+
+        return lambda: capture
+
+    monkeypatch.setattr(GraphUse, "capture_of", counted)
+    with sk.patch(tiny_model("llama").to(device), sk.MedusaHeads(32, VOCAB, 3).to(device), graph=graph) as handle:
+        assert handle.chooser is not None
+        assert len(recorded) == (len(handle.chooser.seconds.points) if graph is None else 0)
 
 
 @pytest.mark.parametrize("share", sample([0.0, 1.0], [1.0]))

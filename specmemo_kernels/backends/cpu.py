@@ -28,9 +28,9 @@ _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}  # csrc/kernels.h
 #: (125M to 8B) on EPYCs. In float32 with AVX2, 128 rows are 0.96 to 1.6 times as fast, 512 rows 0.8 to 1.1 times; with
 #: AVX512, 64 rows are multiplied faster than torch multiplies any number.
 _FEW_ROWS = {torch.float32: 128, torch.bfloat16: 32, torch.float16: 32}
-#: In bfloat16 with AVX512-BF16: 40 to 64 rows are 1.01 to 1.4 times as fast, 96 rows 1.01 to 1.1 times, 128 rows 0.96
-#: to 1.05 times. Not with AMX, which multiplies many rows faster (not measured).
-_FEW_ROWS_AVX512_BF16 = 96
+#: In bfloat16 on Zen 4, 40 to 64 rows are 1.01 to 1.4 times as fast, 65 rows 0.95 to 1.2 times, 128 rows 0.88 to 1.03
+#: times. On Zen 5 torch was up to 1.15 times as fast from 33 rows on.
+_FEW_ROWS_ZEN4 = 64
 #: The same for a weight ``[inputs, outputs]``. In float32 on Emerald Rapids, 32 rows are 1.0 to 1.2 times as fast, 128
 #: rows 0.7 times.
 _FEW_ROWS_TRANSPOSED = 32
@@ -209,8 +209,8 @@ def few_rows(dtype: torch.dtype, transposed: bool = False) -> int | None:
     four times and 4.5 times as long, although oneDNN lists bfloat16 as supported.
     """
     limit = None if _slow_in_torch(dtype) else _FEW_ROWS.get(dtype)
-    if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported():
-        limit = _FEW_ROWS_AVX512_BF16
+    if dtype == torch.bfloat16 and _cpu.zen4():
+        limit = _FEW_ROWS_ZEN4
     return min(limit, _FEW_ROWS_TRANSPOSED) if limit is not None and transposed else limit
 
 

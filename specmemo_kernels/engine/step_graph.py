@@ -54,9 +54,9 @@ class CudaCapture:
 
     after = 1  # the first run compiles kernels and initialises libraries
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if stream is None else stream  # type: ignore[no-untyped-call]
         self._pool, self.nbytes = torch.cuda.graph_pool_handle(), 0
 
     def trim(self) -> None: ...

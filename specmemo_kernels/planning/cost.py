@@ -33,6 +33,7 @@ class Pass:
         lm_rows: rows of the lm_head.
         heads: depth of the drafts. head_rows: sequences that they are for. width: candidates per depth.
         prompts: the rows are prompt tokens, which the drafter reads as well.
+        recorded: a CUDA graph, or on a CPU a recorded program of fewer operators.
     """
 
     rows: int
@@ -43,6 +44,7 @@ class Pass:
     head_rows: int = 0
     width: int = RANKS
     prompts: bool = False
+    recorded: bool = False
 
     def draft_work(self, spec: ModelSpec, heads: DrafterSpec, tp: int) -> DraftWork:
         """The drafter's work in this pass."""
@@ -131,7 +133,7 @@ def pass_seconds(
     - the drafter's work (:meth:`Pass.draft_work`). A measured curve has no rate for 4-bit codes: they count as the
       model's dtype;
     - for ``tp > 1`` the collectives (:func:`step_messages`);
-    - operator launches on the host.
+    - starts of kernels, and unless the pass is recorded operator launches on the host.
     """
     dtype = device.compute_dtype(spec.dtype)
     read = spec.read_weights(run.rows)
@@ -157,7 +159,7 @@ def pass_seconds(
     if tp > 1:
         seconds += sum(message.seconds(device, tp) for message in step_messages(spec, run, heads))
     launches = spec.num_layers * (OPERATORS_PER_LAYER + (2 if tp > 1 else 0)) + OPERATORS_BESIDE + OPERATORS_AROUND
-    return device.with_host(seconds, launches + work.operators)
+    return device.with_launches(seconds, launches + work.operators, run.recorded)
 
 
 @dataclass(frozen=True)
@@ -177,11 +179,11 @@ def generation_speed(
     return Speed(step_seconds, workload.batch * workload.new_tokens / seconds)
 
 
-def decode_pass(workload: Workload, sequences: int, tree_size: int, heads: int) -> Pass:
+def decode_pass(workload: Workload, sequences: int, tree_size: int, heads: int, recorded: bool = False) -> Pass:
     """A step in the middle of the answer."""
     slots = workload.prompt + workload.new_tokens / 2
     rows = sequences * tree_size
-    return Pass(rows, sequences, slots, rows, heads, sequences if heads else 0)
+    return Pass(rows, sequences, slots, rows, heads, sequences if heads else 0, recorded=recorded)
 
 
 def prefill_seconds(

@@ -87,7 +87,7 @@ def plan_request(
         accuracy = deepened(accuracy, drafter.max_depth)
     request = PlanRequest(
         on_device(model, profile), profile, workload, drafter, accuracy, tp, max_nodes, workspace_bytes, kv_dtype,
-        assumed,
+        assumed, recorded=profile.backend is not None and tp == 1 and model.mixers is None,
     )  # fmt: skip
     kernels, target = _kernels(request), profile.kernel_target
     if kernels is None or target is None:

@@ -51,6 +51,7 @@ class PlanRequest:
         max_nodes: the largest tree size, root included.
         workspace_bytes: constant memory of the backend.
         kv_dtype: ``"int8"`` or ``"fp8"`` for pages of codes; ``None``: the model's dtype.
+        recorded: steps are recorded (:class:`~specmemo_kernels.planning.cost.Pass`).
     """
 
     spec: ModelSpec
@@ -63,6 +64,7 @@ class PlanRequest:
     workspace_bytes: int = 0
     kv_dtype: str | None = None
     assumed: str = ""
+    recorded: bool = False
 
     def __post_init__(self) -> None:
         if self.max_nodes < 1 or self.heads.max_depth < 0:
@@ -188,7 +190,7 @@ def candidates(request: PlanRequest) -> list[PlanCandidate]:
             for drafts in (False, True)
         }  # fmt: skip
         for heads, size, tokens in trees:
-            run = decode_pass(work, sequences, size, heads)
+            run = decode_pass(work, sequences, size, heads, request.recorded)
             step = pass_seconds(
                 request.spec, request.device.of_operators, run, request.heads, request.tp, request.kv_dtype
             )
@@ -227,7 +229,7 @@ def best_tree(request: PlanRequest, with_heads: bool) -> tuple[PlanCandidate, Pl
     """
 
     def timed(heads: int, size: int, tokens: float) -> PlanCandidate:
-        run = decode_pass(request.workload, 1, size, heads if with_heads else 0)
+        run = decode_pass(request.workload, 1, size, heads if with_heads else 0, request.recorded)
         step = pass_seconds(request.spec, request.device.of_operators, run, request.heads, request.tp, request.kv_dtype)
         return PlanCandidate(heads, size, 1, 0, 0, 0, 0, tokens, Speed(step, tokens / step))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,12 @@ from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.cache.paged_kv import PagedKVPool, pages_for
 from specmemo_kernels.drafting.base import DraftRows, FeatureDrafter
 from specmemo_kernels.drafting.vocabulary import TargetVocabulary
+from specmemo_kernels.engine.step_graph import Capture
 from specmemo_kernels.forward.batch import continued_batch
 from specmemo_kernels.integrations.distributed.ranks import SingleRank, tensors_digest
 from specmemo_kernels.integrations.hf.coded import plain_weight
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
+from specmemo_kernels.integrations.hf.measure import least_seconds
 from specmemo_kernels.integrations.hf.target import ModelFacts
 from specmemo_kernels.planning.footprint import PassBytes
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
@@ -28,8 +29,6 @@ Tensor = torch.Tensor
 #: Rows of the measured passes, as in ``measure``.
 _MEASURED_ROWS = (8, 16)
 _PAGE = 16
-#: A timed call is repeated, at most three times, until it has taken this long in total.
-_TIMED_SECONDS = 0.1
 
 
 def load_feature_drafter(
@@ -133,29 +132,27 @@ def _reading_trace(drafter: FeatureDrafter, facts: ModelFacts, tree: Trees, sequ
     return tracker.trace
 
 
-@torch.inference_mode()
 def time_draft(
     drafter: FeatureDrafter,
     facts: ModelFacts,
     tree: Trees,
     max_sequences: int,
     agreed: Callable[[float], float] = float,
+    capture: Capture | None = None,
 ) -> PassSeconds:
     """Seconds of drafting per depth, by the number of sequences, without tokens in pages.
 
-    ``agreed`` returns the seconds that all ranks use.
+    ``agreed`` returns the seconds that all ranks use; ``capture`` records drafting, as the steps that it is part of.
     """
     points = []
     for sequences in sorted({1, max(1, max_sequences // 2), max_sequences}):
         rows = _draft_rows(drafter, facts, sequences)
-        times: list[float] = []
-        while len(times) < 4 and sum(times) < _TIMED_SECONDS:
-            started = time.perf_counter()
-            drafter.draft(rows, tree).layout(tree.max_depth)
-            if facts.device.type == "cuda":
-                torch.cuda.synchronize(facts.device)
-            times.append(agreed(time.perf_counter() - started))
-        points.append((sequences, min(times) / max(1, tree.max_depth)))
+
+        def draft(rows: DraftRows = rows) -> Tensor:
+            return drafter.draft(rows, tree).layout(tree.max_depth).tree_mask
+
+        seconds = least_seconds(draft, facts, agreed, capture)
+        points.append((sequences, seconds / max(1, tree.max_depth)))
     return PassSeconds(tuple(points))
 
 

@@ -249,33 +249,52 @@ def time_passes(
 
     Args:
         agreed: returns the seconds that all ranks use, so that they run equally many passes.
-        capture: records the passes, as the steps that they predict. Python code takes as long for one row as for eight,
-            so that eager passes make the larger trees of a small model seem cheap.
+        capture: records the passes, as the steps that they predict. Python code and launches take as long for one row
+            as for eight, so that eager passes make larger trees seem cheap: of a small model, and on a GPU of any.
     """
     points = []
     for rows in sorted({min(rows, max_rows) for rows in _TIMED_ROWS}):
         tokens = _same_tokens(facts, rows)
         current = tree_pass(facts.mixers, torch.arange(rows, device=facts.device))
         run = partial(_run, model, facts, tokens, current)
-        with facts.pass_mode():
-            call = run if capture is None else _recorded(run, capture)
-        times: list[float] = []
-        while sum(times) < (_TIMED_SECONDS if len(times) < 4 else _LEAST_SECONDS):
-            started = time.perf_counter()
-            with facts.pass_mode():
-                call()
-            if facts.device.type == "cuda":
-                torch.cuda.synchronize(facts.device)
-            times.append(agreed(time.perf_counter() - started))
-        points.append((rows, min(times)))
+        points.append((rows, least_seconds(run, facts, agreed, capture)))
     return PassSeconds(tuple(points))
 
 
+def least_seconds(
+    run: Callable[[], Tensor], facts: ModelFacts, agreed: Callable[[float], float], capture: Capture | None
+) -> float:
+    """Seconds of the fastest of a few runs; ``agreed`` and ``capture`` as for :func:`time_passes`.
+
+    On a GPU one untimed run comes first, because it may compile kernels.
+    """
+    with facts.pass_mode():
+        call = run if capture is None else _recorded(run, capture)
+
+    def timed() -> float:
+        started = time.perf_counter()
+        with facts.pass_mode():
+            call()
+        if facts.device.type == "cuda":
+            torch.cuda.synchronize(facts.device)
+        return time.perf_counter() - started
+
+    if facts.device.type == "cuda":
+        timed()
+    times: list[float] = []
+    while sum(times) < (_TIMED_SECONDS if len(times) < 4 else _LEAST_SECONDS):
+        times.append(agreed(timed()))
+    return min(times)
+
+
 def _recorded(run: Callable[[], Tensor], capture: Capture) -> Callable[[], object]:
-    """A replay of ``run``, or ``run`` if it can't be recorded, or takes so long that its Python code doesn't matter."""
+    """A replay of ``run``; ``run`` if it can't be recorded, or on a CPU is so slow that its Python code doesn't matter.
+
+    On a GPU the first run doesn't tell how slow it is: it may compile kernels.
+    """
     started = time.perf_counter()
     kept = torch.empty_like(run())
-    if time.perf_counter() - started > _TIMED_SECONDS:
+    if kept.device.type == "cpu" and time.perf_counter() - started > _TIMED_SECONDS:
         return run
 
     def keep() -> None:

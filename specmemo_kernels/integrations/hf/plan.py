@@ -28,7 +28,7 @@ from specmemo_kernels.integrations.hf.measure import (
     measure_quantised,
     time_passes,
 )
-from specmemo_kernels.integrations.hf.pool import GraphUse, capture_of
+from specmemo_kernels.integrations.hf.pool import GraphUse
 from specmemo_kernels.integrations.hf.target import ModelFacts
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.device_probe import kernel_target, profile_of
@@ -114,7 +114,7 @@ def _first_that_fits(
 ) -> tuple[Setup, MemoryPlan]:
     """The plan for the first candidate tree that the budget holds."""
     shape = None
-    for candidate, fields in _tree_candidates(setup, tree, limits.kv_dtype):
+    for candidate, fields in _tree_candidates(setup, tree, limits.kv_dtype, graphs.wanted):
         if tree is None:
             setup = dataclasses.replace(setup, drafter=_without_unused_heads(setup.drafter, candidate))
         if shape is None:
@@ -157,16 +157,15 @@ def make_chooser(setup: Setup, plan: MemoryPlan, graphs: GraphUse) -> TreeChoose
     """
     drafter, agreed = setup.drafter, setup.ranks.broadcast_scalar
     rows = max(plan.prefill_chunk, plan.max_nodes)
-    draft_seconds = None
+    make_capture = graphs.capture_of(setup.facts.device, plan.pass_bytes)
+    capture, draft_seconds = make_capture and make_capture(), None
     if isinstance(drafter, HFDraftModel):
         draft_seconds = time_passes(drafter.hf_model, drafter.facts, rows, agreed)
     if isinstance(drafter, FeatureDrafter):
-        draft_seconds = time_draft(drafter, setup.facts, plan.tree, plan.max_sequences, agreed)
+        draft_seconds = time_draft(drafter, setup.facts, plan.tree, plan.max_sequences, agreed, capture)
     prior = [[CHAIN_ACCURACY]] * plan.tree.max_depth if prefers_chain(drafter) else setup.accuracy
     sizes = GRAPH_SIZES if graphs.wanted else None
-    device = setup.facts.device
-    make_capture = capture_of(device, plan.pass_bytes) if graphs.wanted and device.type == "cpu" else None
-    seconds = time_passes(setup.model, setup.facts, rows, agreed, make_capture and make_capture())
+    seconds = time_passes(setup.model, setup.facts, rows, agreed, capture)
     acceptance: Acceptance
     recurrent = bool(setup.facts.mixers.mixers)
     if isinstance(plan.tree, TreeBudget):
@@ -240,7 +239,7 @@ def _generation_shape(setup: Setup, graphs: GraphUse, limits: PlanLimits) -> Gen
     )
 
 
-def _tree_candidates(setup: Setup, tree: Trees | int | None, kv_dtype: str | None) -> list[_Candidate]:
+def _tree_candidates(setup: Setup, tree: Trees | int | None, kv_dtype: str | None, recorded: bool) -> list[_Candidate]:
     """The trees of which the memory plan takes the first that the budget holds.
 
     There is one candidate for a ``tree`` given to ``patch`` and for drafters that prefer chains. Else the candidates
@@ -252,7 +251,7 @@ def _tree_candidates(setup: Setup, tree: Trees | int | None, kv_dtype: str | Non
         ValueError: the given tree is deeper than the drafter, or wider than the vocabulary.
     """
     if tree is None and not prefers_chain(setup.drafter):
-        candidates: list[_Candidate] = setup.ranks.broadcast_result(lambda: _device_trees(setup, kv_dtype))
+        candidates: list[_Candidate] = setup.ranks.broadcast_result(lambda: _device_trees(setup, kv_dtype, recorded))
         return candidates
     return [(_given_tree(tree, setup), {})]
 
@@ -284,8 +283,8 @@ def _given_tree(tree: Trees | int | None, setup: Setup) -> Trees:
     return tree
 
 
-def _device_trees(setup: Setup, kv_dtype: str | None) -> list[_Candidate]:
-    tree, fastest, fields = _largest_tree(setup, kv_dtype)
+def _device_trees(setup: Setup, kv_dtype: str | None, recorded: bool) -> list[_Candidate]:
+    tree, fastest, fields = _largest_tree(setup, kv_dtype, recorded)
     candidates = [(tree, fields)]
     if fastest < tree.size:
         candidates.append((tree.pruned(fastest), fields))
@@ -296,7 +295,7 @@ def _device_trees(setup: Setup, kv_dtype: str | None) -> list[_Candidate]:
     return candidates
 
 
-def _largest_tree(setup: Setup, kv_dtype: str | None) -> tuple[Trees, int, dict[str, Any]]:
+def _largest_tree(setup: Setup, kv_dtype: str | None, recorded: bool) -> tuple[Trees, int, dict[str, Any]]:
     """The largest tree, the predicted fastest size, and the plan's fields for that size."""
     facts, drafter = setup.facts, setup.drafter
     dtype = str(facts.dtype).removeprefix("torch.")
@@ -322,7 +321,7 @@ def _largest_tree(setup: Setup, kv_dtype: str | None) -> tuple[Trees, int, dict[
         rates = dict(profile.matmul_rate) | {dtype: min(profile.matmul_rate.values())}
         profile = dataclasses.replace(profile, matmul_rate=rates)
     work = Workload(max(2, min(_CONTEXT, spec.max_context)))
-    request = PlanRequest(spec, profile, work, heads, accuracy, setup.ranks.size, kv_dtype=kv_dtype)
+    request = PlanRequest(spec, profile, work, heads, accuracy, setup.ranks.size, kv_dtype=kv_dtype, recorded=recorded)
     best, largest, plain = best_tree(request, with_heads)
     gain = best.speed.tokens_per_second / plain.speed.tokens_per_second
     cost = best.speed.step_seconds / plain.speed.step_seconds

@@ -23,7 +23,7 @@ from specmemo_kernels.planning.host_allocator import release_host_memory
 from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan, counted
 
 #: How steps are captured, by type of device; elsewhere they run eagerly.
-CAPTURES: dict[str, type[CudaCapture] | type[HostCapture]] = {"cuda": CudaCapture, "cpu": HostCapture}
+CAPTURES: dict[str, Callable[..., Capture]] = {"cuda": CudaCapture, "cpu": HostCapture}
 
 
 @dataclass(frozen=True)
@@ -35,22 +35,23 @@ class GraphUse:
             host. reason: why not, else empty.
         must: ``graph=True`` was given: a step that can't be captured is an error.
         in_flight: most steps in flight.
+        stream: of all captures on a GPU, as libraries keep a workspace for each stream. ``None``: one of each capture.
     """
 
     wanted: bool = False
     reason: str = ""
     must: bool = False
     in_flight: int = 1
+    stream: torch.cuda.Stream | None = None
 
+    def capture_of(self, device: torch.device, pass_bytes: int) -> Callable[[], Capture] | None:
+        """What makes the capture of steps on ``device``; ``None``: they run eagerly.
 
-def capture_of(device: torch.device, pass_bytes: int) -> Callable[[], Capture] | None:
-    """What makes the capture of steps on ``device``; ``None``: they run eagerly.
-
-    ``pass_bytes``: :attr:`MemoryPlan.pass_bytes`.
-    """
-    capture = CAPTURES.get(device.type)
-    limit = {"limit": pass_bytes} if device.type == "cpu" else {}
-    return None if capture is None else partial(capture, device, **limit)
+        ``pass_bytes``: :attr:`MemoryPlan.pass_bytes`.
+        """
+        if not self.wanted or device.type not in CAPTURES:
+            return None
+        return partial(CAPTURES[device.type], device, pass_bytes if device.type == "cpu" else self.stream)
 
 
 def graph_use(graph: bool | None, setup: Setup) -> GraphUse:
@@ -65,8 +66,10 @@ def graph_use(graph: bool | None, setup: Setup) -> GraphUse:
     if graph and reason:
         raise ValueError(f"graph=True, but {reason}; leave graph out to run steps eagerly")
     alone = reason or not drafts_on_device(setup.drafter)  # the host drafts from a step's tokens
-    in_flight = 1 if alone else IN_FLIGHT.get(setup.facts.device.type, 1)
-    return GraphUse(wanted=not reason, reason=reason, must=bool(graph), in_flight=in_flight)
+    device = setup.facts.device
+    in_flight = 1 if alone else IN_FLIGHT.get(device.type, 1)
+    stream = torch.cuda.Stream(device) if device.type == "cuda" and not reason else None  # type: ignore[no-untyped-call]
+    return GraphUse(wanted=not reason, reason=reason, must=bool(graph), in_flight=in_flight, stream=stream)
 
 
 def _impossible(setup: Setup) -> str:
@@ -168,7 +171,7 @@ class PoolCache:
         if self.steps is None:
             assert self.pool is not None, "get() allocates it"
             sequences, setup = self.pool.block_table.shape[0], self.setup
-            make_capture = capture_of(target.device, self.plan.pass_bytes)
+            make_capture = self.graphs.capture_of(target.device, self.plan.pass_bytes)
             self.steps = StepCache(target, setup.drafter, self.pool, sequences, setup.backend, make_capture)
         return OverlappedSteps(self.steps, self.graphs.in_flight, self.graphs.must)
 
