@@ -135,17 +135,21 @@ class CodeProducts {
   typedef typename Row::Element Element;
 
  public:
-  static constexpr int64_t kGroupSize = kGroup;
+  static constexpr int64_t kTile = kCodeWeights, kGroupSize = kGroup;
 
   explicit CodeProducts(const ProductArgs& args) : args_(args) {
     groups_ = (args.inputs + kScaled - 1) / kScaled;
     steps_ = (groups_ * kScaledBytes + kStepBytes - 1) / kStepBytes;
   }
 
+  static int64_t task_count(int64_t outputs, int64_t row_bytes, int threads) {
+    return prefetched_tasks(outputs, row_bytes, threads);
+  }
+
   int64_t memory_bytes() const { return args_.rows * steps_ * kStepCodes * static_cast<int64_t>(sizeof(Element)); }
 
   // The input rows in the order of weights(), padded with zeros.
-  void prepare(char* memory) {
+  void prepare(char* memory, int) {
     x_ = reinterpret_cast<Element*>(memory);
     constexpr int kLaneBytes = kLanes * 4 / kElements, kVectorsPerByte = 2;  // of a vector of Elements
     for (int64_t r = 0; r < args_.rows; ++r) {

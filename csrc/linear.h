@@ -32,7 +32,7 @@ class Outputs {
 
   // Memory for prepare(), of the caller, shared by all threads.
   int64_t shared_bytes() const { return round_up(products_.memory_bytes(), 64); }
-  void prepare(char* shared) { products_.prepare(shared); }
+  void prepare(char* shared, int threads) { products_.prepare(shared, threads); }
   void prepare_as(const Outputs& other) { products_.prepare_as(other.products_); }
 
   // With room for a whole vector from every value on.
@@ -58,31 +58,30 @@ class Outputs {
   Products products_;
 };
 
-// Divides outputs into tasks of consecutive groups, several for each thread, so that a slow core does fewer. Threads
-// take tasks in turn: equally fast ones each take consecutive outputs, whose weights the task before has prefetched.
-constexpr int64_t kTaskBytes = 256 << 10;
+// Divides outputs into tasks of consecutive tiles. Threads take tasks in turn: equally fast ones each take consecutive
+// outputs, whose weights the task before has prefetched.
+template <class Products>
 struct Tasks {
-  Tasks(int64_t outputs, int64_t row_bytes, int threads) : outputs(outputs), threads(threads) {
-    // The first weights of a task are prefetched only if the same thread ran the task before, so tasks aren't short.
-    // While other processes take a part of a core, at most 16 tasks for each thread take 0.95 of the time of 4; on a
-    // quiet machine the same.
-    const int64_t long_tasks = outputs * row_bytes / (threads * kTaskBytes), max_tasks = threads == 1 ? 1 : 16;
-    const int64_t tasks = threads * (long_tasks < 1 ? 1 : (long_tasks < max_tasks ? long_tasks : max_tasks));
-    size = round_up((outputs + tasks - 1) / tasks, kWeightTile);
-    count = (outputs + size - 1) / size;
-  }
+  static constexpr int64_t kTile = Products::kTile, kGroupSize = Products::kGroupSize;
+
+  Tasks(int64_t outputs, int64_t row_bytes, int threads)
+      : count(Products::task_count(outputs, row_bytes, threads)),
+        outputs(outputs),
+        threads(threads),
+        tiles((outputs + kTile - 1) / kTile, count) {}
 
   // Calls function(first, count) for each group of kGroupSize outputs of the task that is the turn-th to be taken.
-  template <int64_t kGroupSize, class Function>
+  template <class Function>
   void for_each_group(int64_t turn, Function function) const {
     const int64_t task = Parts(count, threads).begin(turn % threads) + turn / threads;
-    const int64_t end = (task + 1) * size < outputs ? (task + 1) * size : outputs;
-    for (int64_t first = task * size; first < end; first += kGroupSize)
-      function(first, end - first < kGroupSize ? end - first : kGroupSize);
+    const int64_t end = std::min(tiles.begin(task + 1) * kTile, outputs);
+    for (int64_t first = tiles.begin(task) * kTile; first < end; first += kGroupSize)
+      function(first, std::min(end - first, kGroupSize));
   }
 
-  int64_t outputs, size, count;
+  int64_t count, outputs;
   int threads;
+  Parts tiles;
 };
 
 template <class T, int64_t kGroupSize>
@@ -104,15 +103,15 @@ void run_product(const ProductArgs& args, typename T::Raw* out, char* shared, in
     const ProductArgs& args;
     typename T::Raw* out;
     Outputs<T, Products> outputs;
-    Tasks tasks;
-  } context{args, out, Outputs<T, Products>(args), Tasks(args.outputs, args.inputs * T::kBits / 8, threads)};
-  context.outputs.prepare(shared);
+    Tasks<Products> tasks;
+  } context{args, out, Outputs<T, Products>(args), Tasks<Products>(args.outputs, args.inputs * T::kBits / 8, threads)};
+  context.outputs.prepare(shared, threads);
   auto task = [](void* data, int64_t i) {
     const auto& c = *static_cast<Context*>(data);
     const int64_t sums_bytes = c.outputs.sums_bytes();
     auto* sums = static_cast<char*>(arena(0, sums_bytes + c.outputs.value_count() * 4));
     auto* values = reinterpret_cast<float*>(sums + sums_bytes);
-    c.tasks.template for_each_group<Products::kGroupSize>(i, [&](int64_t first, int64_t count) {
+    c.tasks.for_each_group(i, [&](int64_t first, int64_t count) {
       c.outputs.compute(first, count, sums, values);
       for (int64_t r = 0; r < c.args.rows; ++r)
         store_values<T, Products::kGroupSize>(values + r * Products::kGroupSize, count,
@@ -130,22 +129,22 @@ void run_gates(const ProductArgs& gate, const ProductArgs& up, Activation activa
     const ProductArgs& args;
     typename T::Raw* out;
     Outputs<T, Products> gate, up;
-    Tasks tasks;
+    Tasks<Products> tasks;
     Activation activation;
   } context{gate,
             out,
             Outputs<T, Products>(gate),
             Outputs<T, Products>(up),
-            Tasks(gate.outputs, gate.inputs * T::kBits / 4, threads),
+            Tasks<Products>(gate.outputs, gate.inputs * T::kBits / 4, threads),
             activation};
-  context.gate.prepare(shared);
+  context.gate.prepare(shared, threads);
   context.up.prepare_as(context.gate);
   auto task = [](void* data, int64_t i) {
     const auto& c = *static_cast<Context*>(data);
     const int64_t size = c.gate.value_count();
     auto* sums = static_cast<char*>(arena(0, c.gate.sums_bytes() + 2 * size * 4));
     auto *gates = reinterpret_cast<float*>(sums + c.gate.sums_bytes()), *ups = gates + size;
-    c.tasks.template for_each_group<Products::kGroupSize>(i, [&](int64_t first, int64_t count) {
+    c.tasks.for_each_group(i, [&](int64_t first, int64_t count) {
       c.gate.compute(first, count, sums, gates);
       c.up.compute(first, count, sums, ups);
       for (int64_t at = 0; at < c.args.rows * Products::kGroupSize; at += kLanes)
@@ -171,8 +170,8 @@ int64_t prepared_bytes(int64_t rows, int64_t inputs) {
 
 // Whether PanelProducts compute the pass from `row` on.
 inline bool in_panel(const ProductArgs& args, int64_t row) {
-  return kPanelsPay && !args.invariant && args.scales == nullptr && !args.by_input &&
-         args.rows - row >= kLeastPanelRows;
+  return !args.invariant && args.scales == nullptr && !args.by_input &&
+         panel_pays(std::min(args.rows - row, kPanelRows));
 }
 
 // The same arguments for the rows of that pass.

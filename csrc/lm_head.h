@@ -83,7 +83,7 @@ class LmHead {
 
   // Memory that the caller provides until all pieces are merged.
   int64_t shared_bytes() const { return outputs_.shared_bytes(); }
-  void prepare(char* shared) { outputs_.prepare(shared); }
+  void prepare(char* shared, int threads) { outputs_.prepare(shared, threads); }
 
   int64_t piece_bytes() const { return args_.product.rows * (args_.k * 12 + static_cast<int64_t>(sizeof(ExpSum))); }
 
@@ -160,7 +160,7 @@ void run_pieces(const LmHeadArgs& args, int threads) {
   } context{LmHead<T, Products>(args, pieces), nullptr};
   const int64_t shared = context.head.shared_bytes();
   auto* memory = static_cast<char*>(arena(1, shared + pieces.count * context.head.piece_bytes()));
-  context.head.prepare(memory);
+  context.head.prepare(memory, threads);
   context.results = memory + shared;
   auto piece = [](void* data, int64_t i) {
     auto& c = *static_cast<Context*>(data);

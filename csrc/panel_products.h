@@ -9,17 +9,24 @@
 
 #include "kernels.h"
 #include "pack.h"
+#include "threads.h"
 
 namespace specmemo {
 namespace {
 
 // Panels pay with 32 registers and wide vectors. With two threads and 64 rows they are 1.1 times as fast as RowProducts
-// in bfloat16 and 1.15 in float32 on an Emerald Rapids without BF16 instructions, 1.02 to 1.1 times on an EPYC with
+// in bfloat16 and 1.15 in float32 on an Emerald Rapids without BF16 instructions, 1.05 to 1.15 times on an EPYC with
 // them; with AVX2 no gain.
 constexpr bool kPanelsPay = kLanes == 16;
 constexpr int64_t kPanelRows = kBlockKeys;
-// 48 rows take 1.15 to 1.25 times as long as RowProducts on the Emerald Rapids, 57 rows 1.05 to 1.1 times on the EPYC.
-constexpr int64_t kLeastPanelRows = kPanelRows * 15 / 16;
+// Whether `rows` rows, at most a panel, are faster than with RowProducts. Panels multiply whole vectors of rows: on an
+// EPYC with two threads 40 rows take 1.05 to 1.15 times as long, 44 rows 0.96 to 1.02 times, 48 rows 0.87 to 0.94
+// times, 52 rows 1.1 to 1.15 times.
+constexpr bool panel_pays(int64_t rows) {
+  constexpr int64_t kLeastRows = 44, kMaxUnused = 4;  // lanes of the last vector
+  return kPanelsPay && rows >= kLeastRows && (kLanes - rows % kLanes) % kLanes <= kMaxUnused;
+}
+
 constexpr int64_t kBlockSteps = 128;  // words of a block: 32 KiB of a panel
 
 // Copies `whole` words, a multiple of kLanes * kRuns, as kRuns runs of equal sizes: run i has every kRuns-th, from the
@@ -50,35 +57,38 @@ class PanelProducts {
   typedef typename T::Raw Raw;
   typedef typename Dot::Word Word;
   typedef PanelWords<T, Dot> Words;
-  static constexpr int kVecs = kPanelRows / kLanes;
+  static constexpr int kMaxVecs = kPanelRows / kLanes;
 
  public:
-  static constexpr int64_t kGroupSize = 96;  // outputs whose sums are kept at once
+  static constexpr int64_t kTile = kTileRows;
+  static constexpr int64_t kGroupSize = 48;  // outputs whose sums are kept at once
   static_assert(kGroupSize % kTileRows == 0 && kGroupSize % kLanes == 0, "whole tiles and vectors in a group");
 
   explicit PanelProducts(const ProductArgs& args)
-      : args_(args), words_(round_up(args.inputs, Dot::kPerWord) / Dot::kPerWord) {}
+      : args_(args),
+        words_(round_up(args.inputs, Dot::kPerWord) / Dot::kPerWord),
+        vecs_((args.rows + kLanes - 1) / kLanes) {}
+
+  // Limited by products: tasks are as short as a group, so that threads end together.
+  static int64_t task_count(int64_t outputs, int64_t, int threads) {
+    return threads * std::max(outputs / (threads * kGroupSize), int64_t{1});
+  }
 
   // Memory for prepare(), of the caller.
   int64_t memory_bytes() const { return words_ * kPanelRows * 4; }
 
-  // [words][kPanelRows]; the lanes behind the last row repeat it.
-  void prepare(char* memory) {
-    auto* panel = reinterpret_cast<float*>(memory);
-    x_ = panel;
-    const char* rows[kPanelRows];
-    for (int64_t i = 0; i < kPanelRows; ++i)
-      rows[i] = reinterpret_cast<const char*>(static_cast<const Raw*>(args_.x) +
-                                              (i < args_.rows ? i : args_.rows - 1) * args_.x_stride);
-    Fetch nothing;
-    pack_keys<T, Dot>(rows, kPanelRows, args_.inputs, panel, nothing);
+  // [words][kPanelRows], kLanes rows of input at a time; the lanes behind the last row repeat it.
+  void prepare(char* memory, int threads) {
+    x_ = reinterpret_cast<float*>(memory);
+    auto part = [](void* self, int64_t i) { static_cast<PanelProducts*>(self)->prepare_rows(i * kLanes); };
+    parallel_for(vecs_, threads, part, this);
   }
 
   // The prepared input of products with the same rows.
   void prepare_as(const PanelProducts& other) { x_ = other.x_; }
 
   // Rows of `values` in multiply().
-  int64_t value_rows() const { return kPanelRows; }
+  int64_t value_rows() const { return vecs_ * kLanes; }
 
   // Memory for multiply(), of each thread.
   int64_t sums_bytes() const { return (kGroupSize * kPanelRows + kTileRows * kBlockSteps) * 4; }
@@ -99,8 +109,8 @@ class PanelProducts {
         const bool more = v + kTileRows < count, last = begin + kBlockSteps >= words_;
         const int64_t output = first + (more ? v + kTileRows : last ? count : 0);
         const int64_t word = more ? begin : last ? 0 : begin + kBlockSteps;
-        multiply_tile(words, x_ + begin * kPanelRows, steps, whole, begin == 0, sums + v * kPanelRows,
-                      reinterpret_cast<const char*>(weight(output) + word * Dot::kPerWord));
+        multiply_vecs<kMaxVecs>(words, x_ + begin * kPanelRows, steps, whole, begin == 0, sums + v * kPanelRows,
+                                reinterpret_cast<const char*>(weight(output) + word * Dot::kPerWord));
       }
     }
     for (int64_t v = 0; v < count; v += kLanes)
@@ -117,6 +127,15 @@ class PanelProducts {
  private:
   const Raw* weight(int64_t output) const { return static_cast<const Raw*>(args_.weight) + output * args_.inputs; }
 
+  void prepare_rows(int64_t first) {
+    const char* rows[kLanes];
+    for (int64_t i = 0; i < kLanes; ++i)
+      rows[i] = reinterpret_cast<const char*>(static_cast<const Raw*>(args_.x) +
+                                              std::min(first + i, args_.rows - 1) * args_.x_stride);
+    Fetch nothing;
+    pack_keys<T, Dot>(rows, kLanes, args_.inputs, x_ + first, nothing);
+  }
+
   // The words of a block of one row, which starts at word `begin`.
   void copy_words(const Raw* row, int64_t begin, int64_t steps, int64_t whole, Word* out) const {
     Words::copy(row, whole, out);
@@ -124,19 +143,29 @@ class PanelProducts {
       out[s] = bits_as<Word>(KeyWords<T, Dot>::word(row, s, args_.inputs - begin * Dot::kPerWord));
   }
 
-  // sums[kTileRows][kPanelRows] += words[kTileRows][kBlockSteps] * panel[steps][kPanelRows], without the former sums in
-  // the first block: the `whole` words in their runs, then the others. Prefetches up to a block of weights from `next`.
+  template <int VECS, class... Args>
+  void multiply_vecs(Args... args) const {
+    if constexpr (VECS > 0) {
+      if (vecs_ == VECS) return multiply_tile<VECS>(args...);
+      multiply_vecs<VECS - 1>(args...);
+    }
+  }
+
+  // sums[kTileRows][kPanelRows] += words[kTileRows][kBlockSteps] * panel[steps][kPanelRows] in the first VECS vectors,
+  // without the former sums in the first block: the `whole` words in their runs, then the others. Prefetches up to a
+  // block of weights from `next`.
+  template <int VECS>
   __attribute__((noinline)) void multiply_tile(const Word* words, const float* panel, int64_t steps, int64_t whole,
                                                bool first, float* sums, const char* next) const {
     constexpr int64_t kRowLines = kBlockSteps * Dot::kPerWord * static_cast<int64_t>(sizeof(Raw)) / kLine;
     constexpr int64_t kEvery = kBlockSteps / (kTileRows * kRowLines);  // steps from one prefetch to the next
     static_assert(kEvery > 0, "no more lines than steps");
     const int64_t row_bytes = args_.inputs * static_cast<int64_t>(sizeof(Raw));
-    VecF sum[kTileRows][kVecs];
+    VecF sum[kTileRows][VECS];
 #pragma GCC unroll 8
     for (int r = 0; r < kTileRows; ++r)
 #pragma GCC unroll 8
-      for (int v = 0; v < kVecs; ++v) sum[r][v] = first ? VecF{} : load<VecF>(sums + r * kPanelRows + v * kLanes);
+      for (int v = 0; v < VECS; ++v) sum[r][v] = first ? VecF{} : load<VecF>(sums + r * kPanelRows + v * kLanes);
     int64_t line = 0;
     for (int64_t run = 0; run <= Words::kRuns; ++run) {
       const bool rest = run == Words::kRuns;  // behind the whole words
@@ -147,25 +176,26 @@ class PanelProducts {
           prefetch(next + line / kRowLines * row_bytes + line % kRowLines * kLine);
           ++line;
         }
-        VecF columns[kVecs];
+        VecF columns[VECS];
 #pragma GCC unroll 8
-        for (int v = 0; v < kVecs; ++v) columns[v] = load<VecF>(x + v * kLanes);
+        for (int v = 0; v < VECS; ++v) columns[v] = load<VecF>(x + v * kLanes);
 #pragma GCC unroll 8
         for (int r = 0; r < kTileRows; ++r)
 #pragma GCC unroll 8
-          for (int v = 0; v < kVecs; ++v)
+          for (int v = 0; v < VECS; ++v)
             sum[r][v] = Dot::multiply_add(sum[r][v], columns[v], words[r * kBlockSteps + s]);
       }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kTileRows; ++r)
 #pragma GCC unroll 8
-      for (int v = 0; v < kVecs; ++v) store(sums + r * kPanelRows + v * kLanes, sum[r][v]);
+      for (int v = 0; v < VECS; ++v) store(sums + r * kPanelRows + v * kLanes, sum[r][v]);
   }
 
   const ProductArgs& args_;
   int64_t words_;  // of a row
-  const float* x_ = nullptr;
+  int64_t vecs_;   // of input rows
+  float* x_ = nullptr;
 };
 
 }  // namespace

@@ -25,12 +25,15 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}  # csrc/kernels.h
 
 #: Rows up to which :func:`linear` replaces torch's product, where torch has a fast one. Ratios are of Llama matrices
-#: (125M to 8B) on EPYCs. In float32 with AVX2, 128 rows are 0.96 to 1.6 times as fast, 512 rows 0.8 to 1.1 times; with
-#: AVX512, 64 rows are multiplied faster than torch multiplies any number.
+#: (125M to 8B) on EPYCs. In float32 with AVX2, 128 rows are 0.96 to 1.6 times as fast, 512 rows 0.8 to 1.1 times.
 _FEW_ROWS = {torch.float32: 128, torch.bfloat16: 32, torch.float16: 32}
-#: In bfloat16 on Zen 4, 40 to 64 rows are 1.01 to 1.4 times as fast, 65 rows 0.95 to 1.2 times, 128 rows 0.88 to 1.03
-#: times. On Zen 5 torch was up to 1.15 times as fast from 33 rows on.
-_FEW_ROWS_ZEN4 = 64
+#: On Zen 4 it replaces torch's product of any number. 64 to 512 rows of float32 are 1.15 to 2.2 times as fast, of
+#: bfloat16 64 to 192 rows 1.0 to 1.25 times, 256 rows 0.98 to 1.04 times; matrices of 256 outputs 0.8 to 1.04 times.
+#: (On Zen 5, bfloat16 in torch was up to 1.15 times as fast from 33 rows on.)
+_ANY_ROWS_ZEN4 = (torch.float32, torch.bfloat16)
+#: oneDNN keeps compiled kernels for each number of rows, 0.65 MiB for each size of matrix, so that prompts of 33 to 256
+#: tokens would take hundreds of MiB. Its products have a multiple of these rows; our products have the rest.
+_ROWS_OF_16_BITS = 32
 #: The same for a weight ``[inputs, outputs]``. In float32 on Emerald Rapids, 32 rows are 1.0 to 1.2 times as fast, 128
 #: rows 0.7 times.
 _FEW_ROWS_TRANSPOSED = 32
@@ -138,7 +141,7 @@ def _best_logits(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, invariant: bool) -> Tensor:
     """``x @ weight.T + bias``; reads the weights once per 32 or 64 rows, and uses torch above :func:`few_rows`."""
     if scales is None and not invariant and _many_rows(x, transposed=not weight.is_contiguous()):
-        return functional.linear(x, weight, bias)
+        return _by_torch(x, weight, bias)
     return _cpu.linear(_rows(x), weight, bias, scales, invariant)
 
 
@@ -160,8 +163,8 @@ def gated_mlp(
 ) -> Tensor:
     """``down(activation(gate(x)) * up(x))``; by torch for more than :func:`few_rows`."""
     if not invariant and _many_rows(x):
-        gates = ACTIVATION_FUNCTIONS[activation](functional.linear(x, gate, gate_bias))
-        return functional.linear(gates.mul_(functional.linear(x, up, up_bias)), down, down_bias)
+        gates = ACTIVATION_FUNCTIONS[activation](_by_torch(x, gate, gate_bias))
+        return _by_torch(gates.mul_(_by_torch(x, up, up_bias)), down, down_bias)
     return _cpu.gated_mlp(_rows(x), gate, up, down, gate_bias, up_bias, down_bias, _ACTIVATIONS[activation], invariant)
 
 
@@ -208,9 +211,9 @@ def few_rows(dtype: torch.dtype, transposed: bool = False) -> int | None:
     long as in float32, and 4 to 6 times as long as ours (``bench/results/linear_avx2_cpu.json``); with AVX512 alone,
     four times and 4.5 times as long, although oneDNN lists bfloat16 as supported.
     """
-    limit = None if _slow_in_torch(dtype) else _FEW_ROWS.get(dtype)
-    if dtype == torch.bfloat16 and _cpu.zen4():
-        limit = _FEW_ROWS_ZEN4
+    if _slow_in_torch(dtype) or (_cpu.zen4() and dtype in _ANY_ROWS_ZEN4 and not transposed):
+        return None
+    limit = _FEW_ROWS.get(dtype)
     return min(limit, _FEW_ROWS_TRANSPOSED) if limit is not None and transposed else limit
 
 
@@ -229,6 +232,24 @@ def _slow_in_torch(dtype: torch.dtype) -> bool:
 def _many_rows(x: Tensor, transposed: bool = False) -> bool:
     limit = few_rows(x.dtype, transposed)
     return limit is not None and x.numel() > limit * x.shape[-1]
+
+
+@torch.no_grad()
+def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """torch's product; in 16 bits of a multiple of :data:`_ROWS_OF_16_BITS` rows."""
+    if x.dtype.itemsize > 2:
+        return functional.linear(x, weight, bias)
+    rows = _rows(x).view(-1, x.shape[-1])
+    out = x.new_empty(len(rows), weight.shape[0])
+    count = len(rows) // _ROWS_OF_16_BITS * _ROWS_OF_16_BITS
+    if count > 0:
+        if bias is None:
+            torch.mm(rows[:count], weight.t(), out=out[:count])
+        else:
+            torch.addmm(bias, rows[:count], weight.t(), out=out[:count])
+    if count < len(rows):
+        out[count:] = _cpu.linear(rows[count:], weight, bias, None, False)
+    return out.view(*x.shape[:-1], -1)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -38,8 +38,8 @@ _FASTER = {
     "triton": frozenset(("gated_mlp", "rms_norm")),
 }
 FUSED_BACKENDS = tuple(_FASTER)
-#: Those that are faster for any number of rows: an expert's rows are a part of a pass's.
-_ALWAYS_FASTER = frozenset(("grouped_linear", "rms_norm"))
+#: Those that never call torch's products: an expert's rows are a part of a pass's.
+_WITHOUT_PRODUCTS = frozenset(("grouped_linear", "rms_norm"))
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PACKAGE = __name__.split(".")[0]
 _SCALARS = (bool, int, float, str)
@@ -116,7 +116,7 @@ class FusedLeaves:
             submodules.
         backend: computes the operators.
         invariant: a row's result doesn't depend on the other rows.
-        max_rows: in passes over more rows, linear layers and MLPs run their own ``forward``; ``None``: no limit.
+        max_rows: in passes over more rows, the operators take as much memory as the modules; ``None``: never.
         workspace: bytes that the operators keep between calls.
     """
 
@@ -148,6 +148,7 @@ class FusedLeaves:
         call: AttentionCall,
         windows: Windows | None = None,
         last: tuple[int, Tensor] | None = None,
+        products: bool = True,
     ) -> Iterator[None]:
         """A pass over ``rows`` rows in this block of code: attention by ``call``, unchanged modules by operators.
 
@@ -156,28 +157,22 @@ class FusedLeaves:
         Args:
             last: the last layer with attention, and the rows ``[K]`` whose results are used: behind its attention
                 nothing mixes rows, so that the others aren't computed.
+            products: compute linear layers and MLPs by operators too.
         """
         if not self.leaves:
             with attention_call(call, windows):
                 yield
             return
         kernels = ops.kernels(self.backend, device)
-        operators = LeafOperators(self._names(rows), kernels)
+        names = self._operators if products else self._operators & _WITHOUT_PRODUCTS
+        operators = LeafOperators(names, kernels)
         behind = None
         if last is not None and len(last[1]) < rows:  # so that the lm_head's input has another number of rows
             layer, kept = last
-            behind = layer, LeafOperators(self._names(len(kept)), kernels, kept, rows)
-        installed = self._forwards.installed(self._replacements) if operators.names or behind else nullcontext()
+            behind = layer, LeafOperators(names, kernels, kept, rows)
+        installed = self._forwards.installed(self._replacements) if names else nullcontext()
         with attention_call(call, windows, operators, behind), installed:
             yield
-
-    def _names(self, rows: int) -> frozenset[str]:
-        """The operators that are faster than the modules for so many rows."""
-        return self._operators if self.multiply(rows) else self._operators & _ALWAYS_FASTER
-
-    def multiply(self, rows: int) -> bool:
-        """Whether linear layers and MLPs are operators in passes over so many rows."""
-        return self.max_rows is None or rows <= self.max_rows
 
     def _replacements(self) -> list[OurForward]:
         return [OurForward(leaf.module, leaf.forward) for leaf in self.leaves if leaf.unchanged]
@@ -218,11 +213,11 @@ def find_leaves(model: Any, dtype: torch.dtype, backend: str, invariant: bool) -
     workspace = max((ops.linear_workspace(backend, dtype, *product) for product in products), default=0)
     few = {
         ops.few_rows(backend, dtype, transposed)
-        for leaf in leaves if leaf.kind.operator not in _ALWAYS_FASTER
+        for leaf in leaves if leaf.kind.operator not in _WITHOUT_PRODUCTS
         for *_, transposed in leaf.kind.products
     }  # fmt: skip
     limits = [rows for rows in few if rows is not None]
-    max_rows = None if invariant or len(limits) < len(few) else min(limits, default=None)
+    max_rows = None if invariant else min(limits, default=None)
     return FusedLeaves(leaves, backend, invariant, max_rows, workspace)
 
 

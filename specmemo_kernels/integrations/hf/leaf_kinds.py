@@ -27,8 +27,9 @@ _GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("gate_up_p
 #: A module without one of these attributes may call SiLU directly.
 _ACTIVATIONS = ("act_fn", "activation_fn")
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
-#: Rows and magnitudes of the random input; a clamp, or an epsilon in another place, shows at one magnitude.
-_ROWS, _MAGNITUDES = 5, (1e-2, 1.0, 30.0)
+#: Magnitudes of the rows of the random input; a clamp, or an epsilon in another place, shows at one magnitude. As many
+#: rows as the probe's passes have: oneDNN keeps compiled kernels for each number of rows.
+_MAGNITUDES = (1e-2, 1.0, 30.0, 1e-2, 1.0, 30.0, 1.0, 30.0)
 #: Largest distance of a result from the module's own, relative to its norm: a few roundings.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.003}
 
@@ -155,11 +156,10 @@ def _same_function(function: Any, known: Callable[[Tensor], Tensor]) -> bool:
 def best_match(module: nn.Module, kind: LeafKind, kernels: Kernels, dtype: torch.dtype) -> int | None:
     """The index of the candidate whose results agree within rounding errors, with the fewest different elements."""
     generator, device = torch.Generator().manual_seed(0), next(module.parameters()).device
-    rows = [magnitude * torch.randn(1, _ROWS, kind.inputs, generator=generator) for magnitude in _MAGNITUDES]
-    arguments = [torch.cat(rows, dim=1).to(device, dtype)]
+    rows = torch.randn(1, len(_MAGNITUDES), kind.inputs, generator=generator)
+    arguments = [(rows * torch.tensor(_MAGNITUDES)[:, None]).to(device, dtype)]
     if kind.experts:
-        count = _ROWS * len(_MAGNITUDES)
-        chosen = torch.rand(count, kind.experts, generator=generator).topk(min(2, kind.experts))[1]
+        chosen = torch.rand(len(_MAGNITUDES), kind.experts, generator=generator).topk(min(2, kind.experts))[1]
         scores = torch.rand(chosen.shape, generator=generator)
         arguments = [arguments[0][0], chosen.to(device), scores.to(device, dtype)]
     try:

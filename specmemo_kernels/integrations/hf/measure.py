@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import Counter
@@ -57,33 +56,33 @@ def measure_passes(model: Any, facts: ModelFacts, chunks: Sequence[int]) -> tupl
         latter are 0 with an exact lm_head: logits are then computed for a few rows at a time, if at all.
     """
     few_rows = facts.leaves.max_rows
-    forward, logits = _measure_passes(model, facts, sys.maxsize, chunks)
+    forward, logits = _measure_passes(model, facts, few_rows is None, chunks)
     if facts.leaves.names and few_rows is not None:
-        few = tuple(_measure_passes(model, facts, 1, [few_rows, *(rows for rows in chunks if rows < few_rows)]))
+        few = tuple(_measure_passes(model, facts, True, [few_rows, *(rows for rows in chunks if rows < few_rows)]))
         forward, logits = (many.with_few(few_rows, fewer) for many, fewer in zip((forward, logits), few, strict=True))
     return forward, PassBytes() if facts.exact_lm_head else logits
 
 
-def _measure_passes(model: Any, facts: ModelFacts, leaf_rows: int, chunks: Sequence[int]) -> Iterator[PassBytes]:
-    """The same with the leaf operators for ``leaf_rows`` rows."""
+def _measure_passes(model: Any, facts: ModelFacts, products: bool, chunks: Sequence[int]) -> Iterator[PassBytes]:
+    """The same with or without operators for linear layers and MLPs."""
     if facts.mixers.mixers:
-        yield from _measure_chunks(model, facts, leaf_rows, chunks)
+        yield from _measure_chunks(model, facts, products, chunks)
         return
-    few, many = (_trace(model, rows, facts, leaf_rows) for rows in _MEASURED_ROWS)
+    few, many = (_trace(model, rows, facts, products) for rows in _MEASURED_ROWS)
     for a, b in zip(few, many, strict=True):
         yield PassBytes.fitted((_MEASURED_ROWS[0], a), (_MEASURED_ROWS[1], b))
 
 
 def _measure_chunks(
-    model: Any, facts: ModelFacts, leaf_rows: int, chunks: Sequence[int]
+    model: Any, facts: ModelFacts, products: bool, chunks: Sequence[int]
 ) -> tuple[PassBytes, PassBytes]:
     """:func:`_measure_passes` with recurrent layers, whose first chunk may differ from the others."""
     forward, logits = PassBytes(), PassBytes()
     sizes = sorted({2, *(max(3, rows) for rows in (min(FEW_TOKENS, max(chunks)), *chunks))})
-    _trace(model, sizes[0], facts, leaf_rows, chunk_pass(facts.mixers, sizes[0], True))  # makes what layers keep
+    _trace(model, sizes[0], facts, products, chunk_pass(facts.mixers, sizes[0], True))  # makes what layers keep
     for first in (True, False):
         points = [
-            [(rows, max(part)) for part in _trace(model, rows, facts, leaf_rows, chunk_pass(facts.mixers, rows, first))]
+            [(rows, max(part)) for part in _trace(model, rows, facts, products, chunk_pass(facts.mixers, rows, first))]
             for rows in sizes
         ]
         forward = forward.elementwise_max(PassBytes.stepwise([of_forward for of_forward, _ in points]))
@@ -168,25 +167,25 @@ def measure_libraries(model: Any, facts: ModelFacts, max_rows: int) -> PassBytes
     if facts.device.type != "cpu":
         return PassBytes()
     few_rows = facts.leaves.max_rows
-    bound = PassBytes(_library_bytes(model, facts, max_rows, sys.maxsize))
+    bound = PassBytes(_library_bytes(model, facts, max_rows, few_rows is None))
     # Recurrent layers multiply more rows than a pass has: those of each path through a tree.
     if few_rows is None or facts.mixers.mixers:
         return bound
-    return bound.with_few(few_rows, PassBytes(_library_bytes(model, facts, few_rows, few_rows)))
+    return bound.with_few(few_rows, PassBytes(_library_bytes(model, facts, few_rows, True)))
 
 
-def _library_bytes(model: Any, facts: ModelFacts, max_rows: int, leaf_rows: int) -> int:
-    """The same with the leaf operators for ``leaf_rows`` rows.
+def _library_bytes(model: Any, facts: ModelFacts, max_rows: int, products: bool) -> int:
+    """The same with or without operators for linear layers and MLPs.
 
     The maximum of two measurements. A pass over few rows, for speed, shows the buffers of all libraries. MKL's buffers
     grow with the rows, so each kind of matrix is also multiplied with ``max_rows`` rows: 3.9 MiB instead of 3.2 MiB
     with 256 rows and matrices of 512 x 1536.
     """
     tokens = _same_tokens(facts, _LIBRARY_ROWS)
-    replaced = facts.leaves.modules if facts.leaves.multiply(leaf_rows) else frozenset()
+    replaced = facts.leaves.modules if products else frozenset()
     with facts.pass_mode():
         for _ in range(2):  # the first pass also allocates buffers that stay
-            of_pass = _kept_by_libraries(lambda: _run(model, facts, tokens, leaf_rows=leaf_rows))
+            of_pass = _kept_by_libraries(lambda: _run(model, facts, tokens, products=products))
         of_products = _kept_by_libraries(lambda: _multiply(_packed_matrices(model, facts, replaced), max_rows))
     kept_bytes = max(of_pass, of_products)
     return kept_bytes if kept_bytes >= _LEAST_COUNTED else 0
@@ -222,7 +221,7 @@ def _multiply(matrices: list[Tensor], rows: int) -> None:
 
 @torch.no_grad()
 def _trace(
-    model: Any, rows: int, facts: ModelFacts, leaf_rows: int, current: MixerPass | None = None
+    model: Any, rows: int, facts: ModelFacts, products: bool, current: MixerPass | None = None
 ) -> tuple[list[int], list[int]]:
     """Bytes held after each operator of a pass over ``rows`` rows: up to the lm_head, and additional bytes after it."""
     before: list[int] = []
@@ -234,7 +233,7 @@ def _trace(
             before.extend(tracker.trace)
 
     with model.get_output_embeddings().register_forward_pre_hook(record), tracker:
-        _run(model, facts, tokens, current, leaf_rows)
+        _run(model, facts, tokens, current, products)
     return before, [max(0, held - before[-1]) for held in tracker.trace[len(before) :]]
 
 
@@ -316,9 +315,9 @@ def _run(
     facts: ModelFacts,
     tokens: Tensor,
     current: PackedPass | None = None,
-    leaf_rows: int | None = None,
+    products: bool = True,
 ) -> Tensor:
     """Run a pass over tokens at one position, which captures the states that a drafter reads; the hidden states."""
     with tapped(cut=facts.exact_lm_head) as tap, facts.taps.captured(), facts.mixers.running(current):
-        run_packed(model, tokens, tokens, like_attention, None, leaves=facts.leaves, leaf_rows=leaf_rows)
+        run_packed(model, tokens, tokens, like_attention, None, leaves=facts.leaves, products=products)
     return tap.hidden

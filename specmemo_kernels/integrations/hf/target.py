@@ -197,8 +197,8 @@ def run_packed(
     keep: Tensor | list[int] | None,
     windows: Windows | None = None,
     leaves: FusedLeaves | None = None,
-    leaf_rows: int | None = None,
     last: tuple[int, Tensor] | None = None,
+    products: bool = True,
 ) -> Tensor:
     """The logits ``[1, K, V]`` of a forward pass over packed nodes.
 
@@ -207,11 +207,10 @@ def run_packed(
         call: replaces attention.
         keep: rows for the lm_head, ``[K]`` int64 or a list; ``None``: all.
         windows: sliding windows by layer; else the windows that layers pass to their attention function.
-        leaves: modules that operators compute. leaf_rows: selects the operators as for this many rows, by default N.
+        leaves: modules that operators compute; without ``products`` not linear layers and MLPs.
         last: the last layer with attention, and ``keep``: the other rows aren't computed behind its attention.
     """
-    rows = len(tokens) if leaf_rows is None else leaf_rows
-    with (leaves or FusedLeaves()).running(rows, tokens.device, call, windows, last):
+    with (leaves or FusedLeaves()).running(len(tokens), tokens.device, call, windows, last, products):
         output = model(
             input_ids=tokens[None],
             position_ids=positions[None],
