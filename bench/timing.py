@@ -18,7 +18,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from specmemo_kernels import ops
 from specmemo_kernels.cache.huge_pages import prefer_huge_pages
 from specmemo_kernels.cli.env import collect_env
 
@@ -121,7 +120,9 @@ class Yardstick:
 
 
 def _has_fast_gemm(dtype: torch.dtype) -> bool:
-    return dtype.itemsize > 2 or ops.few_rows("cpu", dtype) is not None
+    from specmemo_kernels.backends import cpu  # GPU machines may lack the C++ module
+
+    return not cpu.slow_in_torch(dtype)
 
 
 def environment() -> dict[str, str]:

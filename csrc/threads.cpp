@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -118,8 +119,7 @@ void release_threads() {
 }
 
 void parallel_for(int64_t count, int threads, Task task, void* context) {
-  if (threads > count) threads = static_cast<int>(count);
-  if (threads <= 1) {
+  if (threads <= 1 || count <= 1) {
     for (int64_t i = 0; i < count; ++i) task(context, i);
     return;
   }
@@ -127,13 +127,14 @@ void parallel_for(int64_t count, int threads, Task task, void* context) {
   loop.count = count;
   loop.task = task;
   loop.context = context;
-  if (runtime().parallel != nullptr) {
+  if (runtime().parallel != nullptr) {  // always as many: libgomp ends the threads that a smaller team doesn't have
     runtime().parallel(work, &loop, static_cast<unsigned>(threads), 0);
   } else {
     std::vector<std::thread> helpers;
     try {
-      helpers.reserve(threads - 1);
-      for (int i = 1; i < threads; ++i) helpers.emplace_back(work, &loop);
+      const int64_t helping = std::min<int64_t>(threads, count) - 1;
+      helpers.reserve(static_cast<size_t>(helping));
+      for (int64_t i = 0; i < helping; ++i) helpers.emplace_back(work, &loop);
     } catch (const std::exception&) {  // out of threads or memory: the running threads do all the work
     }
     work(&loop);

@@ -211,13 +211,13 @@ def few_rows(dtype: torch.dtype, transposed: bool = False) -> int | None:
     long as in float32, and 4 to 6 times as long as ours (``bench/results/linear_avx2_cpu.json``); with AVX512 alone,
     four times and 4.5 times as long, although oneDNN lists bfloat16 as supported.
     """
-    if _slow_in_torch(dtype) or (_cpu.zen4() and dtype in _ANY_ROWS_ZEN4 and not transposed):
+    if slow_in_torch(dtype) or (_cpu.zen4() and dtype in _ANY_ROWS_ZEN4 and not transposed):
         return None
     limit = _FEW_ROWS.get(dtype)
     return min(limit, _FEW_ROWS_TRANSPOSED) if limit is not None and transposed else limit
 
 
-def _slow_in_torch(dtype: torch.dtype) -> bool:
+def slow_in_torch(dtype: torch.dtype) -> bool:
     """Whether torch's products of ``dtype`` have no instructions of their own."""
     supported = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
     check = getattr(torch.ops.mkldnn, supported[dtype], None) if dtype in supported else None
