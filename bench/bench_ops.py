@@ -5,7 +5,7 @@
     python bench/bench_ops.py --model all --context 128,1024,4096,16384 --batch 1,4,8 --tree 1,8,16,25,32,64 \\
         --dtype bf16,fp32
     python bench/bench_ops.py --device cuda --context 2048,8192,32768 --batch 1,8,32 --tree 1,25,64
-    python bench/bench_ops.py --op linear --model 1b,llama3-8b --dtype bf16,fp32 --rows 1,2,4,8,16,32,64
+    python bench/bench_ops.py --op linear --model 1b,llama3-8b --dtype bf16,fp32 --rows 1,2,4,8,16,32,64,128,256
     python bench/bench_ops.py --op linear --device cuda --model llama2-7b,llama3-8b --rows 1,8,25,64
     pytest bench/bench_ops.py            the first command through pytest-benchmark
 
