@@ -345,6 +345,20 @@ def test_a_fused_pass_is_the_models_within_rounding(rows: int, products: bool) -
     assert called == ({"linear", "gated_mlp", "rms_norm"} if products else {"rms_norm"})
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_recorded_steps_of_more_rows_than_pay(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch multiplies their first rows."""
+    monkeypatch.setattr(cpu, "few_rows", lambda *_: 8)
+    model = tiny_model("llama").to(dtype)
+    results = []
+    for graph in (False, True):
+        with sk.patch(model, random_heads(model), tree=37, graph=graph) as handle:
+            assert handle.facts.leaves.max_rows == 8
+            results += [greedy(model, batch((9,)), 24) for _ in range(3)]
+            assert (handle.stats.graph_steps > 0) == graph
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
 @pytest.mark.parametrize("rows", sample([10, 200], [10]))
 @pytest.mark.parametrize("kept", [[], [9], [7, 3]], ids=str)
 def test_only_kept_rows_are_computed_behind_the_last_attention(rows: int, kept: list[int]) -> None:

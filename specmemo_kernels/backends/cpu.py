@@ -27,9 +27,9 @@ _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}  # csrc/kernels.h
 #: Rows up to which :func:`linear` replaces torch's product, where torch has a fast one. Ratios are of Llama matrices
 #: (125M to 8B) on EPYCs. In float32 with AVX2, 128 rows are 0.96 to 1.6 times as fast, 512 rows 0.8 to 1.1 times.
 _FEW_ROWS = {torch.float32: 128, torch.bfloat16: 32, torch.float16: 32}
-#: On Zen 4 it replaces torch's product of any number. 64 to 512 rows of float32 are 1.15 to 2.2 times as fast, of
-#: bfloat16 64 to 192 rows 1.0 to 1.25 times, 256 rows 0.98 to 1.04 times; matrices of 256 outputs 0.8 to 1.04 times.
-#: (On Zen 5, bfloat16 in torch was up to 1.15 times as fast from 33 rows on.)
+#: On Zen 4 it replaces torch's product of any number: 64 to 256 rows of float32 are 1.1 to 1.7 times as fast; of
+#: bfloat16 64 and 128 rows 1.0 to 1.3 times, 256 rows 0.96 to 0.99 times. (On Zen 5, bfloat16 in torch was up to 1.15
+#: times as fast from 33 rows on.)
 _ANY_ROWS_ZEN4 = (torch.float32, torch.bfloat16)
 #: oneDNN keeps compiled kernels for each number of rows, 0.65 MiB for each size of matrix, so that prompts of 33 to 256
 #: tokens would take hundreds of MiB. Its products have a multiple of these rows; our products have the rest.
