@@ -40,7 +40,10 @@ def probe(model: Any) -> ModelFacts:
         raise UnsupportedModel(f"{name} has its weights on the meta device; load them first")
     mixers = find_mixers(model, device) if is_recurrent(model.config) else Mixers()
     tokens = torch.zeros(1 if mixers.mixers else PROBED_ROWS, dtype=torch.int64, device=device)
-    layers, ramp, logits, hidden = _recorded_pass(model, head, tokens)
+    try:
+        layers, ramp, logits, hidden = _recorded_pass(model, head, tokens)
+    except UnsupportedModel:  # one token gets further: its message names the layers
+        layers, ramp, logits, hidden = _recorded_pass(model, head, tokens[:1])
     expected = range(model.config.get_text_config().num_hidden_layers)
     with_keys = list(layers) if mixers.mixers else expected  # the other layers may have no keys
     if different := sorted(set(with_keys) ^ set(layers)):
