@@ -183,13 +183,13 @@ def test_memory_taken_away(texts: dict[str, str]) -> None:
 
         async def run() -> list[httpx.Response | None]:
             # Before the first prompt that is longer than a few tokens.
-            resource.prlimit(server.pid, resource.RLIMIT_DATA, (server.status("VmData"), -1))
+            resource.prlimit(server.pid, resource.RLIMIT_DATA, (server.status("VmData") - 4 * MIB, -1))
             load = asyncio.create_task(ask_all(server, bodies, 16))
             async with httpx.AsyncClient(timeout=WAIT) as client:
                 # On a busy machine two seconds may pass before the server needs more memory than it has.
                 while len(levels) < 8 or not (any(levels) or load.done()):
                     await asyncio.sleep(0.25)
-                    resource.prlimit(server.pid, resource.RLIMIT_DATA, (server.status("VmData") - MIB, -1))
+                    resource.prlimit(server.pid, resource.RLIMIT_DATA, (server.status("VmData") - 4 * MIB, -1))
                     levels.append((await client.get(f"{server.address}/stats")).json()["pressure"])
             resource.prlimit(server.pid, resource.RLIMIT_DATA, (-1, -1))
             return await load
