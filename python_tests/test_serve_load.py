@@ -180,10 +180,12 @@ def test_memory_taken_away(texts: dict[str, str]) -> None:
         short = [body("#")]  # alone: steps of several sequences need memory that isn't there yet
         assert check_texts(asyncio.run(ask_all(server, short, 1)), short, texts) == {200: 1}
         bodies, levels = bodies_of(300), []
+        long = [body("word " * 400 + str(i)) for i in range(8)]  # whole chunks: the limit is felt at once
 
         async def run() -> list[httpx.Response | None]:
             # Before the first prompt that is longer than a few tokens.
             resource.prlimit(server.pid, resource.RLIMIT_DATA, (server.status("VmData") - 4 * MIB, -1))
+            more = asyncio.create_task(ask_all(server, long, 8))
             load = asyncio.create_task(ask_all(server, bodies, 16))
             async with httpx.AsyncClient(timeout=WAIT) as client:
                 # On a busy machine two seconds may pass before the server needs more memory than it has.
@@ -192,6 +194,7 @@ def test_memory_taken_away(texts: dict[str, str]) -> None:
                     resource.prlimit(server.pid, resource.RLIMIT_DATA, (server.status("VmData") - 4 * MIB, -1))
                     levels.append((await client.get(f"{server.address}/stats")).json()["pressure"])
             resource.prlimit(server.pid, resource.RLIMIT_DATA, (-1, -1))
+            assert {response.status_code for response in await more if response} <= {200, 429, 500, 503}
             return await load
 
         statuses = check_texts(asyncio.run(run()), bodies, texts)
