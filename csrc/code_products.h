@@ -142,9 +142,7 @@ class CodeProducts {
     steps_ = (groups_ * kScaledBytes + kStepBytes - 1) / kStepBytes;
   }
 
-  static int64_t task_count(int64_t outputs, int64_t row_bytes, int threads) {
-    return prefetched_tasks(outputs, row_bytes, threads);
-  }
+  static constexpr auto task_count = prefetched_tasks;
 
   int64_t memory_bytes() const { return args_.rows * steps_ * kStepCodes * static_cast<int64_t>(sizeof(Element)); }
 

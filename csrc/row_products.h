@@ -203,9 +203,7 @@ class RowProducts {
     if (in_place()) x_ = static_cast<const Element*>(args.x);
   }
 
-  static int64_t task_count(int64_t outputs, int64_t row_bytes, int threads) {
-    return prefetched_tasks(outputs, row_bytes, threads);
-  }
+  static constexpr auto task_count = prefetched_tasks;
 
   // Memory for prepare(), of the caller.
   int64_t memory_bytes() const { return in_place() ? 0 : args_.rows * whole_ * static_cast<int64_t>(sizeof(Element)); }

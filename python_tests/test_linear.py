@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,7 +110,7 @@ def test_a_row_has_the_same_bits_beside_any_rows(
 def test_more_rows_than_pay_are_torchs_own_product(
     dtype: torch.dtype, limit: int | None, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 16 bits whole multiples of 32 rows, and of one row less than such a multiple."""
+    """In 16 bits a multiple of 32 rows; the rest is ours."""
     monkeypatch.setattr(cpu, "few_rows", lambda *_: limit)
     x, weight = random(2, 35, 400, dtype=dtype), random(30, 400, dtype=dtype)
     bias = random(30, dtype=dtype) if biased else None
@@ -302,12 +305,29 @@ def test_errors(call: Any, message: str) -> None:
         call()
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed in /proc")
+def test_loops_of_fewer_tasks_keep_all_threads() -> None:
+    """libgomp ends the threads that a smaller team doesn't have, and starts others for the next loop."""
+    code = """
+import os
+import torch
+from specmemo_kernels import ops
+torch.set_num_threads(4)
+hidden, few, many = torch.ones(1, 64), torch.ones(100, 64), torch.ones(4000, 64)  # 3 tasks, and more than 4
+ops.lm_head_argmax(hidden, many, backend="cpu")
+before = set(os.listdir("/proc/self/task"))
+assert len(before) >= 4, before
+for _ in range(5):
+    ops.lm_head_argmax(hidden, few, backend="cpu")
+    ops.lm_head_argmax(hidden, many, backend="cpu")
+assert set(os.listdir("/proc/self/task")) == before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.mark.slow
 def test_memory_that_is_kept_is_what_linear_workspace_says() -> None:
     """In a process whose threads have no buffers yet, for fewer and more rows than one pass has."""
-    import subprocess
-    import sys
-
     code = """
 import torch
 from specmemo_kernels import ops

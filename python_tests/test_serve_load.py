@@ -176,11 +176,19 @@ def test_a_thousand_at_once(server: ServedProcess, texts: dict[str, str]) -> Non
 
 def test_memory_taken_away(texts: dict[str, str]) -> None:
     """A limit on the process's data under load: answers are right or errors; afterwards all are right."""
+    # A server whose heap has much free memory needs no more, and doesn't feel the limit.
+    levels = next(filter(any, (levels_under_limit(texts) for _ in range(4))), [0])
+    assert max(levels) > 0, "the limit wasn't felt"
+
+
+def levels_under_limit(texts: dict[str, str]) -> list[int]:
+    """The levels of pressure of a server that gets no more memory during a load; its answers are checked."""
     with served_process("--memory-budget", "64MiB", "--batch", "8") as server:
-        short = [body("#")]  # alone: steps of several sequences need memory that isn't there yet
-        assert check_texts(asyncio.run(ask_all(server, short, 1)), short, texts) == {200: 1}
-        bodies, levels = bodies_of(300), []
-        long = [body("word " * 400 + str(i)) for i in range(8)]  # whole chunks: the limit is felt at once
+        short = [body("#")] * 8  # one after the other: steps of several sequences need memory that isn't there yet
+        assert check_texts(asyncio.run(ask_all(server, short, 1)), short, texts) == {200: 8}
+        bodies, levels = bodies_of(300), list[int]()
+        # Whole chunks need memory at once. They are token ids, for without memory the tokenizer ends the process.
+        long = [{"prompt": [100 + i] * 600, "max_tokens": 8, "temperature": 0} for i in range(24)]
 
         async def run() -> list[httpx.Response | None]:
             # Before the first prompt that is longer than a few tokens.
@@ -189,17 +197,17 @@ def test_memory_taken_away(texts: dict[str, str]) -> None:
             load = asyncio.create_task(ask_all(server, bodies, 16))
             async with httpx.AsyncClient(timeout=WAIT) as client:
                 # On a busy machine two seconds may pass before the server needs more memory than it has.
-                while len(levels) < 8 or not (any(levels) or load.done()):
+                while len(levels) < 8 or not (any(levels) or (load.done() and more.done())):
                     await asyncio.sleep(0.25)
                     resource.prlimit(server.pid, resource.RLIMIT_DATA, (server.status("VmData") - 4 * MIB, -1))
                     levels.append((await client.get(f"{server.address}/stats")).json()["pressure"])
             resource.prlimit(server.pid, resource.RLIMIT_DATA, (-1, -1))
-            assert {response.status_code for response in await more if response} <= {200, 429, 500, 503}
+            assert {0 if r is None else r.status_code for r in await more} <= {200, 429, 500, 503}
             return await load
 
         statuses = check_texts(asyncio.run(run()), bodies, texts)
         print(statuses, levels)
-        assert max(levels) > 0, "the limit wasn't felt"
         assert set(statuses) <= {200, 429, 500, 503}
         server.wait_until_idle()
         assert check_texts(asyncio.run(ask_all(server, bodies[:60], 8)), bodies[:60], texts) == {200: 60}
+    return levels
