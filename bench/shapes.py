@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from specmemo_kernels import MedusaHeads
 
 _7B: dict[str, Any] = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
-#: Llama shapes by name; the last two as published (lmsys/vicuna-7b-v1.3, meta-llama/Llama-3.1-8B).
+#: Llama shapes by name; the last three as published (lmsys/vicuna-7b-v1.3,
+#: meta-llama/Llama-3.1-8B, meta-llama/Llama-2-70b-chat-hf).
 SHAPES: dict[str, dict[str, Any]] = {
     "125m": {
         "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 2048,
@@ -25,6 +26,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _7B
     | {
         "intermediate_size": 14336, "vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    },
+    "llama-2-70b": {
+        "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "intermediate_size": 28672, "vocab_size": 32000, "max_position_embeddings": 4096,
     },
 }  # fmt: skip
 

@@ -63,9 +63,11 @@ inline void copy_row(const CopySide& side, const char* from, int64_t place, int6
 
 void append_rows(const PagedRows& rows, const CopySide& side) {
   for (int64_t s = 0; s < rows.batch; ++s)
-    for (int64_t i = rows.qo_indptr[s]; i < rows.qo_indptr[s + 1]; ++i)
-      copy_row(side, side.row_from(0, i), rows.place(s, rows.seq_lens[s] + i - rows.qo_indptr[s]),
-               rows.order.next_head(), Way::kCaches, false);
+    for (int64_t i = rows.qo_indptr[s]; i < rows.qo_indptr[s + 1]; ++i) {
+      const int64_t place = rows.place(s, rows.seq_lens[s] + i - rows.qo_indptr[s]);
+      if (place < 0) continue;
+      copy_row(side, side.row_from(0, i), place, rows.order.next_head(), Way::kCaches, false);
+    }
 }
 
 void commit_rows(const PagedRows& rows, const CopySide& keys, const CopySide& values, int64_t layers,
@@ -91,6 +93,7 @@ void commit_rows(const PagedRows& rows, const CopySide& keys, const CopySide& va
         for (int64_t i = 0; i <= c.paths.length[s] && i < c.paths.width; ++i) {
           const int64_t row = c.rows.qo_indptr[s] + c.paths.index[s * c.paths.width + i];
           const int64_t place = c.rows.place(s, c.rows.seq_lens[s] + i);
+          if (place < 0) continue;
           for (int k = 0; k < 2; ++k) {
             const CopySide& side = *c.sides[k];
             copy_row(side, side.row_from(layer, row), layer * side.rows + place, next_head, ways[k], layer + 1 < end);

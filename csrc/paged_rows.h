@@ -12,7 +12,7 @@ struct PagedRows {
   int64_t batch, max_pages;
   PageOrder order;  // of keys, values and scales
 
-  // A token's target: the row of its first head within a layer's pages.
+  // A token's target: the row of its first head within a layer's pages; negative where it has no page.
   int64_t place(int64_t sequence, int64_t position) const {
     return order.row(block_table[sequence * max_pages + position / order.page_size], position % order.page_size);
   }

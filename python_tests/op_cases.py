@@ -8,11 +8,15 @@ import torch
 from cases import in_order, random_parents
 
 from specmemo_kernels.cache.kv_storage import KV_DTYPES
+from specmemo_kernels.cache.paged_kv import NO_PAGE
 
 
 @dataclass(frozen=True)
 class PagedCase:
-    """One problem for ``append_paged_kv`` and ``commit_paged_kv``; ``accept`` -1: the sequence commits nothing."""
+    """One problem for ``append_paged_kv`` and ``commit_paged_kv``.
+
+    ``accept`` -1: the sequence commits nothing. ``vacant``: sequences without pages.
+    """
 
     name: str
     seq_lens: tuple[int, ...]
@@ -25,6 +29,7 @@ class PagedCase:
     page_size: int = 16
     kv_dtype: str | None = None
     by_head: bool = True  # how pages lie in memory
+    vacant: tuple[int, ...] = ()
 
 
 PAGED_CASES = (
@@ -41,6 +46,8 @@ PAGED_CASES = (
     PagedCase("v_wider", (8,), (6,), (2,), head_dim=24, v_head_dim=40, page_size=4),
     PagedCase("many_pages", (3, 40), (50, 64), (49, 20), num_kv_heads=1, head_dim=8, page_size=4),
     PagedCase("head_dim_128", (20,), (10,), (4,), num_kv_heads=4, head_dim=128, page_size=32),
+    PagedCase("vacant", (5, 0, 18, 0), (9, 4, 2, 7), (1, 2, 0, 6), page_size=4, vacant=(1, 3)),
+    PagedCase("vacant_by_token", (0, 7), (4, 4), (3, 2), num_kv_heads=3, head_dim=5, by_head=False, vacant=(0,)),
 )
 
 
@@ -57,6 +64,7 @@ def _paged(case: PagedCase, dtype: torch.dtype, g: torch.Generator, layers: tupl
     table = torch.full((len(counts), max(counts) + 2), 2**30, dtype=torch.int32)
     for row, count in enumerate(counts):
         table[row, :count], order = order[:count], order[count:]
+    table[list(case.vacant)] = NO_PAGE
     pages = (*layers, sum(counts) + 3, case.page_size, case.num_kv_heads)
     stored = dtype if case.kv_dtype is None else KV_DTYPES[case.kv_dtype]
     return {

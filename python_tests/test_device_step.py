@@ -110,6 +110,7 @@ class Recording:
     """A stand-in for CUDA graphs: a capture runs nothing, each replay runs the step."""
 
     after = 1
+    pads = False
 
     def __init__(self) -> None:
         self.nbytes, self.captured, self.replayed = 0, 0, 0
@@ -229,7 +230,7 @@ def test_few_steps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = batch((9, 14, 5, 3))
     options: dict[str, Any] = {"eos_token_id": [3, 4, 5, 6], "pad_token_id": 0}
     expected = greedy(model, inputs, 40, **options)
-    monkeypatch.setattr(step_graph, "MAX_STEPS", 2)
+    monkeypatch.setitem(step_graph.MAX_STEPS, "cpu", 2)
     with sk.patch(model, oracle(model, inputs), tree=TREE, graph=True) as handle, seeing_launches() as launches:
         assert torch.equal(greedy(model, inputs, 40, **options), expected)
         kept = handle._pools.steps

@@ -368,6 +368,27 @@ def test_generation_from_graphs(family: str, lengths: tuple[int, ...]) -> None:
         pool.check_integrity()
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_batches_from_padded_graphs(sampled: bool) -> None:
+    """Sequences that end one after the other: few graphs, and the tokens of eager steps."""
+    torch.use_deterministic_algorithms(False)
+    model, written = tiny_model("llama").cuda(), []
+    sampling = [sk.Sampling(seed=i) if sampled else None for i in range(9)]
+    requests = [sk.Request([5, 6, *range(8, 8 + i)], 10 + 6 * i, [], sampling[i]) for i in range(9)]
+    for graph in (False, None):
+        with sk.patch(model, random_heads(model), tree=12, graph=graph, max_batch_size=7) as handle:
+            written.append([[done.tokens for done in sk.generate_batch(model, requests)] for _ in range(2)])
+            kept = handle._pools.steps
+            if graph is None:
+                assert kept is not None
+                assert {shape.sequences for shape in kept._steps} <= {1, 2, 4, 7}
+                assert any(step.replay is not None for shape, step in kept._steps.items() if 1 < shape.sequences < 7)
+                assert handle.bytes_by_part["graphs"] <= handle.plan.parts["graphs"]
+                assert handle.pool is not None
+                handle.pool.check_integrity()
+    assert written[0] == written[1]
+
+
 def test_sampled_steps_from_graphs() -> None:
     """The host verifies captured passes: the tokens of eager steps."""
     torch.use_deterministic_algorithms(False)

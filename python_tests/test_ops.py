@@ -51,6 +51,8 @@ def after_append(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     for sequence, length in enumerate(inputs["seq_lens"].tolist()):
         for i in range(bounds[sequence + 1] - bounds[sequence]):
             page, slot = slot_of(inputs, sequence, length + i)
+            if page < 0:
+                continue
             k_pages[page, slot] = inputs["k_new"][bounds[sequence] + i]
             v_pages[page, slot] = inputs["v_new"][bounds[sequence] + i]
     return k_pages, v_pages
@@ -62,6 +64,8 @@ def after_commit(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     for sequence, length in enumerate(inputs["seq_lens"].tolist()):
         for i in range(int(inputs["accept_length"][sequence]) + 1):
             page, slot = slot_of(inputs, sequence, length + i)
+            if page < 0:
+                continue
             row = int(inputs["qo_indptr"][sequence]) + int(inputs["accept_index"][sequence, i])
             for layer in range(k_pages.shape[0]):
                 k_pages[layer, page, slot] = inputs["k_scratch"][layer, row]

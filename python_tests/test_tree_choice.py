@@ -288,6 +288,7 @@ def test_passes_are_timed_as_steps_run(device: str, graph: bool | None, monkeypa
             recorded.append(run)
             return make()(run)
 
+        capture.pads = False  # type: ignore[attr-defined]
         return lambda: capture
 
     monkeypatch.setattr(GraphUse, "capture_of", counted)

@@ -174,8 +174,10 @@ def append_paged_kv(
     row = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
     position = seq_lens[row] + torch.arange(len(row), device=row.device) - qo_indptr[row]
     page, slot = _locate(block_table, row, position, k_pages.shape[1])
-    _store(k_new[: len(row)], k_pages, k_scales, (page, slot))
-    _store(v_new[: len(row)], v_pages, v_scales, (page, slot))
+    written = page >= 0
+    place = page[written], slot[written]
+    _store(k_new[: len(row)][written], k_pages, k_scales, place)
+    _store(v_new[: len(row)][written], v_pages, v_scales, place)
 
 
 def commit_paged_kv(
@@ -196,8 +198,10 @@ def commit_paged_kv(
     row, depth = (depths[None, :] <= accept_length[:, None]).nonzero(as_tuple=True)
     node = qo_indptr[row] + accept_index[row, depth]
     page, slot = _locate(block_table, row, seq_lens[row] + depth, k_pages.shape[2])
-    _store(k_scratch[:, node], k_pages, k_scales, (slice(None), page, slot))
-    _store(v_scratch[:, node], v_pages, v_scales, (slice(None), page, slot))
+    written = page >= 0
+    node, place = node[written], (slice(None), page[written], slot[written])
+    _store(k_scratch[:, node], k_pages, k_scales, place)
+    _store(v_scratch[:, node], v_pages, v_scales, place)
 
 
 def _locate(block_table: Tensor, row: Tensor, position: Tensor, page_size: int) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,9 @@ from specmemo_kernels.cache.kv_storage import HostPages, KVStorage, LayerKV, on_
 from specmemo_kernels.cache.prefix_index import PrefixIndex
 from specmemo_kernels.cache.state_pool import MixerSpec, StatePool
 
+#: In a block table: no page. The operators write nothing there.
+NO_PAGE = -1
+
 
 class OutOfPages(RuntimeError):
     """A sequence needs more pages than are free; nothing was changed."""

@@ -46,6 +46,7 @@ class HostCapture:
     #: 125 and 7 million parameters). So steps that run only a few times aren't recorded. The first seven answers of 64
     #: tokens of the small model take 0.93 of the time with 8 eager runs.
     after = 4
+    pads = False
     nbytes = 0
 
     def __init__(self, device: torch.device, limit: int) -> None:

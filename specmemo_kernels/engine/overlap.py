@@ -138,8 +138,7 @@ class OverlappedSteps:
             trees, drafting = decoder.propose(tree)
             assert isinstance(trees.tree, DraftTree), "it is a part of the tree"
             tree, drafts = trees.tree, trees.tokens.view(count, -1)
-        width = decoder.tree.width if drafts is None else 0
-        shape = StepShape(count, tree.size, tree.max_depth, width, self._length_bound(decoder), verified=False)
+        shape = self._shape(decoder, tree, decoder.tree.width if drafts is None else 0, verified=False)
         self.steps.load(decoder.sequences)
         self.steps.mark_current(())
         try:
@@ -150,8 +149,9 @@ class OverlappedSteps:
             return RecordedPass(None, self.steps.failed, trees, drafting, timed=False)
         decoder.stats.graph_steps += 1
         assert step.nodes is not None, "the host verifies"
-        output = TargetOutput(step.nodes if tree.max_depth else step.nodes.clone(), None)
-        return RecordedPass(output, "", step.trees if trees is None else trees, drafting, timed)
+        nodes = step.nodes[: count * tree.size]
+        output = TargetOutput(nodes if tree.max_depth else nodes.clone(), None)
+        return RecordedPass(output, "", step.trees(count) if trees is None else trees, drafting, timed)
 
     def _no_steps(self, decoder: SpecDecoder) -> str | None:
         """Why no pass of the decoder can be captured now."""
@@ -162,6 +162,19 @@ class OverlappedSteps:
         if not self.steps.target.static:
             return "the target's forward pass needs the host"
         return self.steps.failed or None
+
+    def _shape(self, decoder: SpecDecoder, tree: Trees, width: int, verified: bool = True) -> StepShape:
+        """The shape of the decoder's next step over ``tree``.
+
+        Padded steps over parts of a tree have the whole tree's depth, so that parts of a size have one shape.
+        """
+        sequences, depth = self.steps.padded(len(decoder.sequences), tree.size), tree.max_depth
+        if self.steps.pads and depth:
+            depth = decoder.tree.max_depth
+        shape = StepShape(sequences, tree.size, depth, width, self._length_bound(decoder), verified=verified)
+        if decoder.reader is not None and isinstance(tree, DraftTree):
+            shape = replace(shape, tree=tree)  # its passes depend on the nodes of each depth
+        return shape
 
     def _length_bound(self, decoder: SpecDecoder) -> int:
         """A bound of the tokens in pages of any sequence: a power of two, so that few graphs serve all lengths."""
@@ -201,21 +214,19 @@ class OverlappedSteps:
         filled, behind = None, 0
         if self.steps.host_drafter is not None:
             self.steps.trim()
-            tree = decoder.step_tree()
+            tree = decoder.next_tree() if self.steps.pads else decoder.step_tree()
             behind = decoder.behind(tree)
             filled = propose(
                 self.steps.host_drafter, tree, sequences, self.steps.roots(len(sequences)), decoder.target,
-                decoder.agree,
+                decoder.agree, whole=self.steps.pads,
             )  # fmt: skip
             tree = filled.tree
         width = (tree if isinstance(tree, TreeBudget) else decoder.tree).width
-        shape = StepShape(len(sequences), tree.size, tree.max_depth, width, self._length_bound(decoder))
-        if decoder.reader is not None and isinstance(tree, DraftTree):
-            shape = replace(shape, tree=tree)  # its passes depend on the nodes of each depth
+        shape = self._shape(decoder, tree, width)
         device = decoder.target.device
         on_gpu = device.type == "cuda"
         # Allocated before the launch: a failure afterwards would lose the step.
-        rows = torch.empty(len(sequences), 2 * tree.max_depth + 3, dtype=torch.int64, pin_memory=on_gpu)
+        rows = torch.empty(len(sequences), 2 * shape.depth + 3, dtype=torch.int64, pin_memory=on_gpu)
         arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         started = time.perf_counter()
         step, timed = self.steps.launch(shape, tree, None if filled is None else filled.tokens)
@@ -224,7 +235,7 @@ class OverlappedSteps:
             self._flights = deque(replace(flight, timed=False) for flight in self._flights)
         if not timed or not self._flights:
             self._read_at = None
-        rows.copy_(step.emitted, non_blocking=True)
+        rows.copy_(step.emitted[: len(sequences)], non_blocking=True)
         if arrived is not None:
             arrived.record(torch.cuda.current_stream(device))  # the copy's stream, whatever device is current
         drafting = None if filled is None else filled.seconds

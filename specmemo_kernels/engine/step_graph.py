@@ -9,7 +9,7 @@ from typing import Protocol, cast
 import torch
 
 from specmemo_kernels.cache.paged_kv import PagedKVPool
-from specmemo_kernels.drafting.base import AnyDrafter, Drafter, drafts_on_device
+from specmemo_kernels.drafting.base import AnyDrafter, Drafter, FeatureDrafter, drafts_on_device
 from specmemo_kernels.engine.device_step import DeviceStep, StepShape, StepState
 from specmemo_kernels.engine.fusion import FUSED_OPERATORS
 from specmemo_kernels.engine.host_capture import record
@@ -21,8 +21,19 @@ from specmemo_kernels.tree.tree_budget import Trees
 
 Tensor = torch.Tensor
 
-#: Maximum number of cached steps (LRU). The memory plan budgets for all of them.
-MAX_STEPS = 8
+#: Maximum number of cached steps (LRU) by type of device. The memory plan budgets for all of them. A CUDA graph takes a
+#: quarter of a second, the time of 50 steps (Vicuna-7B's shape on an H200).
+MAX_STEPS = {"cuda": 32, "cpu": 8}
+
+
+def may_pad(drafter: AnyDrafter) -> bool:
+    """Whether steps with this drafter may be padded: a drafter that reads features may read a vacant row's pages."""
+    return not isinstance(drafter, FeatureDrafter)
+
+
+def padded_sequences(sequences: int, most: int) -> int:
+    """Sequences of a padded step that runs ``sequences``: a power of two, at most ``most``."""
+    return min(1 << (sequences - 1).bit_length(), most)
 
 
 class CaptureFailed(RuntimeError):
@@ -32,11 +43,13 @@ class CaptureFailed(RuntimeError):
 class Capture(Protocol):
     """Records a function's launches without running them and returns a function that replays them.
 
-    ``after``: eager runs of a step before its capture. ``nbytes``: memory that all recordings hold for their tensors
-    while other passes run. ``trim()`` frees what they hold besides, until the next replay.
+    ``after``: eager runs of a step before its capture. ``pads``: captures cost so much that steps have room for more
+    sequences than run, so that few steps serve all batches. ``nbytes``: memory that all recordings hold for their
+    tensors while other passes run. ``trim()`` frees what they hold besides, until the next replay.
     """
 
     after: int
+    pads: bool
 
     @property
     def nbytes(self) -> int: ...
@@ -53,6 +66,7 @@ class CudaCapture:
     """
 
     after = 1  # the first run compiles kernels and initialises libraries
+    pads = True
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self._device = device
@@ -131,6 +145,7 @@ class StepCache:
         self.target, self.drafter, self.pool, self.sequences = target, drafter, pool, sequences
         self.backend, self.failed = backend, ""
         self.host_drafter = None if drafts_on_device(drafter) else cast(Drafter, drafter)
+        self._may_pad = may_pad(drafter)
         self._make_capture = make_capture
         self._capture: Capture | None = None
         self._state: StepState | None = None
@@ -138,6 +153,17 @@ class StepCache:
         self._nodes: Tensor | None = None  # hidden states of a pass that the host verifies
         self._steps: dict[StepShape, _CachedStep] = {}
         self._version = pool.version
+
+    @property
+    def pads(self) -> bool:
+        """Whether steps have room for more sequences than run (:class:`Capture`)."""
+        return self._captures and self._may_pad and self._recorder().pads
+
+    def padded(self, sequences: int, nodes: int) -> int:
+        """Sequences of the step that runs ``sequences``, with trees of ``nodes`` nodes."""
+        if not self.pads:
+            return sequences
+        return max(sequences, padded_sequences(sequences, min(self.sequences, self.pool.max_nodes // nodes)))
 
     @property
     def nbytes(self) -> int:
@@ -196,32 +222,39 @@ class StepCache:
             self._version = self.pool.version
         cached = self._steps.pop(shape, None)
         if cached is None:
-            while len(self._steps) >= MAX_STEPS:
+            while len(self._steps) >= MAX_STEPS.get(self.target.device.type, 1):
                 del self._steps[next(iter(self._steps))]
             cached = _CachedStep(self._step(shape, tree, self._state))
         self._steps[shape] = cached  # reinserted at the end: the first key is the least recently used
         cached.step.use(tree, drafts)
-        timed = cached.replay is not None if self._make_capture is not None else cached.runs > 0
-        if self._make_capture is not None and cached.replay is None:
-            if self._capture is None:
-                self._capture = self._make_capture()
-            if cached.runs >= self._capture.after:
-                cached.replay = self._captured(cached.step, self._capture)
+        timed = cached.replay is not None if self._captures else cached.runs > 0
+        if self._captures and cached.replay is None and cached.runs >= (capture := self._recorder()).after:
+            cached.replay = self._captured(cached.step, capture)
         if cached.replay is None:
             self.trim()
         (cached.replay or cached.step.run)()
         cached.runs += 1
         return cached.step, timed
 
+    @property
+    def _captures(self) -> bool:
+        return self._make_capture is not None
+
+    def _recorder(self) -> Capture:
+        if self._capture is None:
+            assert self._make_capture is not None, "steps are captured"
+            self._capture = self._make_capture()
+        return self._capture
+
     def _step(self, shape: StepShape, tree: Trees, state: StepState) -> DeviceStep:
-        drafter = self.drafter if self.host_drafter is None else None
+        drafter, pads = self.drafter if self.host_drafter is None else None, self.pads
         if shape.verified:
-            return DeviceStep(shape, tree, state, self.target, drafter, self.pool, self.backend)
+            return DeviceStep(shape, tree, state, self.target, drafter, self.pool, self.backend, padded=pads)
         if self._nodes is None:
             with torch.inference_mode(False):
                 self._nodes = state.hidden.new_zeros(self.pool.max_nodes, state.hidden.shape[1])
         nodes = self._nodes[: shape.sequences * shape.nodes]
-        return DeviceStep(shape, tree, state, self.target, drafter, self.pool, self.backend, nodes)
+        return DeviceStep(shape, tree, state, self.target, drafter, self.pool, self.backend, nodes, pads)
 
     def _captured(self, step: DeviceStep, capture: Capture) -> Callable[[], None]:
         self.trim()

@@ -53,13 +53,15 @@ def propose(
     roots: Tensor,
     target: TargetModel,
     agree: Callable[[Tensor], Tensor] | None,
+    whole: bool = False,
 ) -> FilledTree:
     """Fill a tree per sequence with the drafter's candidates; values outside the vocabulary become -1.
 
-    A one-node tree skips the drafter.
+    A one-node tree skips the drafter. Depths for which it has no guess are left out.
 
     Args:
         roots: ``[B]`` int64, the newest tokens.
+        whole: leave out all depths or none.
         agree: maps this process's candidates ``[B, T]`` to those that all ranks verify; ``None``: a single process.
 
     Raises:
@@ -85,7 +87,9 @@ def propose(
         )
     draft = only_tokens(draft if agree is None else agree(draft), target.vocab_size)
     if draft.device.type == "cpu":  # reading it from a GPU would block the host
-        tree, draft = _without_empty_depths(tree, draft)
+        part, guesses = _without_empty_depths(tree, draft)
+        if part.size == 1 or not whole:
+            tree, draft = part, guesses
     draft = draft.to(target.device)
     draft[:, 0] = roots
     return FilledTree(tree, draft, seconds)

@@ -84,6 +84,12 @@ class TreeLayout:
     qo_indptr: Tensor
     row: Tensor
 
+    def first(self, sequences: int) -> TreeLayout:
+        """The layout of the first sequences."""
+        nodes = sequences * (len(self.row) // (len(self.qo_indptr) - 1))
+        parents, depths, mask, row = (t[:nodes] for t in (self.parents, self.depths, self.tree_mask, self.row))
+        return TreeLayout(parents, depths, mask, self.qo_indptr[: sequences + 1], row)
+
 
 @lru_cache(maxsize=CACHED_LAYOUTS)
 def tree_layout(tree: DraftTree, sequences: int, device: torch.device) -> TreeLayout:

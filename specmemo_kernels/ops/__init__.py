@@ -14,7 +14,8 @@ Shapes (B sequences, N nodes of all sequences packed in one row, T nodes of one 
                 head_dim]``
 ``k_scales``    ``[num_pages, page_size, num_kv_heads]``    of quantised pages; ``v_scales`` likewise
                 float32
-``block_table`` ``[B, max_pages]`` int32                    page ids; only the pages that ``seq_lens`` reaches are read
+``block_table`` ``[B, max_pages]`` int32                    page ids; only the pages that ``seq_lens`` reaches are read,
+                                                            and nothing is written to a page of -1
 ``seq_lens``    ``[B]`` int32                               tokens in pages, drafts excluded
 ``qo_indptr``   ``[B + 1]`` int32                           where each sequence's nodes lie in the packed row
 ``tree_mask``   ``[N, ceil(T/64)]`` int64                   bit j of row i: node j of the same sequence is i or an

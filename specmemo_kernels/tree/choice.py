@@ -109,6 +109,7 @@ class TreeChooser:
         sizes: allowed numbers of nodes, besides the whole tree's; ``None``: any.
         agreed: maps a measured time to the time that all ranks use.
         by_depth: a pass's time also depends on the tree's depth (recurrent layers).
+        padded: maps a number of sequences to that of the pass that runs them.
     """
 
     def __init__(
@@ -120,8 +121,9 @@ class TreeChooser:
         sizes: Collection[int] | None = None,
         agreed: Callable[[float], float] = float,
         by_depth: bool = False,
+        padded: Callable[[int], int] = int,
     ) -> None:
-        self._by_depth = by_depth
+        self._by_depth, self._padded = by_depth, padded
         self.tree, self.acceptance, self.seconds, self.draft_seconds = tree, acceptance, seconds, draft_seconds
         self.sizes, self._agreed = range(1, tree.size) if sizes is None else sizes, agreed
         self._root = tree.pruned(1)
@@ -140,6 +142,7 @@ class TreeChooser:
 
         ``backlog`` is called at most once, and only if the result depends on it.
         """
+        sequences = self._padded(sequences)
         if sequences not in self._next:
             if sequences not in self._choices:
                 self._choices[sequences] = self._choose(sequences)
@@ -189,7 +192,7 @@ class TreeChooser:
 
     def _learn(self, step: _Step) -> None:
         seconds, drafting = (None if t is None else self._agreed(t) for t in (step.seconds, step.drafting))
-        tree, sequences, surprised = step.tree, len(step.paths), False
+        tree, sequences, surprised = step.tree, self._padded(len(step.paths)), False
         self.acceptance.record(tree, step.paths)
         self._steps += 1
         rows = sequences * tree.size

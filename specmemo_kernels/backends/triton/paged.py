@@ -55,7 +55,7 @@ def write_token(
 def first_row(
     block_table_ptr, sequence, position, max_pages, num_heads, PAGE_SIZE: tl.constexpr, BY_HEAD: tl.constexpr
 ):  # fmt: skip
-    """The pool's row (int64) of the first head of a sequence's ``position``."""
+    """The pool's row (int64) of the first head of a sequence's ``position``; negative where it has no page."""
     page = tl.load(block_table_ptr + sequence.to(tl.int64) * max_pages + position // PAGE_SIZE)
     return page_row(page, position % PAGE_SIZE, 0, num_heads, PAGE_SIZE, BY_HEAD)
 
@@ -76,6 +76,8 @@ def append_paged_kv_kernel(
         return
     position = tl.load(seq_lens_ptr + sequence) + row - tl.load(qo_indptr_ptr + sequence)
     target = first_row(block_table_ptr, sequence, position, max_pages, num_heads, PAGE_SIZE, BY_HEAD)
+    if target < 0:
+        return
     source = row.to(tl.int64)
     write_token(
         k_new_ptr + source * stride_kn, stride_kh, k_pages_ptr, k_scales_ptr, target, num_heads,
@@ -106,6 +108,8 @@ def commit_paged_kv_kernel(
     position = tl.load(seq_lens_ptr + sequence) + depth
     source = (layer * layer_scratch + node) * num_heads
     target = first_row(block_table_ptr, sequence, position, max_pages, num_heads, PAGE_SIZE, BY_HEAD)
+    if target < 0:
+        return
     target += layer * layer_pages
     write_token(
         k_scratch_ptr + source * DK, DK, k_pages_ptr, k_scales_ptr, target, num_heads,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from specmemo_kernels import ops
@@ -16,7 +17,7 @@ from specmemo_kernels.backends.kernel_config import (
 from specmemo_kernels.cache.kv_storage import LayerKV, page_dtype
 from specmemo_kernels.drafting.base import AnyDrafter, FeatureDrafter, PagedDrafter, prefers_chain
 from specmemo_kernels.drafting.medusa import MedusaDrafter
-from specmemo_kernels.engine.step_graph import MAX_STEPS
+from specmemo_kernels.engine.step_graph import MAX_STEPS, may_pad, padded_sequences
 from specmemo_kernels.integrations.hf.draft import HFDraftModel, Setup
 from specmemo_kernels.integrations.hf.feature_drafter import measure_advance, measure_draft, time_draft
 from specmemo_kernels.integrations.hf.hybrid_sizes import with_mixers
@@ -54,6 +55,8 @@ from specmemo_kernels.tree.tree_budget import TreeBudget, Trees
 GRAPH_SHARE = 0.1
 #: Nodes of the partial trees that steps verify from graphs, besides the whole tree. Each size is captured once.
 GRAPH_SIZES = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64))
+#: The same where captures are so slow that steps are padded.
+PADDED_SIZES = frozenset((1, 2, 4, 8, 16, 32, 64))
 #: Context length of the predicted step. Attention is a small part of the step up to there.
 _CONTEXT = 1024
 #: Maximum nodes where no speed can be predicted: an unsupported device or dtype, or unknown model sizes.
@@ -152,8 +155,8 @@ def _coded_bytes(drafter: AnyDrafter) -> int | None:
 def make_chooser(setup: Setup, plan: MemoryPlan, graphs: GraphUse) -> TreeChooser:
     """The chooser of the part of the plan's tree that a step verifies. Times a few forward passes.
 
-    With graphs, parts have one of :data:`GRAPH_SIZES`. Chains have no known accuracy, but :data:`CHAIN_ACCURACY` as the
-    prior.
+    With graphs, parts have one of :data:`GRAPH_SIZES` or :data:`PADDED_SIZES`. Chains have no known accuracy, but
+    :data:`CHAIN_ACCURACY` as the prior.
     """
     drafter, agreed = setup.drafter, setup.ranks.broadcast_scalar
     rows = max(plan.prefill_chunk, plan.max_nodes)
@@ -164,7 +167,9 @@ def make_chooser(setup: Setup, plan: MemoryPlan, graphs: GraphUse) -> TreeChoose
     if isinstance(drafter, FeatureDrafter):
         draft_seconds = time_draft(drafter, setup.facts, plan.tree, plan.max_sequences, agreed, capture)
     prior = [[CHAIN_ACCURACY]] * plan.tree.max_depth if prefers_chain(drafter) else setup.accuracy
-    sizes = GRAPH_SIZES if graphs.wanted else None
+    pads = capture is not None and capture.pads and may_pad(drafter)
+    sizes = (PADDED_SIZES if pads else GRAPH_SIZES) if graphs.wanted else None
+    padded = partial(padded_sequences, most=plan.max_sequences) if pads else int
     seconds = time_passes(setup.model, setup.facts, rows, agreed, capture)
     acceptance: Acceptance
     recurrent = bool(setup.facts.mixers.mixers)
@@ -172,7 +177,7 @@ def make_chooser(setup: Setup, plan: MemoryPlan, graphs: GraphUse) -> TreeChoose
         acceptance = RankAcceptance(plan.tree, prior)
     else:
         acceptance = RunningAcceptance(plan.tree, prior, chains=recurrent)
-    return TreeChooser(plan.tree, acceptance, seconds, draft_seconds, sizes, agreed, by_depth=recurrent)
+    return TreeChooser(plan.tree, acceptance, seconds, draft_seconds, sizes, agreed, recurrent, padded)
 
 
 def _kernel_blocks(facts: ModelFacts, backend: str, kv_dtype: str | None) -> tuple[KernelConfig, ...] | None:
@@ -234,7 +239,7 @@ def _generation_shape(setup: Setup, graphs: GraphUse, limits: PlanLimits) -> Gen
         workspace_bytes=workspace,
         libraries=libraries,
         devices=len({layer.device for layer in facts.layers} | {facts.device}),
-        kept_steps=MAX_STEPS if graphs.wanted else 0,
+        kept_steps=MAX_STEPS.get(facts.device.type, 1) if graphs.wanted else 0,
         graphs=captured,
     )
 
