@@ -170,7 +170,12 @@ def test_a_step_has_arrived_when_its_own_stream_got_there(machine: Machine, monk
     sequence = SimpleNamespace(prompt=[1, 2], max_new_tokens=5)
     step = SimpleNamespace(emitted=torch.tensor([[3, 4, 0, 1, 1]]))
     steps = SimpleNamespace(
-        load=lambda _: None, mark_current=lambda _: None, host_drafter=None, launch=lambda *_: (step, True)
+        load=lambda _: None,
+        mark_current=lambda _: None,
+        host_drafter=None,
+        launch=lambda *_: (step, True),
+        padded=lambda count, _: count,
+        pads=False,
     )
     decoder = SimpleNamespace(
         sequences=[sequence], tree=tree, next_tree=lambda: tree, target=SimpleNamespace(device=SECOND), slots_ahead=3,
