@@ -760,6 +760,34 @@ def gpu_choice() -> str:
     return table(("passes, or tree", "nodes", "tokens per step", "tokens/s"), cells, "gpu_choice")
 
 
+def gpu_batch() -> str:
+    """Tokens per second of each round of batches, by model, steps and batch size."""
+    by_batch: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for row in load("gpu_batch")["rows"]:
+        by_batch.setdefault((row["model"], row["steps"], row["batch"]), {})[row["system"]] = row
+    cells = []
+    for (model, steps, batch), systems in by_batch.items():
+        speeds = (
+            ", ".join(f"{systems[name]['tokens'] / seconds:,.0f}" for seconds in systems[name]["seconds"])
+            for name in ("plain generate", "specmemo, no drafts", "specmemo, heads")
+        )
+        memory = (systems[name]["peak_generation_bytes"] / 2**20 for name in ("plain generate", "specmemo, heads"))
+        cells.append((model, steps, str(batch), *speeds, *(f"{size:,.0f}" for size in memory)))
+    header = ("model", "steps", "batch", "plain `generate`, tokens/s", "no drafts", "heads", "plain, MiB", "heads, MiB")
+    return table(header, cells, "gpu_batch")
+
+
+def padded_steps() -> str:
+    """Predicted tokens per second of batches that follow each other."""
+    cells = [
+        (str(row["batch"]), row["steps"], str(len(row["sizes"])), f"{row['tokens_per_s']:,.0f}", f"{row['warm']:,.0f}",
+         f"{row['captures']:.1f}")
+        for row in load("padded_steps")["rows"]
+    ]  # fmt: skip
+    header = ("batch", "steps", "sizes of trees", "tokens/s, ten batches", "the last three", "captures")
+    return table(header, cells, "padded_steps")
+
+
 def published() -> str:
     """Predicted and measured times of published decode kernels."""
     cells = [
@@ -845,6 +873,8 @@ def figures() -> dict[str, str]:
         "gpu.overlap": gpu_overlap(),
         **gpu_step_now(),
         "gpu.choice": gpu_choice(),
+        "gpu.batch": gpu_batch(),
+        "gpu.padded": padded_steps(),
         "gpu.frontier": frontier("gpu_frontier", heads=True),
         "published": published(),
         **published_values(),

@@ -230,7 +230,7 @@ def test_few_steps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = batch((9, 14, 5, 3))
     options: dict[str, Any] = {"eos_token_id": [3, 4, 5, 6], "pad_token_id": 0}
     expected = greedy(model, inputs, 40, **options)
-    monkeypatch.setitem(step_graph.MAX_STEPS, "cpu", 2)
+    monkeypatch.setattr(step_graph, "MAX_STEPS", 2)
     with sk.patch(model, oracle(model, inputs), tree=TREE, graph=True) as handle, seeing_launches() as launches:
         assert torch.equal(greedy(model, inputs, 40, **options), expected)
         kept = handle._pools.steps

@@ -21,9 +21,17 @@ from specmemo_kernels.tree.tree_budget import Trees
 
 Tensor = torch.Tensor
 
-#: Maximum number of cached steps (LRU) by type of device. The memory plan budgets for all of them. A CUDA graph takes a
-#: quarter of a second, the time of 50 steps (Vicuna-7B's shape on an H200).
-MAX_STEPS = {"cuda": 32, "cpu": 8}
+#: Maximum number of cached steps (LRU), for one sequence on a GPU (:func:`max_steps`).
+MAX_STEPS = 8
+
+
+def max_steps(device: torch.device, sequences: int) -> int:
+    """Maximum number of cached steps of up to ``sequences`` sequences. The memory plan budgets for all of them.
+
+    Four more on a GPU for each further size of padded steps: a CUDA graph takes a quarter of a second, the time of 50
+    steps (Vicuna-7B's shape on an H200).
+    """
+    return MAX_STEPS + (4 * (sequences - 1).bit_length() if device.type == "cuda" else 0)
 
 
 def may_pad(drafter: AnyDrafter) -> bool:
@@ -222,7 +230,7 @@ class StepCache:
             self._version = self.pool.version
         cached = self._steps.pop(shape, None)
         if cached is None:
-            while len(self._steps) >= MAX_STEPS.get(self.target.device.type, 1):
+            while len(self._steps) >= max_steps(self.target.device, self.sequences):
                 del self._steps[next(iter(self._steps))]
             cached = _CachedStep(self._step(shape, tree, self._state))
         self._steps[shape] = cached  # reinserted at the end: the first key is the least recently used

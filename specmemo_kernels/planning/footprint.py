@@ -161,7 +161,7 @@ class GenerationShape:
         libraries: buffers that libraries keep, by the rows of passes.
         drafter_kv_bytes_per_token: keys and values in the drafter's own pages.
         devices: number of devices with layers; each gets a copy of a step's metadata.
-        kept_steps: number of steps whose tensors are cached (``step_graph.MAX_STEPS``).
+        kept_steps: number of steps whose tensors are cached (``step_graph.max_steps``).
         graphs: whether cached steps are graphs, which own all tensors of a step.
     """
 

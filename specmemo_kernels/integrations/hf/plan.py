@@ -17,7 +17,7 @@ from specmemo_kernels.backends.kernel_config import (
 from specmemo_kernels.cache.kv_storage import LayerKV, page_dtype
 from specmemo_kernels.drafting.base import AnyDrafter, FeatureDrafter, PagedDrafter, prefers_chain
 from specmemo_kernels.drafting.medusa import MedusaDrafter
-from specmemo_kernels.engine.step_graph import MAX_STEPS, may_pad, padded_sequences
+from specmemo_kernels.engine.step_graph import max_steps, may_pad, padded_sequences
 from specmemo_kernels.integrations.hf.draft import HFDraftModel, Setup
 from specmemo_kernels.integrations.hf.feature_drafter import measure_advance, measure_draft, time_draft
 from specmemo_kernels.integrations.hf.hybrid_sizes import with_mixers
@@ -55,9 +55,9 @@ from specmemo_kernels.tree.tree_budget import TreeBudget, Trees
 GRAPH_SHARE = 0.1
 #: Nodes of the partial trees that steps verify from graphs, besides the whole tree. Each size is captured once.
 GRAPH_SIZES = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64))
-#: The same where captures are so slow that steps are padded. In a simulation of an H200's passes and captures the first
-#: answers of batches of 1 to 64 take 0.81 to 0.94 of the time with :data:`GRAPH_SIZES`, later ones 0.57 to 1.
-PADDED_SIZES = frozenset((1, 3, 8, 24, 64))
+#: The same where captures are so slow that steps are padded. Of ten batches one after the other these write up to 1.18
+#: times as many tokens per second as :data:`GRAPH_SIZES` (``bench/padded_steps.py``, a simulation).
+PADDED_SIZES = frozenset((1, 2, 4, 8, 16, 32, 64))
 #: Context length of the predicted step. Attention is a small part of the step up to there.
 _CONTEXT = 1024
 #: Maximum nodes where no speed can be predicted: an unsupported device or dtype, or unknown model sizes.
@@ -240,7 +240,7 @@ def _generation_shape(setup: Setup, graphs: GraphUse, limits: PlanLimits) -> Gen
         workspace_bytes=workspace,
         libraries=libraries,
         devices=len({layer.device for layer in facts.layers} | {facts.device}),
-        kept_steps=MAX_STEPS.get(facts.device.type, 1) if graphs.wanted else 0,
+        kept_steps=max_steps(facts.device, limits.max_sequences) if graphs.wanted else 0,
         graphs=captured,
     )
 
