@@ -21,9 +21,7 @@ from transformers import PreTrainedModel
 import specmemo_kernels as sk
 from specmemo_kernels import ops
 from specmemo_kernels.backends import cpu
-from specmemo_kernels.integrations.hf import leaf_kinds
 from specmemo_kernels.integrations.hf.attention import LeafOperators, attention_call
-from specmemo_kernels.integrations.hf.checks import PROBED_ROWS
 from specmemo_kernels.integrations.hf.fuse import FusedLeaves, Leaf, _faster, find_leaves
 from specmemo_kernels.integrations.hf.probe import like_attention
 from specmemo_kernels.integrations.hf.target import run_packed
@@ -317,11 +315,6 @@ def test_rows_of_another_dtype_run_the_module_itself() -> None:
         assert leaf.forward(x).dtype == torch.float32
         short = x.to(torch.bfloat16)
         assert torch.equal(leaf.forward(short), leaf.call(ops.kernels("cpu", x.device), short))
-
-
-def test_modules_are_compared_with_as_many_rows_as_a_probe_has() -> None:
-    """Another number would leave other compiled kernels."""
-    assert len(leaf_kinds._MAGNITUDES) == PROBED_ROWS
 
 
 def noted(leaves: FusedLeaves) -> tuple[FusedLeaves, dict[str, tuple[str, int]]]:

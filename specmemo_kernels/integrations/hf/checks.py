@@ -37,8 +37,6 @@ _POSITIONS = re.compile(r"(pos|wpe)[^.]*$")
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 #: Positions of the packed nodes, shuffled: operations besides attention that mix tokens then change the result.
 _ORDER = (3, 0, 6, 1, 7, 4, 2, 5)
-#: Rows of all passes of a probe: oneDNN keeps compiled kernels for each number of rows.
-PROBED_ROWS = len(_ORDER)
 #: Maximum relative distance of two hidden states by rounding, for float32 and for shorter dtypes.
 _TOLERANCE, _SHORT_TOLERANCE = 0.03, 0.3
 

@@ -23,6 +23,7 @@ from specmemo_kernels.integrations.hf.checks import check_config, check_numbers
 from specmemo_kernels.integrations.hf.coded import plain_weight, tensor_bytes
 from specmemo_kernels.integrations.hf.feature_drafter import load_feature_drafter, vocabulary_of
 from specmemo_kernels.integrations.hf.fuse import FUSED_BACKENDS, find_leaves
+from specmemo_kernels.integrations.hf.linears import by_operators
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
 from specmemo_kernels.integrations.hf.probe import probe
 from specmemo_kernels.integrations.hf.target import HFTarget, ModelFacts, attach
@@ -181,7 +182,8 @@ def _load_draft_model(draft: DraftModel, model: Any, facts: ModelFacts, backend:
     check_config(small.config)
     detach = attach(small)
     try:
-        small_facts = probe(small)
+        with by_operators(backend, small.get_input_embeddings().weight.device):
+            small_facts = probe(small)
         check_numbers(small_facts, backend, "the draft model")
         if small_facts.mixers.mixers:
             raise UnsupportedModel(

@@ -41,6 +41,7 @@ from specmemo_kernels.integrations.hf.features import find_taps
 from specmemo_kernels.integrations.hf.fuse import FUSED_BACKENDS, find_leaves
 from specmemo_kernels.integrations.hf.handle import SpecMemo, Unpatched
 from specmemo_kernels.integrations.hf.invariance import check_invariance, check_invariant_arguments
+from specmemo_kernels.integrations.hf.linears import by_operators
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
 from specmemo_kernels.integrations.hf.plan import PlanLimits, make_chooser, make_plan
 from specmemo_kernels.integrations.hf.pool import graph_use
@@ -258,7 +259,8 @@ def _facts(model: Any, backend: str, ranks: SingleRank, fuse: bool, invariant: b
     Raises:
         UnsupportedModel: as :func:`probe`, or recurrent layers on several ranks.
     """
-    facts = probe(model)
+    with by_operators(backend, model.get_input_embeddings().weight.device):
+        facts = probe(model)
     check_numbers(facts, backend)
     if facts.mixers.mixers and ranks.size > 1:
         raise UnsupportedModel(

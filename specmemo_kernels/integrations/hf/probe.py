@@ -11,7 +11,7 @@ from torch import nn
 from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.engine.pressure import is_out_of_memory
 from specmemo_kernels.integrations.hf.changes import foreign_code
-from specmemo_kernels.integrations.hf.checks import PROBED_ROWS, check_equivalence, table_positions, unsupported_errors
+from specmemo_kernels.integrations.hf.checks import check_equivalence, table_positions, unsupported_errors
 from specmemo_kernels.integrations.hf.coded import plain_weight
 from specmemo_kernels.integrations.hf.find_mixers import checked, is_recurrent, trials
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 @torch.no_grad()
 def probe(model: Any) -> ModelFacts:
-    """Run a forward pass to record the layers and the lm_head, and three passes that compare results.
+    """Run a forward pass of one token to record the layers and the lm_head, and three passes that compare results.
 
     The model must be attached (:func:`specmemo_kernels.integrations.hf.target.attach`). A ramp replaces the lm_head's
     output: if the model's logits rise as well, its later operations (scaling, soft caps) keep the order of tokens.
@@ -39,11 +39,8 @@ def probe(model: Any) -> ModelFacts:
     if device.type == "meta":
         raise UnsupportedModel(f"{name} has its weights on the meta device; load them first")
     mixers = find_mixers(model, device) if is_recurrent(model.config) else Mixers()
-    tokens = torch.zeros(1 if mixers.mixers else PROBED_ROWS, dtype=torch.int64, device=device)
-    try:
-        layers, ramp, logits, hidden = _recorded_pass(model, head, tokens)
-    except UnsupportedModel:  # one token gets further: its message names the layers
-        layers, ramp, logits, hidden = _recorded_pass(model, head, tokens[:1])
+    token = torch.zeros(1, dtype=torch.int64, device=device)
+    layers, ramp, logits, hidden = _recorded_pass(model, head, token)
     expected = range(model.config.get_text_config().num_hidden_layers)
     with_keys = list(layers) if mixers.mixers else expected  # the other layers may have no keys
     if different := sorted(set(with_keys) ^ set(layers)):
@@ -74,17 +71,17 @@ def probe(model: Any) -> ModelFacts:
         mixers=mixers,
         attention=tuple(with_keys),
         last_attention=list(layers)[-1],
-        inference=_runs_in_inference_mode(model, tokens),
+        inference=_runs_in_inference_mode(model, token),
     )
 
 
-def _runs_in_inference_mode(model: Any, tokens: Tensor) -> bool:
+def _runs_in_inference_mode(model: Any, token: Tensor) -> bool:
     """Whether a pass that runs without gradients also runs in inference mode. Some tensor subclasses don't: torch can't
     set the version of a tensor that they make.
     """
     try:
         with torch.inference_mode(), tapped(cut=False):
-            run_packed(model, tokens, tokens, like_attention, None)
+            run_packed(model, token, token, like_attention, None)
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
@@ -106,9 +103,9 @@ def find_mixers(model: Any, device: torch.device) -> Mixers:
 
 
 def _recorded_pass(
-    model: Any, head: nn.Module, tokens: Tensor
+    model: Any, head: nn.Module, token: Tensor
 ) -> tuple[dict[int, tuple[LayerKV, int]], Tensor, Tensor, Tensor]:
-    """Run tokens at position 0 through the model, with the lm_head's output replaced by a ramp.
+    """Run one token through the model, with the lm_head's output replaced by a ramp.
 
     Returns:
         Each layer's keys and values with its query heads, the ramp, the logits, and the lm_head's input.
@@ -120,7 +117,7 @@ def _recorded_pass(
         if layer in layers:
             raise UnsupportedModel(f"attention layer {layer} runs twice in one forward pass")
         layers[layer] = LayerKV(k.shape[1], k.shape[2], v.shape[2], k.dtype, k.device), q.shape[1]
-        return single_values(q, k, v)  # each token attends to itself only
+        return single_values(q, k, v)  # a single token attends to itself only
 
     def replace_by_ramp(_: nn.Module, __: Any, output: Tensor) -> Tensor | None:
         nonlocal ramp
@@ -130,7 +127,7 @@ def _recorded_pass(
         return ramp.expand_as(output)
 
     with unsupported_errors(model), tapped(cut=False) as tap, head.register_forward_hook(replace_by_ramp):
-        logits = run_packed(model, tokens, tokens, record_layer, None)[0, 0]
+        logits = run_packed(model, token, token, record_layer, None)[0, 0]
     return layers, ramp, logits, tap.hidden
 
 
