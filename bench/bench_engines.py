@@ -11,8 +11,9 @@ Each engine has a process of its own with its own copy of the weights, and all r
 - Prompts are random tokens for random weights, Python files for the bundled model. The end of the text is ignored.
 - ``tokens_per_s``: new tokens per second, prompts included; ``decode_per_s``: after the first token (of all prompts).
   Medians over the rounds.
-- ``tokens_per_step`` of random weights are replayed (``bench/replay.py``, Medusa's published accuracies); the bundled
-  model's are real.
+- ``tokens_per_step``, the mean of the rounds, are the bundled model's own. Those of random weights are replayed
+  (``bench/replay.py``), with other draws in each round: of heads from Medusa's published accuracies, of EAGLE-3 from a
+  published run with chains. EAGLE-3 runs with random weights only, one prompt at a time.
 - ``mib``: peak of a run's anonymous resident memory beyond that of the weights and the loaded library, in a process of
   its own that returns freed blocks of 256 KiB and more at once. (glibc's default is up to 32 MiB, so that loading
   leaves holes in the heap.)
@@ -37,6 +38,7 @@ import torch
 import typer
 from conversations import held_out_files
 from engine_worker import ENGINES, Setup, Tokens
+from random_drafters import write_drafter
 from shapes import SHAPES, random_model
 from timing import print_rows, write_result
 
@@ -106,6 +108,8 @@ def make_model(
     model.save_pretrained(folder)
     if shape == BUNDLED:
         (folder / "heads").symlink_to(demo_model_folder() / "heads")
+    else:
+        write_drafter("eagle3", model, folder / "eagle3")
     if gguf:
         import gguf_file  # needs a package that other engines don't
 
@@ -130,9 +134,10 @@ def measure(workers: list[Worker], texts: Tokens, batch: int, new_tokens: int, r
         row["tokens_per_s"] = total / statistics.median(run["seconds"] for run in runs)
         decode = [run["seconds"] - first for run in runs if (first := run["first_token_seconds"]) is not None]
         row["decode_per_s"] = (total - batch) / statistics.median(decode) if decode else None
-        row["tokens_per_step"] = runs[-1]["tokens_per_step"]
+        counted = [run["tokens_per_step"] for run in runs if run["tokens_per_step"] is not None]
+        row["tokens_per_step"] = statistics.mean(counted) if counted else None
         row["mib"] = memory[worker.engine] / 2**20
-        if not (replay and worker.engine.endswith("heads")):
+        if not (replay and worker.engine.endswith(("heads", "EAGLE-3"))):
             row["equal"] = statistics.mean(
                 common_prefix(tokens, expected)
                 for run, other in zip(runs, results[workers[0].engine], strict=True)
@@ -203,6 +208,8 @@ def runs(engine: str, batch: int, replay: bool) -> bool:
     """
     if engine == "vllm, our trees" and replay:  # random heads guess nothing
         return False
+    if engine.endswith("EAGLE-3"):
+        return replay and batch == 1
     return "lookup" not in engine or (not replay and (batch == 1 or engine.startswith("specmemo")))
 
 

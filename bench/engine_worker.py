@@ -91,12 +91,12 @@ class Transformers(Engine):
 
 
 class Ours(Transformers):
-    """This package with Medusa heads (the folder's, or random ones with replayed acceptance) or prompt lookup.
+    """This package with prompt lookup, Medusa heads, or EAGLE-3 with chains of four drafts.
 
-    ``head_bits``: of :func:`specmemo_kernels.patch`.
+    Acceptance of random drafters is replayed. ``head_bits``: of :func:`specmemo_kernels.patch`.
     """
 
-    def __init__(self, setup: Setup, drafter: str, tree: int | None = None, head_bits: int | None = None) -> None:
+    def __init__(self, setup: Setup, drafter: str, tree: Any = None, head_bits: int | None = None) -> None:
         super().__init__(setup)
         import specmemo_kernels as sk
 
@@ -110,20 +110,25 @@ class Ours(Transformers):
 
             random = self.setup.replay
             heads = random_heads(self.model, 4, own_lm_head=False) if random else f"{self.setup.folder}/heads"
+        if heads == "eagle3":
+            heads = f"{self.setup.folder}/eagle3"
         self.handle = self.patch(
             self.model, heads, tree=self.tree, head_bits=self.head_bits, max_batch_size=self.setup.batch,
             reuse_prefix=False,
         )  # fmt: skip
         self.target: Any = None
-        if self.setup.replay and self.drafter == "heads" and self.tree is None:
-            from replay import Published, ReplayedTarget
+        self.texts = 0  # each has draws of its own
+        if self.setup.replay and self.tree != 1:
+            from replay import Published, PublishedChain, ReplayedTarget
 
-            self.target, self.ranks = ReplayedTarget(self.handle.target), Published().ranks
+            published = PublishedChain() if self.drafter == "eagle3" else Published()
+            self.target, self.ranks = ReplayedTarget(self.handle.target), published.ranks
             self.handle.target = self.target
 
     def generate(self, prompts: Tokens, new_tokens: int, first: Callable[[], None]) -> Tokens:
         if self.target is not None:
-            self.target.begin([self.ranks(i, 0, new_tokens + 8) for i in range(len(prompts))])
+            first_text, self.texts = self.texts, self.texts + len(prompts)
+            self.target.begin([self.ranks(text, 0, new_tokens + 8) for text in range(first_text, self.texts)])
         tokens: Tokens = [[] for _ in prompts]
         waiting = set(range(len(prompts)))
         self.handle.stats.reset()
@@ -281,6 +286,8 @@ class Vllm(Engine):
         self._drafts = drafts, accepted
 
 
+#: Drafts as vLLM's EAGLE-3 has them, four of them, as rank paths.
+CHAIN = [[0] * depth for depth in range(1, 5)]
 ENGINES: dict[str, Callable[[Setup], Engine]] = {
     "transformers": Transformers,
     "transformers, prompt lookup": lambda setup: Transformers(setup, prompt_lookup_num_tokens=10),
@@ -293,6 +300,8 @@ ENGINES: dict[str, Callable[[Setup], Engine]] = {
     "specmemo, prompt lookup": lambda setup: Ours(setup, "prompt-lookup"),
     "specmemo, heads": lambda setup: Ours(setup, "heads"),
     "specmemo, 4-bit heads": lambda setup: Ours(setup, "heads", head_bits=4),
+    "specmemo, EAGLE-3": lambda setup: Ours(setup, "eagle3", tree=CHAIN),
+    "specmemo, 4-bit EAGLE-3": lambda setup: Ours(setup, "eagle3", tree=CHAIN, head_bits=4),
 }
 
 

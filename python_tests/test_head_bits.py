@@ -247,7 +247,7 @@ def test_a_refusal_names_them_where_they_would_do() -> None:
         return re.search(r"give at least ([\d.]+ \w+)", str(refusal.value))[1]
 
     enough = least(4)
-    with pytest.raises(sk.BudgetError, match=r"or head_bits=4, with which the heads take \d"):
+    with pytest.raises(sk.BudgetError, match=r"or head_bits=4, with which the drafter takes \d"):
         sk.patch(model, heads, memory_budget=enough, tree=8)
     with sk.patch(model, heads, memory_budget=enough, tree=8, head_bits=4) as handle:
         assert handle.plan.max_pages >= 1
@@ -255,18 +255,18 @@ def test_a_refusal_names_them_where_they_would_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "message"),
+    ("heads", "name"),
     [
-        (lambda model: "prompt-lookup", "is for Medusa heads; heads is 'prompt-lookup'"),
-        (lambda model: OracleDrafter([], 0.0), "is for Medusa heads; heads is a OracleDrafter"),
-        (lambda model: tiny_model("llama", seed=4), "is for Medusa heads; heads is a LlamaForCausalLM"),
-        (lambda model: sk.DraftModel(tiny_model("llama", seed=4)), "is for Medusa heads; heads is a DraftModel"),
+        (lambda model: "prompt-lookup", "'prompt-lookup'"),
+        (lambda model: OracleDrafter([], 0.0), "a OracleDrafter"),
+        (lambda model: tiny_model("llama", seed=4), "a LlamaForCausalLM"),
+        (lambda model: sk.DraftModel(tiny_model("llama", seed=4)), "a DraftModel"),
     ],
 )
-def test_other_drafters(heads: Any, message: str) -> None:
+def test_other_drafters(heads: Any, name: str) -> None:
     """Refused before anything changes."""
     model = tiny_model("llama", seed=3)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"packs Medusa heads and published drafters; heads is {name}"):
         sk.patch(model, heads(model), head_bits=4)
     with pytest.raises(ValueError, match="head_bits is 5, expected 4 or None"):
         sk.patch(model, MedusaHeads(32, TINY_VOCAB, 2), head_bits=5)

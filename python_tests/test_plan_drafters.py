@@ -141,9 +141,9 @@ def test_refused_options(config: Path, tmp_path: Path) -> None:
     torch.save({"0.weight": torch.zeros(1)}, tmp_path / "hydra" / "hydra_lm_head.pt")
     write_eagle1(tmp_path / "wide", hidden=64)
     for arguments, message in (
-        (("--heads", tmp_path / "drafter", "--head-bits", 4), "drafter is Clover-2, which is loaded as stored"),
-        (("--heads", tmp_path / "drafter", "--shared-lm-head"), "drafter is Clover-2, which is loaded as stored"),
-        (("--heads", "prompt-lookup", "--head-bits", 4), "--head-bits is for Medusa heads"),
+        (("--heads", tmp_path / "drafter", "--shared-lm-head"), "drafter is Clover-2"),
+        (("--heads", tmp_path / "drafter", "--head-bits", 3), "--head-bits is 3, expected 4"),
+        (("--heads", "prompt-lookup", "--head-bits", 4), "--head-bits is for Medusa heads and published drafters"),
         (("--heads", "prompt-lookup", "--shared-lm-head"), "--shared-lm-head is for Medusa heads"),
         (("--heads", "mtp"), "has no MTP layers"),
         (("--heads", tmp_path / "hydra"), "hydra drafters aren't supported"),

@@ -14,7 +14,7 @@ KVDtype = Annotated[
 ]
 HeadBits = Annotated[
     int | None,
-    Option(help="4: Medusa heads' matrices as 4-bit codes; no token changes (default: as stored)."),
+    Option(help="4: the drafter's matrices as 4-bit codes; no token changes (default: as stored)."),
 ]
 
 

@@ -173,10 +173,10 @@ def heads_of(options: PlanOptions, spec: ModelSpec) -> tuple[DrafterSpec, Accura
             raise UserError(f"--heads is {options.heads}; accuracies are known for up to {len(DEFAULT_ACCURACY)} heads")
         return HeadsSpec(int(options.heads), 1, not options.shared_lm_head, options.head_bits), None
     if options.heads == PROMPT_LOOKUP:
-        check_medusa_options(options, "prompt lookup has no weights")
+        check_stored_options(options, "prompt lookup has no weights")
         return PromptLookupSpec(PromptLookupDrafter().max_depth), None
     if options.heads == MTP:
-        check_medusa_options(options, "MTP layers are loaded as stored")
+        check_stored_options(options, "MTP layers are loaded as stored")
         return mtp_spec(spec), None
     source = existing_or_hub(
         options.heads, f"--heads is neither a number nor {PROMPT_LOOKUP}, a folder, a file or a hub id", files=True
@@ -185,8 +185,9 @@ def heads_of(options: PlanOptions, spec: ModelSpec) -> tuple[DrafterSpec, Accura
     if published is None:
         return stored_heads_of(options, source, spec)
     check_target(published, spec.hidden_size, spec.vocab_size)
-    sizes = drafter_spec(published.config, published.elements, spec.vocab_size)
-    check_medusa_options(options, f"{options.heads} is {sizes.kind}, which is loaded as stored")
+    sizes = drafter_spec(published.config, published.elements, spec.vocab_size, options.head_bits)
+    if options.shared_lm_head:
+        raise UserError(f"--shared-lm-head is for Medusa heads; {options.heads} is {sizes.kind}")
     return sizes, published.accuracy
 
 
@@ -199,12 +200,13 @@ def stored_heads_of(options: PlanOptions, source: str, spec: ModelSpec) -> tuple
     return HeadsSpec(stored.num_heads, stored.num_layers, stored.own_lm_head, bits), stored.accuracy
 
 
-def check_medusa_options(options: PlanOptions, reason: str) -> None:
-    """Check that no option for Medusa heads is given.
+def check_stored_options(options: PlanOptions, reason: str) -> None:
+    """Check that no option for drafters with files of their own is given.
 
     Raises:
         UserError: one is; the message ends with ``reason``.
     """
-    for name, given in (("--shared-lm-head", options.shared_lm_head), ("--head-bits", options.head_bits is not None)):
-        if given:
-            raise UserError(f"{name} is for Medusa heads; {reason}")
+    if options.shared_lm_head:
+        raise UserError(f"--shared-lm-head is for Medusa heads; {reason}")
+    if options.head_bits is not None:
+        raise UserError(f"--head-bits is for Medusa heads and published drafters; {reason}")

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specmemo_kernels.ops.weight_codes import CODE_BITS
 from specmemo_kernels.planning.baselines import medusa_parts, plain_parts
 from specmemo_kernels.planning.cost import Message, Speed, decode_pass, medusa_speed, plain_speed, step_messages
 from specmemo_kernels.planning.drafter_spec import HeadsSpec
@@ -62,10 +61,9 @@ def alternatives(request: PlanRequest, choices: list[PlanCandidate], plan: Memor
     if request.kv_dtype is None:
         int8_pages = replace(request, kv_dtype="int8")
         plans.append(("int8 pages, not lossless", fastest(candidates(int8_pages), budget)))
-    heads = request.heads
-    if isinstance(heads, HeadsSpec) and heads.num_heads > 0 and heads.head_bits is None:
-        int4_heads = replace(request, heads=replace(heads, head_bits=CODE_BITS))
-        plans.append(("heads in 4 bits", fastest(candidates(int4_heads), budget)))
+    if (coded := request.heads.in_codes()) is not None:
+        name = "heads in 4 bits" if isinstance(coded, HeadsSpec) else "drafter in 4 bits"
+        plans.append((name, fastest(candidates(replace(request, heads=coded)), budget)))
     rows = [
         Row(name, c.total_bytes - weights, c.total_bytes, c.tokens_per_step, c.speed, c.heads, c.tree_size, c.chunk,
             c.sequences)
@@ -191,8 +189,8 @@ def _communication(request: PlanRequest, row: Row) -> dict[str, str]:
 
 
 def _chosen(plan: MemoryPlan, spec: ModelSpec) -> dict[str, str]:
-    bits = f", in {plan.head_bits} bits" if plan.head_bits and plan.heads else ""
-    drafter = {"drafter": f"{plan.drafter}"} if plan.heads is None else {"heads": f"{plan.heads}{bits}"}
+    bits = f", in {plan.head_bits} bits" if plan.head_bits and plan.heads != 0 else ""
+    drafter = {"drafter": f"{plan.drafter}{bits}"} if plan.heads is None else {"heads": f"{plan.heads}{bits}"}
     dynamic = "dynamic, " if isinstance(plan.tree, TreeBudget) else ""
     rest = f"others {spec.dtype}" if spec.quantised.in_codes else f"dequantised to {spec.dtype}"
     weights = {"weights": f"{spec.quantised.method}, {rest}"} if spec.quantised.method else {}

@@ -124,6 +124,14 @@ class FeatureDrafter(Protocol):
         """Bytes of its weights."""
 
     @property
+    def coded_nbytes(self) -> int | None:
+        """Bytes with matrices in 4 bits; ``None``: they are already, or can't be."""
+
+    @property
+    def workspace(self) -> int:
+        """Bytes that the operators keep between calls for its products."""
+
+    @property
     def layers(self) -> tuple[LayerKV, ...]:
         """Keys and values of its layers, which follow the target's layers in the pool."""
 

@@ -67,7 +67,7 @@ class CloverDrafter(TensorDrafter[CloverConfig]):
         return states, self.norm("clover_head_norm", mixed)
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        return functional.embedding(tokens, self.tensors["clover_embed_tokens.weight"])
+        return self.embedding("clover_embed_tokens", tokens)
 
     def _regress(self, name: str, x: Tensor, y: Tensor) -> Tensor:
         """The regressive block: ``x + cos(q(norm(x)), k(y)) v(y)``, with a cosine per head."""

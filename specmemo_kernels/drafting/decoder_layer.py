@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from specmemo_kernels import ops
+from specmemo_kernels.backends.layers import ACTIVATION_FUNCTIONS
+from specmemo_kernels.drafting import matrices
 from specmemo_kernels.drafting.base import DraftRows
 from specmemo_kernels.drafting.published_config import LayerSpec
 from specmemo_kernels.forward.batch import uniform_rows
@@ -45,7 +47,7 @@ class DecoderLayer:
         return x if weight is None else kernels.rms_norm(x, weight, self.spec.rms_norm_eps, 0.0, True)
 
     def _linear(self, kernels: Kernels, name: str, x: Tensor) -> Tensor:
-        return kernels.linear(x, self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"), None, False)
+        return matrices.linear(kernels, self._weights, name, x)
 
     def query(self, kernels: Kernels, x: Tensor, rotary: Rotary) -> Tensor:
         """``[N, num_qo_heads, head_dim]`` of attention inputs ``x`` ``[N, inputs]``."""
@@ -78,11 +80,18 @@ class DecoderLayer:
         if keep is not None:
             out, residual = out.index_select(0, keep), residual.index_select(0, keep)
         hidden = residual + self._linear(kernels, "self_attn.o_proj", out)
-        normed = self.norm(kernels, "post_attention_layernorm", hidden)
+        return hidden + self._mlp(kernels, self.norm(kernels, "post_attention_layernorm", hidden))
+
+    def _mlp(self, kernels: Kernels, x: Tensor) -> Tensor:
+        """One operator, or three products and the activation where matrices are in codes."""
         names = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+        if f"{names[0]}.codes" in self._weights:
+            gate, up, down = names
+            gates = ACTIVATION_FUNCTIONS[self.spec.hidden_act](self._linear(kernels, gate, x))
+            return self._linear(kernels, down, gates.mul_(self._linear(kernels, up, x)))
         weights = [self._weights[f"{name}.weight"] for name in names]
         biases = [self._weights.get(f"{name}.bias") for name in names]
-        return hidden + kernels.gated_mlp(normed, *weights, *biases, self.spec.hidden_act, False)
+        return kernels.gated_mlp(x, *weights, *biases, self.spec.hidden_act, False)
 
 
 class RotaryEmbedding:

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from specmemo_kernels.cache.paged_kv import PagedKVPool
+from specmemo_kernels.drafting import matrices
 from specmemo_kernels.drafting.base import POST_NORM, DraftRows
 from specmemo_kernels.drafting.decoder_layer import Attention, BeamAttention
 from specmemo_kernels.drafting.growth import grow_recurrent
@@ -67,8 +68,8 @@ class EagleDrafter(TensorDrafter[Eagle3Config | EagleConfig]):
         self, tokens: Tensor, features: Tensor, positions: Tensor, attention: Attention, keep: Tensor | None
     ) -> Tensor:
         """The next features ``[K, hidden_size]`` of pairs; ``keep`` ``[K]``: rows, ``None`` for all."""
-        own = self.tensors.get("embed_tokens.weight")
-        embedded = self.vocabulary.embed(tokens) if own is None else torch.nn.functional.embedding(tokens, own)
+        own = matrices.has_matrix(self.tensors, "embed_tokens")
+        embedded = self.embedding("embed_tokens", tokens) if own else self.vocabulary.embed(tokens)
         rotary, kernels = self.rotary(positions, features.dtype), self.kernels
         x, hidden = self._inputs(embedded, features)
         for i, layer in enumerate(self.decoder):
@@ -96,11 +97,12 @@ class EagleDrafter(TensorDrafter[Eagle3Config | EagleConfig]):
         return features
 
     @property
-    def _lm_head(self) -> Tensor | None:
-        """Its own vocabulary matrix, or the embedding that is tied to it; ``None``: the target's lm_head."""
+    def _lm_head(self) -> str | None:
+        """The name of its own vocabulary matrix, or the embedding that is tied to it; ``None``: the target's."""
         if isinstance(self.config, EagleConfig):
             return None
-        return self.tensors.get("lm_head.weight", self.tensors.get("embed_tokens.weight"))
+        names = ("lm_head", "embed_tokens")
+        return next((name for name in names if matrices.has_matrix(self.tensors, name)), None)
 
     @property
     def _normed_states(self) -> bool:
@@ -119,7 +121,8 @@ class EagleDrafter(TensorDrafter[Eagle3Config | EagleConfig]):
         if self._lm_head is None:
             log_p, tokens = self.vocabulary.top_log_probs(hidden, width)
         else:
-            log_p, tokens, _ = self.kernels.lm_head_log_probs(hidden, self._lm_head, None, width, None)
+            weight, scales = matrices.matrix(self.tensors, self._lm_head)
+            log_p, tokens, _ = self.kernels.lm_head_log_probs(hidden, weight, None, width, scales)
         if "d2t" in self.tensors:
             tokens = tokens + self.tensors["d2t"][tokens]
         return log_p, tokens

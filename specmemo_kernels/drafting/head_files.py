@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from specmemo_kernels.ops.weight_codes import pack
+
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "medusa_lm_head.safetensors"
 HeadsSource = str | Path | nn.Module | Mapping[str, torch.Tensor]
@@ -86,6 +88,17 @@ class Entry:
         with safe_open(self.where, framework="pt") as file:
             tensor: torch.Tensor = file.get_tensor(self.name)
         return tensor
+
+    def packed(self, matrix: torch.Tensor, device: torch.device | str | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """``matrix``, as read, in 4-bit codes and scales (:func:`specmemo_kernels.ops.weight_codes.pack`).
+
+        Raises:
+            HeadsError: the codes can't hold it.
+        """
+        try:
+            return pack(matrix, device)
+        except ValueError as error:
+            raise HeadsError(f"{self.where}: {self.name}: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from specmemo_kernels.drafting.head_files import (
     first_few,
     layout_of,
 )
-from specmemo_kernels.ops.weight_codes import CODE_BITS, GROUP, groups_of, pack
+from specmemo_kernels.ops.weight_codes import CODE_BITS, GROUP, groups_of
 
 _BYTES = re.compile(r"U8|torch\.uint8")
 _VLLM_EXTRAS = ("lm_head.weight", "token_map")
@@ -145,10 +145,7 @@ class StoredHeads:
                 matrix_dtype = tensor.dtype
                 if head_bits is not None:
                     stem = target.removesuffix("weight")
-                    try:
-                        state[f"{stem}codes"], state[f"{stem}scales"] = pack(tensor, device)
-                    except ValueError as error:
-                        raise HeadsError(f"{entry.where}: {entry.name}: {error}") from error
+                    state[f"{stem}codes"], state[f"{stem}scales"] = entry.packed(tensor, device)
                     continue
             kind = dtype if not _is_coded(target) else torch.float16 if target.endswith("scales") else None
             # Tensors of a mapped file are copied, so that later changes of the file have no effect.

@@ -69,18 +69,25 @@ class PublishedDrafter:
     names: dict[str, Entry]
     accuracy: tuple[tuple[float, ...], ...] | None
 
-    def read(self, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
+    def read(self, dtype: torch.dtype, device: torch.device | str, head_bits: int | None = None) -> dict[str, Tensor]:
         """Copies of the tensors by internal key, one read after the other: ``d2t`` in int64, the others in ``dtype``.
 
         The result keeps no file mapped; ``names`` of a pickle do.
 
+        Args:
+            head_bits: 4 packs matrices into 4-bit codes (:mod:`specmemo_kernels.drafting.matrices`).
+
         Raises:
-            HeadsError: ``dtype`` isn't a floating-point one.
+            HeadsError: ``dtype`` isn't a floating-point one, or 4-bit codes can't hold a matrix.
         """
         if not dtype.is_floating_point:
             raise HeadsError(f"dtype is {dtype}, drafters need a floating-point one")
         tensors = {}
         for key, entry in self.names.items():
+            if head_bits is not None and len(entry.shape) == 2:
+                stem = key.removesuffix("weight")
+                tensors[f"{stem}codes"], tensors[f"{stem}scales"] = entry.packed(entry.read(), device)
+                continue
             kind = torch.int64 if key == "d2t" else dtype
             tensors[key] = entry.read().to(device=device, dtype=kind, copy=True).contiguous()
         return tensors

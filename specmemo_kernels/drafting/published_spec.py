@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from specmemo_kernels.drafting.published_config import (
@@ -13,6 +14,8 @@ from specmemo_kernels.drafting.published_config import (
     EagleConfig,
     LayerSpec,
 )
+from specmemo_kernels.drafting.published_tensors import tensor_shapes
+from specmemo_kernels.ops.weight_codes import packed_bytes
 from specmemo_kernels.planning.feature_drafter_spec import BEAM, DEPTH, DrafterPart, FeatureDrafterSpec
 
 #: Candidates per depth of DFlash. Expanding a node costs nothing there, so the beam may be as wide as a tree.
@@ -21,19 +24,24 @@ BLOCK_BEAM = 64
 _LAYER_OPERATORS, _KEY_OPERATORS = 30, 12
 
 
-def drafter_spec(config: DrafterConfig, elements: Mapping[str, int], vocab_size: int) -> FeatureDrafterSpec:
+def drafter_spec(
+    config: DrafterConfig, elements: Mapping[str, int], vocab_size: int, head_bits: int | None = None
+) -> FeatureDrafterSpec:
     """The sizes of a drafter.
 
     Args:
         config: of a published drafter (:mod:`specmemo_kernels.drafting.published`).
         elements: the tensors' numbers of elements, by internal key.
         vocab_size: of the target.
+        head_bits: 4 for matrices in 4-bit codes, ``None`` for the model's dtype.
     """
     if isinstance(config, CloverConfig):
-        return _clover(config, elements, vocab_size)
-    if isinstance(config, DFlashConfig):
-        return _dflash(config, elements, vocab_size)
-    return _eagle3(config, elements) if isinstance(config, Eagle3Config) else _eagle(config, elements)
+        spec = _clover(config, elements, vocab_size)
+    elif isinstance(config, DFlashConfig):
+        spec = _dflash(config, elements, vocab_size)
+    else:
+        spec = _eagle3(config, elements) if isinstance(config, Eagle3Config) else _eagle(config, elements)
+    return replace(spec, head_bits=head_bits)
 
 
 def _eagle3(config: Eagle3Config, elements: Mapping[str, int]) -> FeatureDrafterSpec:
@@ -125,7 +133,10 @@ def _dflash(config: DFlashConfig, elements: Mapping[str, int], vocab_size: int) 
 def _sizes(config: DrafterConfig, elements: Mapping[str, int]) -> dict[str, Any]:
     """The fields that all kinds have from the same sources."""
     layer, indices = config.layer, elements.get("d2t", 0)
+    shapes = [shape for key, shape in tensor_shapes(config).items() if key in elements and len(shape) == 2]
     return {
+        "matrix_elements": sum(rows * columns for rows, columns in shapes),
+        "packed_bytes": sum(packed_bytes(*shape) for shape in shapes),
         "elements": sum(elements.values()) - indices, "indices": indices, "hidden_size": layer.hidden_size,
         "num_layers": config.num_layers, "num_qo_heads": layer.num_qo_heads, "num_kv_heads": layer.num_kv_heads,
         "head_dim": layer.head_dim,

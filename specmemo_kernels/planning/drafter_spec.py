@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from specmemo_kernels.ops.weight_codes import check_bits, packed_bytes
+from specmemo_kernels.ops.weight_codes import CODE_BITS, check_bits, packed_bytes
 from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.tree.draft_tree import DraftTree
 from specmemo_kernels.tree.tree_budget import Trees
@@ -70,6 +70,10 @@ class DrafterSpec(Protocol):
         """Maximum depth of a tree."""
 
     @property
+    def head_bits(self) -> int | None:
+        """4: its matrices are in 4-bit codes; ``None``: in the model's dtype."""
+
+    @property
     def ranks(self) -> int:
         """Candidates per depth in its trees; 1: chains."""
 
@@ -80,6 +84,9 @@ class DrafterSpec(Protocol):
     @property
     def attention_width(self) -> int:
         """Elements of all its layers' queries and results: a row has 2 operations per element and slot."""
+
+    def in_codes(self) -> DrafterSpec | None:
+        """The same drafter with its matrices in 4-bit codes; ``None``: they are already, or can't be."""
 
     def tree(self, paths: Sequence[Sequence[int]]) -> Trees:
         """The plan's tree, from the rank paths of the best static tree."""
@@ -107,6 +114,10 @@ class _StaticDrafter:
     """Of drafters that keep nothing per token and read at most the last hidden state."""
 
     ranks, hidden_size, attention_width = RANKS, 0, 0
+    head_bits: int | None = None
+
+    def in_codes(self) -> DrafterSpec | None:
+        return None
 
     def tree(self, paths: Sequence[Sequence[int]]) -> Trees:
         return DraftTree.from_paths(paths)
@@ -148,6 +159,10 @@ class HeadsSpec(_StaticDrafter):
     def max_depth(self) -> int:
         """Maximum depth of a tree."""
         return self.num_heads
+
+    def in_codes(self) -> HeadsSpec | None:
+        """See :class:`DrafterSpec`."""
+        return replace(self, head_bits=CODE_BITS) if self.num_heads and self.head_bits is None else None
 
     def step_work(self, spec: ModelSpec, drafts: Drafts, tp: int = 1) -> DraftWork:
         """See :class:`DrafterSpec`: the blocks, and each head's own matrix, or one product with the model's lm_head.

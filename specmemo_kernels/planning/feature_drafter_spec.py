@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from specmemo_kernels.cache.kv_storage import LayerKV
+from specmemo_kernels.ops.weight_codes import CODE_BITS, check_bits
 from specmemo_kernels.planning.drafter_spec import RANKS, Drafts, DraftWork, Product
 from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.tree.tree_budget import TreeBudget, half_beam, most_nodes
@@ -57,13 +58,18 @@ class FeatureDrafterSpec:
     Attributes:
         kind: its name.
         max_depth: maximum depth of a tree. beam: most nodes that it expands per depth.
-        elements: of all weights in the model's dtype. indices: of tensors in int64.
+        elements: of all weights. indices: of tensors in int64.
         hidden_size, num_layers, num_qo_heads, num_kv_heads, head_dim: of its layers.
         features: hidden states that it reads of every token. held: how many of them the target's pass must keep.
         advance: what prompt rows and accepted tokens pass through. state: what one row per sequence does.
         draft: what drafted nodes pass through.
         vocab_rows: rows of its own vocabulary matrix; 0: it uses the target's.
         block_rows: rows per sequence of the only drafting pass; 0: a pass over the beam per depth, from the second on.
+        matrix_elements: of ``elements``, those that can be 4-bit codes. packed_bytes: their bytes in 4-bit codes.
+        head_bits: 4 if they are, ``None``: all weights have the model's dtype.
+
+    Raises:
+        ValueError: other ``head_bits``, or codes of a drafter that has none.
     """
 
     kind: str
@@ -83,6 +89,18 @@ class FeatureDrafterSpec:
     draft: DrafterPart
     vocab_rows: int = 0
     block_rows: int = 0
+    matrix_elements: int = 0
+    packed_bytes: int = 0
+    head_bits: int | None = None
+
+    def __post_init__(self) -> None:
+        check_bits(self.head_bits)
+        if self.head_bits is not None and not self.packed_bytes:
+            raise ValueError(f"head_bits is {self.head_bits}, but {self.kind} drafters are used as stored")
+
+    def in_codes(self) -> FeatureDrafterSpec | None:
+        """The same drafter with its matrices in 4-bit codes; ``None``: they are already, or can't be."""
+        return replace(self, head_bits=CODE_BITS) if self.packed_bytes and self.head_bits is None else None
 
     @property
     def ranks(self) -> int:
@@ -105,7 +123,10 @@ class FeatureDrafterSpec:
 
     def nbytes(self, spec: ModelSpec, depth: int, tp: int = 1) -> int:
         """Bytes of weights; every rank has all of them."""
-        return self.elements * spec.dtype_bytes + 8 * self.indices if depth else 0
+        if not depth:
+            return 0
+        matrices = self.matrix_elements * spec.dtype_bytes if self.head_bits is None else self.packed_bytes
+        return matrices + (self.elements - self.matrix_elements) * spec.dtype_bytes + 8 * self.indices
 
     def page_token_bytes(self, spec: ModelSpec, kv_dtype: str | None) -> int:
         """Bytes of a token in its layers' pages, on every rank."""
@@ -119,9 +140,9 @@ class FeatureDrafterSpec:
         passes = (sequences * self.block_rows,) if self.block_rows else (sequences * beam,) * (drafts.depth - 1)
         predicted = (sequences * drafts.depth,) if self.block_rows else (sequences, *passes)
         parts = [(self.advance, sequences * (drafts.depth + 1)), *((self.draft, rows) for rows in passes)]
-        products = [_product(spec, part, rows) for part, rows in (*parts, (self.state, sequences))]
+        products = [self._product(spec, part, rows) for part, rows in (*parts, (self.state, sequences))]
         vocabulary = self.vocab_rows * self.hidden_size or spec.lm_head_weights / tp
-        read = vocabulary * spec.dtype_bytes if self.vocab_rows else spec.lm_head_bytes / tp
+        read = vocabulary * self._element_bytes(spec) if self.vocab_rows else spec.lm_head_bytes / tp
         products += [Product(vocabulary, read, rows, 1) for rows in predicted]
         merges = self.num_layers * max(0, drafts.depth - 2) if self._has_ancestors else 0
         growing = _OPERATORS + _OPERATORS_PER_DEPTH * (drafts.depth - 1) + _OPERATORS_PER_MERGE * merges
@@ -140,7 +161,7 @@ class FeatureDrafterSpec:
         """Work of a prompt chunk of ``rows`` rows, in which ``ends`` prompts end."""
         part = self.advance
         return DraftWork(
-            products=(_product(spec, part, rows), _product(spec, self.state, ends)),
+            products=(self._product(spec, part, rows), self._product(spec, self.state, ends)),
             attention=(rows,) if part.attends else (),
             operators=part.operators,
             reduced=(rows * spec.hidden_size * spec.dtype_bytes,) if part.embeds else (),
@@ -192,6 +213,9 @@ class FeatureDrafterSpec:
         """Nodes per depth that are expanded in trees of ``nodes`` nodes."""
         return max(1, min(self.beam, nodes - 1 if self.block_rows else half_beam(nodes)))
 
+    def _product(self, spec: ModelSpec, part: DrafterPart, rows: int) -> Product:
+        return Product(part.weights, part.weights * self._element_bytes(spec), rows, part.matrices)
 
-def _product(spec: ModelSpec, part: DrafterPart, rows: int) -> Product:
-    return Product(part.weights, part.weights * spec.dtype_bytes, rows, part.matrices)
+    def _element_bytes(self, spec: ModelSpec) -> float:
+        """Bytes of a matrix's element."""
+        return spec.dtype_bytes if self.head_bits is None else self.packed_bytes / self.matrix_elements

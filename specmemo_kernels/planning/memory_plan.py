@@ -76,7 +76,7 @@ class MemoryPlan:
         pass_bytes: the part of ``parts["activations"]`` for the tensors of one pass, on a CPU also of a recorded step;
             0 in plans of :func:`plan_memory`.
         drafter: its kind, if chosen by the plan. heads: Medusa heads to load, if chosen by the plan.
-        head_bits: 4 if their matrices are in 4-bit codes, ``None``: as stored.
+        head_bits: 4 if the drafter's matrices are in 4-bit codes, ``None``: as stored.
         kv_dtype: ``"int8"`` or ``"fp8"`` for pages of codes with scales; ``None``: the model's dtype.
         tokens_per_step, tokens_per_second, step_seconds: predicted, for a known device.
         reasons: explanation of the choice, in sentences.
@@ -139,7 +139,7 @@ class MemoryPlan:
                 f"budget {'none' if self.budget is None else format_bytes(self.budget)}",
                 f"tree of {counted(self.tree.size, 'node')}, depth {self.tree.max_depth}",
                 f"KV: {pages}" + (f" in {self.kv_dtype}" if self.kv_dtype is not None else ""),
-                *((f"the heads in {self.head_bits} bits",) if self.head_bits is not None else ()),
+                *((f"the drafter in {self.head_bits} bits",) if self.head_bits is not None else ()),
                 f"prefill chunk {self.prefill_chunk}",
                 f"at most {counted(self.max_sequences, 'sequence')} at once",
                 ", ".join(f"{name} {format_bytes(size)}" for name, size in self.parts.items()),
@@ -205,7 +205,7 @@ def _too_small(budget: int, page_size: int, parts: dict[str, int], page_bytes: i
     instead = ", or heads='prompt-lookup', which has no weights" if parts["heads"] else ""
     coded_head_bytes, products = shape.coded_head_bytes, shape.products
     if coded_head_bytes is not None and least - parts["heads"] + coded_head_bytes <= budget:
-        instead = f", or head_bits=4, with which the heads take {format_bytes(coded_head_bytes)}" + instead
+        instead = f", or head_bits=4, with which the drafter takes {format_bytes(coded_head_bytes)}" + instead
     if products.layer:
         instead += f". Each product of a {products.layer} takes up to {format_bytes(products.peak)} while it runs"
     return (

@@ -60,7 +60,7 @@ def plan_request(
         model: a :class:`ModelSpec`, or a configuration (object, file, folder or hub id).
         device: a profile, or the name of a known device.
         heads: the drafter; default: five Medusa heads with their own vocabulary matrices, as published.
-            ``HeadsSpec(head_bits=4)``: matrices in 4-bit codes, with the accuracies of unquantised heads.
+            With ``head_bits=4`` its matrices are in 4-bit codes; the accuracies are those of unquantised ones.
         accuracy: ``[depth][k]``, probability that one of its best ``k + 1`` guesses is right; the last row stands for
             all deeper ones, except for heads. ``None``: an assumption, which the plan's reasons name.
         kv_dtype: ``"int8"`` or ``"fp8"`` for pages of codes with scales, half the bytes of 16 bits and not lossless;
@@ -148,11 +148,11 @@ def choose(request: PlanRequest, choices: list[PlanCandidate], budget: int | str
     if best is None or unlimited is None:
         raise BudgetError(_nothing_fits(request, choices, limit))
     tree = request.heads.tree(tree_paths(request, best.heads, best.tree_size))
-    medusa = request.heads if isinstance(request.heads, HeadsSpec) else None
     return MemoryPlan(
         tree=tree, max_sequences=best.sequences, page_size=best.page_size, max_pages=best.max_pages,
         prefill_chunk=best.chunk, budget=limit, parts=parts_of(request, best), drafter=request.heads.kind,
-        heads=best.heads if medusa else None, head_bits=medusa.head_bits if medusa else None, kv_dtype=request.kv_dtype,
+        heads=best.heads if isinstance(request.heads, HeadsSpec) else None, head_bits=request.heads.head_bits,
+        kv_dtype=request.kv_dtype,
         tokens_per_step=best.tokens_per_step, tokens_per_second=best.speed.tokens_per_second,
         step_seconds=best.speed.step_seconds,
         reasons=tuple(_reasons(request, choices, best, unlimited, given)), kernels=_kernels(request),

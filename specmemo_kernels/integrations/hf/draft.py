@@ -32,6 +32,7 @@ from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, Accuracy
 if TYPE_CHECKING:
     from specmemo_kernels.integrations.hf.handle import SpecMemo
 
+_PACKED = "which packs Medusa heads and published drafters"
 #: The handles of all patched models, whose drafters are in use.
 _handles: weakref.WeakSet[SpecMemo] = weakref.WeakSet()
 
@@ -94,13 +95,13 @@ def make_drafter(
     """The drafter for ``patch``'s ``heads``, and its accuracies, from which a tree is built.
 
     Raises:
-        ValueError: ``head_bits`` for anything but Medusa heads.
+        ValueError: ``head_bits`` for anything but Medusa heads and published drafters.
     """
     lookup = isinstance(heads, str) and heads == PROMPT_LOOKUP
     custom = isinstance(heads, AnyDrafter) and not isinstance(heads, nn.ModuleList)
     if head_bits is not None and (lookup or custom or isinstance(heads, DraftModel) or _is_language_model(heads)):
         given = repr(heads) if lookup else f"a {type(heads).__name__}"
-        raise ValueError(f"head_bits is {head_bits}, which is for Medusa heads; heads is {given}")
+        raise ValueError(f"head_bits is {head_bits}, {_PACKED}; heads is {given}")
     if lookup:
         return PromptLookupDrafter(), DEFAULT_ACCURACY
     if _is_language_model(heads):
@@ -114,15 +115,13 @@ def make_drafter(
         from specmemo_kernels.integrations.hf.mtp import MtpDrafter, load_mtp
 
         if head_bits is not None:
-            raise ValueError(f"head_bits is {head_bits}, which is for Medusa heads; heads is {MTP!r}")
+            raise ValueError(f"head_bits is {head_bits}, {_PACKED}; heads is {MTP!r}")
         mtp = load_mtp(model) if isinstance(heads, str) else heads
         return MtpDrafter(mtp, vocabulary_of(model, facts, backend, ranks), facts, backend), DEFAULT_ACCURACY
     if isinstance(heads, str | Path):
-        drafter = load_feature_drafter(heads, model, facts, backend, ranks)
-        if drafter is not None and head_bits is None:
-            return drafter
+        drafter = load_feature_drafter(heads, model, facts, backend, ranks, head_bits)
         if drafter is not None:
-            raise ValueError(f"head_bits is {head_bits}, which is for Medusa heads; {heads} has another drafter")
+            return drafter
     # With several ranks, heads load into host memory, so that no device holds all rows of sharded heads.
     device = facts.device if ranks.size == 1 else torch.device("cpu")
     sizes = facts.hidden_size, facts.vocab_size

@@ -32,9 +32,11 @@ _PAGE = 16
 
 
 def load_feature_drafter(
-    source: str | Path, model: Any, facts: ModelFacts, backend: str, ranks: SingleRank
+    source: str | Path, model: Any, facts: ModelFacts, backend: str, ranks: SingleRank, head_bits: int | None = None
 ) -> tuple[FeatureDrafter, Accuracy] | None:
     """The published drafter in ``source`` and its accuracies; ``None`` if it has Medusa heads.
+
+    ``head_bits``: 4 packs its matrices into 4-bit codes.
 
     Raises:
         HeadsError: a drafter of another kind, or for another model.
@@ -47,7 +49,7 @@ def load_feature_drafter(
     if published is None:
         return None
     check_target(published, facts.hidden_size, facts.vocab_size)
-    tensors = ranks.run_on_all("loading the drafter", lambda: published.read(facts.dtype, facts.device))
+    tensors = ranks.run_on_all("loading the drafter", lambda: published.read(facts.dtype, facts.device, head_bits))
     if ranks.size > 1:
         ranks.assert_same(tensors_digest(tensors))
     vocabulary = vocabulary_of(model, facts, backend, ranks)

@@ -140,6 +140,16 @@ class MtpDrafter:
         return sum(weight.nbytes for weight in self._weights)
 
     @property
+    def coded_nbytes(self) -> None:
+        """Its weights are used as they are."""
+        return None
+
+    @property
+    def workspace(self) -> int:
+        """Bytes that operators keep for its products: it is a layer like the model's, whose own are counted."""
+        return 0
+
+    @property
     def spec(self) -> FeatureDrafterSpec:
         elements, kv = sum(weight.numel() for weight in self._weights), self.layers[0]
         rows = [weight.shape[0] for weight in self._weights if weight.dim() == 2]

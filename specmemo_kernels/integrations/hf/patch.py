@@ -136,9 +136,9 @@ def patch(
         kv_dtype: ``"int8"`` or ``"fp8"`` stores keys and values in pages as 8-bit codes with a scale per token and
             head: about twice the tokens in the same memory. The error is small, but tokens may differ from the model's
             own. ``None`` (default): the model's dtype.
-        head_bits: 4 stores the matrices of Medusa heads as 4-bit codes with a float16 scale per 64, about a quarter of
-            16-bit matrices; they are packed while loading, a few rows at a time. Heads only guess: the guesses get
-            slightly worse, no token changes. ``None`` (default): as stored.
+        head_bits: 4 stores the matrices of Medusa heads and published drafters as 4-bit codes with a float16 scale per
+            64, about a quarter of 16-bit matrices; they are packed while loading, a few rows at a time. Drafters only
+            guess: the guesses get slightly worse, no token changes. ``None`` (default): as stored.
         keep_free: bytes (or ``"512MiB"``) of the device's memory to leave free, checked every few steps. Below this
             limit generation degrades: fewer nodes of the tree, then no spare pages, no heads, and fewer sequences
             (swapped out to host memory). It recovers when a quarter more is free. ``None``: degrade only when an

@@ -134,7 +134,7 @@ def _first_that_fits(
         try:
             plan = divide_budget(shape, candidate, **vars(limits))
             kernels = _kernel_blocks(setup.facts, setup.backend, limits.kv_dtype)
-            bits = setup.drafter.heads.head_bits if isinstance(setup.drafter, MedusaDrafter) else None
+            bits = _head_bits(setup.drafter)
             return setup, dataclasses.replace(plan, kernels=kernels, head_bits=bits, **fields)
         except BudgetError as error:
             failure = error
@@ -149,8 +149,15 @@ def _without_unused_heads(drafter: AnyDrafter, tree: Trees) -> AnyDrafter:
     return drafter.truncated(depth)
 
 
+def _head_bits(drafter: AnyDrafter) -> int | None:
+    if isinstance(drafter, FeatureDrafter):
+        return drafter.spec.head_bits
+    return drafter.heads.head_bits if isinstance(drafter, MedusaDrafter) else None
+
+
 def _coded_bytes(drafter: AnyDrafter) -> int | None:
-    return drafter.coded_nbytes if isinstance(drafter, MedusaDrafter) else None
+    """The drafter's bytes with ``head_bits=4``; ``None``: it has them, or none."""
+    return drafter.coded_nbytes if isinstance(drafter, MedusaDrafter | FeatureDrafter) else None
 
 
 def make_chooser(setup: Setup, plan: MemoryPlan, graphs: GraphUse) -> TreeChooser:
@@ -218,7 +225,8 @@ def _generation_shape(setup: Setup, graphs: GraphUse, limits: PlanLimits) -> Gen
     workspace *= 1 + captured  # graphs have their own
     leaves = (facts.leaves, drafter.facts.leaves) if isinstance(drafter, HFDraftModel) else (facts.leaves,)
     lm_head = ops.linear_workspace(backend, facts.dtype, facts.hidden_size)
-    workspace += max(lm_head, *(each.workspace for each in leaves))
+    drafting = drafter.workspace if isinstance(drafter, FeatureDrafter) else 0
+    workspace += max(lm_head, drafting, *(each.workspace for each in leaves))
     # A model's own logits may be in float32.
     logit_bytes = facts.dtype.itemsize if facts.plain_lm_head and facts.exact_lm_head else 4
     return GenerationShape(

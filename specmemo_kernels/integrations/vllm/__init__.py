@@ -53,7 +53,7 @@ def tree_options(
         nodes: of the tree, its root included. Each request takes as many tokens of ``max_num_batched_tokens`` per step.
         tree: rank paths in the place of the best tree of ``nodes`` nodes; a path comes after its parent. Drafters that
             read hidden states make a tree of their own for each request in each step, unless this is given.
-        head_bits: 4 packs Medusa heads into 4-bit codes.
+        head_bits: 4 packs the drafter's matrices into 4-bit codes.
         backend: of the operators; ``None``: by device.
     """
     if tree is not None:

@@ -82,10 +82,8 @@ class FeatureTrees:
 
     def __init__(self, published: PublishedDrafter, options: Options, vllm_config: Any, model: Any, nodes: int) -> None:
         config, layers = vllm_config.model_config, get_layers_from_vllm_config(vllm_config, Attention)
-        if options.head_bits is not None:
-            raise ValueError(f"head_bits is {options.head_bits}; only Medusa heads are packed, leave it out")
         check_target(published, config.get_hidden_size(), config.get_vocab_size())
-        tensors = published.read(config.dtype, next(model.parameters()).device)
+        tensors = published.read(config.dtype, next(model.parameters()).device, options.head_bits)
         vocabulary = _vocabulary(model, config)
         self._first, self._model = len(layers), model
         self._drafter = feature_drafter(published.config, tensors, vocabulary, len(layers), options.backend)

@@ -19,7 +19,7 @@ class Options:
     Attributes:
         heads: Medusa heads or a published drafter, as ``patch`` takes them; needed for trees only.
         tree: rank paths; ``None``: the best tree for the heads' accuracies.
-        head_bits: 4 packs Medusa heads.
+        head_bits: 4 packs Medusa heads and published drafters.
         backend: of the operators; ``None``: by device.
     """
 
