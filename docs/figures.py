@@ -142,13 +142,28 @@ def step_parts() -> str:
 
 def drafters() -> str:
     names = {"eagle3": "EAGLE-3", "eagle": "EAGLE", "clover2": "Clover-2", "dflash": "DFlash"}
-    parts = ["plain_ms", "static_ms", "dynamic_ms"]
+    parts, ratios = ["plain_ms", "static_ms", "dynamic_ms", "coded_ms"], ["dynamic/static", "coded/dynamic"]
     rows = [
-        [names[row["drafter"]], row["nodes"], *(f"{row[part]:.1f}" for part in parts), f"{row['dynamic/static']:.2f}x"]
+        [row["shape"], names[row["drafter"]], row["nodes"], *(f"{row[part]:.1f}" for part in parts)]
+        + [f"{row[ratio]:.2f}x" for ratio in ratios]
         for row in load("drafters_cpu")["rows"]
     ]
-    header = ["drafter", "nodes", "no drafts", "static trees", "dynamic trees", "dynamic / static"]
+    sides = ["no drafts", "static trees", "dynamic trees", "dynamic, 4 bits"]
+    header = ["model", "drafter", "nodes", *sides, "dynamic / static", "4 bits / stored"]
     return table(header, rows, "drafters_cpu")
+
+
+def beams() -> str:
+    """Tokens per step by the nodes that each depth expands."""
+    rows = []
+    for row in load("beams_cpu")["rows"]:
+        found = {int(key.removeprefix("beam ")): row[key] for key in row if key.startswith("beam ") and row[key]}
+        best = max(found, key=lambda beam: found[beam])
+        chosen = min(row["default"], max(found))
+        tokens = [f"{found[beam]:.2f}" for beam in (chosen, 10)]
+        rows.append([row["nodes"], row["depth"], chosen, *tokens, f"{found[best]:.2f} with {best}"])
+    header = ["nodes", "depth", "beam", "tokens per step", "with a beam of 10", "best"]
+    return table(header, rows, "beams_cpu")
 
 
 NAMES = {"medusa": "Medusa heads", "clover2": "Clover-2", "eagle3": "EAGLE-3", "plain generate": "plain `generate`"}
@@ -831,6 +846,7 @@ def figures() -> dict[str, str]:
         "steps": steps(),
         "steps.parts": step_parts(),
         "drafters": drafters(),
+        "beams": beams(),
         "hybrids": hybrids(),
         "experts": hybrids("experts_avx512_cpu"),
         "servers": servers(),

@@ -22,7 +22,7 @@ COSTLY_ROWS = replace(
 
 
 def patched(profile: DeviceProfile, monkeypatch: pytest.MonkeyPatch, heads: object = None) -> sk.SpecMemo:
-    monkeypatch.setattr(hf_plan, "profile_of", lambda _: profile)
+    monkeypatch.setattr(hf_plan, "profile_of", lambda _, **__: profile)
     model = tiny_model("llama", seed=40)
     return sk.patch(model, sk.MedusaHeads(32, VOCAB, 5) if heads is None else heads)
 
@@ -53,7 +53,7 @@ def test_heads_that_the_tree_does_not_use_are_dropped(monkeypatch: pytest.Monkey
 @pytest.mark.slow
 def test_a_budget_too_small_for_the_fastest_tree(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     """Nodes and then heads are dropped until it fits; a given tree is never changed. Each thread has a workspace."""
-    monkeypatch.setattr(hf_plan, "profile_of", lambda _: FREE_ROWS)
+    monkeypatch.setattr(hf_plan, "profile_of", lambda _, **__: FREE_ROWS)
     sizes = []
     for budget in (3_000_000, 1_600_000, 1_200_000, 720_000):
         model = tiny_model("llama", seed=40, vocab_size=3000)
@@ -92,7 +92,7 @@ def test_a_drafter_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_dtypes_without_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """bfloat16 on a device whose profile lacks it uses the slowest rate and isn't refused."""
-    monkeypatch.setattr(hf_plan, "profile_of", lambda _: FREE_ROWS)
+    monkeypatch.setattr(hf_plan, "profile_of", lambda _, **__: FREE_ROWS)
     with sk.patch(tiny_model("llama").to(torch.bfloat16), sk.MedusaHeads(32, VOCAB, 2).to(torch.bfloat16)) as handle:
         assert handle.plan.tree.size > 2
 

@@ -240,7 +240,7 @@ def _check_features(results: dict[int, Any], name: str, drafters: Sequence[str])
     """
     for models in results.values():
         found, plain = models[name]["features"], models[name]["own"]["expected"]
-        static = {"drafter-eagle3, static"} if "eagle3" in drafters else set()
+        static = {"drafter-eagle3, static, 4 bits"} if "eagle3" in drafters else set()
         assert set(found) == static | {f"drafter-{drafter}, dynamic" for drafter in drafters}
         for drafter, part in found.items():
             _check_drafter(part, plain, drafter)

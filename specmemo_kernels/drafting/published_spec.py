@@ -76,13 +76,13 @@ def _eagle(config: EagleConfig, elements: Mapping[str, int]) -> FeatureDrafterSp
     stack, behind, fc = _count(elements, "layers."), _behind_attention(elements, layers), _count(elements, "fc.")
     # A row holds the embedding and fc's output; in a second layer, a normed input as well.
     inputs = (2 + (layers > 1)) * hidden
+    rows = 2 * hidden + _layer_row(layer, layers > 1), inputs + _layer_row(layer, layers > 2)
     embeds = not config.own_embedding
     return FeatureDrafterSpec(
         "EAGLE", DEPTH, min(BEAM, config.vocab_size), **_sizes(config, elements), features=1, held=0,
         advance=DrafterPart(
             stack - behind + fc, 7 * layers - 3, 20 + layers * _LAYER_OPERATORS,
-            activations=max(4 * hidden + 2 * layer.head_dim, inputs + _layer_row(layer, layers > 1)),
-            attends=True, embeds=embeds,
+            activations=max(4 * hidden + 2 * layer.head_dim, *rows), attends=True, embeds=embeds,
         ),
         state=DrafterPart(behind, 4),
         draft=DrafterPart(
@@ -162,10 +162,11 @@ def _attended_row(layer: LayerSpec) -> int:
 def _layer_row(layer: LayerSpec, whole: bool) -> int:
     """Most elements that a row holds in a layer, besides its inputs. ``whole``: it also passes through the MLP.
 
-    Rotating q or k: itself (normed as well), two products, joined halves. MLP: sum and norm, gate and up.
+    Rotating q or k: itself (normed as well), two products, joined halves. MLP: sum and norm, then gate and up, or its
+    result.
     """
     q, k, norm = layer.num_qo_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim, int(layer.qk_norm)
     attended = _attended_row(layer)
     rotated = 2 * layer.head_dim + max((4 + norm) * q, q + (5 + norm) * k)
-    mlp = 2 * layer.hidden_size + max(2 * layer.hidden_size, 2 * layer.intermediate_size)
+    mlp = 2 * layer.hidden_size + max(layer.hidden_size, 2 * layer.intermediate_size)
     return max(rotated, attended + mlp if whole else attended)

@@ -130,8 +130,7 @@ def pass_seconds(
     - attention (:func:`_attention_seconds`);
     - states of recurrent layers (:func:`_mixer_seconds`);
     - the lm_head on ``lm_rows``;
-    - the drafter's work (:meth:`Pass.draft_work`). A measured curve has no rate for 4-bit codes: they count as the
-      model's dtype;
+    - the drafter's work (:meth:`Pass.draft_work`);
     - for ``tp > 1`` the collectives (:func:`step_messages`);
     - starts of kernels, and unless the pass is recorded operator launches on the host.
     """
@@ -152,7 +151,8 @@ def pass_seconds(
         seconds += _mixer_seconds(spec, spec.mixers, device, run)
     work = run.draft_work(spec, heads, tp)
     for product in work.products:
-        seconds += device.linear_seconds(product.weights, product.nbytes, product.rows, dtype, product.matrices)
+        sizes = product.weights, product.nbytes, product.rows
+        seconds += device.linear_seconds(*sizes, dtype, product.matrices, product.coded)
     paged, new = heads.page_token_bytes(spec, kv_dtype), heads.page_token_bytes(spec, None)
     for rows in work.attention:
         seconds += _attention_seconds(device, dtype, run, rows, heads.attention_width, paged, new)

@@ -43,6 +43,7 @@ class DeviceProfile:
         curves: by dtype, measured seconds per weight of ``linear`` at some row counts; they replace the roofline.
         matrix_seconds: by dtype, extra seconds per matrix at some row counts: its first bytes aren't prefetched.
         operator_curves, operator_matrix_seconds: the same of :func:`specmemo_kernels.ops.linear`.
+        code_curves: as ``operator_curves``, with matrices in 4-bit codes.
         source: origin of the figures.
     """
 
@@ -61,6 +62,7 @@ class DeviceProfile:
     matrix_seconds: Mapping[str, Curve] = field(default_factory=dict)
     operator_curves: Mapping[str, Curve] = field(default_factory=dict)
     operator_matrix_seconds: Mapping[str, Curve] = field(default_factory=dict)
+    code_curves: Mapping[str, Curve] = field(default_factory=dict)
     source: str = "data sheet"
 
     def __post_init__(self) -> None:
@@ -96,14 +98,18 @@ class DeviceProfile:
         """``dtype`` if the device supports it, else its 16-bit or 32-bit type."""
         return next(name for name in (dtype, "float16", "float32", *self.matmul_rate) if name in self.matmul_rate)
 
-    def linear_seconds(self, weights: float, weight_bytes: float, rows: int, dtype: str, matrices: float = 0) -> float:
+    def linear_seconds(
+        self, weights: float, weight_bytes: float, rows: int, dtype: str, matrices: float = 0, coded: bool = False
+    ) -> float:
         """Seconds to multiply ``rows`` rows with ``matrices`` matrices, of ``weights`` elements in total.
 
-        ``weight_bytes``: bytes of all these elements.
-
         By the measured curve, interpolated, or else by the roofline (:meth:`kernel_seconds`).
+
+        Args:
+            weight_bytes: of all these elements. coded: they are 4-bit codes; without a curve of its own, ``dtype``'s.
         """
-        curve = self.curves.get(dtype)
+        curve = self.code_curves.get(dtype) if coded else None
+        curve = curve or self.curves.get(dtype)
         if curve:
             extra = self.matrix_seconds.get(dtype)
             return weights * _interpolated(curve, rows) + (matrices * _interpolated(extra, rows) if extra else 0.0)
@@ -148,7 +154,7 @@ class DeviceProfile:
         """
         curves: dict[str, Any] = {
             name: {k: tuple((int(n), float(s)) for n, s in points) for k, points in data.get(name, {}).items()}
-            for name in ("curves", "matrix_seconds", "operator_curves", "operator_matrix_seconds")
+            for name in ("curves", "matrix_seconds", "operator_curves", "operator_matrix_seconds", "code_curves")
         }
         try:
             if "backend" not in data:  # files of earlier versions

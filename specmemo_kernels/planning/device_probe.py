@@ -16,11 +16,16 @@ import torch
 
 from specmemo_kernels import ops
 from specmemo_kernels.backends.kernel_target import target_of_gpu
+from specmemo_kernels.ops.weight_codes import GROUP, groups_of
 from specmemo_kernels.planning.device import Curve, DeviceProfile
 from specmemo_kernels.planning.host_memory import cpu_name, host_memory
 from specmemo_kernels.planning.known_devices import KNOWN_DEVICES, same_name
 
-Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+#: A matrix and ``None``, or codes and scales; a product of rows with it; a number of square matrices of a side and
+#: dtype, parts of one large tensor, so that the C allocator keeps no holes of their size.
+Matrix = tuple[torch.Tensor, torch.Tensor | None]
+Linear = Callable[[torch.Tensor, Matrix], torch.Tensor]
+Maker = Callable[[int, int, torch.dtype, torch.device], list[Matrix]]
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _FEW_ROWS = (1, 4, 16, 64)
@@ -34,8 +39,10 @@ _MORE_ROWS = {"cpu": (), "cuda": (512, 2048)}
 _LAYER_OPERATORS = 55
 
 
-def probe(device: str = "cpu", seconds: float = 3.0) -> DeviceProfile:
+def probe(device: str = "cpu", seconds: float = 3.0, torch_products: bool = True) -> DeviceProfile:
     """Measure a torch device of this machine, in about ``seconds``.
+
+    ``torch_products``: also torch's products on a CPU with our operators. They leave compiled kernels in memory.
 
     Bandwidth: a copy far larger than caches. Products, torch's and on a CPU our operator's: several row counts, with
     large and small matrices in turn, so that none is cached. Launches: the layers of a tiny transformers Llama. Each
@@ -52,19 +59,22 @@ def probe(device: str = "cpu", seconds: float = 3.0) -> DeviceProfile:
     on_cpu = torch_device.type == "cpu"
     sync: Callable[[], None] = (lambda: None) if on_cpu else functools.partial(torch.cuda.synchronize, torch_device)
     names = ["float32", "bfloat16"] if on_cpu else ["float32", "float16", "bfloat16"]
-    linears: list[Linear] = [torch.nn.functional.linear]
+    linears: dict[str, tuple[Linear, Maker]] = {"": (_torch_linear, _dense)}
     if on_cpu and ops.unavailable("cpu") is None:
-        linears.append(_operator)
+        linears = ({} if not torch_products else linears) | {
+            "operator_": (_operator, _dense), "code_": (_operator, _coded)
+        }  # fmt: skip
     share = seconds / (len(linears) * len(names) * (len(_ROWS) + len(_FEW_ROWS)) + 4)
     with torch.inference_mode():
-        measured = [_curves(linear, torch_device, names, share, sync) for linear in linears]
+        measured = {prefix: _curves(*linear, torch_device, names, share, sync) for prefix, linear in linears.items()}
         big = torch.zeros(2, 2**24 if on_cpu else 2**28, dtype=torch.float32, device=torch_device)
         read_rate = big.nbytes / _best(lambda: big[0].copy_(big[1]), 2 * share, sync)
         launch = _launch_seconds(torch_device, 2 * share, sync)
-    rates = {name: 2 * rows / cost for name, points in measured[-1][0].items() for rows, cost in points[-1:]}
+    products, _ = measured.get("operator_") or measured[""]
+    rates = {name: 2 * rows / cost for name, points in products.items() for rows, cost in points[-1:]}
     common: dict[str, Any] = {"read_rate": read_rate, "matmul_rate": rates, "launch_seconds": launch}
-    for prefix, (large, extra) in zip(("", "operator_"), measured, strict=False):
-        common |= {f"{prefix}curves": large, f"{prefix}matrix_seconds": extra}
+    for prefix, (large, extra) in measured.items():
+        common |= {f"{prefix}curves": large} | ({} if prefix == "code_" else {f"{prefix}matrix_seconds": extra})
     if on_cpu:
         return DeviceProfile(_machine(), host_memory(), overlaps=False, source="measured", **common)
     properties = torch.cuda.get_device_properties(torch_device)
@@ -81,18 +91,34 @@ def kernel_target(torch_device: torch.device) -> str | None:
         return None
 
 
-def _operator(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The linear layers of a patched model's steps."""
-    return ops.kernels("cpu", x.device).linear(x, weight, None, None, False)
+def _torch_linear(x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+    return torch.nn.functional.linear(x, matrix[0])
+
+
+def _operator(x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+    """The linear layers of a patched model's steps, and of a drafter in 4-bit codes."""
+    weight, scales = matrix
+    return ops.kernels("cpu", x.device).linear(x, weight, None, scales, False)
+
+
+def _dense(count: int, side: int, dtype: torch.dtype, device: torch.device) -> list[Matrix]:
+    return [(matrix, None) for matrix in torch.ones(count, side, side, dtype=dtype, device=device)]
+
+
+def _coded(count: int, side: int, _: torch.dtype, device: torch.device) -> list[Matrix]:
+    """Codes and scales."""
+    codes = torch.zeros(count, side, groups_of(side) * GROUP // 2, dtype=torch.uint8, device=device)
+    scales = torch.ones(count, side, groups_of(side), dtype=torch.float16, device=device)
+    return list(zip(codes, scales, strict=True))
 
 
 def _curves(
-    linear: Linear, torch_device: torch.device, names: list[str], share: float, sync: Callable[[], None]
+    linear: Linear, make: Maker, torch_device: torch.device, names: list[str], share: float, sync: Callable[[], None]
 ) -> tuple[dict[str, Curve], dict[str, Curve]]:
     """Seconds per weight, and the extra seconds per small matrix, by dtype."""
     kind = torch_device.type
     large, small = (
-        {name: _linear_curve(linear, torch_device, name, side, counts, share, sync) for name in names}
+        {name: _linear_curve(linear, make, torch_device, name, side, counts, share, sync) for name in names}
         for side, counts in ((_SIDE[kind], (*_ROWS, *_MORE_ROWS[kind])), (_SMALL_SIDE, _FEW_ROWS))
     )
     return large, {name: _extra_seconds(small[name], large[name]) for name in names}
@@ -100,6 +126,7 @@ def _curves(
 
 def _linear_curve(
     linear: Linear,
+    make: Maker,
     torch_device: torch.device,
     name: str,
     side: int,
@@ -109,9 +136,11 @@ def _linear_curve(
 ) -> Curve:
     """Seconds per weight of square matrices at some row counts."""
     dtype, number = getattr(torch, name), _TURNS[torch_device.type]
-    count = max(1, _BYTES[torch_device.type] // (number * side**2 * dtype.itemsize))
-    weights = [[torch.ones(side, side, dtype=dtype, device=torch_device) for _ in range(count)] for _ in range(number)]
-    points, turns = [], itertools.cycle(weights)  # every call takes the next group, which no cache holds
+    nbytes = sum(part.nbytes for part in make(1, side, dtype, torch_device)[0] if part is not None)
+    count = max(1, _BYTES[torch_device.type] // (number * nbytes))
+    weights = make(number * count, side, dtype, torch_device)
+    # Every call takes the next group, which no cache holds.
+    points, turns = [], itertools.cycle(weights[i * count : (i + 1) * count] for i in range(number))
     for rows in counts:
         x = torch.ones(rows, side, dtype=dtype, device=torch_device)
 
@@ -211,8 +240,10 @@ def cache_file(device: str) -> Path:
 
 
 @functools.cache
-def profile_of(device: str) -> DeviceProfile:
+def profile_of(device: str, torch_products: bool = True) -> DeviceProfile:
     """The profile of a torch device: cached by `specmemo probe`, known by name, or probed in one to two seconds.
+
+    ``torch_products`` as for :func:`probe`.
 
     Probes at most once per process, and writes no file. A cached CPU profile is valid for the same processor and number
     of threads. A GPU profile is valid for the same name and about the same memory, as cards of one name may differ in
@@ -223,7 +254,7 @@ def profile_of(device: str) -> DeviceProfile:
     """
     torch_device = _resolved(device)
     if str(torch_device) != device:
-        return profile_of(str(torch_device))
+        return profile_of(str(torch_device), torch_products)
     profiles = [] if torch_device.type == "cpu" else list(KNOWN_DEVICES.values())
     with suppress(OSError, ValueError):  # not measured yet
         profiles.insert(0, DeviceProfile.load(cache_file(device)))
@@ -236,7 +267,7 @@ def profile_of(device: str) -> DeviceProfile:
     for profile in profiles:
         if same_name(profile.name, name) and (torch_device.type == "cpu" or _same_size(profile.memory, memory)):
             return replace(profile, memory=memory)
-    return probe(device, seconds=0.7)
+    return probe(device, 0.7, torch_products)
 
 
 def _same_size(expected: int, memory: int) -> bool:

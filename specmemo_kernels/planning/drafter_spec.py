@@ -8,6 +8,7 @@ from typing import Protocol
 
 from specmemo_kernels.ops.weight_codes import CODE_BITS, check_bits, packed_bytes
 from specmemo_kernels.planning.model_spec import ModelSpec
+from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, Accuracy
 from specmemo_kernels.tree.draft_tree import DraftTree
 from specmemo_kernels.tree.tree_budget import Trees
 
@@ -19,12 +20,16 @@ CHAIN_ACCURACY = 0.5
 
 @dataclass(frozen=True)
 class Product:
-    """``rows`` rows times ``matrices`` matrices of ``weights`` elements and ``nbytes`` bytes in total."""
+    """``rows`` rows times ``matrices`` matrices of ``weights`` elements and ``nbytes`` bytes in total.
+
+    ``coded``: in 4-bit codes.
+    """
 
     weights: float
     nbytes: float
     rows: int
     matrices: int
+    coded: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,10 @@ class DrafterSpec(Protocol):
         """4: its matrices are in 4-bit codes; ``None``: in the model's dtype."""
 
     @property
+    def assumed_accuracy(self) -> Accuracy:
+        """Its accuracy, ``[depth][k]`` cumulative, unless a file or a run has others."""
+
+    @property
     def ranks(self) -> int:
         """Candidates per depth in its trees; 1: chains."""
 
@@ -115,6 +124,7 @@ class _StaticDrafter:
 
     ranks, hidden_size, attention_width = RANKS, 0, 0
     head_bits: int | None = None
+    assumed_accuracy: Accuracy = DEFAULT_ACCURACY
 
     def in_codes(self) -> DrafterSpec | None:
         return None
@@ -170,13 +180,13 @@ class HeadsSpec(_StaticDrafter):
         Ranks exchange a value and a token, 16 bytes, per candidate: one message per matrix.
         """
         sequences, depth = drafts.sequences, drafts.depth
-        blocks = depth * self.num_layers
+        blocks, coded = depth * self.num_layers, self.head_bits is not None
         matrices, rows = (depth, sequences) if self.own_lm_head else (1, depth * sequences)
         vocabulary = matrices * spec.lm_head_weights / tp
         read = self.vocab_bytes(spec, tp) if self.own_lm_head else spec.lm_head_bytes / tp
         products = (
-            Product(blocks * spec.hidden_size**2, blocks * self.block_bytes(spec), sequences, blocks),
-            Product(vocabulary, matrices * read, rows, matrices),
+            Product(blocks * spec.hidden_size**2, blocks * self.block_bytes(spec), sequences, blocks, coded),
+            Product(vocabulary, matrices * read, rows, matrices, coded and self.own_lm_head),
         )
         return DraftWork(products, gathered=(16 * rows * drafts.width,) * matrices)
 
@@ -205,7 +215,7 @@ class PromptLookupSpec(_StaticDrafter):
 
     max_depth: int = 10
 
-    kind, ranks = "prompt lookup", 1
+    kind, ranks, assumed_accuracy = "prompt lookup", 1, ((CHAIN_ACCURACY,),)
 
     def nbytes(self, spec: ModelSpec, depth: int, tp: int = 1) -> int:
         """No weights."""

@@ -11,7 +11,8 @@ from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.ops.weight_codes import CODE_BITS, check_bits
 from specmemo_kernels.planning.drafter_spec import RANKS, Drafts, DraftWork, Product
 from specmemo_kernels.planning.model_spec import ModelSpec
-from specmemo_kernels.tree.tree_budget import TreeBudget, half_beam, most_nodes
+from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, RECURRENT_ACCURACY, Accuracy
+from specmemo_kernels.tree.tree_budget import TreeBudget, beam_of, most_nodes
 
 #: EAGLE-2's tree (``topK_genrate``): a beam of 10, expanded 7 times behind the root's children. Clover-2 has the beam,
 #: MTP both.
@@ -103,6 +104,11 @@ class FeatureDrafterSpec:
         return replace(self, head_bits=CODE_BITS) if self.packed_bytes and self.head_bits is None else None
 
     @property
+    def assumed_accuracy(self) -> Accuracy:
+        """See :class:`specmemo_kernels.planning.drafter_spec.DrafterSpec`; one pass predicts all tokens of a block."""
+        return DEFAULT_ACCURACY if self.block_rows else RECURRENT_ACCURACY
+
+    @property
     def ranks(self) -> int:
         """Candidates per depth in its trees."""
         return min(RANKS, self.beam)
@@ -118,7 +124,8 @@ class FeatureDrafterSpec:
 
     def budget(self, size: int, depth: int) -> TreeBudget:
         """Dynamic trees of at most ``size`` nodes and ``depth``."""
-        depth, width = min(depth, size - 1), self._beam(size)
+        depth = min(depth, size - 1)
+        width = self._beam(size, depth)
         return TreeBudget(min(size, most_nodes(depth, width)), depth, width)
 
     def nbytes(self, spec: ModelSpec, depth: int, tp: int = 1) -> int:
@@ -136,14 +143,15 @@ class FeatureDrafterSpec:
 
     def step_work(self, spec: ModelSpec, drafts: Drafts, tp: int = 1) -> DraftWork:
         """Work of a step: the accepted tokens (rejected ones count as well), then the drafting passes."""
-        sequences, beam = drafts.sequences, self._beam(drafts.nodes)
+        sequences, beam = drafts.sequences, self._beam(drafts.nodes, drafts.depth)
         passes = (sequences * self.block_rows,) if self.block_rows else (sequences * beam,) * (drafts.depth - 1)
         predicted = (sequences * drafts.depth,) if self.block_rows else (sequences, *passes)
         parts = [(self.advance, sequences * (drafts.depth + 1)), *((self.draft, rows) for rows in passes)]
         products = [self._product(spec, part, rows) for part, rows in (*parts, (self.state, sequences))]
         vocabulary = self.vocab_rows * self.hidden_size or spec.lm_head_weights / tp
         read = vocabulary * self._element_bytes(spec) if self.vocab_rows else spec.lm_head_bytes / tp
-        products += [Product(vocabulary, read, rows, 1) for rows in predicted]
+        coded = self.head_bits is not None and self.vocab_rows > 0
+        products += [Product(vocabulary, read, rows, 1, coded) for rows in predicted]
         merges = self.num_layers * max(0, drafts.depth - 2) if self._has_ancestors else 0
         growing = _OPERATORS + _OPERATORS_PER_DEPTH * (drafts.depth - 1) + _OPERATORS_PER_MERGE * merges
         best = [
@@ -178,7 +186,7 @@ class FeatureDrafterSpec:
         """Peak bytes per sequence: drafting, or all nodes' states beside the accepted path in its own layers."""
         features = self.features * spec.hidden_size
         read = nodes * (features + spec.hidden_size) + (depth + 1) * (features + self.advance.activations)
-        return max(read * spec.dtype_bytes, self._draft_bytes(spec.dtype_bytes, depth, self._beam(nodes)))
+        return max(read * spec.dtype_bytes, self._draft_bytes(spec.dtype_bytes, depth, self._beam(nodes, depth)))
 
     def _draft_bytes(self, size: int, depth: int, beam: int) -> int:
         """Peak bytes per sequence while drafting, in a dtype of ``size`` bytes."""
@@ -209,12 +217,14 @@ class FeatureDrafterSpec:
         """Whether drafted nodes attend to their drafted ancestors."""
         return self.draft.attends and not self.block_rows
 
-    def _beam(self, nodes: int) -> int:
-        """Nodes per depth that are expanded in trees of ``nodes`` nodes."""
-        return max(1, min(self.beam, nodes - 1 if self.block_rows else half_beam(nodes)))
+    def _beam(self, nodes: int, depth: int) -> int:
+        """Nodes per depth that are expanded in trees of ``nodes`` nodes: all of them where that costs nothing."""
+        all_of_them = self.block_rows or depth == 1
+        return max(1, min(self.beam, nodes - 1 if all_of_them else beam_of(nodes)))
 
     def _product(self, spec: ModelSpec, part: DrafterPart, rows: int) -> Product:
-        return Product(part.weights, part.weights * self._element_bytes(spec), rows, part.matrices)
+        nbytes = part.weights * self._element_bytes(spec)
+        return Product(part.weights, nbytes, rows, part.matrices, self.head_bits is not None)
 
     def _element_bytes(self, spec: ModelSpec) -> float:
         """Bytes of a matrix's element."""

@@ -13,7 +13,7 @@ from specmemo_kernels.backends.kernel_config import KernelConfig, attention_conf
 from specmemo_kernels.backends.kernel_target import TARGETS
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.device import DeviceProfile
-from specmemo_kernels.planning.drafter_spec import CHAIN_ACCURACY, DrafterSpec, HeadsSpec
+from specmemo_kernels.planning.drafter_spec import DrafterSpec, HeadsSpec
 from specmemo_kernels.planning.footprint import check_ranks, page_token_bytes, weight_bytes
 from specmemo_kernels.planning.known_devices import known_device
 from specmemo_kernels.planning.memory_plan import (
@@ -36,7 +36,7 @@ from specmemo_kernels.planning.search import (
     parts_of,
     tree_paths,
 )
-from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, Accuracy, deepened
+from specmemo_kernels.tree.acceptance import Accuracy, deepened
 
 Model = ModelSpec | str | Path
 Device = DeviceProfile | str
@@ -98,10 +98,11 @@ def plan_request(
 
 def _assumed_accuracy(drafter: DrafterSpec) -> tuple[Accuracy, str]:
     """Accuracies of a drafter without known ones, and a sentence about them."""
-    if drafter.ranks == 1:
-        return [[CHAIN_ACCURACY]], f"acceptance is assumed: {CHAIN_ACCURACY:.0%} of the guesses are right"
+    accuracy = drafter.assumed_accuracy
+    if len(accuracy) == 1:
+        return accuracy, f"acceptance is assumed: {accuracy[0][0]:.0%} of the guesses behind right ones are right"
     deeper = "" if isinstance(drafter, HeadsSpec) else ", the last row repeated for deeper nodes"
-    return DEFAULT_ACCURACY, f"acceptance is assumed: Medusa's published accuracies on Vicuna-7B{deeper}"
+    return accuracy, f"acceptance is assumed: Medusa's published accuracies on Vicuna-7B{deeper}"
 
 
 def _kernels(request: PlanRequest) -> tuple[KernelConfig, ...] | None:

@@ -117,7 +117,8 @@ def make_drafter(
         if head_bits is not None:
             raise ValueError(f"head_bits is {head_bits}, {_PACKED}; heads is {MTP!r}")
         mtp = load_mtp(model) if isinstance(heads, str) else heads
-        return MtpDrafter(mtp, vocabulary_of(model, facts, backend, ranks), facts, backend), DEFAULT_ACCURACY
+        layers = MtpDrafter(mtp, vocabulary_of(model, facts, backend, ranks), facts, backend)
+        return layers, layers.spec.assumed_accuracy
     if isinstance(heads, str | Path):
         drafter = load_feature_drafter(heads, model, facts, backend, ranks, head_bits)
         if drafter is not None:

@@ -21,7 +21,7 @@ from specmemo_kernels.integrations.hf.measure import least_seconds
 from specmemo_kernels.integrations.hf.target import ModelFacts
 from specmemo_kernels.planning.footprint import PassBytes
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
-from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, Accuracy
+from specmemo_kernels.tree.acceptance import Accuracy
 from specmemo_kernels.tree.choice import PassSeconds
 from specmemo_kernels.tree.tree_budget import Trees
 
@@ -54,7 +54,7 @@ def load_feature_drafter(
         ranks.assert_same(tensors_digest(tensors))
     vocabulary = vocabulary_of(model, facts, backend, ranks)
     drafter = feature_drafter(published.config, tensors, vocabulary, len(facts.layers), backend)
-    return drafter, published.accuracy or DEFAULT_ACCURACY
+    return drafter, published.accuracy or drafter.spec.assumed_accuracy
 
 
 def vocabulary_of(model: Any, facts: ModelFacts, backend: str, ranks: SingleRank) -> TargetVocabulary:

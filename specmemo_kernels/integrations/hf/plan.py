@@ -328,7 +328,7 @@ def _largest_tree(setup: Setup, kv_dtype: str | None, recorded: bool) -> tuple[T
     if facts.device.type not in ("cpu", "cuda") or dtype not in DTYPE_BYTES:
         return _small_tree(heads, accuracy, f"there is no profile for {dtype} on {facts.device}")
     spec = with_mixers(dataclasses.replace(spec, dtype=dtype), setup.model, facts.mixers, len(facts.layers))
-    profile = profile_of(str(facts.device))
+    profile = profile_of(str(facts.device), torch_products=False)
     weights = spec.quantised.on(profile.kernel_target, profile.backend == "cpu")
     spec = dataclasses.replace(spec, quantised=weights)
     if profile.compute_dtype(dtype) != dtype:
