@@ -855,6 +855,7 @@ def figures() -> dict[str, str]:
         "train.accuracy": trained_accuracy(),
         "linear": linear(),
         "engines": engines(),
+        "engines.long": engines("engines_long_cpu"),
         "engines.avx512": engines("engines_avx512_cpu"),
         "engines.avx512.1b": engines("engines_avx512_1b_cpu"),
         "vllm": vllm(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -39,4 +40,4 @@ def embedding(tensors: Mapping[str, Tensor], name: str, tokens: Tensor, size: in
 
 def stored_keys(keys: Iterable[str]) -> list[str]:
     """The keys of a drafter's tensors as its file has them, without codes."""
-    return [key.replace(".codes", ".weight") for key in keys if not key.endswith(".scales")]
+    return [re.sub(r"\.codes$", ".weight", key) for key in keys if not key.endswith(".scales")]
