@@ -149,7 +149,7 @@ def test_chat_with_heads_in_4_bits(plain_model: Path, tmp_path: Path) -> None:
     options = ("chat", "--model", plain_model, "--heads", tmp_path, "--head-bits", 4, "--max-new-tokens", 12)
     result = run(*options, text="def f(x):\n/stats\n")
     assert result.exit_code == 0, result.output
-    assert "heads in 4 bits" in result.output
+    assert "the drafter in 4 bits" in result.output
     plain = chat(plain_model, "def f(x):\n").output
     assert plain.splitlines()[-1] in result.output, "the same reply"
 
