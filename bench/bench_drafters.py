@@ -62,7 +62,7 @@ def main(
     kinds: Annotated[str, typer.Option(help="of " + ", ".join(KINDS))] = ",".join(KINDS),
     nodes: Annotated[str, typer.Option(help="sizes of trees")] = "8,16",
     depth: Annotated[int, typer.Option(help="of the trees")] = 4,
-    full_beam: Annotated[bool, typer.Option(help="expand all nodes, not half of them")] = False,
+    full_beam: Annotated[bool, typer.Option(help="expand all nodes, not a third of them")] = False,
     context: Annotated[int, typer.Option(help="tokens of the prompt")] = 256,
     seconds: Annotated[float, typer.Option(help="for each row")] = 12.0,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",

@@ -167,6 +167,17 @@ def test_replay_accepts_what_was_drawn_everywhere(bench: dict[str, ModuleType], 
     assert medusa.steps == steps
 
 
+def test_chains_are_right_as_often_as_published(bench: dict[str, ModuleType]) -> None:
+    """Shares of 20,000 draws within five standard errors; a chain follows the right drafts and stops behind them."""
+    chain = bench["replay"].PublishedChain()
+    draws = [ranks for text in range(20) for ranks in chain.ranks(text, 0, 1000)]
+    tree = DraftTree.from_paths([(0,) * depth for depth in range(1, 8)])
+    lengths = torch.tensor([len(bench["replay"].walk_ranks(tree, ranks)) - 1 for ranks in draws])
+    for depth, share in enumerate(chain.right, start=1):
+        error = (share * (1 - share) / len(draws)) ** 0.5
+        assert float((lengths >= depth).float().mean()) == pytest.approx(share, abs=5 * error)
+
+
 def test_replay_in_a_batch(bench: dict[str, ModuleType]) -> None:
     """Sequences with the same draws take the same steps."""
     replay = bench["replay"]
