@@ -135,7 +135,7 @@ class CodeProducts {
   typedef typename Row::Element Element;
 
  public:
-  static constexpr int64_t kTile = kCodeWeights, kGroupSize = kGroup;
+  static constexpr int64_t kTile = kGroup, kGroupSize = kGroup;
 
   explicit CodeProducts(const ProductArgs& args) : args_(args) {
     groups_ = (args.inputs + kScaled - 1) / kScaled;

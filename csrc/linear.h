@@ -58,8 +58,7 @@ class Outputs {
   Products products_;
 };
 
-// Divides outputs into tasks of consecutive tiles. Threads take tasks in turn: equally fast ones each take consecutive
-// outputs, whose weights the task before has prefetched.
+// Divides outputs into tasks of consecutive tiles.
 template <class Products>
 struct Tasks {
   static constexpr int64_t kTile = Products::kTile, kGroupSize = Products::kGroupSize;
@@ -67,20 +66,17 @@ struct Tasks {
   Tasks(int64_t outputs, int64_t row_bytes, int threads)
       : count(Products::task_count(outputs, row_bytes, threads)),
         outputs(outputs),
-        threads(threads),
         tiles((outputs + kTile - 1) / kTile, count) {}
 
-  // Calls function(first, count) for each group of kGroupSize outputs of the task that is the turn-th to be taken.
+  // Calls function(first, count) for each group of kGroupSize outputs of a task.
   template <class Function>
-  void for_each_group(int64_t turn, Function function) const {
-    const int64_t task = Parts(count, threads).begin(turn % threads) + turn / threads;
+  void for_each_group(int64_t task, Function function) const {
     const int64_t end = std::min(tiles.begin(task + 1) * kTile, outputs);
     for (int64_t first = tiles.begin(task) * kTile; first < end; first += kGroupSize)
       function(first, std::min(end - first, kGroupSize));
   }
 
   int64_t count, outputs;
-  int threads;
   Parts tiles;
 };
 
@@ -118,7 +114,7 @@ void run_product(const ProductArgs& args, typename T::Raw* out, char* shared, in
                                               c.out + r * c.args.outputs + first);
     });
   };
-  parallel_for(context.tasks.count, threads, task, &context);
+  parallel_parts(context.tasks.count, threads, task, &context);
 }
 
 // out[rows, outputs of gate] = activation(gate(x)) * up(x), each rounded to T, as separate layers do.
@@ -154,7 +150,7 @@ void run_gates(const ProductArgs& gate, const ProductArgs& up, Activation activa
                                               c.out + r * c.args.outputs + first);
     });
   };
-  parallel_for(context.tasks.count, threads, task, &context);
+  parallel_parts(context.tasks.count, threads, task, &context);
 }
 
 // Bytes of prepared input. More than kPassRows rows are a panel.

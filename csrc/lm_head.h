@@ -166,7 +166,7 @@ void run_pieces(const LmHeadArgs& args, int threads) {
     auto& c = *static_cast<Context*>(data);
     c.head.run(i, c.results);
   };
-  parallel_for(pieces.count, threads, piece, &context);
+  parallel_parts(pieces.count, threads, piece, &context);
   for (int64_t row = 0; row < args.product.rows; ++row) context.head.merge(row, context.results);
 }
 

@@ -12,6 +12,8 @@
 #include <thread>
 #include <vector>
 
+#include "parts.h"
+
 #ifdef __linux__
 #include <link.h>
 #endif
@@ -73,26 +75,82 @@ const Runtime& runtime() {
   return found;
 }
 
+// The indices left of a part of a loop, on a cache line of their own.
+class alignas(64) Part {
+ public:
+  void set(int64_t begin, int64_t end) { left_ = pack(begin, end); }
+
+  // Takes the first or the last one; -1 if none is left.
+  int64_t take(bool last) {
+    uint64_t seen = left_.load(std::memory_order_relaxed);
+    for (;;) {
+      const auto begin = static_cast<int64_t>(seen >> 32), end = static_cast<int64_t>(seen & UINT32_MAX);
+      if (begin >= end) return -1;
+      if (left_.compare_exchange_weak(seen, last ? pack(begin, end - 1) : pack(begin + 1, end),
+                                      std::memory_order_relaxed))
+        return last ? end - 1 : begin;
+    }
+  }
+
+ private:
+  static uint64_t pack(int64_t begin, int64_t end) {
+    return static_cast<uint64_t>(begin) << 32 | static_cast<uint64_t>(end);
+  }
+
+  std::atomic<uint64_t> left_{0};
+};
+
+constexpr int kMaxParts = 64;  // of a loop; more threads share the parts
+
 struct Loop {
-  std::atomic<int64_t> next{0};
+  Part parts[kMaxParts];
+  std::atomic<int> entered{0};
   std::atomic<bool> failed{false};
-  int64_t count;
+  int part_count;
   Task task;
   void* context;
 };
 
+// A thread runs the indices of its own part in order, then the last ones of the other parts.
 void work(void* data) {
   auto* loop = static_cast<Loop*>(data);
-  for (;;) {
-    const int64_t index = loop->next.fetch_add(1, std::memory_order_relaxed);
-    if (index >= loop->count) return;
-    try {
-      loop->task(loop->context, index);
-    } catch (...) {  // only an arena can throw; an exception must not cross the runtime's C frames
-      loop->failed = true;
-      loop->next = loop->count;
+  const int own = loop->entered.fetch_add(1, std::memory_order_relaxed);
+  for (int i = 0; i < loop->part_count; ++i) {
+    Part& part = loop->parts[(own + i) % loop->part_count];
+    for (int64_t index; !loop->failed.load(std::memory_order_relaxed) && (index = part.take(i > 0)) >= 0;) {
+      try {
+        loop->task(loop->context, index);
+      } catch (...) {  // only an arena can throw; an exception must not cross the runtime's C frames
+        loop->failed = true;
+      }
     }
   }
+}
+
+void run_parts(const Parts& parts, int64_t count, int threads, Task task, void* context) {
+  if (threads <= 1 || count <= 1) {
+    for (int64_t i = 0; i < count; ++i) task(context, i);
+    return;
+  }
+  Loop loop;
+  loop.part_count = static_cast<int>(parts.count);
+  for (int i = 0; i < loop.part_count; ++i) loop.parts[i].set(parts.begin(i), parts.begin(i + 1));
+  loop.task = task;
+  loop.context = context;
+  if (runtime().parallel != nullptr) {  // always as many: libgomp ends the threads that a smaller team doesn't have
+    runtime().parallel(work, &loop, static_cast<unsigned>(threads), 0);
+  } else {
+    std::vector<std::thread> helpers;
+    try {
+      const int64_t helping = std::min<int64_t>(threads, count) - 1;
+      helpers.reserve(static_cast<size_t>(helping));
+      for (int64_t i = 0; i < helping; ++i) helpers.emplace_back(work, &loop);
+    } catch (const std::exception&) {  // out of threads or memory: the running threads do all the work
+    }
+    work(&loop);
+    for (auto& helper : helpers) helper.join();
+  }
+  if (loop.failed) throw std::bad_alloc();
 }
 
 std::atomic<int64_t> all_arenas{0};
@@ -119,28 +177,11 @@ void release_threads() {
 }
 
 void parallel_for(int64_t count, int threads, Task task, void* context) {
-  if (threads <= 1 || count <= 1) {
-    for (int64_t i = 0; i < count; ++i) task(context, i);
-    return;
-  }
-  Loop loop;
-  loop.count = count;
-  loop.task = task;
-  loop.context = context;
-  if (runtime().parallel != nullptr) {  // always as many: libgomp ends the threads that a smaller team doesn't have
-    runtime().parallel(work, &loop, static_cast<unsigned>(threads), 0);
-  } else {
-    std::vector<std::thread> helpers;
-    try {
-      const int64_t helping = std::min<int64_t>(threads, count) - 1;
-      helpers.reserve(static_cast<size_t>(helping));
-      for (int64_t i = 0; i < helping; ++i) helpers.emplace_back(work, &loop);
-    } catch (const std::exception&) {  // out of threads or memory: the running threads do all the work
-    }
-    work(&loop);
-    for (auto& helper : helpers) helper.join();
-  }
-  if (loop.failed) throw std::bad_alloc();
+  run_parts(Parts(count, 1), count, threads, task, context);
+}
+
+void parallel_parts(int64_t count, int threads, Task task, void* context) {
+  run_parts(Parts(count, std::clamp<int64_t>(threads, 1, kMaxParts)), count, threads, task, context);
 }
 
 const char* thread_runtime() { return runtime().name; }

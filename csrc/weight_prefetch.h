@@ -32,6 +32,10 @@ constexpr int kNearSlots = 2;
 constexpr int kNearSlots = 1;
 #endif
 
+// Bytes from a prefetch to its use in a single stream of weights; on the same EPYC 5 KiB and 8 KiB take up to 1.1 times
+// as long. A single row of input leaves it to the hardware: with prefetches it takes up to 1.2 times as long.
+constexpr int64_t kSequentialBytes = 6 << 10;
+
 // Prefetches of steps that each multiply a line of WEIGHTS weight rows.
 template <int WEIGHTS>
 class WeightPrefetches {
@@ -54,7 +58,7 @@ class WeightPrefetches {
       if (slot != (2 * v + 1) * slots / (2 * WEIGHTS)) continue;
       prefetch(next_[v]);
       next_[v] += step_;
-      if (kNearLines > 0 && slots >= kNearSlots)
+      if (WEIGHTS > 1 && kNearLines > 0 && slots >= kNearSlots)
         prefetch_near(reinterpret_cast<const char*>(weights[v] + at) + kNearLines * kLine);
     }
   }

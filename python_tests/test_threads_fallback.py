@@ -25,6 +25,7 @@ PROGRAM = r"""
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <initializer_list>
 
 static int allowed = 0;
 static int started = 0;
@@ -41,12 +42,15 @@ static std::atomic<int> runs[100];
 
 int main(int, char** arguments) {
   allowed = std::atoi(arguments[1]);
-  for (int repeat = 0; repeat < 3; ++repeat) {
-    started = 0;
-    specmemo::parallel_for(100, 8, [](void*, int64_t index) { ++runs[index]; }, nullptr);
+  const int threads = std::atoi(arguments[2]);
+  for (auto loop : {specmemo::parallel_for, specmemo::parallel_parts}) {
+    for (int repeat = 0; repeat < 3; ++repeat) {
+      started = 0;
+      loop(100, threads, [](void*, int64_t index) { ++runs[index]; }, nullptr);
+    }
   }
   for (auto& count : runs) {
-    if (count != 3) return 1;
+    if (count != 6) return 1;
   }
   std::printf("%s, %d started\n", specmemo::thread_runtime(), started);
 }
@@ -66,9 +70,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(
     COMPILER is None or not SOURCES.exists() or sys.platform != "linux", reason="needs Linux, a compiler, the sources"
 )
-@pytest.mark.parametrize("allowed", [0, 1, 3, 7])
-def test_refused_threads_leave_the_work_to_the_others(program: Path, allowed: int) -> None:
-    """Each index runs once per loop, whichever of the seven threads fails to start."""
-    done = subprocess.run([program, str(allowed)], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(("allowed", "threads"), [(0, 8), (1, 8), (3, 8), (7, 8), (3, 70), (69, 70)])
+def test_refused_threads_leave_the_work_to_the_others(program: Path, allowed: int, threads: int) -> None:
+    """Each index runs once per loop, whichever thread fails to start, also with more threads than a loop has parts."""
+    done = subprocess.run([program, str(allowed), str(threads)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"std::thread, {allowed} started\n"
