@@ -163,6 +163,8 @@ class CodeProducts {
     }
   }
 
+  void prepare_as(const CodeProducts& other) { x_ = other.x_; }
+
   int64_t value_rows() const { return args_.rows; }
   int64_t sums_bytes() const { return 0; }
 

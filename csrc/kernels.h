@@ -78,6 +78,8 @@ struct LinearArgs {
   void* out;  // [rows, outputs], contiguous
 };
 
+constexpr int64_t kMatrices = 4;  // of a call of `linears`
+
 // Products of consecutive rows with the matrices of groups: rows ends[i - 1] to ends[i] with the i-th. Rows behind the
 // last end become zeros.
 struct GroupedLinearArgs {
@@ -131,7 +133,9 @@ struct Kernels {
   void (*tree_attention)(const AttentionArgs&, int threads);
   int64_t (*attention_workspace)(const AttentionArgs&);  // bytes of one thread, for any number of nodes
   void (*lm_head_topk)(const LmHeadArgs&, int threads);
-  void (*linear)(const LinearArgs&, int threads);
+  // With at most kMatrices matrices; several have the same rows, types and `invariant`, and are stored by output,
+  // without scales.
+  void (*linears)(const LinearArgs*, int64_t count, int threads);
   void (*grouped_linear)(const GroupedLinearArgs&, int threads);
   void (*gated_mlp)(const GatedMlpArgs&, int threads);
   void (*rms_norm)(const RmsNormArgs&, int threads);

@@ -49,8 +49,8 @@ void lm_head_topk(const LmHeadArgs& args, int threads) {
   by_dtype(args.product.dtype, [&](auto t, auto dot) { run_lm_head<decltype(t), decltype(dot)>(args, threads); });
 }
 
-void linear(const LinearArgs& args, int threads) {
-  by_dtype(args.product.dtype, [&](auto t, auto dot) { run_linear<decltype(t), decltype(dot)>(args, threads); });
+void linears(const LinearArgs* all, int64_t count, int threads) {
+  by_dtype(all->product.dtype, [&](auto t, auto dot) { run_linears<decltype(t), decltype(dot)>(all, count, threads); });
 }
 
 void grouped_linear(const GroupedLinearArgs& args, int threads) {
@@ -82,7 +82,7 @@ const Kernels SPECMEMO_TABLE(SPECMEMO_ISA) = {SPECMEMO_NAME(SPECMEMO_ISA),
                                               tree_attention,
                                               attention_workspace,
                                               lm_head_topk,
-                                              linear,
+                                              linears,
                                               grouped_linear,
                                               gated_mlp,
                                               rms_norm,

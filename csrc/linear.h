@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
 
 #include "activation.h"
 #include "code_products.h"
@@ -92,29 +93,53 @@ inline void store_values(const float* values, int64_t count, typename T::Raw* ou
   }
 }
 
-// out[rows, outputs] = x @ weight^T + bias.
+// out[rows, outputs] = x @ weight^T + bias with one matrix.
 template <class T, class Products>
-void run_product(const ProductArgs& args, typename T::Raw* out, char* shared, int threads) {
-  struct Context {
-    const ProductArgs& args;
-    typename T::Raw* out;
-    Outputs<T, Products> outputs;
-    Tasks<Products> tasks;
-  } context{args, out, Outputs<T, Products>(args), Tasks<Products>(args.outputs, args.inputs * T::kBits / 8, threads)};
-  context.outputs.prepare(shared, threads);
-  auto task = [](void* data, int64_t i) {
-    const auto& c = *static_cast<Context*>(data);
-    const int64_t sums_bytes = c.outputs.sums_bytes();
-    auto* sums = static_cast<char*>(arena(0, sums_bytes + c.outputs.value_count() * 4));
+struct Matrix {
+  typedef typename T::Raw Raw;
+
+  Matrix(const LinearArgs& args, int threads)
+      : args(args.product),
+        out(static_cast<Raw*>(args.out)),
+        outputs(args.product),
+        tasks(args.product.outputs, args.product.inputs * T::kBits / 8, threads) {}
+
+  void run(int64_t task) const {
+    const int64_t sums_bytes = outputs.sums_bytes();
+    auto* sums = static_cast<char*>(arena(0, sums_bytes + outputs.value_count() * 4));
     auto* values = reinterpret_cast<float*>(sums + sums_bytes);
-    c.tasks.for_each_group(i, [&](int64_t first, int64_t count) {
-      c.outputs.compute(first, count, sums, values);
-      for (int64_t r = 0; r < c.args.rows; ++r)
-        store_values<T, Products::kGroupSize>(values + r * Products::kGroupSize, count,
-                                              c.out + r * c.args.outputs + first);
+    tasks.for_each_group(task, [&](int64_t first, int64_t count) {
+      outputs.compute(first, count, sums, values);
+      for (int64_t r = 0; r < args.rows; ++r)
+        store_values<T, Products::kGroupSize>(values + r * Products::kGroupSize, count, out + r * args.outputs + first);
     });
+  }
+
+  const ProductArgs& args;
+  Raw* out;
+  Outputs<T, Products> outputs;
+  Tasks<Products> tasks;
+};
+
+// The products of the same rows with up to kMatrices matrices, in one loop.
+template <class T, class Products>
+void run_products(const LinearArgs* all, int64_t count, char* shared, int threads) {
+  std::optional<Matrix<T, Products>> matrices[kMatrices];
+  int64_t tasks = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    matrices[i].emplace(all[i], threads);
+    if (i == 0)
+      matrices[0]->outputs.prepare(shared, threads);
+    else
+      matrices[i]->outputs.prepare_as(matrices[0]->outputs);
+    tasks += matrices[i]->tasks.count;
+  }
+  auto task = [](void* data, int64_t i) {
+    const auto* matrix = static_cast<const std::optional<Matrix<T, Products>>*>(data);
+    for (; i >= (*matrix)->tasks.count; ++matrix) i -= (*matrix)->tasks.count;
+    (*matrix)->run(i);
   };
-  parallel_parts(context.tasks.count, threads, task, &context);
+  parallel_parts(tasks, threads, task, matrices);
 }
 
 // out[rows, outputs of gate] = activation(gate(x)) * up(x), each rounded to T, as separate layers do.
@@ -179,31 +204,32 @@ ProductArgs pass_of(ProductArgs args, int64_t row, bool panel) {
   return args;
 }
 
+// The same rows with at most kMatrices matrices; several are stored by output, without scales.
 template <class T, class Dot>
-void run_rows(const ProductArgs& args, typename T::Raw* out, int threads) {
-  if (args.outputs == 0) return;
-  for (int64_t row = 0; row < args.rows;) {
-    const bool panel = in_panel(args, row);
-    const ProductArgs part = pass_of<T>(args, row, panel);
-    typename T::Raw* part_out = out + row * part.outputs;
+void run_linears(const LinearArgs* all, int64_t count, int threads) {
+  const ProductArgs& first = all[0].product;
+  if (count == 1 && first.outputs == 0) return;
+  for (int64_t row = 0; row < first.rows;) {
+    const bool panel = in_panel(first, row);
+    LinearArgs parts[kMatrices];
+    for (int64_t i = 0; i < count; ++i) {
+      auto* out = static_cast<typename T::Raw*>(all[i].out);
+      parts[i] = {pass_of<T>(all[i].product, row, panel), out + row * all[i].product.outputs};
+    }
+    const ProductArgs& part = parts[0].product;
     const int64_t bytes = part.by_input ? ColumnProducts<T>::memory_bytes(part.rows, part.inputs)
                                         : prepared_bytes<T, Dot>(part.rows, part.inputs);
     auto* shared = static_cast<char*>(arena(1, bytes));
     if (part.by_input)
-      run_columns<T>(part, part_out, shared, threads);
+      run_columns<T>(part, static_cast<typename T::Raw*>(parts[0].out), shared, threads);
     else if (part.scales != nullptr)
-      run_product<T, CodeProducts<T, Dot>>(part, part_out, shared, threads);
+      run_products<T, CodeProducts<T, Dot>>(parts, count, shared, threads);
     else if (panel)
-      run_product<T, PanelProducts<T, Dot>>(part, part_out, shared, threads);
+      run_products<T, PanelProducts<T, Dot>>(parts, count, shared, threads);
     else
-      run_product<T, RowProducts<T, Dot>>(part, part_out, shared, threads);
+      run_products<T, RowProducts<T, Dot>>(parts, count, shared, threads);
     row += part.rows;
   }
-}
-
-template <class T, class Dot>
-void run_linear(const LinearArgs& args, int threads) {
-  run_rows<T, Dot>(args.product, static_cast<typename T::Raw*>(args.out), threads);
 }
 
 template <class T, class Dot>
@@ -220,7 +246,8 @@ void run_grouped(const GroupedLinearArgs& args, int threads) {
     product.weight = static_cast<const Raw*>(all.weight) + group * all.outputs * all.inputs;
     if (all.bias != nullptr) product.bias = static_cast<const Raw*>(all.bias) + group * all.outputs;
     product.rows = end - begin;
-    run_rows<T, Dot>(product, out + begin * all.outputs, threads);
+    const LinearArgs linear{product, out + begin * all.outputs};
+    run_linears<T, Dot>(&linear, 1, threads);
     begin = end;
   }
   std::memset(out + begin * all.outputs, 0, static_cast<size_t>((all.rows - begin) * all.outputs) * sizeof(Raw));
@@ -241,7 +268,8 @@ void run_mlp(const ProductArgs& gate, const ProductArgs& up, ProductArgs down, A
              typename T::Raw* out, typename T::Raw* activations, char* prepared, int threads) {
   down.rows = gate.rows, down.x = activations, down.x_stride = gate.outputs;
   if (gate.outputs != 0) run_gates<T, Products>(gate, up, activation, activations, prepared, threads);
-  run_product<T, Products>(down, out, prepared, threads);
+  const LinearArgs last{down, out};
+  run_products<T, Products>(&last, 1, prepared, threads);
 }
 
 template <class T, class Dot>

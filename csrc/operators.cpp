@@ -2,10 +2,12 @@
 // and fetching pybind11's code for twenty arguments takes longer than attention over a hundred tokens.
 #include "operators.h"
 
+#include <algorithm>
 #include <cstring>
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "kernels.h"
 #include "paged_rows.h"
@@ -180,8 +182,30 @@ py::object linear(Arguments a) {  // x, weight, bias, scales, invariant
   args.product.invariant = integer(a[4]) != 0;
   const NewTensor out = like_rows(view(a[0]), args.product.outputs);
   args.out = out.data;
-  execute([args](int threads) { kernels().linear(args, threads); });
+  execute([args](int threads) { kernels().linears(&args, 1, threads); });
   return out.tensor;
+}
+
+py::object linears(Arguments a) {  // x, contiguous weights, biases
+  const py::sequence weights = py::reinterpret_borrow<py::sequence>(a[1]);
+  const py::sequence biases = py::reinterpret_borrow<py::sequence>(a[2]);
+  const TensorView x = view(a[0]);
+  std::vector<LinearArgs> all(weights.size());
+  py::list results;
+  for (size_t i = 0; i < all.size(); ++i) {
+    const py::object weight = weights[i], bias = biases[i];
+    all[i].product = product_args("x", a[0], weight, py::none(), bias);
+    all[i].product.by_input = false;  // also of a single output with another stride
+    const NewTensor out = like_rows(x, all[i].product.outputs);
+    all[i].out = out.data;
+    results.append(out.tensor);
+  }
+  execute([all](int threads) {
+    const auto count = static_cast<int64_t>(all.size());
+    for (int64_t i = 0; i < count; i += kMatrices)
+      kernels().linears(all.data() + i, std::min(kMatrices, count - i), threads);
+  });
+  return results;
 }
 
 py::object grouped_linear(Arguments a) {  // x, weight, bias, ends
@@ -302,6 +326,7 @@ void add_operators(py::module_& module) {
       {"commit_paged_kv", fast(fixed<commit_paged_kv, 11>), METH_FASTCALL, nullptr},
       {"verify_tree_greedy", fast(fixed<verify, 5>), METH_FASTCALL, nullptr},
       {"linear", fast(fixed<linear, 5>), METH_FASTCALL, nullptr},
+      {"linears", fast(fixed<linears, 3>), METH_FASTCALL, nullptr},
       {"grouped_linear", fast(fixed<grouped_linear, 4>), METH_FASTCALL, nullptr},
       {"gated_mlp", fast(fixed<gated_mlp, 9>), METH_FASTCALL, nullptr},
       {"rms_norm", fast(fixed<rms_norm, 5>), METH_FASTCALL, nullptr},

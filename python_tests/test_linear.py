@@ -193,6 +193,23 @@ def test_codes(backend: str, rows: int, dtype: torch.dtype) -> None:
 
 
 @each_dtype
+@pytest.mark.parametrize("rows", [1, 5, 9, 40, 70])
+@pytest.mark.parametrize("outputs", [(50,), (70, 1, 13), (40,) * 6], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_linears(isa: str, rows: int, outputs: tuple[int, ...], biased: bool, dtype: torch.dtype) -> None:
+    """Each with the bits of a separate call, from strided rows; several passes, more matrices than one loop has."""
+    wide = torch.full((rows, 137), float("nan"), dtype=dtype)
+    x = wide[:, :130]
+    x.copy_(random(rows, 130, dtype=dtype))
+    weights = [random(size, 130, dtype=dtype, seed=i) for i, size in enumerate(outputs)]
+    biases = [random(size, dtype=dtype, seed=i) if biased else None for i, size in enumerate(outputs)]
+    found = cpu.linears(x, weights, biases)
+    for weight, bias, result in zip(weights, biases, found, strict=True):
+        check_linear(x, weight, bias, result)
+        assert torch.equal(result, cpu.linear(x, weight, bias, None, False))
+
+
+@each_dtype
 @pytest.mark.parametrize("activation", ACTIVATION_FUNCTIONS)
 @pytest.mark.parametrize("size", [(1, 16, 24, 16), (5, 33, 50, 31), (40, 64, 96, 70), (60, 35, 130, 29)], ids=str)
 @pytest.mark.parametrize("biased", [False, True])

@@ -137,7 +137,7 @@ Values linear(const Values& a) {  // x, weight, bias, scales, invariant
   args.product = product_args(a[0], a[1], a[3], a[2]), args.product.invariant = a[4].integer != 0;
   Values results{like_rows(a[0].tensor, args.product.outputs)};
   args.out = results[0].at<void>();
-  kernels().linear(args, threads_of(a));
+  kernels().linears(&args, 1, threads_of(a));
   return results;
 }
 

@@ -8,6 +8,7 @@ Importing this module raises ``ImportError`` if the C++ module wasn't built. The
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -145,6 +146,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None
     return _cpu.linear(_rows(x), weight, bias, scales, invariant)
 
 
+def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """:func:`linear` of the same rows with several contiguous matrices, in one loop.
+
+    Args:
+        weights: ``[outputs, inputs]``. biases: one for each matrix, or only ``None``.
+    """
+    if _many_rows(x):
+        return [_by_torch(x, *parameters) for parameters in zip(weights, biases, strict=True)]
+    return _cpu.linears(_rows(x), weights, biases)
+
+
 def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, invariant: bool) -> Tensor:
     """:func:`linear` of groups of rows, with one matrix each; always invariant, for groups have few rows."""
     return _cpu.grouped_linear(_rows(x), weight, bias, ends)
@@ -191,7 +203,8 @@ record = _cpu.record
 #: ``trim()`` returns it to the system until a program runs.
 Blocks = _cpu.Blocks
 RECORDED = frozenset((
-    linear, grouped_linear, gated_mlp, rms_norm, add_rms_norm, rotary, tree_attention, append_paged_kv, copy_rows,
+    linear, linears, grouped_linear, gated_mlp, rms_norm, add_rms_norm, rotary, tree_attention, append_paged_kv,
+    copy_rows,
 ))  # fmt: skip
 
 
