@@ -25,8 +25,9 @@ static_assert(kGroup % kWeightTile == 0, "whole tiles in a group");
 
 // With at most so many products for each vector of weights, weight rows are read one after the other, a single stream.
 // On an EPYC with BF16 instructions one row of input takes 0.70 to 0.97 of the time that it takes with kWeightTile
-// streams, two 0.93 to 1.0, three to five 0.80 to 0.98 (768 x 768 to 2048 x 2048; less the faster the memory). Six
-// rows, and three rows of float16, take longer. Other CPUs weren't measured.
+// streams, two 0.93 to 1.0, three to five 0.80 to 0.98 (768 x 768 to 2048 x 2048 in huge pages; less the faster the
+// memory). In 4 KiB pages one row takes 0.78 to 1.0, with 768 x 768 weights 0.94 to 1.10. Six rows, and three rows of
+// float16, take longer. Other CPUs weren't measured.
 #if defined(__AVX512BF16__)
 constexpr int kSequentialProducts = 5;
 #else

@@ -13,7 +13,7 @@ void parallel_for(int64_t count, int threads, Task task, void* context);
 
 // The same, but each thread begins with consecutive indices of its own, for tasks that continue in the memory where the
 // one before ended: where one counter hands them out, equally fast threads swap their places. On an EPYC whose two
-// cores have two L3, products of 768 x 768 to 2048 x 2048 weights take 0.80 to 1.0 of the time (one L3: 0.98 to 1.0).
+// cores have two L3, products of 768 x 768 to 2048 x 2048 weights take 0.80 to 1.0 of the time (one L3: 0.98 to 1.01).
 void parallel_parts(int64_t count, int threads, Task task, void* context);
 
 // The OpenMP runtime that parallel_for found in the process, or "std::thread".
