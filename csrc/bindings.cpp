@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "compressed.h"
 #include "kernels.h"
 #include "operators.h"
 #include "program.h"
@@ -35,6 +36,27 @@ void lm_head_topk(py::handle hidden, py::handle weight, py::handle scales, py::h
   kernel.lm_head_topk(args, threads);
 }
 
+// bfloat16 [rows, inputs] to bytes [rows, compressed_bytes(inputs)], both contiguous.
+bool compress(py::handle weight, py::handle out, int threads) {
+  const TensorView from = view(weight);
+  const auto* weights = from.at<uint16_t>();
+  auto* bytes = view(out).at<uint8_t>();
+  const int64_t rows = from.shape[0], inputs = from.shape[1];
+  py::gil_scoped_release unlocked;
+  return compress_rows(weights, rows, inputs, bytes, threads);
+}
+
+// The reverse.
+void decompress(py::handle compressed, py::handle out, int threads) {
+  const auto* bytes = view(compressed).at<uint8_t>();
+  const TensorView to = view(out);
+  auto* weights = to.at<uint16_t>();
+  const int64_t rows = to.shape[0], inputs = to.shape[1];
+  const Kernels& kernel = kernels();
+  py::gil_scoped_release unlocked;
+  kernel.decompress(bytes, rows, inputs, weights, threads);
+}
+
 std::vector<std::string> isas() {
   int count = 0;
   const char* const* names = available_isas(&count);
@@ -61,6 +83,8 @@ PYBIND11_MODULE(_cpu, m) {
       },
       "Bytes that linear layers keep; of a gated MLP with `middle` activations per row, or of one product (0).");
   m.def("lm_head_topk", &lm_head_topk);
+  m.def("compress", &compress, "Compress rows of bfloat16 without loss; False if a row has too many exceptions.");
+  m.def("decompress", &decompress, "The rows that `compress` was given.");
   m.def("isas", &isas, "Instruction sets that were built and that this machine can run, best first.");
   m.def("zen4", &zen4, "Whether this is an AMD CPU of the fourth Zen generation.");
   m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");

@@ -57,12 +57,14 @@ struct ProductArgs {
   DType dtype;
   const void* x;  // [rows, inputs]
   int64_t x_stride;
-  const void* weight;      // [outputs, inputs], contiguous; with scales 4-bit codes, 32 bytes per group of 64
+  const void* weight;      // [outputs, inputs], contiguous; with scales 4-bit codes, 32 bytes per group of 64; or
+                           // [outputs, compressed_bytes(inputs)] if `compressed`
   const uint16_t* scales;  // [outputs, groups] float16, or null: weights in dtype
   const void* bias;        // [outputs] or null
   int64_t rows, outputs, inputs;
-  bool by_input;   // the weight is [inputs, outputs], without scales
-  bool invariant;  // read by `linear` and `gated_mlp` alone: a row's bits don't depend on the other rows
+  bool by_input;    // the weight is [inputs, outputs], without scales
+  bool compressed;  // bfloat16 weights, without loss (compressed.h)
+  bool invariant;   // read by `linear` and `gated_mlp` alone: a row's bits don't depend on the other rows
 };
 
 struct LmHeadArgs {
@@ -92,7 +94,7 @@ struct GroupedLinearArgs {
 
 enum class Activation : int { kSilu = 0, kGeluTanh = 1, kRelu = 2 };
 
-// down(activation(gate(x)) * up(x)); the weights are never in codes.
+// down(activation(gate(x)) * up(x)); the weights are never in 4-bit codes, and all compressed or none.
 struct GatedMlpArgs {
   ProductArgs gate, up, down;  // of the same x; that of `down` isn't read
   Activation activation;
@@ -133,13 +135,15 @@ struct Kernels {
   void (*tree_attention)(const AttentionArgs&, int threads);
   int64_t (*attention_workspace)(const AttentionArgs&);  // bytes of one thread, for any number of nodes
   void (*lm_head_topk)(const LmHeadArgs&, int threads);
-  // With at most kMatrices matrices; several have the same rows, types and `invariant`, and are stored by output,
-  // without scales.
+  // With at most kMatrices matrices; several have the same rows, types, `compressed` and `invariant`, and are stored by
+  // output, without scales.
   void (*linears)(const LinearArgs*, int64_t count, int threads);
   void (*grouped_linear)(const GroupedLinearArgs&, int threads);
   void (*gated_mlp)(const GatedMlpArgs&, int threads);
   void (*rms_norm)(const RmsNormArgs&, int threads);
   void (*rotary)(const RotaryArgs&, int threads);
+  // Rows of bfloat16 [outputs, inputs] of compressed ones.
+  void (*decompress)(const uint8_t* rows, int64_t outputs, int64_t inputs, uint16_t* out, int threads);
   // Bytes kept, for any rows.
   int64_t (*linear_workspace)(DType, int64_t inputs, int64_t middle, bool by_input, int threads);
   // Writes row i of each sequence to position seq_lens + i.

@@ -57,6 +57,28 @@ void grouped_linear(const GroupedLinearArgs& args, int threads) {
   by_dtype(args.product.dtype, [&](auto t, auto dot) { run_grouped<decltype(t), decltype(dot)>(args, threads); });
 }
 
+void decompress(const uint8_t* rows, int64_t outputs, int64_t inputs, uint16_t* out, int threads) {
+  ProductArgs args{};
+  args.weight = rows, args.inputs = inputs;
+  struct Context {
+    CompressedWeights weights;
+    int64_t inputs;
+    uint16_t* out;
+  } context{CompressedWeights(args), inputs, out};
+  auto row = [](void* data, int64_t i) {
+    const auto& c = *static_cast<Context*>(data);
+    const CompressedRow from = c.weights.row(i, 0);
+    uint16_t* to = c.out + i * c.inputs;
+    int64_t at = 0;
+    for (; at + kBlockWeights <= c.inputs; at += kBlockWeights) from.read(at, to + at);
+    if (at == c.inputs) return;
+    uint16_t rest[kBlockWeights];
+    from.read(at, rest);
+    std::memcpy(to + at, rest, static_cast<size_t>(c.inputs - at) * sizeof(uint16_t));
+  };
+  parallel_parts(outputs, threads, row, &context);
+}
+
 int64_t linear_workspace(DType dtype, int64_t inputs, int64_t middle, bool by_input, int threads) {
   return by_dtype(dtype, [&](auto t, auto dot) {
     return linear_workspace<decltype(t), decltype(dot)>(inputs, middle, by_input, threads);
@@ -87,6 +109,7 @@ const Kernels SPECMEMO_TABLE(SPECMEMO_ISA) = {SPECMEMO_NAME(SPECMEMO_ISA),
                                               gated_mlp,
                                               rms_norm,
                                               rotary,
+                                              decompress,
                                               linear_workspace,
                                               append_rows,
                                               commit_rows};

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <type_traits>
 
 #include "activation.h"
 #include "code_products.h"
@@ -178,6 +179,18 @@ void run_gates(const ProductArgs& gate, const ProductArgs& up, Activation activa
   parallel_parts(context.tasks.count, threads, task, &context);
 }
 
+// function(Weights) with how a matrix is stored, as an empty type.
+template <class Weights>
+struct StoredAs {
+  typedef Weights type;
+};
+template <class T, class Function>
+auto by_storage(bool compressed, Function function) {
+  if constexpr (std::is_same_v<T, BFloat16>)
+    if (compressed) return function(StoredAs<CompressedWeights>{});
+  return function(StoredAs<PlainWeights<T>>{});
+}
+
 // Bytes of prepared input. More than kPassRows rows are a panel.
 template <class T, class Dot>
 int64_t prepared_bytes(int64_t rows, int64_t inputs) {
@@ -204,7 +217,7 @@ ProductArgs pass_of(ProductArgs args, int64_t row, bool panel) {
   return args;
 }
 
-// The same rows with at most kMatrices matrices; several are stored by output, without scales.
+// The same rows with at most kMatrices matrices; several are stored alike, by output, without scales.
 template <class T, class Dot>
 void run_linears(const LinearArgs* all, int64_t count, int threads) {
   const ProductArgs& first = all[0].product;
@@ -224,10 +237,13 @@ void run_linears(const LinearArgs* all, int64_t count, int threads) {
       run_columns<T>(part, static_cast<typename T::Raw*>(parts[0].out), shared, threads);
     else if (part.scales != nullptr)
       run_products<T, CodeProducts<T, Dot>>(parts, count, shared, threads);
-    else if (panel)
-      run_products<T, PanelProducts<T, Dot>>(parts, count, shared, threads);
     else
-      run_products<T, RowProducts<T, Dot>>(parts, count, shared, threads);
+      by_storage<T>(part.compressed, [&](auto stored) {
+        typedef typename decltype(stored)::type Weights;
+        const auto run =
+            panel ? run_products<T, PanelProducts<T, Dot, Weights>> : run_products<T, RowProducts<T, Dot, Weights>>;
+        run(parts, count, shared, threads);
+      });
     row += part.rows;
   }
 }
@@ -281,9 +297,12 @@ void run_gated_mlp(const GatedMlpArgs& args, int threads) {
     const ProductArgs gate = pass_of<T>(args.gate, row, panel), up = pass_of<T>(args.up, row, panel);
     const MlpMemory<T, Dot> sizes(gate.rows, gate.inputs, gate.outputs);
     auto* memory = static_cast<char*>(arena(1, sizes.bytes));
-    const auto run = panel ? run_mlp<T, PanelProducts<T, Dot>> : run_mlp<T, RowProducts<T, Dot>>;
-    run(gate, up, args.down, args.activation, static_cast<Raw*>(args.out) + row * args.down.outputs,
-        reinterpret_cast<Raw*>(memory), memory + sizes.activations, threads);
+    by_storage<T>(gate.compressed, [&](auto stored) {
+      typedef typename decltype(stored)::type Weights;
+      const auto run = panel ? run_mlp<T, PanelProducts<T, Dot, Weights>> : run_mlp<T, RowProducts<T, Dot, Weights>>;
+      run(gate, up, args.down, args.activation, static_cast<Raw*>(args.out) + row * args.down.outputs,
+          reinterpret_cast<Raw*>(memory), memory + sizes.activations, threads);
+    });
     row += gate.rows;
   }
 }

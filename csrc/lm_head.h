@@ -174,7 +174,9 @@ template <class T, class Dot>
 void run_lm_head(const LmHeadArgs& args, int threads) {
   if (args.product.rows == 0) return;
   if (args.product.scales != nullptr) return run_pieces<T, CodeProducts<T, Dot>>(args, threads);
-  run_pieces<T, RowProducts<T, Dot>>(args, threads);
+  by_storage<T>(args.product.compressed, [&](auto stored) {
+    run_pieces<T, RowProducts<T, Dot, typename decltype(stored)::type>>(args, threads);
+  });
 }
 
 }  // namespace

@@ -227,7 +227,7 @@ py::object gated_mlp(Arguments a) {  // x, weights of gate, up and down, their b
   const TensorView down = view(a[3]);
   args.down = args.gate;
   args.down.weight = down.at<void>(), args.down.bias = view(a[6]).at<void>();
-  args.down.inputs = down.shape[1], args.down.outputs = down.shape[0];
+  args.down.inputs = args.gate.outputs, args.down.outputs = down.shape[0];
   args.activation = static_cast<Activation>(integer(a[7]));
   const NewTensor out = like_rows(view(a[0]), args.down.outputs);
   args.out = out.data;

@@ -9,6 +9,7 @@
 
 #include "kernels.h"
 #include "pack.h"
+#include "stored_weights.h"
 #include "threads.h"
 
 namespace specmemo {
@@ -52,7 +53,7 @@ struct PanelWords<BFloat16, Float32Dot> {
   }
 };
 
-template <class T, class Dot>
+template <class T, class Dot, class Weights = PlainWeights<T>>
 class PanelProducts {
   typedef typename T::Raw Raw;
   typedef typename Dot::Word Word;
@@ -66,6 +67,7 @@ class PanelProducts {
 
   explicit PanelProducts(const ProductArgs& args)
       : args_(args),
+        weights_(args),
         words_(round_up(args.inputs, Dot::kPerWord) / Dot::kPerWord),
         vecs_((args.rows + kLanes - 1) / kLanes) {}
 
@@ -103,14 +105,13 @@ class PanelProducts {
       const int64_t whole = std::min(steps, args_.inputs / Dot::kPerWord - begin) / kWhole * kWhole;
       for (int64_t v = 0; v < count; v += kTileRows) {
         for (int64_t r = 0; r < kTileRows; ++r)  // outputs past the end repeat the last one; their sums aren't used
-          copy_words(weight(first + std::min(v + r, count - 1)) + begin * Dot::kPerWord, begin, steps, whole,
-                     words + r * kBlockSteps);
+          copy_words(first + std::min(v + r, count - 1), begin, steps, whole, words + r * kBlockSteps);
         // Those multiplied next: of the next tile, of the next block, or of the next group.
         const bool more = v + kTileRows < count, last = begin + kBlockSteps >= words_;
         const int64_t output = first + (more ? v + kTileRows : last ? count : 0);
         const int64_t word = more ? begin : last ? 0 : begin + kBlockSteps;
         multiply_vecs<kMaxVecs>(words, x_ + begin * kPanelRows, steps, whole, begin == 0, sums + v * kPanelRows,
-                                reinterpret_cast<const char*>(weight(output) + word * Dot::kPerWord));
+                                weights_.at(output, word * Dot::kPerWord));
       }
     }
     for (int64_t v = 0; v < count; v += kLanes)
@@ -125,8 +126,6 @@ class PanelProducts {
   }
 
  private:
-  const Raw* weight(int64_t output) const { return static_cast<const Raw*>(args_.weight) + output * args_.inputs; }
-
   void prepare_rows(int64_t first) {
     const char* rows[kLanes];
     for (int64_t i = 0; i < kLanes; ++i)
@@ -136,11 +135,22 @@ class PanelProducts {
     pack_keys<T, Dot>(rows, kLanes, args_.inputs, x_ + first, nothing);
   }
 
-  // The words of a block of one row, which starts at word `begin`.
-  void copy_words(const Raw* row, int64_t begin, int64_t steps, int64_t whole, Word* out) const {
+  // The words of a block of one output's weights, which starts at word `begin`.
+  void copy_words(int64_t output, int64_t begin, int64_t steps, int64_t whole, Word* out) const {
+    copy_words(weights_.row(output, begin * Dot::kPerWord), args_.inputs - begin * Dot::kPerWord, steps, whole, out);
+  }
+
+  void copy_words(const Raw* row, int64_t left, int64_t steps, int64_t whole, Word* out) const {
     Words::copy(row, whole, out);
-    for (int64_t s = whole; s < steps; ++s)
-      out[s] = bits_as<Word>(KeyWords<T, Dot>::word(row, s, args_.inputs - begin * Dot::kPerWord));
+    for (int64_t s = whole; s < steps; ++s) out[s] = bits_as<Word>(KeyWords<T, Dot>::word(row, s, left));
+  }
+
+  void copy_words(const CompressedRow& row, int64_t left, int64_t steps, int64_t whole, Word* out) const {
+    constexpr int64_t kBlock = kBlockSteps * Dot::kPerWord;
+    static_assert(kBlock % kBlockWeights == 0, "whole compressed blocks in a block");
+    Raw weights[kBlock];
+    for (int64_t i = 0; i < std::min(left, kBlock); i += kBlockWeights) row.read(i, weights + i);
+    copy_words(weights, left, steps, whole, out);
   }
 
   template <int VECS, class... Args>
@@ -157,10 +167,10 @@ class PanelProducts {
   template <int VECS>
   __attribute__((noinline)) void multiply_tile(const Word* words, const float* panel, int64_t steps, int64_t whole,
                                                bool first, float* sums, const char* next) const {
-    constexpr int64_t kRowLines = kBlockSteps * Dot::kPerWord * static_cast<int64_t>(sizeof(Raw)) / kLine;
+    constexpr int64_t kRowLines = Weights::bytes(kBlockSteps * Dot::kPerWord) / kLine;
     constexpr int64_t kEvery = kBlockSteps / (kTileRows * kRowLines);  // steps from one prefetch to the next
     static_assert(kEvery > 0, "no more lines than steps");
-    const int64_t row_bytes = args_.inputs * static_cast<int64_t>(sizeof(Raw));
+    const int64_t row_bytes = weights_.row_bytes();
     VecF sum[kTileRows][VECS];
 #pragma GCC unroll 8
     for (int r = 0; r < kTileRows; ++r)
@@ -193,6 +203,7 @@ class PanelProducts {
   }
 
   const ProductArgs& args_;
+  Weights weights_;
   int64_t words_;  // of a row
   int64_t vecs_;   // of input rows
   float* x_ = nullptr;

@@ -6,9 +6,13 @@
 // neither the other rows nor the other weights.
 #pragma once
 
+#include <algorithm>
+#include <cstring>
+
 #include "fold.h"
 #include "kernels.h"
 #include "parts.h"
+#include "stored_weights.h"
 #include "weight_prefetch.h"
 
 namespace specmemo {
@@ -107,9 +111,9 @@ inline int64_t chunk_count(int64_t bytes) {
 }
 
 // Multiplies vector J of a step, then the following ones. One vector of each weight row is in a register at a time.
-template <class Row, int ROWS, int WEIGHTS, int J, class Raw>
+template <class Row, int ROWS, int WEIGHTS, int J, class Raw, class Prefetches>
 inline void dot_step(const typename Row::Element* x, const Raw* const* weight, int64_t at, VecF (*sum)[WEIGHTS],
-                     WeightPrefetches<WEIGHTS>& prefetches) {
+                     Prefetches& prefetches) {
   if constexpr (J < Row::kVecs) {
     VecF w[WEIGHTS];
 #pragma GCC unroll 8
@@ -119,31 +123,56 @@ inline void dot_step(const typename Row::Element* x, const Raw* const* weight, i
       const VecF elements = load<VecF>(x + r * Row::kStep + J * (Row::kStep / Row::kVecs));
 #pragma GCC unroll 8
       for (int v = 0; v < WEIGHTS; ++v) sum[r][v] = Row::multiply_add(sum[r][v], elements, w[v]);
-      if (ROWS * WEIGHTS > 1) prefetches.issue(J * ROWS + r, Row::kVecs * ROWS, weight, at);
+      prefetches.issue(J * ROWS + r, Row::kVecs * ROWS, weight, at);
     }
     asm volatile("");  // keeps the compiler from loading the next vectors here, which would take too many registers
     dot_step<Row, ROWS, WEIGHTS, J + 1>(x, weight, at, sum, prefetches);
   }
 }
 
-// A chunk of the products of a group: `elements` elements of ROWS input rows and `count` weight rows.
-template <class Row, class Raw>
+// A chunk of the products of a group: `elements` elements of ROWS input rows, and `count` weight rows from `first` on.
+template <class Row, class Weights>
 struct Chunk {
   const typename Row::Element* x;  // [steps, ROWS, kStep]
-  const Raw* weight;               // first element of the first row
-  int64_t stride, count, elements;
-  bool first, last;  // of the chunks of these rows
-  bool sequential;   // one weight row at a time
-  VecF* sums;        // [ROWS][kGroup], kept from one chunk to the next
-  float* values;     // [ROWS][kGroup], written by the last chunk
+  const Weights& weights;
+  int64_t first, count, begin, elements;  // begin: of the weight rows
+  bool is_first, is_last;                 // of the chunks of these rows
+  VecF* sums;                             // [ROWS][kGroup], kept from one chunk to the next
+  float* values;                          // [ROWS][kGroup], written by the last chunk
 };
 
+// sum += the products of ROWS input rows with WEIGHTS weight rows over `elements` elements.
+template <class Row, int ROWS, int WEIGHTS, class Raw, class Prefetches>
+inline void dot_parts(const typename Row::Element* x, const Raw* const* rows, int64_t elements, VecF (*sum)[WEIGHTS],
+                      Prefetches& prefetches) {
+  const Raw* weight[WEIGHTS];
+#pragma GCC unroll 8
+  for (int v = 0; v < WEIGHTS; ++v) weight[v] = rows[v];
+  for (int64_t i = 0; i < elements; i += Row::kStep, x += ROWS * Row::kStep)
+    dot_step<Row, ROWS, WEIGHTS, 0>(x, weight, i, sum, prefetches);
+}
+
+template <class Row, int ROWS, int WEIGHTS, class Prefetches>
+inline void dot_parts(const typename Row::Element* x, const CompressedRow* rows, int64_t elements, VecF (*sum)[WEIGHTS],
+                      Prefetches& prefetches) {
+  alignas(64) uint16_t blocks[WEIGHTS][kBlockWeights];
+  const uint16_t* weight[WEIGHTS];
+#pragma GCC unroll 8
+  for (int v = 0; v < WEIGHTS; ++v) weight[v] = blocks[v];
+  for (int64_t i = 0; i < elements; i += kBlockWeights) {
+#pragma GCC unroll 8
+    for (int v = 0; v < WEIGHTS; ++v) rows[v].read(i, blocks[v]);
+    const int64_t count = std::min(elements - i, kBlockWeights);
+    for (int64_t s = 0; s < count; s += Row::kStep, x += ROWS * Row::kStep)
+      dot_step<Row, ROWS, WEIGHTS, 0>(x, weight, s, sum, prefetches);
+  }
+}
+
 // The products with WEIGHTS weight rows, those of outputs `at` and after it. Of a single one only `sums` are written.
-template <class Row, int ROWS, int WEIGHTS, class Raw>
-__attribute__((noinline)) void dot_tile(const Chunk<Row, Raw>& chunk, const Raw* const* weights, int64_t at,
-                                        const Ahead& ahead) {
+template <class Row, int ROWS, int WEIGHTS, class Weights, class Prefetches>
+__attribute__((noinline)) void dot_tile(const Chunk<Row, Weights>& chunk, int64_t at, Prefetches prefetches) {
   VecF sum[ROWS][WEIGHTS], *sums = chunk.sums + at;
-  if (chunk.first) {
+  if (chunk.is_first) {
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
@@ -154,15 +183,12 @@ __attribute__((noinline)) void dot_tile(const Chunk<Row, Raw>& chunk, const Raw*
 #pragma GCC unroll 8
       for (int v = 0; v < WEIGHTS; ++v) sum[r][v] = sums[r * kGroup + v];
   }
-  const Raw* weight[WEIGHTS];
+  typename Weights::Row rows[WEIGHTS];
 #pragma GCC unroll 8
-  for (int v = 0; v < WEIGHTS; ++v) weight[v] = weights[v];
-  const typename Row::Element* x = chunk.x;
-  const int64_t elements = chunk.elements;
-  WeightPrefetches<WEIGHTS> prefetches(ahead, weights);
-  for (int64_t i = 0; i < elements; i += Row::kStep, x += ROWS * Row::kStep)
-    dot_step<Row, ROWS, WEIGHTS, 0>(x, weight, i, sum, prefetches);
-  if (chunk.last && WEIGHTS > 1) {
+  for (int v = 0; v < WEIGHTS; ++v)  // outputs past the end repeat the last one; their sums aren't used
+    rows[v] = chunk.weights.row(chunk.first + std::min(at + v, chunk.count - 1), chunk.begin);
+  dot_parts<Row, ROWS, WEIGHTS>(chunk.x, rows, chunk.elements, sum, prefetches);
+  if (chunk.is_last && WEIGHTS > 1) {
     fold_tile<ROWS, WEIGHTS>(sum, chunk.values + at, kGroup);
   } else {
 #pragma GCC unroll 8
@@ -172,36 +198,17 @@ __attribute__((noinline)) void dot_tile(const Chunk<Row, Raw>& chunk, const Raw*
   }
 }
 
-template <class Row, int ROWS, class Raw>
-void dot_chunk(const Chunk<Row, Raw>& chunk, Ahead& ahead) {
-  for (int64_t v = 0; v < chunk.count; v += kWeightTile) {
-    const Raw* weight[kWeightTile];
-    for (int64_t i = 0; i < kWeightTile; ++i)  // outputs past the end repeat the last one; their sums aren't used
-      weight[i] = chunk.weight + (v + i < chunk.count ? v + i : chunk.count - 1) * chunk.stride;
-    dot_tile<Row, ROWS, kWeightTile>(chunk, weight, v, ahead);
-    if (ahead.at != nullptr) ahead.at += chunk.elements / Row::kStep * kWeightTile * ahead.line;
-  }
+template <class Row, int ROWS, class Weights>
+void dot_chunk(const Chunk<Row, Weights>& chunk, Ahead& ahead, int64_t next_tile) {
+  for (int64_t v = 0; v < chunk.count; v += kWeightTile, ahead.at += next_tile)
+    dot_tile<Row, ROWS, kWeightTile>(chunk, v, WeightPrefetches<kWeightTile, !Weights::kCompressed>(ahead));
 }
 
-// The same with one weight row at a time: whole rows, and a fold for all outputs of the group.
-template <class Row, int ROWS, class Raw>
-void dot_sequence(const Chunk<Row, Raw>& chunk) {
-  for (int64_t v = 0; v < chunk.count; ++v) {
-    const Raw* weight = chunk.weight + v * chunk.stride;
-    dot_tile<Row, ROWS, 1>(chunk, &weight, v, Ahead{nullptr, kSequentialBytes, kLine});
-  }
-  for (int r = 0; r < ROWS; ++r)
-    fold_tile<1, kGroup>(reinterpret_cast<const VecF(*)[kGroup]>(chunk.sums + r * kGroup), chunk.values + r * kGroup,
-                         kGroup);
-}
-
-template <class Row, int ROWS, class Raw>
-inline void dot_rows(int64_t rows, const Chunk<Row, Raw>& chunk, Ahead& ahead) {
+template <class Row, int ROWS, class Weights>
+void dot_rows(int64_t rows, const Chunk<Row, Weights>& chunk, Ahead& ahead, int64_t next_tile) {
   if constexpr (ROWS > 0) {
-    if constexpr (ROWS * Row::kVecs <= kSequentialProducts)
-      if (rows == ROWS && chunk.sequential) return dot_sequence<Row, ROWS>(chunk);
-    if (rows == ROWS) return dot_chunk<Row, ROWS>(chunk, ahead);
-    dot_rows<Row, ROWS - 1>(rows, chunk, ahead);
+    if (rows == ROWS) return dot_chunk<Row, ROWS>(chunk, ahead, next_tile);
+    dot_rows<Row, ROWS - 1>(rows, chunk, ahead, next_tile);
   }
 }
 
@@ -214,7 +221,7 @@ inline int64_t prefetched_tasks(int64_t outputs, int64_t row_bytes, int threads)
   return threads * (long_tasks < 1 ? 1 : (long_tasks < max_tasks ? long_tasks : max_tasks));
 }
 
-template <class T, class Dot>
+template <class T, class Dot, class Weights = PlainWeights<T>>
 class RowProducts {
   typedef typename T::Raw Raw;
   typedef RowDot<T, Dot> Row;
@@ -225,9 +232,12 @@ class RowProducts {
 
   explicit RowProducts(const ProductArgs& args)
       : args_(args),
+        weights_(args),
         whole_(args.inputs / Row::kStep * Row::kStep),
         tiles_(Parts::at_most(args.rows, kRowTile)),
-        chunks_(whole_ / Row::kStep, chunk_count(tiles_.size(0) * whole_ * static_cast<int64_t>(sizeof(Element)))) {
+        chunks_((whole_ + kUnit - 1) / kUnit,
+                chunk_count(tiles_.size(0) * whole_ * static_cast<int64_t>(sizeof(Element)))),
+        sequential_(tiles_.count == 1 && chunks_.count == 1 && args.rows * Row::kVecs <= kSequential) {
     if (in_place()) x_ = static_cast<const Element*>(args.x);
   }
 
@@ -256,50 +266,98 @@ class RowProducts {
   // Memory for multiply(), of each thread.
   int64_t sums_bytes() const { return args_.rows * kGroup * static_cast<int64_t>(sizeof(VecF)); }
 
-  // values[row * kGroup + v] = the product of the row with the weights of output first + v, for v < count. A chunk of a
-  // tile's rows stays in L1 while the group's weights pass by; these stay in L2 for the next tile.
+  // values[row * kGroup + v] = the product of the row with the weights of output first + v, for v < count.
   void multiply(int64_t first, int64_t count, VecF* sums, float* values) const {
-    const int64_t row_bytes = args_.inputs * static_cast<int64_t>(sizeof(Raw));
-    const char* next_group = reinterpret_cast<const char*>(weight(first + count));
-    // Every tile prefetches its share of the weights behind these.
-    Ahead ahead{kGroup * row_bytes <= kOrderBytes ? next_group : nullptr, 0, kLine / tiles_.count};
-    for (int64_t c = 0; c < chunks_.count; ++c) {
-      const int64_t begin = chunks_.begin(c) * Row::kStep, end = chunks_.begin(c + 1) * Row::kStep;
-      const int64_t begin_bytes = begin * static_cast<int64_t>(sizeof(Raw));
-      const int64_t bytes = (end - begin) * static_cast<int64_t>(sizeof(Raw));
-      const bool last = c + 1 == chunks_.count;
-      const int64_t next = last ? kGroup * row_bytes - begin_bytes : bytes;
-      for (int64_t t = 0; t < tiles_.count; ++t) {
-        ahead.offset = next + chunks_.size(c) * ahead.line * t;
-        const int64_t top = tiles_.begin(t), height = tiles_.size(t);
-        const Chunk<Row, Raw> chunk{x_ + top * whole_ + begin * height,
-                                    weight(first) + begin,
-                                    args_.inputs,
-                                    count,
-                                    end - begin,
-                                    c == 0,
-                                    last,
-                                    tiles_.count == 1 && chunks_.count == 1,
-                                    sums + top * kGroup,
-                                    values + top * kGroup};
-        dot_rows<Row, kRowTile>(height, chunk, ahead);
-      }
-    }
-    for (int64_t i = whole_; i < args_.inputs; ++i)
-      for (int64_t r = 0; r < args_.rows; ++r)
-        for (int64_t v = 0; v < count; ++v)
-          values[r * kGroup + v] +=
-              T::to_float(static_cast<const Raw*>(args_.x)[r * args_.x_stride + i]) * T::to_float(weight(first + v)[i]);
+    if (sequential_)
+      multiply_sequence<kSequential / Row::kVecs>(first, count, sums, values);
+    else
+      multiply_tiles(first, count, sums, values);
+    if (whole_ < args_.inputs) add_rest(first, count, values);
   }
 
  private:
+  static constexpr int64_t kUnit = Weights::kCompressed ? kBlockWeights : Row::kStep;
+  static constexpr int kSequential = Weights::kCompressed ? std::min(kSequentialProducts, 1) : kSequentialProducts;
+
+  // A chunk of a tile's rows stays in L1 while the group's weights pass by; these stay in L2 for the next tile.
+  void multiply_tiles(int64_t first, int64_t count, VecF* sums, float* values) const {
+    // Every tile prefetches its share of the weights behind these.
+    const int64_t line = Weights::bytes(Row::kStep) / tiles_.count;
+    const bool in_order = kGroup * weights_.row_bytes() <= kOrderBytes;
+    Ahead ahead{weights_.at(first + count, 0), line, kWeightTile * line};
+    if (!in_order) ahead.next_row = weights_.row_bytes(), ahead.next_step = line;
+    for (int64_t c = 0; c < chunks_.count; ++c) {
+      const int64_t begin = chunks_.begin(c) * kUnit, end = std::min(chunks_.begin(c + 1) * kUnit, whole_);
+      const bool last = c + 1 == chunks_.count;
+      const int64_t steps = (end - begin) / Row::kStep;
+      const int64_t next_tile = kWeightTile * (in_order ? steps * line : weights_.row_bytes());
+      for (int64_t t = 0; t < tiles_.count; ++t) {
+        if (!in_order) ahead.at = (last ? weights_.at(first + kGroup, 0) : weights_.at(first, end)) + steps * line * t;
+        const int64_t top = tiles_.begin(t), height = tiles_.size(t);
+        const Chunk<Row, Weights> chunk{x_ + top * whole_ + begin * height,
+                                        weights_,
+                                        first,
+                                        count,
+                                        begin,
+                                        end - begin,
+                                        c == 0,
+                                        last,
+                                        sums + top * kGroup,
+                                        values + top * kGroup};
+        dot_rows<Row, kRowTile>(height, chunk, ahead, next_tile);
+      }
+    }
+  }
+
+  // One weight row at a time: whole rows, and a fold for all outputs of the group.
+  template <int ROWS>
+  void multiply_sequence(int64_t first, int64_t count, VecF* sums, float* values) const {
+    if constexpr (ROWS > 0) {
+      if (args_.rows < ROWS) return multiply_sequence<ROWS - 1>(first, count, sums, values);
+      const Chunk<Row, Weights> chunk{x_, weights_, first, count, 0, whole_, true, true, sums, values};
+      for (int64_t v = 0; v < count; ++v) {
+        if constexpr (ROWS > 1 && !Weights::kCompressed) {
+          const Ahead ahead{weights_.at(first + v, 0) + kSequentialBytes, 0, kLine};
+          dot_tile<Row, ROWS, 1>(chunk, v, WeightPrefetches<1, true>(ahead));
+        } else {
+          dot_tile<Row, ROWS, 1>(chunk, v, NoPrefetches{});
+        }
+      }
+      for (int r = 0; r < ROWS; ++r)
+        fold_tile<1, kGroup>(reinterpret_cast<const VecF(*)[kGroup]>(sums + r * kGroup), values + r * kGroup, kGroup);
+    }
+  }
+
+  // Adds the products of the inputs behind the whole steps.
+  void add_rest(int64_t first, int64_t count, float* values) const {
+    for (int64_t v = 0; v < count; ++v) {
+      Raw rest[Row::kStep];
+      read_rest(weights_.row(first + v, whole_ / kUnit * kUnit), rest);
+      for (int64_t i = whole_; i < args_.inputs; ++i)
+        for (int64_t r = 0; r < args_.rows; ++r)
+          values[r * kGroup + v] +=
+              T::to_float(static_cast<const Raw*>(args_.x)[r * args_.x_stride + i]) * T::to_float(rest[i - whole_]);
+    }
+  }
+
+  void read_rest(const Raw* row, Raw* rest) const {
+    std::memcpy(rest, row, static_cast<size_t>(args_.inputs - whole_) * sizeof(Raw));
+  }
+
+  void read_rest(const CompressedRow& row, Raw* rest) const {
+    Raw block[kBlockWeights];
+    row.read(0, block);
+    std::memcpy(rest, block + whole_ % kBlockWeights, static_cast<size_t>(args_.inputs - whole_) * sizeof(Raw));
+  }
+
   bool in_place() const { return Row::kInPlace && args_.rows == 1; }
-  const Raw* weight(int64_t output) const { return static_cast<const Raw*>(args_.weight) + output * args_.inputs; }
 
   const ProductArgs& args_;
-  int64_t whole_;  // elements in whole steps
-  Parts tiles_;    // of rows
-  Parts chunks_;   // of steps
+  Weights weights_;
+  int64_t whole_;    // elements in whole steps
+  Parts tiles_;      // of rows
+  Parts chunks_;     // of units
+  bool sequential_;  // one weight row at a time
   const Element* x_ = nullptr;
 };
 

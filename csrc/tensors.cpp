@@ -98,6 +98,7 @@ ProductArgs product_args(const char* name, py::handle x, py::handle weight, py::
   args.x = input.at<void>(), args.rows = rows_of(input), args.inputs = input.shape[input.ndim - 1];
   args.x_stride = input.ndim == 2 ? input.strides[0] : args.inputs, args.outputs = matrix.shape[outputs];
   args.by_input = matrix.strides[outputs] < matrix.strides[outputs + 1];
+  args.compressed = matrix.code == kUnsigned && scales.is_none();
   args.weight = matrix.at<void>(), args.scales = view(scales).at<uint16_t>(), args.bias = view(bias).at<void>();
   return args;
 }

@@ -14,7 +14,7 @@
 
 namespace specmemo {
 
-enum TypeCode : uint8_t { kInt = 0, kFloat = 2, kBfloat = 4 };  // DLDataTypeCode
+enum TypeCode : uint8_t { kInt = 0, kUnsigned = 1, kFloat = 2, kBfloat = 4 };  // DLDataTypeCode
 
 struct TensorView {  // DLTensor
   void* data;
@@ -41,7 +41,8 @@ DType computed_dtype(const char* name, pybind11::handle tensor);
 int64_t rows_of(const TensorView& x);
 
 // x @ weight^T + bias. x: [..., inputs], contiguous but for the rows' stride of two dimensions. weight: contiguous
-// [..., outputs, inputs], or a transposed view of contiguous [..., inputs, outputs]. scales, bias: or None.
+// [..., outputs, inputs], or a transposed view of contiguous [..., inputs, outputs]; bytes are 4-bit codes or, without
+// scales, compressed. scales, bias: or None.
 ProductArgs product_args(const char* name, pybind11::handle x, pybind11::handle weight, pybind11::handle scales,
                          pybind11::handle bias);
 

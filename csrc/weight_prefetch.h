@@ -9,9 +9,9 @@ namespace {
 // Far ahead, into L2, so that input rows stay in L1: three rows read at once alone are too slow for the hardware
 // prefetcher (half the bandwidth of one stream on an EPYC with AVX512).
 struct Ahead {
-  const char* at;  // the next group's weights, in address order; null: `offset` bytes behind each weight row
-  int64_t offset;
-  int64_t line;  // bytes from one prefetch to the next
+  const char* at;     // of the next tile
+  int64_t next_row;   // bytes from the prefetches of one weight row to those of the next
+  int64_t next_step;  // bytes from one prefetch to the next
 };
 
 // Groups of more bytes aren't prefetched in address order: on Emerald Rapids 48 KiB (2048 bfloat16 inputs) take 1.04 to
@@ -36,17 +36,13 @@ constexpr int kNearSlots = 1;
 // as long. A single row of input leaves it to the hardware: with prefetches it takes 0.90 to 1.2 times as long.
 constexpr int64_t kSequentialBytes = 6 << 10;
 
-// Prefetches of steps that each multiply a line of WEIGHTS weight rows.
-template <int WEIGHTS>
+// Prefetches of steps that each multiply a line of WEIGHTS weight rows. `NEAR`: the weights are read in place.
+template <int WEIGHTS, bool NEAR>
 class WeightPrefetches {
  public:
-  template <class Raw>
-  WeightPrefetches(const Ahead& ahead, const Raw* const* weights) {
-    step_ = ahead.at != nullptr ? WEIGHTS * ahead.line : ahead.line;
+  explicit WeightPrefetches(const Ahead& ahead) : step_(ahead.next_step) {
 #pragma GCC unroll 8
-    for (int v = 0; v < WEIGHTS; ++v)
-      next_[v] =
-          ahead.at != nullptr ? ahead.at + v * ahead.line : reinterpret_cast<const char*>(weights[v]) + ahead.offset;
+    for (int v = 0; v < WEIGHTS; ++v) next_[v] = ahead.at + v * ahead.next_row;
   }
 
   // Issues the prefetches of one of a step's `slots`, over which they are spread: a burst would stall the products.
@@ -58,7 +54,7 @@ class WeightPrefetches {
       if (slot != (2 * v + 1) * slots / (2 * WEIGHTS)) continue;
       prefetch(next_[v]);
       next_[v] += step_;
-      if (WEIGHTS > 1 && kNearLines > 0 && slots >= kNearSlots)
+      if (NEAR && WEIGHTS > 1 && kNearLines > 0 && slots >= kNearSlots)
         prefetch_near(reinterpret_cast<const char*>(weights[v] + at) + kNearLines * kLine);
     }
   }
@@ -66,6 +62,11 @@ class WeightPrefetches {
  private:
   const char* next_[WEIGHTS];
   int64_t step_;
+};
+
+struct NoPrefetches {
+  template <class Raw>
+  void issue(int, int, const Raw* const*, int64_t) {}
 };
 
 }  // namespace

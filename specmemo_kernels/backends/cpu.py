@@ -38,6 +38,8 @@ _ROWS_OF_16_BITS = 32
 #: The same for a weight ``[inputs, outputs]``. In float32 on Emerald Rapids, 32 rows are 1.0 to 1.2 times as fast, 128
 #: rows 0.7 times.
 _FEW_ROWS_TRANSPOSED = 32
+#: Rows of a compressed matrix that are decompressed at a time for torch's product.
+_SLICE = 1024
 
 
 def isa() -> str:
@@ -230,6 +232,24 @@ def few_rows(dtype: torch.dtype, transposed: bool = False) -> int | None:
     return min(limit, _FEW_ROWS_TRANSPOSED) if limit is not None and transposed else limit
 
 
+def compress(weight: Tensor, out: Tensor) -> bool:
+    """Compress a matrix to ``out`` (:mod:`specmemo_kernels.ops.compressed_weights`); ``False``: it has too many
+    exceptions.
+    """
+    return _cpu.compress(weight, out, torch.get_num_threads())
+
+
+def decompress(compressed: Tensor, out: Tensor) -> None:
+    """Decompress a matrix to ``out``."""
+    _cpu.decompress(compressed, out, torch.get_num_threads())
+
+
+def _decompressed(compressed: Tensor, columns: int) -> Tensor:
+    out = torch.empty(len(compressed), columns, dtype=torch.bfloat16, device=_CPU)
+    decompress(compressed, out)
+    return out
+
+
 def slow_in_torch(dtype: torch.dtype) -> bool:
     """Whether torch's products of ``dtype`` have no instructions of their own."""
     supported = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
@@ -250,6 +270,11 @@ def _many_rows(x: Tensor, transposed: bool = False) -> bool:
 @torch.no_grad()
 def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """torch's product; in 16 bits of a multiple of :data:`_ROWS_OF_16_BITS` rows."""
+    if weight.dtype == torch.uint8:  # compressed
+        parts = [slice(first, first + _SLICE) for first in range(0, len(weight), _SLICE)]
+        matrices = (_decompressed(weight[part], x.shape[-1]) for part in parts)
+        biases = (None if bias is None else bias[part] for part in parts)
+        return torch.cat([_by_torch(x, *parameters) for parameters in zip(matrices, biases, strict=True)], dim=-1)
     if x.dtype.itemsize > 2:
         return functional.linear(x, weight, bias)
     rows = _rows(x).view(-1, x.shape[-1])

@@ -23,8 +23,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None
         ValueError: ``invariant`` is true.
     """
     refuse_invariant(invariant)
-    matrix = weight if scales is None else dequantise(weight, scales, x)
-    return functional.linear(x, matrix, bias)
+    return functional.linear(x, matrix_of(weight, scales, x), bias)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, invariant: bool) -> Tensor:
@@ -59,6 +58,8 @@ def gated_mlp(
         ValueError: ``invariant`` is true.
     """
     refuse_invariant(invariant)
+    gate, up = (matrix_of(weight, None, x) for weight in (gate, up))
+    down = matrix_of(down, None, x.new_empty(0, gate.shape[0]))
     gates = ACTIVATION_FUNCTIONS[activation](functional.linear(x, gate, gate_bias))
     return functional.linear(gates * functional.linear(x, up, up_bias), down, down_bias)
 
@@ -79,6 +80,31 @@ def refuse_invariant(invariant: bool) -> None:
             "invariant is True, but only backend='cpu' has products whose bits don't depend on the number of rows; use "
             "it, or invariant=False"
         )
+
+
+def matrix_of(weight: Tensor, scales: Tensor | None, like: Tensor) -> Tensor:
+    """A matrix for rows like ``like``: in codes, compressed, or in their dtype."""
+    if scales is not None:
+        return dequantise(weight, scales, like)
+    return decompressed(weight, like.shape[-1]) if weight.dtype == torch.uint8 else weight
+
+
+def decompressed(rows: Tensor, columns: int) -> Tensor:
+    """The bfloat16 matrix of compressed rows (layout: ``ops/compressed_weights.py``)."""
+    high, count, exceptions = rows[:, :16], rows[:, 16:18], rows[:, 18:62]
+    blocks = rows[:, 64:].reshape(len(rows), rows.shape[1] // 192, 192)
+    low, codes = blocks[:, :, :128], blocks[:, :, 128:]
+    codes = torch.cat([codes & 15, codes >> 4], dim=2)
+    i = torch.arange(64, device=rows.device)
+    places = i % 32 // 8 * 16 + i // 32 * 8 + i % 8
+    places = torch.cat([places, places + 64])
+    codes, low = (part[:, :, places].flatten(1)[:, :columns] for part in (codes, low))
+    weights = torch.stack([low, high.gather(1, codes.long())], dim=2).view(torch.bfloat16)[:, :, 0]
+    pairs = exceptions.contiguous().view(torch.uint16).view(len(rows), 11, 2)
+    used = torch.arange(11, device=rows.device) < count.contiguous().view(torch.uint16).long()
+    row = used.nonzero()[:, 0]
+    weights[row, pairs[used][:, 0].long()] = pairs[used][:, 1].contiguous().view(torch.bfloat16)
+    return weights
 
 
 def dequantise(codes: Tensor, scales: Tensor, like: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from specmemo_kernels.backends.layers import dequantise, gated_mlp, grouped_linear, linear, rms_norm
+from specmemo_kernels.backends.layers import gated_mlp, grouped_linear, linear, matrix_of, rms_norm
 
 __all__ = [
     "append_paged_kv",
@@ -277,5 +277,5 @@ def _vocabulary_slices(  # type: ignore[no-untyped-def]
     """First token and logits of each slice, in the model's dtype: its rounding decides ties."""
     for start in range(0, weight.shape[0], _SLICE):
         part = slice(start, start + _SLICE)
-        rows = weight[part] if scales is None else dequantise(weight[part], scales[part], hidden)
+        rows = matrix_of(weight[part], None if scales is None else scales[part], hidden)
         yield start, torch.nn.functional.linear(hidden, rows, None if bias is None else bias[part])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from specmemo_kernels.cache.page_order import swap_order
+from specmemo_kernels.ops.compressed_weights import is_compressed, row_bytes
 from specmemo_kernels.ops.weight_codes import GROUP, groups_of
 
 Tensor = torch.Tensor
@@ -266,7 +267,10 @@ def _weight(
 ) -> None:
     """Check a matrix for rows of ``x``, in their dtype or in 4-bit codes; ``name``: of the matrix, else "weight"."""
     size = x.shape[-1]
-    if scales is None:
+    if is_compressed(weight, scales) and x.dtype == torch.bfloat16 and x.device.type == "cpu":
+        meaning = f"[{outputs}, bytes of a compressed row of {size} {inputs}]"
+        _array(name or "weight", weight, (None, row_bytes(size)), meaning, torch.uint8, x.device)
+    elif scales is None:
         _array(name or "weight", weight, (None, size), f"[{outputs}, {inputs}]", x.dtype, x.device, transposable)
     else:
         groups = groups_of(size)
@@ -314,9 +318,10 @@ def gated_mlp(
     _weight(x, gate, gate_bias, None, "middle", "inputs", "gate")
     _weight(x, up, up_bias, None, "middle", "inputs", "up")
     _shape("up", up, tuple(gate.shape), "as gate")
-    _array("down", down, (None, gate.shape[0]), "[outputs, middle]", x.dtype, x.device)
-    if down_bias is not None:
-        _array("down_bias", down_bias, (down.shape[0],), "[outputs]", x.dtype, x.device)
+    activations = x.new_empty((0, gate.shape[0]))
+    _weight(activations, down, down_bias, None, "outputs", "middle", "down")
+    if len({weight.dtype for weight in (gate, up, down)}) > 1:
+        raise ValueError(f"gate is {gate.dtype}, up {up.dtype} and down {down.dtype}; compress all three or none")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
 

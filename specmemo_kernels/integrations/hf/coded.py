@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from specmemo_kernels.integrations.hf.compressed import is_compressed
 from specmemo_kernels.planning.footprint import PassBytes, ProductBytes
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
 from specmemo_kernels.planning.resident import peak_of
@@ -29,9 +30,11 @@ _FEW_ROWS = (1, 2, 8)
 
 def plain_weight(module: Any) -> Tensor | None:
     """The matrix ``[V, H]`` of a linear layer that is in memory in a floating-point dtype of two bytes or more, or is
-    sharded by rows; ``None`` for other layers: quantised, adapted, offloaded.
+    sharded by rows, or its compressed rows; ``None`` for other layers: quantised, adapted, offloaded.
     """
     weight = getattr(module, "weight", None)
+    if is_compressed(module):
+        return weight
     if type(module) is not nn.Linear or not isinstance(weight, Tensor) or _is_code(weight):
         return None
     if hasattr(weight, "placements"):
@@ -59,6 +62,8 @@ def coded_modules(model: nn.Module) -> Iterator[nn.Module]:
     """The modules without submodules that have a quantised matrix."""
     for module in model.modules():
         tensors = (*module._parameters.values(), *module._buffers.values())
+        if is_compressed(module):
+            continue
         if not module._modules and any(t is not None and t.dim() > 1 and _is_code(t) for t in tensors):
             yield module
 

@@ -25,6 +25,7 @@ from specmemo_kernels.integrations.hf.attention import (
     attention_call,
     leaf_operators,
 )
+from specmemo_kernels.integrations.hf.compressed import is_compressed
 from specmemo_kernels.integrations.hf.leaf_kinds import LeafKind, best_match, leaf_kinds
 from specmemo_kernels.integrations.hf.replaced import OurForward, ReplacedForwards
 
@@ -66,6 +67,11 @@ class Leaf:
     parts: tuple[dict[str, Any], ...]
 
     @property
+    def compressed(self) -> bool:
+        """Whether weights are compressed: then the module's own ``forward`` decompresses them."""
+        return any(map(is_compressed, self.module.modules()))
+
+    @property
     def unchanged(self) -> bool:
         """Whether no parameter, module or ``forward`` has been replaced, as by an adapter."""
         return (
@@ -87,7 +93,7 @@ class Leaf:
         return some.new_zeros(*x.shape[:-1], some.shape[-1]).index_copy_(dim, kept, some)
 
     def _computed(self, operators: LeafOperators, *args: Tensor) -> Any:
-        if self.kind.operator in operators.names:
+        if self.kind.operator in operators.names or self.compressed:
             return self.call(operators.kernels, *args)
         return type(self.module).forward(self.module, *args)
 
@@ -132,6 +138,7 @@ class FusedLeaves:
         self.max_rows, self.workspace = max_rows, workspace
         self.names: Mapping[str, str] = {leaf.name: leaf.kind.operator for leaf in leaves}
         self._operators = frozenset(self.names.values())
+        self._compressed = any(leaf.compressed for leaf in leaves)
         self.modules = frozenset(module for leaf in leaves for module in leaf.module.modules())
         self._forwards = ReplacedForwards()
 
@@ -157,7 +164,7 @@ class FusedLeaves:
         Args:
             last: the last layer with attention, and the rows ``[K]`` whose results are used: behind its attention
                 nothing mixes rows, so that the others aren't computed.
-            products: compute linear layers and MLPs by operators too.
+            products: compute linear layers and MLPs without compressed weights by operators too.
         """
         if not self.leaves:
             with attention_call(call, windows):
@@ -170,7 +177,7 @@ class FusedLeaves:
         if last is not None and len(last[1]) < rows:  # so that the lm_head's input has another number of rows
             layer, kept = last
             behind = layer, LeafOperators(names, kernels, kept, rows)
-        installed = self._forwards.installed(self._replacements) if names else nullcontext()
+        installed = self._forwards.installed(self._replacements) if names or self._compressed else nullcontext()
         with attention_call(call, windows, operators, behind), installed:
             yield
 
@@ -232,11 +239,15 @@ def _faster(backend: str, device: torch.device, dtype: torch.dtype) -> frozenset
 
 
 def _is_replaceable(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a module has no foreign hooks, and only contiguous parameters in ``dtype`` on ``device``."""
+    """Whether a module has no foreign hooks, and only contiguous parameters in ``dtype`` on ``device``, compressed or
+    not.
+    """
+    parts = list(module.modules())
+    compressed = {id(part.weight) for part in parts if is_compressed(part) and dtype == torch.bfloat16}
     parameters = list(module.parameters())
-    return bool(parameters) and all(map(_is_plain, module.modules())) and all(
-        type(p) is nn.Parameter and type(p.data) is Tensor and p.dtype == dtype and dtype in _DTYPES
-        and p.device == device and p.is_contiguous()
+    return bool(parameters) and all(map(_is_plain, parts)) and all(
+        type(p) is nn.Parameter and type(p.data) is Tensor and (p.dtype == dtype or id(p) in compressed)
+        and dtype in _DTYPES and p.device == device and p.is_contiguous()
         for p in parameters
     )  # fmt: skip
 

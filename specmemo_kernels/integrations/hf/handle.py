@@ -20,6 +20,7 @@ from specmemo_kernels.engine.stats import DecodeStats
 from specmemo_kernels.engine.verify import Verifier
 from specmemo_kernels.integrations.hf.changes import ModelGuard
 from specmemo_kernels.integrations.hf.chat import longest_text
+from specmemo_kernels.integrations.hf.compressed import CompressedWeights
 from specmemo_kernels.integrations.hf.draft import HFDraftModel, Setup, unregister
 from specmemo_kernels.integrations.hf.generate import Generator
 from specmemo_kernels.integrations.hf.pool import GraphUse, PoolCache
@@ -52,6 +53,8 @@ class SpecMemo:
             ``stats.eager_reasons`` counts the reasons of single eager steps.
         fused: the modules that operators compute in speculative steps, by name: ``"linear"``, ``"gated_mlp"``,
             ``"grouped_linear"`` (experts) or ``"rms_norm"``.
+        compressed: the linear layers with compressed weights, and the bytes that this saves
+            (:class:`CompressedWeights`).
         undo_steps: functions that undo the patch, in order.
     """
 
@@ -125,6 +128,10 @@ class SpecMemo:
     @property
     def fused(self) -> Mapping[str, str]:
         return self.facts.leaves.names
+
+    @property
+    def compressed(self) -> CompressedWeights:
+        return self.facts.compressed
 
     @property
     def graphs(self) -> GraphUse:
@@ -234,7 +241,8 @@ class SpecMemo:
             try:
                 self._pools.release()
                 while self.undo_steps:
-                    self.undo_steps.pop(0)()
+                    self.undo_steps[0]()
+                    del self.undo_steps[0]
                 unregister(self)
             except BaseException:  # the next call goes on
                 self._unpatched = False

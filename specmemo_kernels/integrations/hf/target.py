@@ -27,6 +27,7 @@ from specmemo_kernels.integrations.hf.attention import (
     install_view,
     remove_view,
 )
+from specmemo_kernels.integrations.hf.compressed import CompressedWeights
 from specmemo_kernels.integrations.hf.features import FeatureTaps
 from specmemo_kernels.integrations.hf.fuse import FusedLeaves
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel, pass_mask
@@ -56,6 +57,7 @@ class ModelFacts:
         leaves: the modules that operators compute.
         mixers: the layers with a state per sequence.
         attention: the layer index of each attention layer. last_attention: that of the last one in a pass.
+        compressed: the linear layers with compressed weights.
         taps: the hidden states that the drafter reads.
         inference: passes run in inference mode; else without gradients.
     """
@@ -75,6 +77,7 @@ class ModelFacts:
     mixers: Mixers = field(default_factory=Mixers)
     attention: tuple[int, ...] = ()
     last_attention: int = -1
+    compressed: CompressedWeights = field(default_factory=CompressedWeights)
     taps: FeatureTaps = field(default_factory=FeatureTaps)
     inference: bool = True
 

@@ -1,0 +1,79 @@
+"""bfloat16 matrices in 12 bits without loss, for the ``cpu`` and ``reference`` backends.
+
+The high byte of a bfloat16 has its sign and seven bits of its exponent. The weights of a trained row have few different
+ones, so a row keeps its 16 most frequent high bytes, and a 4-bit code in place of each. The low bytes are kept as they
+are. Every operator gives the bits that it gives with the uncompressed matrix. DFloat11 (arXiv 2504.11651) compresses
+the same redundancy to 11 bits with a Huffman code; codes of one length are decompressed in registers.
+
+A row is ``[64 + 192 * ceil(columns / 128)]`` uint8. In front are 16 high bytes, the number of exceptions (uint16) and
+up to 11 of them: column and bfloat16 bits (uint16 each) of a weight with another high byte. Then come blocks of 128
+weights: 128 low bytes, and 64 bytes of codes. Of weight ``i`` of the block's half ``h`` (0 or 1), with ``at =
+i % 32 // 8 * 16 + i // 32 * 8 + i % 8``, the low byte is byte ``64 * h + at``, and the code is the low (``h = 0``) or
+high half of byte ``128 + at``: interleaved, vectors of low and high bytes are weights in order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from specmemo_kernels.ops.dispatch import implementation
+
+Tensor = torch.Tensor
+
+_HEAD_BYTES = 64
+_BLOCK, _BLOCK_BYTES = 128, 192
+#: Columns that an exception can name.
+_MOST_COLUMNS = 1 << 16
+_CPU = torch.device("cpu")
+
+
+def row_bytes(columns: int) -> int:
+    """Bytes of a compressed row of ``columns`` weights."""
+    return _HEAD_BYTES + -(-columns // _BLOCK) * _BLOCK_BYTES
+
+
+def is_compressed(weight: Tensor, scales: Tensor | None = None) -> bool:
+    """Whether an operator's matrix is compressed; with scales it is in 4-bit codes."""
+    return scales is None and weight.dtype == torch.uint8
+
+
+def compress(weight: Tensor) -> Tensor | None:
+    """The compressed rows ``[rows, row_bytes(columns)]`` uint8 of a contiguous bfloat16 matrix on the CPU.
+
+    Returns:
+        ``None`` if a row has more than 11 exceptions, as random bits have, or more than 65536 columns.
+
+    Raises:
+        BackendUnavailable: without the ``cpu`` backend.
+        ValueError: another dtype, device or number of dimensions.
+    """
+    if weight.dtype != torch.bfloat16 or weight.device != _CPU or weight.ndim != 2 or not weight.is_contiguous():
+        raise ValueError(
+            f"weight is {weight.dtype} {list(weight.shape)} on {weight.device}, expected a contiguous bfloat16 matrix "
+            "on cpu"
+        )
+    if weight.shape[1] > _MOST_COLUMNS:
+        return None
+    compressed = torch.empty(weight.shape[0], row_bytes(weight.shape[1]), dtype=torch.uint8)
+    return compressed if _backend().compress(weight, compressed) else None
+
+
+def decompress(compressed: Tensor, columns: int) -> Tensor:
+    """The bfloat16 matrix ``[rows, columns]`` that was compressed.
+
+    Raises:
+        BackendUnavailable: without the ``cpu`` backend.
+        ValueError: another dtype or size.
+    """
+    expected = [*compressed.shape[:1], row_bytes(columns)]
+    if compressed.dtype != torch.uint8 or list(compressed.shape) != expected or not compressed.is_contiguous():
+        raise ValueError(f"compressed is {compressed.dtype} {list(compressed.shape)}, expected torch.uint8 {expected}")
+    weight = torch.empty(compressed.shape[0], columns, dtype=torch.bfloat16)
+    _backend().decompress(compressed, weight)
+    return weight
+
+
+def _backend() -> Any:
+    return implementation("cpu", _CPU)
