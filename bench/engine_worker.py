@@ -42,10 +42,11 @@ class Engine:
     """An engine to measure; its constructor loads the model.
 
     ``generate`` calls ``first`` once, when every prompt has its first token. ``tokens_per_step``: of the last call, if
-    the engine counts its steps.
+    the engine counts its steps. ``weight_bytes``: of weights in anonymous memory that ``start`` made.
     """
 
     tokens_per_step: float | None = None
+    weight_bytes = 0
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -93,15 +94,15 @@ class Transformers(Engine):
 class Ours(Transformers):
     """This package with prompt lookup, Medusa heads, or EAGLE-3 with chains of four drafts.
 
-    Acceptance of random drafters is replayed. ``head_bits``: of :func:`specmemo_kernels.patch`.
+    Acceptance of random drafters is replayed. ``options``: of :func:`specmemo_kernels.patch`.
     """
 
-    def __init__(self, setup: Setup, drafter: str, tree: Any = None, head_bits: int | None = None) -> None:
+    def __init__(self, setup: Setup, drafter: str, tree: Any = None, **options: Any) -> None:
         super().__init__(setup)
         import specmemo_kernels as sk
 
         self.sk, self.patch = sk, sk.patch  # loads the modules, as the other engines do before memory is counted
-        self.drafter, self.tree, self.head_bits = drafter, tree, head_bits
+        self.drafter, self.tree, self.patch_options = drafter, tree, options
 
     def start(self) -> None:
         heads: Any = self.drafter
@@ -113,9 +114,10 @@ class Ours(Transformers):
         if heads == "eagle3":
             heads = f"{self.setup.folder}/eagle3"
         self.handle = self.patch(
-            self.model, heads, tree=self.tree, head_bits=self.head_bits, max_batch_size=self.setup.batch,
-            reuse_prefix=False,
+            self.model, heads, tree=self.tree, max_batch_size=self.setup.batch, reuse_prefix=False,
+            **self.patch_options,
         )  # fmt: skip
+        self.weight_bytes = self.handle.compressed.nbytes
         self.target: Any = None
         self.texts = 0  # each has draws of its own
         if self.setup.replay and self.tree != 1:
@@ -302,6 +304,11 @@ ENGINES: dict[str, Callable[[Setup], Engine]] = {
     "specmemo, 4-bit heads": lambda setup: Ours(setup, "heads", head_bits=4),
     "specmemo, EAGLE-3": lambda setup: Ours(setup, "eagle3", tree=CHAIN),
     "specmemo, 4-bit EAGLE-3": lambda setup: Ours(setup, "eagle3", tree=CHAIN, head_bits=4),
+    "specmemo, compressed, no drafts": lambda setup: Ours(setup, "heads", tree=1, compress=True),
+    "specmemo, compressed, prompt lookup": lambda setup: Ours(setup, "prompt-lookup", compress=True),
+    "specmemo, compressed, heads": lambda setup: Ours(setup, "heads", compress=True),
+    "specmemo, compressed, 4-bit heads": lambda setup: Ours(setup, "heads", head_bits=4, compress=True),
+    "specmemo, compressed, 4-bit EAGLE-3": lambda setup: Ours(setup, "eagle3", CHAIN, head_bits=4, compress=True),
 }
 
 
@@ -354,7 +361,7 @@ def main() -> None:
                 job["prompts"], job["new_tokens"], lambda times=times: times.append(time.perf_counter())
             )
             seconds = time.perf_counter() - started
-        result = {"tokens": tokens, "seconds": seconds, "bytes": max(0, peak.bytes - loaded)}
+        result = {"tokens": tokens, "seconds": seconds, "bytes": max(0, peak.bytes - loaded - engine.weight_bytes)}
         result |= {"first_token_seconds": times[0] - started if times else None}
         result["tokens_per_step"] = engine.tokens_per_step
         print(json.dumps(result), file=results, flush=True)

@@ -39,8 +39,11 @@ def is_compressed(weight: Tensor, scales: Tensor | None = None) -> bool:
     return scales is None and weight.dtype == torch.uint8
 
 
-def compress(weight: Tensor) -> Tensor | None:
+def compress(weight: Tensor, out: Tensor | None = None) -> Tensor | None:
     """The compressed rows ``[rows, row_bytes(columns)]`` uint8 of a contiguous bfloat16 matrix on the CPU.
+
+    Args:
+        out: contiguous memory for them; ``None``: new memory.
 
     Returns:
         ``None`` if a row has more than 11 exceptions, as random bits have, or more than 65536 columns.
@@ -56,7 +59,9 @@ def compress(weight: Tensor) -> Tensor | None:
         )
     if weight.shape[1] > _MOST_COLUMNS:
         return None
-    compressed = torch.empty(weight.shape[0], row_bytes(weight.shape[1]), dtype=torch.uint8)
+    size = weight.shape[0], row_bytes(weight.shape[1])
+    compressed = torch.empty(size, dtype=torch.uint8) if out is None else out
+    _check(compressed, *size)
     return compressed if _backend().compress(weight, compressed) else None
 
 
@@ -67,12 +72,16 @@ def decompress(compressed: Tensor, columns: int) -> Tensor:
         BackendUnavailable: without the ``cpu`` backend.
         ValueError: another dtype or size.
     """
-    expected = [*compressed.shape[:1], row_bytes(columns)]
-    if compressed.dtype != torch.uint8 or list(compressed.shape) != expected or not compressed.is_contiguous():
-        raise ValueError(f"compressed is {compressed.dtype} {list(compressed.shape)}, expected torch.uint8 {expected}")
+    _check(compressed, *compressed.shape[:1], row_bytes(columns))
     weight = torch.empty(compressed.shape[0], columns, dtype=torch.bfloat16)
     _backend().decompress(compressed, weight)
     return weight
+
+
+def _check(compressed: Tensor, *size: int) -> None:
+    if compressed.dtype != torch.uint8 or compressed.shape != size or not compressed.is_contiguous():
+        found = f"{compressed.dtype} {list(compressed.shape)}"
+        raise ValueError(f"the compressed matrix is {found}, expected contiguous torch.uint8 {list(size)}")
 
 
 def _backend() -> Any:

@@ -11,7 +11,9 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
+from specmemo_kernels.cache.huge_pages import prefer_huge_pages
 from specmemo_kernels.ops.compressed_weights import compress, decompress, row_bytes
+from specmemo_kernels.planning.mapped_files import MappedFiles
 
 Tensor = torch.Tensor
 #: Most bytes of a compressed matrix, relative to the matrix. Narrower ones (up to 256 columns) have too large heads.
@@ -50,10 +52,11 @@ class CompressedWeights:
     """The modules whose weights are compressed.
 
     Attributes:
-        names: of the modules. saved_bytes: less memory of the model's weights.
+        names: of the modules. nbytes: of their compressed weights. saved_bytes: of their weights before, minus nbytes.
     """
 
     names: tuple[str, ...] = ()
+    nbytes: int = 0
     saved_bytes: int = 0
 
 
@@ -69,7 +72,7 @@ def compress_linears(model: nn.Module, undo: list[Callable[[], None]]) -> Compre
     Raises:
         ValueError: no layer has bfloat16 weights.
     """
-    names, saved = [], 0
+    names, nbytes, saved = [], 0, 0
     candidates = list(_candidates(model))
     if not candidates:
         found = sorted({str(m.weight.dtype) for m in model.modules() if isinstance(m, nn.Linear)})
@@ -77,26 +80,53 @@ def compress_linears(model: nn.Module, undo: list[Callable[[], None]]) -> Compre
             "compress is True, but no linear layer has bfloat16 weights of its own and more than 256 inputs (dtypes of "
             f"linear layers: {', '.join(found) or 'none'}); leave it out, or load the model with dtype=torch.bfloat16"
         )
+    memory, files = _Memory(), MappedFiles()
     for name, module in candidates:
-        rows = compress(module.weight.data)
+        weight = module.weight.data
+        rows = compress(weight, memory.rows(len(weight), row_bytes(weight.shape[1])))
         if rows is None:
             continue
-        saved += module.weight.nbytes - rows.nbytes
+        memory.used(rows)
+        nbytes, saved = nbytes + rows.nbytes, saved + module.weight.nbytes - rows.nbytes
         undo.append(partial(_decompress, module, module.weight.requires_grad))
         module.weight.requires_grad_(False)
         module.weight.data = rows
         module.__class__ = CompressedLinear
         names.append(name)
-    return CompressedWeights(tuple(names), saved)
+        files.page_out(weight)
+    return CompressedWeights(tuple(names), nbytes, saved)
+
+
+class _Memory:
+    """Memory for compressed matrices in blocks that huge pages fit in.
+
+    From huge pages a step takes 0.94 to 0.77 of the time of small matrices (768 x 768), 0.98 to 0.96 of large ones.
+    """
+
+    _BLOCK_BYTES = 64 << 20
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def rows(self, count: int, nbytes: int) -> Tensor:
+        """Room for ``count`` rows; the same room until it is :meth:`used`."""
+        if count * nbytes > len(self._left):
+            self._left = torch.empty(max(self._BLOCK_BYTES, count * nbytes), dtype=torch.uint8)
+            prefer_huge_pages(self._left)
+        return self._left[: count * nbytes].view(count, nbytes)
+
+    def used(self, rows: Tensor) -> None:
+        self._left = self._left[rows.numel() :]
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    users = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+    parameters = (p for m in model.modules() for p in m._parameters.values() if type(p) is nn.Parameter)
+    users = Counter(p.data_ptr() for p in parameters if type(p.data) is Tensor)
     for name, module in model.named_modules():
         if type(module) is not nn.Linear or "forward" in vars(module) or "_hf_hook" in vars(module):
             continue
         weight = module._parameters.get("weight")
-        if type(weight) is not nn.Parameter or type(weight.data) is not Tensor or users[id(weight)] > 1:
+        if type(weight) is not nn.Parameter or type(weight.data) is not Tensor or users[weight.data_ptr()] > 1:
             continue
         plain = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.is_contiguous()
         if plain and row_bytes(weight.shape[1]) <= _MOST_BYTES * 2 * weight.shape[1]:
