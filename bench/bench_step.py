@@ -10,7 +10,8 @@ sequence. All take turns, and each reads all weights, so none finds them in a ca
 - ``torch_products_ms``: torch's linears, on a GPU in a graph. ``ratio``: the median step over their median.
 - On a GPU ``ahead_ms``: a step that runs ahead of the host. ``floor_ms``: reading the products' weights at the speed of
   a copy. ``vs_floor``: ``ahead_ms`` over it, with sampling ``step_ms``.
-- On a CPU ``products_ms``: the operator ``linear``. ``rest_ms``: the step without them.
+- On a CPU ``products_ms``: the operator ``linear``. ``rest_ms``: the step without them. In bf16 ``compressed_ms``: a
+  step of another copy of the model, with compressed weights.
 - ``floor_ms``: max(bytes of the weights / read bandwidth, flops / GEMM rate), both measured in the same turns.
   ``vs_floor``: the step over it.
 - ``llama_cpp_ms`` (``--llama-cpp``; needs ``pip install llama-cpp-python gguf``): a pass of llama.cpp over as many
@@ -26,6 +27,7 @@ import itertools
 import json
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -172,11 +174,17 @@ def measure(
     """One row: the step of this shape, its products, and its parts."""
     model, heads = load(shape, DTYPES[dtype], device, own)
     context = min(context, model.config.max_position_embeddings // 2)
-    with sk.patch(model, heads, tree=tree, max_batch_size=batch, graph=graph) as handle:
-        plan, depth = handle.plan, handle.plan.tree.max_depth
-        step = Steps(model, context, span=128, sampling=sampling, batch=batch)
+
+    def steps_of(patched: Any) -> Steps:
+        step = Steps(patched, context, span=128, sampling=sampling, batch=batch)
         for _ in range(HostCapture.after + 2):  # on a CPU a step is recorded in its fifth run, on a GPU in its second
             step()
+        return step
+
+    with ExitStack() as patches:
+        handle = patches.enter_context(sk.patch(model, heads, tree=tree, max_batch_size=batch, graph=graph))
+        plan, depth = handle.plan, handle.plan.tree.max_depth
+        step = steps_of(model)
         products = Products.of_step(model, heads, depth, plan.tree.size, batch)
         jobs: dict[str, Callable[[], object]] = {"step": synchronised(step, device)}
         if device == "cuda" and sampling is None:  # steps that run ahead of the host
@@ -187,6 +195,11 @@ def measure(
             operator = ops.kernels("cpu", torch.device("cpu")).linear
             jobs["products"] = products.by(lambda x, weight: operator(x, weight, None, None, False))
             jobs |= (yard := Yardstick(DTYPES[dtype])).functions
+        if device == "cpu" and dtype == "bf16":
+            other, own_heads = load(shape, DTYPES[dtype], device, own)
+            options: dict[str, Any] = {"tree": plan.tree, "max_batch_size": batch, "graph": graph}
+            patches.enter_context(sk.patch(other, own_heads, **options, compress=True))
+            jobs["compressed"] = steps_of(other)
         if llama_cpp:
             jobs["llama.cpp"] = llama_cpp_pass(model, context, plan.tree.size)
         times = take_turns(jobs, seconds=seconds, rounds=(5, 400))
@@ -212,13 +225,13 @@ def _device_columns(times: dict[str, float], floor: float) -> Row:
         ahead = {"ahead_ms": times["ahead"] / AHEAD * 1e3} if "ahead" in times else {}
         step = times["ahead"] / AHEAD if ahead else times["step"]
         return ahead | {"floor_ms": floor * 1e3, "vs_floor": step / floor}
-    llama_cpp = {"llama_cpp_ms": times["llama.cpp"] * 1e3} if "llama.cpp" in times else {}
+    others = {"compressed": "compressed_ms", "llama.cpp": "llama_cpp_ms"}
     return {
         "products_ms": times["products"] * 1e3,
         "rest_ms": (times["step"] - times["products"]) * 1e3,
         "floor_ms": floor * 1e3,
         "vs_floor": times["step"] / floor,
-    } | llama_cpp
+    } | {column: times[job] * 1e3 for job, column in others.items() if job in times}
 
 
 def main(

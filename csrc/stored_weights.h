@@ -29,46 +29,52 @@ class PlainWeights {
   int64_t inputs_;
 };
 
-// Weights of one block, of which `low` are the low bytes and `codes` select the high bytes.
-inline void decompress_block(const uint8_t* low, const uint8_t* codes, const uint8_t* high, uint16_t* out) {
+constexpr int64_t kHalfBlock = kBlockWeights / 2;
+
+// The weights of one half of a block.
+template <int HALF>
+inline void decompress_half(const uint8_t* block, const uint8_t* high, uint16_t* out) {
+  const uint8_t *low = block + kHalfBlock * HALF, *codes = block + kBlockWeights;
 #if defined(__AVX512BW__)
   const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(high)));
-  const __m512i both = _mm512_loadu_si512(codes), mask = _mm512_set1_epi8(15);
-  for (int half = 0; half < 2; ++half) {
-    const __m512i index = _mm512_and_si512(half == 0 ? both : _mm512_srli_epi16(both, 4), mask);
-    const __m512i highs = _mm512_shuffle_epi8(table, index), lows = _mm512_loadu_si512(low + 64 * half);
-    _mm512_storeu_si512(out + 64 * half, _mm512_unpacklo_epi8(lows, highs));
-    _mm512_storeu_si512(out + 64 * half + 32, _mm512_unpackhi_epi8(lows, highs));
-  }
+  const __m512i both = _mm512_loadu_si512(codes), lows = _mm512_loadu_si512(low);
+  const __m512i index = _mm512_and_si512(HALF == 0 ? both : _mm512_srli_epi16(both, 4), _mm512_set1_epi8(15));
+  const __m512i highs = _mm512_shuffle_epi8(table, index);
+  _mm512_storeu_si512(out, _mm512_unpacklo_epi8(lows, highs));
+  _mm512_storeu_si512(out + 32, _mm512_unpackhi_epi8(lows, highs));
 #elif defined(__AVX2__)
   const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(high)));
-  const __m256i mask = _mm256_set1_epi8(15);
-  for (int i = 0; i < 4; ++i) {  // 32 weights at a time
-    const int half = i / 2, part = i % 2;
-    const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + 32 * part));
-    const __m256i index = _mm256_and_si256(half == 0 ? both : _mm256_srli_epi16(both, 4), mask);
+  for (int i = 0; i < 2; ++i) {  // 32 weights at a time
+    const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + 32 * i));
+    const __m256i lows = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(low + 32 * i));
+    const __m256i index = _mm256_and_si256(HALF == 0 ? both : _mm256_srli_epi16(both, 4), _mm256_set1_epi8(15));
     const __m256i highs = _mm256_shuffle_epi8(table, index);
-    const __m256i lows = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(low + 64 * half + 32 * part));
-    auto* to = reinterpret_cast<__m256i*>(out + 64 * half + 16 * part);
+    auto* to = reinterpret_cast<__m256i*>(out + 16 * i);
     _mm256_storeu_si256(to, _mm256_unpacklo_epi8(lows, highs));
     _mm256_storeu_si256(to + 2, _mm256_unpackhi_epi8(lows, highs));
   }
 #elif defined(__aarch64__)
-  const uint8x16_t table = vld1q_u8(high), mask = vdupq_n_u8(15);
-  for (int i = 0; i < 8; ++i) {  // 16 weights at a time
-    const int half = i / 4, part = i % 4;
-    const uint8x16_t both = vld1q_u8(codes + 16 * part);
-    const uint8x16_t highs = vqtbl1q_u8(table, half == 0 ? vandq_u8(both, mask) : vshrq_n_u8(both, 4));
-    const uint8x16_t lows = vld1q_u8(low + 64 * half + 16 * part);
-    vst1q_u8(reinterpret_cast<uint8_t*>(out + 64 * half + 8 * part), vzip1q_u8(lows, highs));
-    vst1q_u8(reinterpret_cast<uint8_t*>(out + 64 * half + 32 + 8 * part), vzip2q_u8(lows, highs));
+  const uint8x16_t table = vld1q_u8(high);
+  for (int i = 0; i < 4; ++i) {  // 16 weights at a time
+    const uint8x16_t both = vld1q_u8(codes + 16 * i), lows = vld1q_u8(low + 16 * i);
+    const uint8x16_t highs = vqtbl1q_u8(table, HALF == 0 ? vandq_u8(both, vdupq_n_u8(15)) : vshrq_n_u8(both, 4));
+    vst1q_u8(reinterpret_cast<uint8_t*>(out + 8 * i), vzip1q_u8(lows, highs));
+    vst1q_u8(reinterpret_cast<uint8_t*>(out + 32 + 8 * i), vzip2q_u8(lows, highs));
   }
 #else
-  for (int i = 0; i < kBlockWeights; ++i) {
-    const int half = i / 64, part = i % 32 / 8, at = part * 16 + i % 64 / 32 * 8 + i % 8;
-    out[i] = static_cast<uint16_t>(low[64 * half + at] | high[codes[at] >> (4 * half) & 15] << 8);
+  for (int i = 0; i < kHalfBlock; ++i) {
+    const int at = i % 32 / 8 * 16 + i / 32 * 8 + i % 8;
+    out[i] = static_cast<uint16_t>(low[at] | high[codes[at] >> (4 * HALF) & 15] << 8);
   }
 #endif
+}
+
+// Sets those of a half's weights, from column `first` on, that have no code.
+__attribute__((noinline, cold)) void set_exceptions(const RowHead& head, int64_t first, uint16_t* out) {
+  const int exceptions = std::min<int>(head.exceptions, kMostExceptions);
+  for (int e = 0; e < exceptions; ++e)
+    if (const int64_t at = head.exception[e].column - first; at >= 0 && at < kHalfBlock)
+      out[at] = head.exception[e].bits;
 }
 
 // A part of a compressed row, from a block on.
@@ -77,15 +83,17 @@ struct CompressedRow {
   const uint8_t* blocks;
   int64_t first;  // column of its first weight
 
-  // The weights of the block that has weight `i`, in order.
+  // The weights of half HALF of the block that starts with weight `i`, in order.
+  template <int HALF>
+  void read_half(int64_t i, uint16_t* out) const {
+    decompress_half<HALF>(blocks + i / kBlockWeights * kBlockBytes, head->high, out);
+    if (__builtin_expect(head->exceptions != 0, 0)) set_exceptions(*head, first + i + HALF * kHalfBlock, out);
+  }
+
+  // Both halves.
   void read(int64_t i, uint16_t* out) const {
-    const uint8_t* block = blocks + i / kBlockWeights * kBlockBytes;
-    decompress_block(block, block + kBlockWeights, head->high, out);
-    if (head->exceptions == 0) return;
-    const int exceptions = std::min<int>(head->exceptions, kMostExceptions);
-    for (int e = 0; e < exceptions; ++e)
-      if (const int64_t at = head->exception[e].column - first - i; at >= 0 && at < kBlockWeights)
-        out[at] = head->exception[e].bits;
+    read_half<0>(i, out);
+    read_half<1>(i, out + kHalfBlock);
   }
 };
 
