@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig
 
 from specmemo_kernels.integrations.hf.attention import ConfigView, attention_modules
 from specmemo_kernels.integrations.hf.checks import STEP_METHODS
+from specmemo_kernels.integrations.hf.compressed import stored_weight
 from specmemo_kernels.integrations.hf.target import local_part
 
 #: Packages whose hooks and wrappers keep a module's results (device placement, tensor parallel, torch.compile, ours).
@@ -111,7 +112,7 @@ def _code(module: nn.Module) -> tuple[Any, ...]:
 
 def _head_facts(model: Any) -> HeadFacts:
     head = model.get_output_embeddings()
-    weight = getattr(head, "weight", None)
+    weight = stored_weight(head)
     if not isinstance(weight, Tensor):
         return head, type(head), None, None
     return head, type(head), type(weight), _facts(weight)

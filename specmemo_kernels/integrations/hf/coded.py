@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from specmemo_kernels.integrations.hf.compressed import is_compressed
+from specmemo_kernels.integrations.hf.compressed import is_compressed, stored_weight
 from specmemo_kernels.planning.footprint import PassBytes, ProductBytes
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
 from specmemo_kernels.planning.resident import peak_of
@@ -32,9 +32,9 @@ def plain_weight(module: Any) -> Tensor | None:
     """The matrix ``[V, H]`` of a linear layer that is in memory in a floating-point dtype of two bytes or more, or is
     sharded by rows, or its compressed rows; ``None`` for other layers: quantised, adapted, offloaded.
     """
-    weight = getattr(module, "weight", None)
+    weight = stored_weight(module)
     if is_compressed(module):
-        return weight
+        return cast(Tensor, weight)
     if type(module) is not nn.Linear or not isinstance(weight, Tensor) or _is_code(weight):
         return None
     if hasattr(weight, "placements"):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from specmemo_kernels.cache.huge_pages import prefer_huge_pages
+from specmemo_kernels.integrations.hf.replaced import is_plain
 from specmemo_kernels.ops.compressed_weights import compress, decompress, row_bytes
 from specmemo_kernels.planning.mapped_files import MappedFiles
 
@@ -25,30 +26,36 @@ _BLOCK_BYTES = 64 << 20
 
 
 class CompressedLinear(nn.Linear):
-    """An ``nn.Linear`` whose ``weight`` has compressed rows, ``[out_features, row_bytes(in_features)]`` uint8.
+    """An ``nn.Linear`` whose parameter ``weight`` is compressed rows, ``[out_features, row_bytes(in_features)]`` uint8.
 
-    Only passes of ``patch`` multiply the rows as they are. ``forward`` decompresses the matrix, and is then
-    ``nn.Linear``'s. Saved, copied and pickled modules have the uncompressed matrix.
+    Only passes of ``patch`` multiply the rows as they are. Other code that reads ``module.weight`` gets the matrix,
+    decompressed for each access; ``forward`` is ``nn.Linear``'s. Saved, copied and pickled modules have the matrix.
     """
 
-    def decompressed(self) -> Tensor:
-        return decompress(self.weight.data, self.in_features)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.decompressed(), self.bias)
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        weight = self._parameters["weight"]
+        assert weight is not None, "a linear layer has a weight"
+        return decompress(weight.data, self.in_features) if weight.dtype == torch.uint8 else weight
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "weight"] = self.decompressed()
+        destination[prefix + "weight"] = self.weight.detach()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        parameters = self._parameters | {"weight": nn.Parameter(self.decompressed(), requires_grad=False)}
+        parameters = self._parameters | {"weight": nn.Parameter(self.weight.detach(), requires_grad=False)}
         return object.__new__, (nn.Linear,), vars(self) | {"_parameters": parameters}
 
 
 def is_compressed(module: Any) -> TypeGuard[CompressedLinear]:
     """Whether a module's ``weight`` is compressed."""
-    return type(module) is CompressedLinear
+    return isinstance(module, CompressedLinear) and stored_weight(module).dtype == torch.uint8
+
+
+def stored_weight(module: Any) -> Any:
+    """A module's ``weight``, or its compressed rows; ``None`` if it has none."""
+    is_ours = isinstance(module, CompressedLinear)
+    return module._parameters["weight"] if is_ours else getattr(module, "weight", None)
 
 
 @dataclass(frozen=True)
@@ -67,8 +74,8 @@ class CompressedWeights:
 def compress_linears(model: nn.Module, undo: list[Callable[[], None]]) -> CompressedWeights:
     """Compress the weights of the linear layers of ``model`` in place, one after the other.
 
-    Tied, quantised and adapted layers, layers on other devices, layers of up to 256 inputs, and matrices that can't be
-    compressed (:func:`specmemo_kernels.ops.compressed_weights.compress`) stay as they are.
+    Tied and quantised layers, layers with hooks or on other devices, layers of up to 256 inputs, and matrices that
+    can't be compressed (:func:`specmemo_kernels.ops.compressed_weights.compress`) stay as they are.
 
     Args:
         undo: gets a function for each layer, which decompresses it.
@@ -91,8 +98,7 @@ def compress_linears(model: nn.Module, undo: list[Callable[[], None]]) -> Compre
             continue
         nbytes, saved = nbytes + rows.nbytes, saved + module.weight.nbytes - rows.nbytes
         undo.append(partial(_decompress, module, module.weight.requires_grad))
-        module.weight.requires_grad_(False)
-        module.weight.data = rows
+        module.weight.requires_grad_(False).data = rows
         module.__class__ = CompressedLinear
         names.append(name)
         files.page_out(weight)
@@ -119,7 +125,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     parameters = (p for m in model.modules() for p in m._parameters.values() if type(p) is nn.Parameter)
     users = Counter(p.data_ptr() for p in parameters if type(p.data) is Tensor)
     for name, module in model.named_modules():
-        if type(module) is not nn.Linear or "forward" in vars(module) or "_hf_hook" in vars(module):
+        if type(module) is not nn.Linear or not is_plain(module):
             continue
         weight = module._parameters.get("weight")
         if type(weight) is not nn.Parameter or type(weight.data) is not Tensor or users[weight.data_ptr()] > 1:
@@ -130,7 +136,10 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def _decompress(module: nn.Module, requires_grad: bool) -> None:
+    if is_compressed(module):
+        parameter = module._parameters["weight"]
+        assert parameter is not None, "it is compressed"
+        parameter.data = module.weight
+        parameter.requires_grad_(requires_grad)
     if isinstance(module, CompressedLinear):
-        module.weight.data = module.decompressed()
-        module.weight.requires_grad_(requires_grad)
         object.__setattr__(module, "__class__", nn.Linear)

@@ -27,7 +27,7 @@ from specmemo_kernels.integrations.hf.attention import (
 )
 from specmemo_kernels.integrations.hf.compressed import is_compressed
 from specmemo_kernels.integrations.hf.leaf_kinds import LeafKind, best_match, leaf_kinds
-from specmemo_kernels.integrations.hf.replaced import OurForward, ReplacedForwards
+from specmemo_kernels.integrations.hf.replaced import OurForward, ReplacedForwards, is_plain
 
 Tensor = torch.Tensor
 #: A module's attribute: its dict, its key, and a weak reference to the value.
@@ -42,7 +42,6 @@ FUSED_BACKENDS = tuple(_FASTER)
 #: Those that never call torch's products: an expert's rows are a part of a pass's.
 _WITHOUT_PRODUCTS = frozenset(("grouped_linear", "rms_norm"))
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_PACKAGE = __name__.split(".")[0]
 _SCALARS = (bool, int, float, str)
 
 
@@ -243,19 +242,10 @@ def _is_replaceable(module: nn.Module, dtype: torch.dtype, device: torch.device)
     not.
     """
     parts = list(module.modules())
-    compressed = {id(part.weight) for part in parts if is_compressed(part) and dtype == torch.bfloat16}
+    compressed = {id(part._parameters["weight"]) for part in parts if is_compressed(part) and dtype == torch.bfloat16}
     parameters = list(module.parameters())
-    return bool(parameters) and all(map(_is_plain, parts)) and all(
+    return bool(parameters) and all(map(is_plain, parts)) and all(
         type(p) is nn.Parameter and type(p.data) is Tensor and (p.dtype == dtype or id(p) in compressed)
         and dtype in _DTYPES and p.device == device and p.is_contiguous()
         for p in parameters
     )  # fmt: skip
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether a module has no replaced ``forward`` and no hooks except this package's."""
-    attached = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    foreign = (hook for hooks in attached for hook in hooks.values() if hook.__module__.split(".")[0] != _PACKAGE)
-    forward = getattr(vars(module).get("forward"), "__func__", vars(module).get("forward"))
-    own = forward is None or forward is type(module).forward  # a copy may have its own as an attribute
-    return own and "_hf_hook" not in vars(module) and not any(True for _ in foreign)

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+_PACKAGE = __name__.split(".")[0]
+
 
 class OurForward:
     """A replaced ``forward``; copied or pickled with its module, it is the module's own."""
@@ -55,3 +57,12 @@ class ReplacedForwards:
                         del attributes["forward"]
                     else:
                         attributes["forward"] = former
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module has no replaced ``forward`` and no hooks except this package's."""
+    attached = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    foreign = (hook for hooks in attached for hook in hooks.values() if hook.__module__.split(".")[0] != _PACKAGE)
+    forward = getattr(vars(module).get("forward"), "__func__", vars(module).get("forward"))
+    own = forward is None or forward is type(module).forward  # a copy may have its own as an attribute
+    return own and "_hf_hook" not in vars(module) and not any(True for _ in foreign)

@@ -27,7 +27,7 @@ from specmemo_kernels.integrations.hf.attention import (
     install_view,
     remove_view,
 )
-from specmemo_kernels.integrations.hf.compressed import CompressedWeights
+from specmemo_kernels.integrations.hf.compressed import CompressedWeights, stored_weight
 from specmemo_kernels.integrations.hf.features import FeatureTaps
 from specmemo_kernels.integrations.hf.fuse import FusedLeaves
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel, pass_mask
@@ -183,7 +183,7 @@ def lm_head(model: Any) -> tuple[Tensor, Tensor | None]:
     """Weight ``[V, hidden_size]`` and bias ``[V]`` (or ``None``) of a plain lm_head, detached; this rank's rows."""
     head = model.get_output_embeddings()
     bias = getattr(head, "bias", None)
-    return local_part(head.weight).detach(), None if bias is None else local_part(bias).detach()
+    return local_part(stored_weight(head)).detach(), None if bias is None else local_part(bias).detach()
 
 
 def local_part(tensor: Tensor) -> Tensor:

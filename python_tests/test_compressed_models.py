@@ -1,0 +1,234 @@
+"""Models with compressed weights: the same tokens, the model's own weights for everybody else, and the memory."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_models import family_model
+from selection import sample
+from tiny_models import random_heads, tiny_model
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import specmemo_kernels as sk
+from specmemo_kernels.integrations.hf import compressed
+from specmemo_kernels.integrations.hf.compressed import CompressedLinear
+from specmemo_kernels.ops.compressed_weights import row_bytes
+from specmemo_kernels.planning.mapped_files import MappedFiles
+
+Tensor = torch.Tensor
+PROMPTS = torch.randint(3, 60, (2, 21), generator=torch.Generator().manual_seed(1))
+
+
+def wide_model(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> PreTrainedModel:
+    """Wide enough that its matrices get smaller."""
+    sizes = {
+        "hidden_size": 384,
+        "intermediate_size": 512,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    }
+    return tiny_model("llama", **(sizes | changes)).to(dtype)
+
+
+def greedy(model: PreTrainedModel, **options: Any) -> Tensor:
+    options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None} | options
+    result: Tensor = model.generate(PROMPTS, attention_mask=torch.ones_like(PROMPTS), pad_token_id=0, **options)
+    return result
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same_weights(model: nn.Module, expected: dict[str, Tensor]) -> bool:
+    found = model.state_dict()
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("drafter", ["prompt-lookup", "heads", "model"])
+def test_tokens_are_those_of_the_uncompressed_model(drafter: str, invariant: bool) -> None:
+    model = wide_model()
+    drafters: dict[str, Any] = {"heads": random_heads(model), "model": wide_model(num_hidden_layers=1)}
+    chosen = drafters.get(drafter, drafter)
+    written = []
+    for compress in (False, True):
+        with sk.patch(model, chosen, invariant=invariant, compress=compress, memory_budget="64MiB") as handle:
+            written.append(greedy(model))
+            torch.manual_seed(3)
+            written.append(greedy(model, do_sample=True, temperature=0.8))
+            assert handle.stats.graph_steps > 0
+            fused = dict(handle.fused)
+    assert torch.equal(written[0], written[2])
+    assert torch.equal(written[1], written[3])
+    assert fused["lm_head"] == "linear"
+    assert fused["model.layers.0.mlp"] == "gated_mlp"
+
+
+@pytest.mark.parametrize("family", sample(["jamba", "longcat_flash", "gpt_oss", "phi3", "deepseek_v3"], ["jamba"]))
+@pytest.mark.filterwarnings("ignore")
+def test_families(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jamba and LongCat read the weights of layers in their own code."""
+    monkeypatch.setattr(compressed, "_MOST_BYTES", 1000)  # they are narrow
+    model = family_model(family).to(torch.bfloat16)
+    written = []
+    for compress in (False, True):
+        with sk.patch(model, "prompt-lookup", compress=compress) as handle:
+            written.append(greedy(model))
+            assert bool(handle.compressed.names) == compress
+    assert torch.equal(*written)
+
+
+def test_others_see_the_models_own_weights(tmp_path: Path) -> None:
+    model = wide_model()
+    expected, state = model(PROMPTS).logits, weights(model)
+    parameters = dict(model.named_parameters())
+    model.lm_head.weight.requires_grad_(False)
+    with sk.patch(model, random_heads(model), compress=True) as handle:
+        assert len(handle.compressed.names) == 2 * 7 + 1
+        assert type(model.lm_head) is CompressedLinear
+        assert torch.equal(model.lm_head.weight, state["lm_head.weight"])
+        assert torch.equal(model(PROMPTS).logits, expected)
+        assert same_weights(model, state)
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(other(PROMPTS).logits, expected)
+            assert {type(m) for m in other.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
+        model.save_pretrained(tmp_path)
+    assert same_weights(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16), state)
+    assert same_weights(model, state)
+    assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
+    found = dict(model.named_parameters())
+    assert all(found[name] is parameters[name] for name in parameters)
+    assert [name for name, p in found.items() if not p.requires_grad] == ["lm_head.weight"]
+
+
+def test_gradients_reach_the_input_and_the_other_parameters() -> None:
+    model = wide_model()
+    gradients = []
+    for compress in (False, True):
+        model.zero_grad()
+        with sk.patch(model, "prompt-lookup", compress=compress):
+            model(PROMPTS, labels=PROMPTS).loss.backward()
+        gradients.append(model.model.embed_tokens.weight.grad.clone())
+    assert torch.equal(*gradients)
+    assert gradients[0].abs().sum() > 0
+
+
+def test_memory_of_the_weights() -> None:
+    model = wide_model()
+    before = sum(p.nbytes for p in model.parameters())
+    linears = {name: m.weight.shape for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    with sk.patch(model, "prompt-lookup", compress=True) as handle:
+        assert handle.compressed.names == tuple(linears)
+        assert handle.compressed.nbytes == sum(rows * row_bytes(columns) for rows, columns in linears.values())
+        assert sum(p.nbytes for p in model.parameters()) == before - handle.compressed.saved_bytes
+        assert (
+            0.15 < handle.compressed.saved_bytes / sum(2 * rows * columns for rows, columns in linears.values()) < 0.25
+        )
+
+
+def test_some_layers_are_left_alone() -> None:
+    model = wide_model(tie_word_embeddings=True)
+    first, second = model.model.layers
+    noise = torch.randint(0, 1 << 16, first.mlp.up_proj.weight.shape, generator=torch.Generator().manual_seed(0))
+    hook = second.self_attn.q_proj.register_forward_hook(lambda *_: None)
+    second.self_attn.k_proj.weight.data = second.self_attn.k_proj.weight.data.T.contiguous().T
+    kept = first.mlp.up_proj.weight.data.clone()
+    first.mlp.up_proj.weight.data = noise.to(torch.uint16).view(torch.bfloat16)
+    undo: list[Any] = []
+    names = compressed.compress_linears(model, undo).names
+    everything = {name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    assert everything - set(names) == {
+        "lm_head", "model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.k_proj",
+    }  # fmt: skip
+    for step in undo:
+        step()
+    hook.remove()
+    first.mlp.up_proj.weight.data = kept
+    assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
+
+
+def test_a_failure_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wide_model()
+    state, own, calls = weights(model), compressed.compress, iter(range(100))
+
+    def compress(*args: Any) -> Tensor | None:
+        if next(calls) == 5:
+            raise MemoryError("no memory left")
+        return own(*args)
+
+    monkeypatch.setattr(compressed, "compress", compress)
+    with pytest.raises(MemoryError, match="no memory left"):
+        sk.patch(model, "prompt-lookup", compress=True)
+    assert same_weights(model, state)
+    assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
+    sk.patch(model, "prompt-lookup", compress=True).undo()
+
+
+def test_unpatching_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wide_model()
+    state = weights(model)
+    handle, own, calls = sk.patch(model, "prompt-lookup", compress=True), compressed.decompress, iter(range(100))
+
+    def decompress(*args: Any) -> Tensor:
+        if next(calls) == 3:
+            raise MemoryError("no memory left")
+        return own(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(compressed, "decompress", decompress)
+        with pytest.raises(MemoryError, match="no memory left"):
+            handle.undo()
+    handle.undo()
+    assert same_weights(model, state)
+    assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
+
+
+def test_a_new_weight_replaces_the_compressed_one() -> None:
+    model = wide_model()
+    layer = model.model.layers[0].self_attn.o_proj
+    with sk.patch(model, "prompt-lookup", compress=True):
+        layer.weight = nn.Parameter(torch.zeros_like(layer.weight))
+        assert not layer(torch.randn(2, 384).bfloat16()).any()
+        changed = greedy(model)
+    assert not layer.weight.any()
+    with sk.patch(model, "prompt-lookup"):
+        assert torch.equal(greedy(model), changed)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "message"),
+    [
+        ({"backend": "reference"}, torch.bfloat16, "backend='reference', fuse=True"),
+        ({"fuse": False}, torch.bfloat16, "backend='cpu', fuse=False"),
+        ({}, torch.float32, r"no linear layer has bfloat16 weights .* \(dtypes of linear layers: torch.float32\)"),
+        ({"compress": 1}, torch.bfloat16, "compress is 1"),
+    ],
+    ids=["backend", "fuse", "dtype", "type"],
+)
+def test_refused(options: dict[str, Any], dtype: torch.dtype, message: str) -> None:
+    model = wide_model(dtype)
+    with pytest.raises((ValueError, TypeError), match=message):
+        sk.patch(model, "prompt-lookup", **({"compress": True} | options))
+    assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
+    sk.patch(model, "prompt-lookup").undo()
+
+
+def test_pages_of_a_file_are_read_again(tmp_path: Path) -> None:
+    values = torch.arange(1 << 20, dtype=torch.int32)
+    values.numpy().tofile(tmp_path / "values")
+    mapped = torch.from_file(str(tmp_path / "values"), shared=False, size=len(values), dtype=torch.int32)
+    mapped[7] = -1  # a page that isn't the file's
+    files = MappedFiles()
+    for tensor in (mapped, mapped[1000:90000], values, mapped[:0]):
+        files.page_out(tensor)
+    assert mapped[7] == -1
+    mapped[7] = 7
+    assert torch.equal(mapped, values)
