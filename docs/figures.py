@@ -125,9 +125,9 @@ def headline() -> dict[str, str]:
 
 
 def steps() -> str:
-    parts = ["step_ms", "products_ms", "rest_ms", "floor_ms", "vs_floor", "llama_cpp_ms"]
+    parts = ["step_ms", "products_ms", "rest_ms", "floor_ms", "vs_floor", "compressed_ms", "llama_cpp_ms"]
     rows = [[row["shape"], row["nodes"], *(f"{row[part]:.3g}" for part in parts)] for row in load("step_cpu")["rows"]]
-    header = ["model", "nodes", "step", "products", "rest", "floor", "step / floor", "llama.cpp"]
+    header = ["model", "nodes", "step", "products", "rest", "floor", "step / floor", "compressed", "llama.cpp"]
     return table(header, rows, "step_cpu")
 
 

@@ -36,10 +36,17 @@ TYPES = {
 DTYPES = {code: dtype for dtype, code in TYPES.items()}
 
 #: Arguments that a call changes.
-CHANGED = {"append_paged_kv": (2, 3, 7, 8), "commit_paged_kv": (2, 3, 9, 10), "lm_head_topk": (5, 6, 7)}
+CHANGED = {
+    "append_paged_kv": (2, 3, 7, 8),
+    "commit_paged_kv": (2, 3, 9, 10),
+    "lm_head_topk": (5, 6, 7),
+    "compress": (1,),
+    "decompress": (1,),
+}
 OPERATORS = (
     "tree_attention", "append_paged_kv", "commit_paged_kv", "verify_tree_greedy", "lm_head_topk", "linear",
-    "grouped_linear", "gated_mlp", "rms_norm", "add_rms_norm", "rotary", "attention_workspace", "linear_workspace",
+    "grouped_linear", "gated_mlp", "rms_norm", "add_rms_norm", "rotary", "compress", "decompress",
+    "attention_workspace", "linear_workspace",
 )  # fmt: skip
 #: Arguments that are floats, by position.
 NUMBERS = {"tree_attention": (9, 11), "rms_norm": (2, 3), "add_rms_norm": (3, 4)}

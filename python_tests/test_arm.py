@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=st
 #: Files and their tests of operators.
 TESTS = {
     "test_attention.py": ["within_budget"],
+    "test_compressed_weights.py": ["weights_come_back", "linear_has_the_bits", "gated_mlp_and_lm_head", "the_most"],
     "test_cpu_kernels.py": [
         "head_dims_that_fill_no_register", "a_sequence_is_the_same_bits_alone_and_in_a_batch",
         "the_number_of_threads_changes_no_bit", "a_path_is_the_same_bits_as_one_token_after_another",

@@ -101,9 +101,16 @@ def test_linear_has_the_bits_of_the_uncompressed_matrix(
         for invariant in (False, True):
             expected = ops.linear(x, weight, bias, invariant=invariant, backend="cpu")
             assert torch.equal(bits(ops.linear(x, rows, bias, invariant=invariant, backend="cpu")), bits(expected))
-    several = cpu.linears(x, [rows, rows[:1], rows], [None, None, None])
-    plain = cpu.linears(x, [weight, weight[:1], weight], [None, None, None])
-    assert all(map(torch.equal, map(bits, several), map(bits, plain)))
+
+
+def test_linears_of_compressed_matrices(isa: str) -> None:
+    weight = random(40, 300) * 0.02
+    rows = compressed(weight)
+    for count in (1, 5, 17, 64):
+        x = random(count, 300)
+        several = cpu.linears(x, [rows, rows[:1], rows], [None, None, None])
+        plain = cpu.linears(x, [weight, weight[:1], weight], [None, None, None])
+        assert all(map(torch.equal, map(bits, several), map(bits, plain)))
 
 
 @pytest.mark.parametrize("rows", [1, 7, 40, 64, 70])
@@ -161,6 +168,16 @@ def test_a_malformed_head_stays_inside_its_row() -> None:
     assert torch.equal(
         ops.linear(x, rows, backend="cpu")[:, [0, 2, 3]], ops.linear(x, weight, backend="cpu")[:, [0, 2, 3]]
     )
+
+
+@pytest.mark.parametrize("exceptions", [10, 11, 12])
+def test_the_most_exceptions(exceptions: int) -> None:
+    high = torch.tensor([byte for byte in range(16) for _ in range(20)] + list(range(100, 100 + exceptions)))
+    weight = (high << 8 | 7).to(torch.uint16).view(torch.bfloat16)[None]
+    rows = compress(weight)
+    assert (rows is None) == (exceptions > 11)
+    if rows is not None:
+        assert torch.equal(bits(decompress(rows, len(high))), bits(weight))
 
 
 def test_random_bits_and_wide_rows_stay_as_they_are() -> None:

@@ -4,6 +4,7 @@
 // argument.
 #include <map>
 
+#include "compressed.h"
 #include "messages.h"
 #include "paged_rows.h"
 #include "threads.h"
@@ -120,6 +121,7 @@ ProductArgs product_args(const Value& x, const Value& weight, const Value& scale
   args.dtype = dtype_of(x), args.x = x.at<void>(), args.rows = rows_of(x.tensor), args.inputs = x.tensor.shape.back();
   args.x_stride = x.tensor.ndim() == 2 ? x.tensor.strides[0] : args.inputs, args.outputs = weight.tensor.shape[outputs];
   args.by_input = weight.tensor.strides[outputs] < weight.tensor.strides[outputs + 1];
+  args.compressed = weight.tensor.code == kUnsigned && scales.kind == kNone;
   args.weight = weight.at<void>(), args.scales = scales.at<uint16_t>(), args.bias = bias.at<void>();
   return args;
 }
@@ -156,7 +158,7 @@ Values gated_mlp(const Values& a) {  // x, weights of gate, up and down, their b
   args.gate = product_args(a[0], a[1], Value{}, a[4]), args.up = product_args(a[0], a[2], Value{}, a[5]);
   args.gate.invariant = args.up.invariant = a[8].integer != 0;
   args.down = product_args(a[0], a[3], Value{}, a[6]);
-  args.down.inputs = a[3].tensor.shape[1];
+  args.down.inputs = args.gate.outputs;
   args.activation = static_cast<Activation>(a[7].integer);
   Values results{like_rows(a[0].tensor, args.down.outputs)};
   args.out = results[0].at<void>();
@@ -197,6 +199,17 @@ Values rotary(const Values& a) {  // x, cos, sin
   return results;
 }
 
+Values compress(const Values& a) {  // weight, out
+  const auto& shape = a[0].tensor.shape;
+  return {integer_value(compress_rows(a[0].at<uint16_t>(), shape[0], shape[1], a[1].at<uint8_t>(), threads_of(a)))};
+}
+
+Values decompress(const Values& a) {  // compressed, out
+  const auto& shape = a[1].tensor.shape;
+  kernels().decompress(a[0].at<uint8_t>(), shape[0], shape[1], a[1].at<uint16_t>(), threads_of(a));
+  return {};
+}
+
 Values isas(const Values&) {  // the one in use, then all, best first
   int count = 0;
   const char* const* names = available_isas(&count);
@@ -230,6 +243,8 @@ const std::map<std::string, Values (*)(const Values&)> kCalls = {
     {"rms_norm", rms_norm},
     {"add_rms_norm", add_rms_norm},
     {"rotary", rotary},
+    {"compress", compress},
+    {"decompress", decompress},
     {"isas", isas},
     {"attention_workspace", attention_workspace},
     {"linear_workspace", linear_workspace},

@@ -17,7 +17,7 @@ from transformers import TextStreamer
 from specmemo_kernels.cli.common import (
     leave_ranks,
     load_with_heads,
-    patch_arguments,
+    model_arguments,
     setting_up,
     terminal,
 )
@@ -185,7 +185,7 @@ def start_chat(options: ChatOptions, console: Console) -> Chat:
         UserError, ValueError, BackendUnavailable: an option, the model or its heads can't be used.
     """
     loaded = load_with_heads(options)
-    handle = patch(loaded.model, loaded.heads, head_bits=options.head_bits, **patch_arguments(options))
+    handle = patch(loaded.model, loaded.heads, **model_arguments(options))
     chat = Chat(loaded.model, handle, loaded.tokenizer, options.max_new_tokens, console)
     mode = "chat" if chat.session.templated else "completion of your text: the tokenizer has no chat template"
     console.print(f"{loaded.name} ({mode}); {HELP}", style="dim")

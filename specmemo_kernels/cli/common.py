@@ -140,6 +140,11 @@ def patch_arguments(options: PatchOptions) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names} | {"max_batch_size": 1}
 
 
+def model_arguments(options: ModelOptions) -> dict[str, Any]:
+    """The same, of the commands that run any model."""
+    return patch_arguments(options) | {"head_bits": options.head_bits, "compress": options.compress}
+
+
 def demo_model_folder() -> Path:
     """The bundled model's folder; its heads are in ``heads/``.
 

@@ -14,7 +14,7 @@ from specmemo_kernels.arguments import number
 from specmemo_kernels.cli.common import (
     leave_ranks,
     load_with_heads,
-    patch_arguments,
+    model_arguments,
     setting_up,
     terminal,
     torch_device,
@@ -83,8 +83,8 @@ def _serve(options: ServeOptions) -> None:
         number("--shutdown-seconds", options.shutdown_seconds, 0)
         check_keep_free(options)
         loaded = load_with_heads(options)
-        arguments = patch_arguments(options) | {"max_batch_size": options.batch, "keep_free": options.keep_free}
-        handle = patch(loaded.model, loaded.heads, head_bits=options.head_bits, **arguments)
+        arguments = model_arguments(options) | {"max_batch_size": options.batch, "keep_free": options.keep_free}
+        handle = patch(loaded.model, loaded.heads, **arguments)
     name = options.served_name or ("specmemo-demo" if options.model is None else Path(options.model).name)
     engine = Engine(loaded.model, max_waiting=options.max_waiting)
     if handle.ranks.rank:
