@@ -51,7 +51,7 @@ test-arm: $(STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" $(PYTEST) -n $(WORKERS) -rs python_tests/test_arm.py $(ARGS)
 
 # The operators with the kernels under AddressSanitizer and UndefinedBehaviorSanitizer, built into build/asan by GCC.
-ASAN_TESTS := attention cpu_kernels fuse fusion head_bits linear native_runs op_calls ops page_order quantised_kv weight_codes
+ASAN_TESTS := attention compressed_weights cpu_kernels fuse fusion head_bits linear native_runs op_calls ops page_order quantised_kv weight_codes
 SOURCES = csrc specmemo_kernels setup.py pyproject.toml CMakeLists.txt MANIFEST.in README.md LICENSE
 ASAN_LIBRARIES = $(foreach name,asan ubsan stdc++,$(shell g++ -print-file-name=lib$(name).so))
 test-asan: build/asan/installed

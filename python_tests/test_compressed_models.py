@@ -109,6 +109,21 @@ def test_others_see_the_models_own_weights(tmp_path: Path) -> None:
     assert [name for name, p in found.items() if not p.requires_grad] == ["lm_head.weight"]
 
 
+def test_a_change_in_place_is_refused() -> None:
+    """Merging an adapter would add to a copy."""
+    model = wide_model()
+    with sk.patch(model, "prompt-lookup", compress=True):
+        for change in (
+            lambda: model.lm_head.weight.mul_(2),
+            lambda: model.lm_head.weight.data.add_(1),
+            lambda: setattr(model.lm_head.weight, "data", torch.zeros(3)),
+            lambda: model.lm_head.weight[3].zero_(),
+            lambda: nn.init.zeros_(model.lm_head.weight),
+        ):
+            with pytest.raises(RuntimeError, match=r"inference tensor|unpatch\(model\) to change them"):
+                change()
+
+
 def test_gradients_reach_the_input_and_the_other_parameters() -> None:
     model = wide_model()
     gradients = []

@@ -136,7 +136,7 @@ def test_gated_mlp_and_lm_head(isa: str, rows: int, monkeypatch: pytest.MonkeyPa
 
 def test_many_rows_are_torchs_product_of_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "few_rows", lambda *_: 4)
-    monkeypatch.setattr(cpu, "_SLICE", 7)
+    monkeypatch.setattr(cpu, "_SLICE_BYTES", 5000)
     weight, bias = random(40, 300) * 0.02, random(40)
     for rows in (5, 64, 70):
         x = random(rows, 300)

@@ -38,8 +38,8 @@ _ROWS_OF_16_BITS = 32
 #: The same for a weight ``[inputs, outputs]``. In float32 on Emerald Rapids, 32 rows are 1.0 to 1.2 times as fast, 128
 #: rows 0.7 times.
 _FEW_ROWS_TRANSPOSED = 32
-#: Rows of a compressed matrix that are decompressed at a time for torch's product.
-_SLICE = 1024
+#: Most bytes of decompressed weights, and of results, in a product of torch with a compressed matrix.
+_SLICE_BYTES = 1 << 20
 
 
 def isa() -> str:
@@ -244,12 +244,6 @@ def decompress(compressed: Tensor, out: Tensor) -> None:
     _cpu.decompress(compressed, out, torch.get_num_threads())
 
 
-def _decompressed(compressed: Tensor, columns: int) -> Tensor:
-    out = torch.empty(len(compressed), columns, dtype=torch.bfloat16, device=_CPU)
-    decompress(compressed, out)
-    return out
-
-
 def slow_in_torch(dtype: torch.dtype) -> bool:
     """Whether torch's products of ``dtype`` have no instructions of their own."""
     supported = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
@@ -270,11 +264,8 @@ def _many_rows(x: Tensor, transposed: bool = False) -> bool:
 @torch.no_grad()
 def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """torch's product; in 16 bits of a multiple of :data:`_ROWS_OF_16_BITS` rows."""
-    if weight.dtype == torch.uint8:  # compressed
-        parts = [slice(first, first + _SLICE) for first in range(0, len(weight), _SLICE)]
-        matrices = (_decompressed(weight[part], x.shape[-1]) for part in parts)
-        biases = (None if bias is None else bias[part] for part in parts)
-        return torch.cat([_by_torch(x, *parameters) for parameters in zip(matrices, biases, strict=True)], dim=-1)
+    if weight.dtype == torch.uint8:
+        return _by_torch_in_slices(x, weight, bias)
     if x.dtype.itemsize > 2:
         return functional.linear(x, weight, bias)
     rows = _rows(x).view(-1, x.shape[-1])
@@ -288,6 +279,26 @@ def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if count < len(rows):
         out[count:] = _cpu.linear(rows[count:], weight, bias, None, False)
     return out.view(*x.shape[:-1], -1)
+
+
+def _by_torch_in_slices(x: Tensor, compressed: Tensor, bias: Tensor | None) -> Tensor:
+    """The same with a compressed matrix, a few outputs at a time."""
+    columns, outputs = x.shape[-1], len(compressed)
+    out = x.new_empty(*x.shape[:-1], outputs)
+    step = max(1, _SLICE_BYTES // (x.itemsize * max(1, columns, x.numel() // max(1, columns))))
+    for first in range(0, outputs, step):
+        part = slice(first, first + step)
+        matrix = torch.empty(len(compressed[part]), columns, dtype=x.dtype, device=_CPU)
+        decompress(compressed[part], matrix)
+        out[..., part] = _by_torch(x, matrix, None if bias is None else bias[part])
+    return out
+
+
+def decompression_workspace(dtype: torch.dtype) -> int:
+    """Bytes that :func:`linear` of compressed weights takes besides its result, in passes of more than
+    :func:`few_rows`.
+    """
+    return 0 if few_rows(dtype) is None else 2 * _SLICE_BYTES
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -112,6 +112,12 @@ def linear_workspace(name: str, dtype: torch.dtype, inputs: int, middle: int = 0
     return 0 if hook is None else int(hook(dtype, inputs, middle, transposed))
 
 
+def decompression_workspace(name: str, dtype: torch.dtype) -> int:
+    """Bytes that backend ``name`` takes for a product with a compressed matrix besides its result, at most."""
+    hook = getattr(_load(name), "decompression_workspace", None)
+    return 0 if hook is None else int(hook(dtype))
+
+
 def release_threads(name: str) -> None:
     """End the worker threads that backend ``name`` keeps for the calling thread, until its next operator."""
     hook = getattr(_load(name), "release_threads", None)

@@ -25,25 +25,47 @@ _MOST_BYTES = 0.9
 _BLOCK_BYTES = 64 << 20
 
 
+class _ReadOnly(Tensor):
+    """An inference tensor without ``data``: torch refuses to change it in place."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def _no_data(self, *_: Any) -> Any:
+        raise RuntimeError(
+            "the weights are compressed: a change of weight.data would be lost. Call specmemo_kernels.unpatch(model) "
+            "to change them, or read weight.detach()"
+        )
+
+    data = property(_no_data, _no_data)
+
+
 class CompressedLinear(nn.Linear):
     """An ``nn.Linear`` whose parameter ``weight`` is compressed rows, ``[out_features, row_bytes(in_features)]`` uint8.
 
     Only passes of ``patch`` multiply the rows as they are. Other code that reads ``module.weight`` gets the matrix,
-    decompressed for each access; ``forward`` is ``nn.Linear``'s. Saved, copied and pickled modules have the matrix.
+    decompressed for each access; a change of it in place raises, because it would be lost. Saved, copied and pickled
+    modules have the matrix.
     """
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
+        with torch.inference_mode():
+            return self.decompressed().as_subclass(_ReadOnly)
+
+    def decompressed(self) -> Tensor:
         weight = self._parameters["weight"]
         assert weight is not None, "a linear layer has a weight"
         return decompress(weight.data, self.in_features) if weight.dtype == torch.uint8 else weight
 
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.decompressed(), self.bias)
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "weight"] = self.weight.detach()
+        destination[prefix + "weight"] = self.decompressed().detach()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        parameters = self._parameters | {"weight": nn.Parameter(self.weight.detach(), requires_grad=False)}
+        parameters = self._parameters | {"weight": nn.Parameter(self.decompressed().detach(), requires_grad=False)}
         return object.__new__, (nn.Linear,), vars(self) | {"_parameters": parameters}
 
 
@@ -139,7 +161,7 @@ def _decompress(module: nn.Module, requires_grad: bool) -> None:
     if is_compressed(module):
         parameter = module._parameters["weight"]
         assert parameter is not None, "it is compressed"
-        parameter.data = module.weight
+        parameter.data = module.decompressed()
         parameter.requires_grad_(requires_grad)
     if isinstance(module, CompressedLinear):
         object.__setattr__(module, "__class__", nn.Linear)

@@ -217,6 +217,8 @@ def find_leaves(model: Any, dtype: torch.dtype, backend: str, invariant: bool) -
                 break
     products = {product for leaf in leaves for product in leaf.kind.products}
     workspace = max((ops.linear_workspace(backend, dtype, *product) for product in products), default=0)
+    if any(leaf.compressed for leaf in leaves):
+        workspace += ops.decompression_workspace(backend, dtype)
     few = {
         ops.few_rows(backend, dtype, transposed)
         for leaf in leaves if leaf.kind.operator not in _WITHOUT_PRODUCTS
