@@ -10,7 +10,7 @@ namespace specmemo {
 namespace {
 
 // The index of weight i of a block's half among its low bytes: interleaved with their high bytes, the lower and the
-// upper half of each 16 bytes are weights in order (decompress_block() in stored_weights.h).
+// upper half of each 16 bytes are weights in order (decompress_half() in stored_weights.h).
 struct Places {
   Places() {
     for (int i = 0; i < 64; ++i) of[i] = static_cast<uint8_t>(i % 32 / 8 * 16 + i / 32 * 8 + i % 8);

@@ -196,6 +196,8 @@ py::object linears(Arguments a) {  // x, contiguous weights, biases
     const py::object weight = weights[i], bias = biases[i];
     all[i].product = product_args("x", a[0], weight, py::none(), bias);
     all[i].product.by_input = false;  // also of a single output with another stride
+    if (all[i].product.compressed != all[0].product.compressed)
+      throw py::value_error("linears takes matrices that are all compressed or all not");
     const NewTensor out = like_rows(x, all[i].product.outputs);
     all[i].out = out.data;
     results.append(out.tensor);

@@ -170,6 +170,23 @@ def test_some_layers_are_left_alone() -> None:
     assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
 
 
+@pytest.mark.parametrize("name", ["self_attn.k_proj", "mlp.up_proj"])
+def test_matrices_that_cannot_be_compressed_beside_others(name: str) -> None:
+    """Queries, keys and values are one operator, and gate and up too, if they are stored alike."""
+    model = wide_model()
+    weight = model.model.layers[0].get_submodule(name).weight
+    exponents = torch.randint(-60, -2, weight.shape, generator=torch.Generator().manual_seed(0))
+    weight.data = (weight.data.sign() * 2.0**exponents).bfloat16()
+    written = []
+    for compress in (False, True):
+        with sk.patch(model, "prompt-lookup", tree=4, compress=compress) as handle:
+            written.append(greedy(model))
+            assert handle.stats.graph_steps > 0
+            assert (f"model.layers.0.{name}" in handle.compressed.names) is False
+            assert ("model.layers.1.mlp.up_proj" in handle.compressed.names) == compress
+    assert torch.equal(*written)
+
+
 def test_a_failure_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     model = wide_model()
     state, own, calls = weights(model), compressed.compress, iter(range(100))

@@ -194,6 +194,7 @@ def test_random_bits_and_wide_rows_stay_as_they_are() -> None:
         (lambda: decompress(compressed(random(3, 4)), 300), r"\[3, 256\], expected contiguous torch.uint8 \[3, 640\]"),
         (lambda: ops.linear(random(2, 300), compressed(random(3, 4))), r"\(3, 256\), expected \[\*, 640\]"),
         (lambda: ops.linear(random(2, 4).float(), compressed(random(3, 4))), "weight"),
+        (lambda: cpu.linears(random(2, 4), [random(3, 4), compressed(random(3, 4))], [None] * 2), "all compressed"),
         (
             lambda: ops.gated_mlp(
                 random(2, 4), compressed(random(3, 4)), compressed(random(3, 4)), random(4, 3), activation="silu"
@@ -201,7 +202,7 @@ def test_random_bits_and_wide_rows_stay_as_they_are() -> None:
             "compress all three or none",
         ),
     ],
-    ids=range(6),
+    ids=range(7),
 )  # fmt: skip
 def test_errors(call, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=message):

@@ -152,7 +152,7 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
     """:func:`linear` of the same rows with several contiguous matrices, in one loop.
 
     Args:
-        weights: ``[outputs, inputs]``. biases: one for each matrix, or only ``None``.
+        weights: ``[outputs, inputs]``, all compressed or none. biases: one for each matrix, or only ``None``.
     """
     if _many_rows(x):
         return [_by_torch(x, *parameters) for parameters in zip(weights, biases, strict=True)]

@@ -188,7 +188,7 @@ def _linears(program: _Program, position: int, kernels: Any) -> _Replacement | N
     found = [position]
     for other in program.readers_behind(first.args[0], position):
         call = program.linear(other, kernels)
-        if call is None or call.args[0] != first.args[0] or (call.args[2] is None) != (first.args[2] is None):
+        if call is None or call.args[0] != first.args[0] or not _stored_alike(call.args[1:3], first.args[1:3]):
             continue
         if not program.unwritten([first.args[0]], position, other):
             break
@@ -199,6 +199,12 @@ def _linears(program: _Program, position: int, kernels: Any) -> _Replacement | N
     results = tuple(result for i in found for result in program.results(i))
     call = Call(kernels.linears, (first.args[0], list(weights), list(biases)), results=results, single=False)
     return _Replacement(position, call, tuple(found))
+
+
+def _stored_alike(parameters: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two layers' weights are both compressed or not, and both have a bias or not."""
+    (weight, bias), (other, other_bias) = parameters, others
+    return weight.dtype == other.dtype and (bias is None) == (other_bias is None)
 
 
 def _rotary_pair(program: _Program, position: int, kernels: Any) -> _Replacement | None:
