@@ -1,9 +1,9 @@
 // Sums of input rows with weight rows, for few rows of input.
 //
-// Weight rows are read once and in place: kWeightTile of them with up to kRowTile rows of input, and one vector of
-// partial sums for each pair. Both operands are contiguous along the reduced dimension, so weights aren't packed. Input
-// rows are interleaved, because rows 4 KiB apart evict each other from L1. The order of the sums of a pair depends on
-// neither the other rows nor the other weights.
+// Weight rows are read once and in place, or decompressed in parts (stored_weights.h): kWeightTile of them with up to
+// kRowTile rows of input, and one vector of partial sums for each pair. Both operands are contiguous along the reduced
+// dimension, so weights aren't packed. Input rows are interleaved, because rows 4 KiB apart evict each other from L1.
+// The order of the sums of a pair depends on neither the other rows nor the other weights.
 #pragma once
 
 #include <algorithm>
@@ -286,6 +286,8 @@ class RowProducts {
 
  private:
   static constexpr int64_t kUnit = Weights::kCompressed ? kBlockWeights : Row::kStep;
+  // Compressed rows only with one row of input: two take 0.92 of the time of plain weights with 4096 inputs, in tiles
+  // 0.74.
   static constexpr int kSequential = Weights::kCompressed ? std::min(kSequentialProducts, 1) : kSequentialProducts;
 
   // A chunk of a tile's rows stays in L1 while the group's weights pass by; these stay in L2 for the next tile.
