@@ -856,6 +856,8 @@ def figures() -> dict[str, str]:
         "linear": linear(),
         "engines": engines(),
         "engines.long": engines("engines_long_cpu"),
+        "engines.compressed": engines("engines_compressed_cpu"),
+        "engines.compressed.long": engines("engines_compressed_long_cpu"),
         "engines.avx512": engines("engines_avx512_cpu"),
         "engines.avx512.1b": engines("engines_avx512_1b_cpu"),
         "vllm": vllm(),
