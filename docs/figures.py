@@ -288,6 +288,15 @@ def engines(source: str = "engines_cpu") -> str:
     return table(header, rows, source)
 
 
+def compressed_gain() -> str:
+    """Of the 1B model without drafts, after the first token, relative to llama.cpp."""
+    ratios = []
+    for source in ("engines_compressed_cpu", "engines_compressed_long_cpu"):
+        speed = {row["engine"]: row["decode_per_s"] for row in load(source)["rows"] if row["shape"] == "1b"}
+        ratios.append(speed["specmemo, compressed, no drafts"] / speed["llama.cpp"])
+    return f"{min(ratios):.1f} to {max(ratios):.1f} times"
+
+
 def vllm() -> str:
     rows = [
         [row["dtype"], row["batch"], row["engine"], f"{row['tokens_per_s']:.0f}", f"{row['tokens_per_step'] or 1:.2f}"]
@@ -851,6 +860,7 @@ def figures() -> dict[str, str]:
         "experts": hybrids("experts_avx512_cpu"),
         "servers": servers(),
         "headline.serve": serving_gain(),
+        "headline.compressed": compressed_gain(),
         "train.compared": trained(),
         "train.accuracy": trained_accuracy(),
         "linear": linear(),
