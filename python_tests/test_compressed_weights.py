@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from instruction_sets import each_isa  # noqa: F401  # the fixture isa
 
 from specmemo_kernels import ops
 from specmemo_kernels.backends import _cpu, cpu, layers
@@ -15,14 +14,6 @@ from specmemo_kernels.ops.compressed_weights import compress, decompress, row_by
 
 Tensor = torch.Tensor
 SPECIAL = [0.0, -0.0, float("inf"), float("-inf"), 3e38, -3e38, 1e-40, -1e-40]
-
-
-@pytest.fixture(params=_cpu.isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _cpu.isa()
-    _cpu.use_isa(request.param)
-    yield request.param
-    _cpu.use_isa(before)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

@@ -23,6 +23,7 @@ from cases import (
     mask_words,
     one_sequence,
 )
+from instruction_sets import each_isa  # noqa: F401  # the fixture isa
 from op_cases import PAGED_CASES, PagedCase, append_inputs, commit_inputs
 from selection import sample
 
@@ -46,14 +47,6 @@ FEW = [
     AttentionCase("few_extras", (75, 900), (2, 2), num_qo_heads=3, num_kv_heads=3, window=16, softcap=8.0, sinks=True),
 ]
 CODES = [c for c in QUANTISED_CASES if c.name.startswith(("ragged-", "head_dim_80-", "v_narrower-", "all_extras-"))]
-
-
-@pytest.fixture(params=_cpu.isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _cpu.isa()
-    _cpu.use_isa(request.param)
-    yield request.param
-    _cpu.use_isa(before)
 
 
 @pytest.fixture

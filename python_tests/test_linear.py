@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from instruction_sets import each_isa  # noqa: F401  # the fixture isa
 from torch.nn import functional
 
 from specmemo_kernels import ops
@@ -32,14 +32,6 @@ SIZES = [
 ]  # fmt: skip
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
-
-
-@pytest.fixture(params=_cpu.isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _cpu.isa()
-    _cpu.use_isa(request.param)
-    yield request.param
-    _cpu.use_isa(before)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
