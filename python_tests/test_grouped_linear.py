@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from instruction_sets import each_isa
 from selection import examples, sample
 from test_families import batch, greedy
-from test_linear import DTYPES, check_linear, each_dtype, isa, random
+from test_linear import DTYPES, check_linear, each_dtype, random
 from tiny_models import tiny_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -25,7 +26,7 @@ from specmemo_kernels.integrations.hf.fuse import find_leaves
 from specmemo_kernels.integrations.hf.leaf_kinds import leaf_kinds
 
 Tensor = torch.Tensor
-__all__ = ["isa"]  # a fixture
+__all__ = ["each_isa"]  # the fixture isa
 CPU = torch.device("cpu")
 #: Rows, outputs and inputs: no whole tile or block of either order; several of each; more rows than one pass.
 SIZES = [
