@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import specmemo_kernels as sk
 from specmemo_kernels.integrations.hf import compressed
 from specmemo_kernels.integrations.hf.compressed import CompressedLinear
+from specmemo_kernels.integrations.hf.compressed_matrix import CompressedMatrix
+from specmemo_kernels.ops import compressed_weights
 from specmemo_kernels.ops.compressed_weights import row_bytes
 from specmemo_kernels.planning.mapped_files import MappedFiles
 
@@ -47,24 +49,48 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
+def plain_classes(model: nn.Module) -> bool:
+    kinds = nn.Linear, nn.Embedding
+    return {type(m) for m in model.modules() if isinstance(m, kinds)} == set(kinds)
+
+
 def same_weights(model: nn.Module, expected: dict[str, Tensor]) -> bool:
     found = model.state_dict()
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.fixture
+def decompressions(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Gets the sizes of the matrices that are decompressed as a whole."""
+    sizes: list[torch.Size] = []
+    own = CompressedMatrix.decompressed
+
+    def counted(matrix: CompressedMatrix) -> Tensor:
+        sizes.append(matrix.shape)
+        return own(matrix)
+
+    monkeypatch.setattr(CompressedMatrix, "decompressed", counted)
+    return sizes
+
+
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("drafter", ["prompt-lookup", "heads", "model"])
-def test_tokens_are_those_of_the_uncompressed_model(drafter: str, invariant: bool) -> None:
-    model = wide_model()
+def test_tokens_are_those_of_the_uncompressed_model(
+    drafter: str, invariant: bool, tied: bool, decompressions: list[torch.Size]
+) -> None:
+    model = wide_model(tie_word_embeddings=tied)
     drafters: dict[str, Any] = {"heads": random_heads(model), "model": wide_model(num_hidden_layers=1)}
     chosen = drafters.get(drafter, drafter)
     written = []
     for compress in (False, True):
         with sk.patch(model, chosen, invariant=invariant, compress=compress, memory_budget="64MiB") as handle:
+            decompressions.clear()  # plain passes, of tests while patching
             written.append(greedy(model))
             torch.manual_seed(3)
             written.append(greedy(model, do_sample=True, temperature=0.8))
             assert handle.stats.graph_steps > 0
+            assert not decompressions
             fused = dict(handle.fused)
     assert torch.equal(written[0], written[2])
     assert torch.equal(written[1], written[3])
@@ -72,10 +98,12 @@ def test_tokens_are_those_of_the_uncompressed_model(drafter: str, invariant: boo
     assert fused["model.layers.0.mlp"] == "gated_mlp"
 
 
-@pytest.mark.parametrize("family", sample(["jamba", "longcat_flash", "gpt_oss", "phi3", "deepseek_v3"], ["jamba"]))
+@pytest.mark.parametrize(
+    "family", sample(["jamba", "longcat_flash", "gpt_oss", "phi3", "deepseek_v3", "gemma3n_text"], ["jamba"])
+)
 @pytest.mark.filterwarnings("ignore")
 def test_families(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jamba and LongCat read the weights of layers in their own code."""
+    """Jamba and LongCat read the weights of layers in their own code, Gemma 3n its embeddings' dtype."""
     monkeypatch.setattr(compressed, "_MOST_BYTES", 1000)  # they are narrow
     model = family_model(family).to(torch.bfloat16)
     written = []
@@ -86,27 +114,48 @@ def test_families(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(*written)
 
 
-def test_others_see_the_models_own_weights(tmp_path: Path) -> None:
-    model = wide_model()
+def test_a_scaled_embedding_decompresses_rows_only(
+    monkeypatch: pytest.MonkeyPatch, decompressions: list[torch.Size]
+) -> None:
+    """It reads its weight's dtype in each pass."""
+    monkeypatch.setattr(compressed, "_MOST_BYTES", 1000)
+    model = family_model("gemma3n_text").to(torch.bfloat16)
+    with sk.patch(model, "prompt-lookup", compress=True) as handle:
+        assert "model.embed_tokens_per_layer" in handle.compressed.names
+        decompressions.clear()
+        greedy(model)
+        assert set(decompressions) <= {m.weight.shape for m in model.modules() if isinstance(m, nn.Linear)}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_others_see_the_models_own_weights(tied: bool, tmp_path: Path) -> None:
+    model = wide_model(tie_word_embeddings=tied)
     expected, state = model(PROMPTS).logits, weights(model)
     parameters = dict(model.named_parameters())
     model.lm_head.weight.requires_grad_(False)
     with sk.patch(model, random_heads(model), compress=True) as handle:
-        assert len(handle.compressed.names) == 2 * 7 + 1
+        assert len(handle.compressed.names) == 2 * 7 + 2
         assert type(model.lm_head) is CompressedLinear
         assert torch.equal(model.lm_head.weight, state["lm_head.weight"])
+        assert torch.equal(model.get_input_embeddings().weight, state["model.embed_tokens.weight"])
         assert torch.equal(model(PROMPTS).logits, expected)
         assert same_weights(model, state)
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert torch.equal(other(PROMPTS).logits, expected)
-            assert {type(m) for m in other.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
+            assert (other.lm_head.weight is other.model.embed_tokens.weight) == tied
+            assert plain_classes(other)
         model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_size == pytest.approx(
+        sum(p.nbytes for p in model.parameters()), abs=5000
+    )
     assert same_weights(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16), state)
     assert same_weights(model, state)
-    assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
+    assert plain_classes(model)
     found = dict(model.named_parameters())
     assert all(found[name] is parameters[name] for name in parameters)
-    assert [name for name, p in found.items() if not p.requires_grad] == ["lm_head.weight"]
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    frozen = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    assert [name for name, p in found.items() if not p.requires_grad] == [frozen]
 
 
 def test_a_change_in_place_is_refused() -> None:
@@ -126,31 +175,39 @@ def test_a_change_in_place_is_refused() -> None:
 
 def test_gradients_reach_the_input_and_the_other_parameters() -> None:
     model = wide_model()
+    embedded = model.get_input_embeddings()(PROMPTS).detach().requires_grad_()
+    norm = model.model.layers[0].input_layernorm.weight
     gradients = []
     for compress in (False, True):
         model.zero_grad()
+        embedded.grad = None
         with sk.patch(model, "prompt-lookup", compress=compress):
-            model(PROMPTS, labels=PROMPTS).loss.backward()
-        gradients.append(model.model.embed_tokens.weight.grad.clone())
-    assert torch.equal(*gradients)
-    assert gradients[0].abs().sum() > 0
+            model(inputs_embeds=embedded, labels=PROMPTS).loss.backward()
+        gradients.append([x.grad.clone() for x in (embedded, norm)])
+    assert all(map(torch.equal, *gradients))
+    assert all(x.abs().sum() > 0 for x in gradients[0])
 
 
-def test_memory_of_the_weights() -> None:
-    model = wide_model()
+@pytest.mark.parametrize("tied", [False, True])
+def test_memory_of_the_weights(tied: bool) -> None:
+    model = wide_model(tie_word_embeddings=tied)
     before = sum(p.nbytes for p in model.parameters())
-    linears = {name: m.weight.shape for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    kinds = nn.Linear, nn.Embedding
+    matrices = {name: m.weight.shape for name, m in model.named_modules() if isinstance(m, kinds)}
+    sizes = {name: shape for name, shape in matrices.items() if not (tied and name == "lm_head")}.values()
     with sk.patch(model, "prompt-lookup", compress=True) as handle:
-        assert handle.compressed.names == tuple(linears)
-        assert handle.compressed.nbytes == sum(rows * row_bytes(columns) for rows, columns in linears.values())
+        assert set(handle.compressed.names) == set(matrices)
+        assert handle.compressed.nbytes == sum(rows * row_bytes(columns) for rows, columns in sizes)
         assert sum(p.nbytes for p in model.parameters()) == before - handle.compressed.saved_bytes
-        assert (
-            0.15 < handle.compressed.saved_bytes / sum(2 * rows * columns for rows, columns in linears.values()) < 0.25
-        )
+        assert 0.15 < handle.compressed.saved_bytes / sum(2 * rows * columns for rows, columns in sizes) < 0.25
 
 
 def test_some_layers_are_left_alone() -> None:
-    model = wide_model(tie_word_embeddings=True)
+    """Also a matrix that a module of another kind shares."""
+    model = wide_model()
+    model.another = nn.Bilinear(1, 1, 1)
+    model.another.weight = model.lm_head.weight
+    model.model.embed_tokens.max_norm = 1.0
     first, second = model.model.layers
     noise = torch.randint(0, 1 << 16, first.mlp.up_proj.weight.shape, generator=torch.Generator().manual_seed(0))
     hook = second.self_attn.q_proj.register_forward_hook(lambda *_: None)
@@ -158,16 +215,17 @@ def test_some_layers_are_left_alone() -> None:
     kept = first.mlp.up_proj.weight.data.clone()
     first.mlp.up_proj.weight.data = noise.to(torch.uint16).view(torch.bfloat16)
     undo: list[Any] = []
-    names = compressed.compress_linears(model, undo).names
-    everything = {name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    names = compressed.compress_weights(model, undo).names
+    everything = {name for name, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
     assert everything - set(names) == {
-        "lm_head", "model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.k_proj",
+        "lm_head", "model.embed_tokens", "model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj",
+        "model.layers.1.self_attn.k_proj",
     }  # fmt: skip
     for step in undo:
         step()
     hook.remove()
     first.mlp.up_proj.weight.data = kept
-    assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
+    assert plain_classes(model)
 
 
 @pytest.mark.parametrize("name", ["self_attn.k_proj", "mlp.up_proj"])
@@ -200,14 +258,14 @@ def test_a_failure_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(MemoryError, match="no memory left"):
         sk.patch(model, "prompt-lookup", compress=True)
     assert same_weights(model, state)
-    assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
+    assert plain_classes(model)
     sk.patch(model, "prompt-lookup", compress=True).undo()
 
 
 def test_unpatching_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = wide_model()
     state = weights(model)
-    handle, own, calls = sk.patch(model, "prompt-lookup", compress=True), compressed.decompress, iter(range(100))
+    handle, own, calls = sk.patch(model, "prompt-lookup", compress=True), CompressedMatrix.decompressed, iter(range(99))
 
     def decompress(*args: Any) -> Tensor:
         if next(calls) == 3:
@@ -215,12 +273,12 @@ def test_unpatching_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> N
         return own(*args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(compressed, "decompress", decompress)
+        patched.setattr(CompressedMatrix, "decompressed", decompress)
         with pytest.raises(MemoryError, match="no memory left"):
             handle.undo()
     handle.undo()
     assert same_weights(model, state)
-    assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
+    assert plain_classes(model)
 
 
 def test_a_new_weight_replaces_the_compressed_one() -> None:
@@ -240,7 +298,7 @@ def test_a_new_weight_replaces_the_compressed_one() -> None:
     [
         ({"backend": "reference"}, torch.bfloat16, "backend='reference', fuse=True"),
         ({"fuse": False}, torch.bfloat16, "backend='cpu', fuse=False"),
-        ({}, torch.float32, r"no linear layer has bfloat16 weights .* \(dtypes of linear layers: torch.float32\)"),
+        ({}, torch.float32, r"no linear layer or embedding has bfloat16 weights .* layers: torch.float32\)"),
         ({"compress": 1}, torch.bfloat16, "compress is 1"),
     ],
     ids=["backend", "fuse", "dtype", "type"],
@@ -249,8 +307,38 @@ def test_refused(options: dict[str, Any], dtype: torch.dtype, message: str) -> N
     model = wide_model(dtype)
     with pytest.raises((ValueError, TypeError), match=message):
         sk.patch(model, "prompt-lookup", **({"compress": True} | options))
-    assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
+    assert plain_classes(model)
     sk.patch(model, "prompt-lookup").undo()
+
+
+def test_a_compressed_matrix_is_a_tensor() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(11, 300, generator=generator).bfloat16()
+    rows = compressed_weights.compress(weight)
+    assert rows is not None
+    matrix = CompressedMatrix(nn.Parameter(rows, requires_grad=False), 300)
+    assert (matrix.dtype, matrix.shape, matrix.device) == (weight.dtype, weight.shape, weight.device)
+    assert (matrix.numel(), len(matrix), matrix.nbytes) == (weight.numel(), len(weight), weight.nbytes)
+    assert not matrix.requires_grad
+    x = torch.randn(2, 5, 300, generator=generator).bfloat16().requires_grad_()
+    tokens = torch.tensor([[3, 10, 0], [0, 0, 7]])
+    for function in (
+        lambda w: nn.functional.linear(x, w), lambda w: nn.functional.embedding(tokens, w), lambda w: w[2:4, 7],
+        lambda w: x.detach() @ w.T, lambda w: torch.cat([w, w]), lambda w: w.float() + 1, lambda w: w.sum(0),
+        lambda w: nn.functional.embedding(tokens[:, :0], w), lambda w: w.detach().clone(), lambda w: 2 * w,
+    ):  # fmt: skip
+        expected, found = function(weight), function(matrix)
+        assert torch.equal(found, expected)
+        assert found.dtype == expected.dtype
+    gradients = [torch.autograd.grad(nn.functional.linear(x, w).sum(), x)[0] for w in (weight, matrix)]
+    assert torch.equal(*gradients)
+    with pytest.raises(IndexError):
+        nn.functional.embedding(torch.tensor([11]), matrix)
+    first = matrix.plain()
+    assert matrix.plain() is first
+    with torch.no_grad():
+        first.zero_()
+    assert torch.equal(matrix.plain(), weight)
 
 
 def test_pages_of_a_file_are_read_again(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from instruction_sets import each_isa  # noqa: F401  # the fixture isa
 
 from specmemo_kernels import ops
 from specmemo_kernels.backends import _cpu, cpu, layers
-from specmemo_kernels.ops.compressed_weights import compress, decompress, row_bytes
+from specmemo_kernels.ops import decompress
+from specmemo_kernels.ops.compressed_weights import compress, row_bytes
 
 Tensor = torch.Tensor
 SPECIAL = [0.0, -0.0, float("inf"), float("-inf"), 3e38, -3e38, 1e-40, -1e-40]
@@ -45,7 +46,7 @@ def test_weights_come_back(isa: str, columns: int) -> None:
     rows = compressed(weight)
     assert rows.shape == (13, row_bytes(columns))
     assert torch.equal(bits(decompress(rows, columns)), bits(weight))
-    assert torch.equal(bits(layers.decompressed(rows, columns)), bits(weight))
+    assert torch.equal(bits(layers.decompress(rows, columns)), bits(weight))
 
 
 @settings(max_examples=60, deadline=None)
@@ -70,7 +71,7 @@ def test_any_bits_come_back_or_are_refused(
         assert (result is not None) == all(sum(count) <= 11 for count in counts)
         if result is not None:
             assert torch.equal(bits(decompress(result, columns)), bits(weight))
-            assert torch.equal(bits(layers.decompressed(result, columns)), bits(weight))
+            assert torch.equal(bits(layers.decompress(result, columns)), bits(weight))
     finally:
         _cpu.use_isa(before)
         torch.set_num_threads(threads_before)
@@ -182,7 +183,7 @@ def test_random_bits_and_wide_rows_stay_as_they_are() -> None:
     [
         (lambda: compress(random(3, 4).float()), r"weight is torch.float32 \[3, 4\] on cpu, expected a contiguous"),
         (lambda: compress(random(3, 4).T), "expected a contiguous bfloat16 matrix"),
-        (lambda: decompress(compressed(random(3, 4)), 300), r"\[3, 256\], expected contiguous torch.uint8 \[3, 640\]"),
+        (lambda: decompress(compressed(random(3, 4)), 300), r"compressed has shape \(3, 256\), expected \[\*, 640\]"),
         (lambda: ops.linear(random(2, 300), compressed(random(3, 4))), r"\(3, 256\), expected \[\*, 640\]"),
         (lambda: ops.linear(random(2, 4).float(), compressed(random(3, 4))), "weight"),
         (lambda: cpu.linears(random(2, 4), [random(3, 4), compressed(random(3, 4))], [None] * 2), "all compressed"),

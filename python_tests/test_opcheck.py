@@ -21,6 +21,7 @@ from op_cases import (
 from selection import sample
 
 from specmemo_kernels import ops
+from specmemo_kernels.ops.compressed_weights import compress
 
 Tensor = torch.Tensor
 BACKENDS = ("reference", "cpu")
@@ -88,6 +89,7 @@ PROBLEMS: dict[str, tuple[str, list[Any]]] = {
     "linear_codes": ("linear", [CODES["hidden"], CODES["weight"], CODES["bias"], CODES["scales"], False]),
     "gated_mlp": ("gated_mlp", [LINEAR[0], LINEAR[1], LINEAR[1], LINEAR[1].T.contiguous(), *[None] * 3, "silu", False]),
     "rms_norm": ("rms_norm", [LINEAR[0], torch.ones(16), 1e-6, 1.0, True]),
+    "decompress": ("decompress", [compress(torch.randn(3, 300).bfloat16()), 300]),
     "topk_codes": ("lm_head_topk", [CODES["hidden"], CODES["weight"], CODES["bias"], 7, CODES["scales"]]),
 }
 

@@ -28,8 +28,10 @@ CHECKED = {
     "lm_head_topk": "lm_head_topk-bias-float32",
     "lm_head_log_probs": "lm_head_log_probs-bias-float32",
     "linear": "linear-4x64-float32",
+    "grouped_linear": "grouped_linear-4x64-float32",
     "gated_mlp": "gated_mlp-4x64-float32",
     "rms_norm": "rms_norm-4x64-0.0-float32",
+    "decompress": "decompress-5x300",
 }
 
 

@@ -30,7 +30,7 @@ from test_ops import after_append, after_commit, walked
 from torch.nn import functional
 
 from specmemo_kernels import ops
-from specmemo_kernels.ops import weight_codes
+from specmemo_kernels.ops import compressed_weights, weight_codes
 
 Problem = dict[str, Any]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -112,6 +112,7 @@ def layers(dtype: torch.dtype) -> Iterator[Problem]:
         budget += unit(dtype) * functional.linear(x.double().abs(), matrix.double().abs())
         coded = {**arguments, "weight": codes, "scales": scales}
         yield problem("linear", f"{rows}x{inputs}-codes", coded, [(exact, budget)])
+        yield grouped_linear(x, weight, bias, dtype)
         arguments = {"x": x, "weight": random(inputs, dtype=dtype, seed=3), "eps": 1e-5}
         for offset, round_first in ((0.0, True), (1.0, False)):
             wide = x.double()
@@ -121,6 +122,27 @@ def layers(dtype: torch.dtype) -> Iterator[Problem]:
             variant = {**arguments, "offset": offset, "round_first": round_first}
             yield problem("rms_norm", f"{rows}x{inputs}-{offset}", variant, [(exact, roundings * exact.abs() + 1e-7)])
         yield gated_mlp(x, outputs, dtype)
+
+
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype) -> Problem:
+    """Three groups: half of the rows, none, and all others but the last one."""
+    ends = [len(x) // 2, len(x) // 2, len(x) - 1]
+    parts = [(slice(0, ends[0]), weight, bias), (slice(ends[1], ends[2]), -weight, 2 * bias)]
+    results = [product_error(x[rows], *parameters, dtype) for rows, *parameters in parts]
+    nothing = torch.zeros(1, len(weight), dtype=torch.float64)
+    exact, budget = (torch.cat([*each, nothing]) for each in zip(*results, strict=True))
+    arguments = {
+        "x": x, "weight": torch.stack([weight, weight, -weight]), "bias": torch.stack([bias, bias, 2 * bias]),
+        "ends": torch.tensor(ends),
+    }  # fmt: skip
+    return problem("grouped_linear", f"{len(x)}x{x.shape[1]}", arguments, [(exact, budget)])
+
+
+def compressed() -> Iterator[Problem]:
+    for rows, columns in ((1, 1), (3, 128), (5, 300), (2, 129), (4, 64), (9, 640)):
+        weight = random(rows, columns, dtype=torch.bfloat16)
+        arguments = {"compressed": compressed_weights.compress(weight), "columns": columns}
+        yield problem("decompress", f"{rows}x{columns}", arguments, [(weight, None)])
 
 
 def gated_mlp(x: torch.Tensor, middle: int, dtype: torch.dtype) -> Problem:
@@ -165,6 +187,7 @@ def main() -> None:
     out = parser.parse_args().out
     problems = [
         *verify(),
+        *compressed(),
         *(p for dtype in DTYPES for make in (attention, paged, lm_head, layers) for p in make(dtype)),
     ]
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -239,9 +239,11 @@ def compress(weight: Tensor, out: Tensor) -> bool:
     return _cpu.compress(weight, out, torch.get_num_threads())
 
 
-def decompress(compressed: Tensor, out: Tensor) -> None:
-    """Decompress a matrix to ``out``."""
+def decompress(compressed: Tensor, columns: int) -> Tensor:
+    """The matrix that was compressed."""
+    out = torch.empty(len(compressed), columns, dtype=torch.bfloat16, device=_CPU)
     _cpu.decompress(compressed, out, torch.get_num_threads())
+    return out
 
 
 def slow_in_torch(dtype: torch.dtype) -> bool:
@@ -288,8 +290,7 @@ def _by_torch_in_slices(x: Tensor, compressed: Tensor, bias: Tensor | None) -> T
     step = max(1, _SLICE_BYTES // (x.itemsize * max(1, columns, x.numel() // max(1, columns))))
     for first in range(0, outputs, step):
         part = slice(first, first + step)
-        matrix = torch.empty(len(compressed[part]), columns, dtype=x.dtype, device=_CPU)
-        decompress(compressed[part], matrix)
+        matrix = decompress(compressed[part], columns)
         out[..., part] = _by_torch(x, matrix, None if bias is None else bias[part])
     return out
 

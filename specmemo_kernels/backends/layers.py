@@ -86,10 +86,10 @@ def matrix_of(weight: Tensor, scales: Tensor | None, like: Tensor) -> Tensor:
     """A matrix for rows like ``like``: in codes, compressed, or in their dtype."""
     if scales is not None:
         return dequantise(weight, scales, like)
-    return decompressed(weight, like.shape[-1]) if weight.dtype == torch.uint8 else weight
+    return decompress(weight, like.shape[-1]) if weight.dtype == torch.uint8 else weight
 
 
-def decompressed(rows: Tensor, columns: int) -> Tensor:
+def decompress(rows: Tensor, columns: int) -> Tensor:
     """The bfloat16 matrix of compressed rows (layout: ``ops/compressed_weights.py``)."""
     high, count, exceptions = rows[:, :16], rows[:, 16:18], rows[:, 18:62]
     blocks = rows[:, 64:].reshape(len(rows), rows.shape[1] // 192, 192)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from specmemo_kernels.backends.layers import gated_mlp, grouped_linear, linear, matrix_of, rms_norm
+from specmemo_kernels.backends.layers import decompress, gated_mlp, grouped_linear, linear, matrix_of, rms_norm
 
 __all__ = [
     "append_paged_kv",
     "commit_paged_kv",
+    "decompress",
     "gated_mlp",
     "grouped_linear",
     "linear",

@@ -65,6 +65,7 @@ __all__ = [
     "append_paged_kv",
     "backend_name",
     "commit_paged_kv",
+    "decompress",
     "decompression_workspace",
     "few_rows",
     "fixed_workspace",
@@ -411,4 +412,20 @@ def rms_norm(
         ValueError: a shape, dtype or device that doesn't fit, or an ``eps`` below 0.
     """
     result: Tensor = schema.call("rms_norm", x, weight, eps, offset, round_first, backend)
+    return result
+
+
+def decompress(compressed: Tensor, columns: int, *, backend: str | None = None) -> Tensor:
+    """The bfloat16 matrix of compressed rows (:func:`specmemo_kernels.ops.compressed_weights.compress`).
+
+    Args:
+        compressed: ``[rows, row_bytes(columns)]`` uint8.
+
+    Returns:
+        ``[rows, columns]``.
+
+    Raises:
+        ValueError: a shape or dtype that doesn't fit.
+    """
+    result: Tensor = schema.call("decompress", compressed, columns, backend)
     return result

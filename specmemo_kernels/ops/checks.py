@@ -326,6 +326,11 @@ def gated_mlp(
         raise ValueError(f"activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
 
 
+def decompress(compressed: Tensor, columns: int) -> None:
+    meaning = f"[rows, bytes of a compressed row of {columns} columns]"
+    _array("compressed", compressed, (None, row_bytes(columns)), meaning, torch.uint8, compressed.device)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool) -> None:
     _last_dimension(x)
     _array("weight", weight, (x.shape[-1],), "[size]", x.dtype, x.device)

@@ -61,28 +61,8 @@ def compress(weight: Tensor, out: Tensor | None = None) -> Tensor | None:
         return None
     size = weight.shape[0], row_bytes(weight.shape[1])
     compressed = torch.empty(size, dtype=torch.uint8) if out is None else out
-    _check(compressed, *size)
-    return compressed if _backend().compress(weight, compressed) else None
-
-
-def decompress(compressed: Tensor, columns: int) -> Tensor:
-    """The bfloat16 matrix ``[rows, columns]`` that was compressed.
-
-    Raises:
-        BackendUnavailable: without the ``cpu`` backend.
-        ValueError: another dtype or size.
-    """
-    _check(compressed, *compressed.shape[:1], row_bytes(columns))
-    weight = torch.empty(compressed.shape[0], columns, dtype=torch.bfloat16)
-    _backend().decompress(compressed, weight)
-    return weight
-
-
-def _check(compressed: Tensor, *size: int) -> None:
     if compressed.dtype != torch.uint8 or compressed.shape != size or not compressed.is_contiguous():
         found = f"{compressed.dtype} {list(compressed.shape)}"
-        raise ValueError(f"the compressed matrix is {found}, expected contiguous torch.uint8 {list(size)}")
-
-
-def _backend() -> Any:
-    return implementation("cpu", _CPU)
+        raise ValueError(f"out is {found}, expected contiguous torch.uint8 {list(size)}")
+    backend: Any = implementation("cpu", _CPU)
+    return compressed if backend.compress(weight, compressed) else None

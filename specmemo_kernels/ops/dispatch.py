@@ -175,6 +175,7 @@ class Kernels(Protocol):
     grouped_linear: Callable[..., torch.Tensor]
     gated_mlp: Callable[..., torch.Tensor]
     rms_norm: Callable[..., torch.Tensor]
+    decompress: Callable[..., torch.Tensor]
 
 
 def kernels(backend: str | None, device: torch.device) -> Kernels:

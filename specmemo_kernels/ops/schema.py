@@ -50,6 +50,7 @@ SCHEMAS = {
         "str activation, bool invariant, str? backend) -> Tensor"
     ),
     "rms_norm": "(Tensor x, Tensor weight, float eps, float offset, bool round_first, str? backend) -> Tensor",
+    "decompress": "(Tensor compressed, int columns, str? backend) -> Tensor",
 }
 
 
@@ -100,6 +101,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "grouped_linear": lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[1]),
     "gated_mlp": lambda x, gate, up, down, *_: x.new_empty(*x.shape[:-1], down.shape[0]),
     "rms_norm": lambda x, *_: x.new_empty(x.shape),
+    "decompress": lambda compressed, columns, _: compressed.new_empty(len(compressed), columns, dtype=torch.bfloat16),
 }
 
 _Library: Any = torch.library.Library  # torch gives it no types

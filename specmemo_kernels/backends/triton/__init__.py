@@ -4,7 +4,7 @@ Names, positional arguments, shapes and meaning are those of the package's opera
 triton. Tensors must be on a GPU, or on the CPU in Triton's interpreter (``TRITON_INTERPRET=1``).
 """
 
-from specmemo_kernels.backends.layers import grouped_linear
+from specmemo_kernels.backends.layers import decompress, grouped_linear
 from specmemo_kernels.backends.triton.attention import fixed_workspace, kernel_configs, tree_attention
 from specmemo_kernels.backends.triton.layers import (
     add_rms_norm,
@@ -26,6 +26,7 @@ __all__ = [
     "append_paged_kv",
     "check_device",
     "commit_paged_kv",
+    "decompress",
     "few_rows",
     "fixed_workspace",
     "gated_mlp",

@@ -15,7 +15,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from specmemo_kernels.backends.layers import ACTIVATION_FUNCTIONS
-from specmemo_kernels.integrations.hf.compressed import is_compressed
+from specmemo_kernels.integrations.hf.compressed import is_plain_linear
 from specmemo_kernels.integrations.hf.experts import is_mixture, matrices, mixture
 from specmemo_kernels.integrations.hf.linears import Linears, exact_linear
 from specmemo_kernels.ops import Kernels
@@ -62,7 +62,7 @@ def leaf_kinds(module: nn.Module, invariant: bool) -> Iterator[LeafKind]:
 
 
 def _linear(module: nn.Module, invariant: bool) -> LeafKind | None:
-    if type(module) is nn.Linear or is_compressed(module):
+    if is_plain_linear(module):
         return LeafKind(
             "linear",
             [lambda kernels, x: kernels.linear(x, *_matrix(module), None, invariant)],
@@ -99,7 +99,7 @@ def _gated_parts(module: nn.Module) -> list[nn.Linear] | None:
     """The linear layers of a gated MLP in the order of :data:`_GATED`; the last one is the projection down."""
     parts = {name: part for name, part in module.named_children() if any(True for _ in part.parameters())}
     names = next((names for names in _GATED if set(names) == set(parts)), None)
-    layers = [part for name in names or () if type(part := parts[name]) is nn.Linear or is_compressed(part)]
+    layers = [part for name in names or () if is_plain_linear(part := parts[name])]
     alike = len(set(map(type, layers))) == 1
     return layers if names is not None and len(layers) == len(names) and alike else None
 

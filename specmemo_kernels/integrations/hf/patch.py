@@ -28,7 +28,7 @@ from specmemo_kernels.integrations.hf.checks import (
     evaluation,
     without_wrapper,
 )
-from specmemo_kernels.integrations.hf.compressed import CompressedWeights, compress_linears
+from specmemo_kernels.integrations.hf.compressed import CompressedWeights, compress_weights
 from specmemo_kernels.integrations.hf.draft import (
     AttachedDrafter,
     DraftModel,
@@ -233,7 +233,7 @@ def patch(
                         f"compress is True, but the model is sharded over {ranks.size} ranks; leave it out"
                     )
             undo.append(ranks.replicate_kv_heads(model))
-            compressed = compress_linears(model, undo) if compress else CompressedWeights()
+            compressed = compress_weights(model, undo) if compress else CompressedWeights()
             facts = replace(_facts(model, name, ranks, fuse, invariant), compressed=compressed)
             if budget is not None and facts.device.type == "cpu":
                 return_large_blocks()
