@@ -253,13 +253,14 @@ void run_grouped(const GroupedLinearArgs& args, int threads) {
   typedef typename T::Raw Raw;
   const ProductArgs& all = args.product;
   Raw* out = static_cast<Raw*>(args.out);
+  const int64_t row_bytes = all.compressed ? compressed_bytes(all.inputs) : all.inputs * sizeof(Raw);
   int64_t begin = 0;
   for (int64_t group = 0; group < args.groups; ++group) {
     const int64_t end = args.ends[group] < all.rows ? args.ends[group] : all.rows;
     if (end <= begin) continue;
     ProductArgs product = all;
     product.x = static_cast<const Raw*>(all.x) + begin * all.x_stride;
-    product.weight = static_cast<const Raw*>(all.weight) + group * all.outputs * all.inputs;
+    product.weight = static_cast<const char*>(all.weight) + group * all.outputs * row_bytes;
     if (all.bias != nullptr) product.bias = static_cast<const Raw*>(all.bias) + group * all.outputs;
     product.rows = end - begin;
     const LinearArgs linear{product, out + begin * all.outputs};

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import specmemo_kernels as sk
 from specmemo_kernels.integrations.hf import compressed
-from specmemo_kernels.integrations.hf.compressed import CompressedLinear
+from specmemo_kernels.integrations.hf.compressed import is_plain_linear
 from specmemo_kernels.integrations.hf.compressed_matrix import CompressedMatrix
 from specmemo_kernels.ops import compressed_weights
 from specmemo_kernels.ops.compressed_weights import row_bytes
@@ -84,7 +84,8 @@ def test_tokens_are_those_of_the_uncompressed_model(
     chosen = drafters.get(drafter, drafter)
     written = []
     for compress in (False, True):
-        with sk.patch(model, chosen, invariant=invariant, compress=compress, memory_budget="64MiB") as handle:
+        options: dict[str, Any] = {"invariant": invariant, "compress": compress, "memory_budget": "64MiB", "tree": 4}
+        with sk.patch(model, chosen, **options) as handle:
             decompressions.clear()  # plain passes, of tests while patching
             written.append(greedy(model))
             torch.manual_seed(3)
@@ -108,10 +109,55 @@ def test_families(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = family_model(family).to(torch.bfloat16)
     written = []
     for compress in (False, True):
-        with sk.patch(model, "prompt-lookup", compress=compress) as handle:
+        with sk.patch(model, "prompt-lookup", tree=4, compress=compress) as handle:
             written.append(greedy(model))
             assert bool(handle.compressed.names) == compress
     assert torch.equal(*written)
+
+
+@pytest.mark.parametrize("family", sample(["mixtral", "qwen3_moe", "gpt_oss"], ["mixtral"]))
+def test_experts(family: str, monkeypatch: pytest.MonkeyPatch, decompressions: list[torch.Size]) -> None:
+    """GPT-OSS stores them by input: those stay."""
+    monkeypatch.setattr(compressed, "_MOST_BYTES", 1000)
+    model = family_model(family).to(torch.bfloat16)
+    name, module = next((n, m) for n, m in model.named_modules() if hasattr(m, "is_transposed"))
+    state, expected, kind = weights(model), model(PROMPTS).logits, type(module)
+    written = []
+    with sk.patch(model, "prompt-lookup", tree=4, compress=True) as handle:
+        assert (name in handle.compressed.names) is not module.is_transposed
+        assert handle.fused[name] == "grouped_linear"
+        decompressions.clear()
+        written.append(greedy(model, max_new_tokens=72))
+        assert handle.stats.graph_steps > 0
+        assert not [size for size in decompressions if len(size) > 2]
+        assert torch.equal(model(PROMPTS).logits, expected)
+        assert same_weights(model, state)
+        other = copy.deepcopy(model)
+        assert same_weights(other, state)
+        assert torch.equal(other(PROMPTS).logits, expected)
+        assert type(other.get_submodule(name)) is kind
+    assert type(module) is kind
+    assert same_weights(model, state)
+    with sk.patch(model, "prompt-lookup", tree=4):
+        written.append(greedy(model, max_new_tokens=72))
+    assert torch.equal(*written)
+
+
+def test_the_loop_over_experts_decompresses_one_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, decompressions: list[torch.Size]
+) -> None:
+    monkeypatch.setattr(compressed, "_MOST_BYTES", 1000)
+    model = family_model("mixtral").to(torch.bfloat16)
+    model.set_experts_implementation("eager")
+    embedded = model.get_input_embeddings()(PROMPTS).detach().requires_grad_()
+    gradients = []
+    for compress in (False, True):
+        with sk.patch(model, "prompt-lookup", compress=compress):
+            decompressions.clear()
+            gradients += torch.autograd.grad(model(inputs_embeds=embedded).logits.float().sum(), embedded)
+            sizes = {len(size) for size in decompressions}
+    assert torch.equal(*gradients)
+    assert sizes == {2}
 
 
 def test_a_scaled_embedding_decompresses_rows_only(
@@ -135,7 +181,8 @@ def test_others_see_the_models_own_weights(tied: bool, tmp_path: Path) -> None:
     model.lm_head.weight.requires_grad_(False)
     with sk.patch(model, random_heads(model), compress=True) as handle:
         assert len(handle.compressed.names) == 2 * 7 + 2
-        assert type(model.lm_head) is CompressedLinear
+        assert type(model.lm_head) is not nn.Linear
+        assert is_plain_linear(model.lm_head)
         assert torch.equal(model.lm_head.weight, state["lm_head.weight"])
         assert torch.equal(model.get_input_embeddings().weight, state["model.embed_tokens.weight"])
         assert torch.equal(model(PROMPTS).logits, expected)
@@ -161,15 +208,23 @@ def test_others_see_the_models_own_weights(tied: bool, tmp_path: Path) -> None:
 def test_a_change_in_place_is_refused() -> None:
     """Merging an adapter would add to a copy."""
     model = wide_model()
+    state = weights(model)
     with sk.patch(model, "prompt-lookup", compress=True):
         for change in (
             lambda: model.lm_head.weight.mul_(2),
             lambda: model.lm_head.weight.data.add_(1),
             lambda: setattr(model.lm_head.weight, "data", torch.zeros(3)),
             lambda: model.lm_head.weight[3].zero_(),
+            lambda: model.lm_head.weight.T.chunk(2)[1].zero_(),
+            lambda: model.lm_head.weight.detach().copy_(state["lm_head.weight"]),
+            lambda: torch.add(state["lm_head.weight"], 1, out=model.lm_head.weight),
+            lambda: torch._foreach_mul_([model.lm_head.weight], 2.0),
             lambda: nn.init.zeros_(model.lm_head.weight),
         ):
-            with pytest.raises(RuntimeError, match=r"inference tensor|unpatch\(model\) to change them"):
+            with (
+                torch.no_grad(),
+                pytest.raises(RuntimeError, match=r"would change compressed weights.*unpatch\(model\) first"),
+            ):
                 change()
 
 
@@ -284,12 +339,12 @@ def test_unpatching_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_new_weight_replaces_the_compressed_one() -> None:
     model = wide_model()
     layer = model.model.layers[0].self_attn.o_proj
-    with sk.patch(model, "prompt-lookup", compress=True):
+    with sk.patch(model, "prompt-lookup", tree=4, compress=True):
         layer.weight = nn.Parameter(torch.zeros_like(layer.weight))
         assert not layer(torch.randn(2, 384).bfloat16()).any()
         changed = greedy(model)
     assert not layer.weight.any()
-    with sk.patch(model, "prompt-lookup"):
+    with sk.patch(model, "prompt-lookup", tree=4):
         assert torch.equal(greedy(model), changed)
 
 
@@ -298,7 +353,7 @@ def test_a_new_weight_replaces_the_compressed_one() -> None:
     [
         ({"backend": "reference"}, torch.bfloat16, "backend='reference', fuse=True"),
         ({"fuse": False}, torch.bfloat16, "backend='cpu', fuse=False"),
-        ({}, torch.float32, r"no linear layer or embedding has bfloat16 weights .* layers: torch.float32\)"),
+        ({}, torch.float32, r"no linear layer, embedding or expert has bfloat16 weights .* layers: torch.float32\)"),
         ({"compress": 1}, torch.bfloat16, "compress is 1"),
     ],
     ids=["backend", "fuse", "dtype", "type"],
@@ -326,6 +381,8 @@ def test_a_compressed_matrix_is_a_tensor() -> None:
         lambda w: nn.functional.linear(x, w), lambda w: nn.functional.embedding(tokens, w), lambda w: w[2:4, 7],
         lambda w: x.detach() @ w.T, lambda w: torch.cat([w, w]), lambda w: w.float() + 1, lambda w: w.sum(0),
         lambda w: nn.functional.embedding(tokens[:, :0], w), lambda w: w.detach().clone(), lambda w: 2 * w,
+        lambda w: w.T.chunk(3)[1].mT + 1, lambda w: w.view(torch.int16)[tokens], lambda w: torch.zeros(11, 300).add_(w),
+        lambda w: copy.deepcopy(w), lambda w: pickle.loads(pickle.dumps(w)), lambda w: torch.tensor(w.tolist()),
     ):  # fmt: skip
         expected, found = function(weight), function(matrix)
         assert torch.equal(found, expected)

@@ -126,6 +126,20 @@ def test_gated_mlp_and_lm_head(isa: str, rows: int, monkeypatch: pytest.MonkeyPa
         assert all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.parametrize("size", [(20, 129), (13, 768)], ids=str)
+def test_groups_of_rows(isa: str, size: tuple[int, int]) -> None:
+    weight = with_exceptions((random(3 * size[0], size[1]) * 0.02).nan_to_num(1, 1, 1)).view(3, *size)
+    rows, bias, x = compress(weight), random(3, size[0]), random(41, size[1])
+    assert rows is not None
+    assert rows.shape == (3, size[0], row_bytes(size[1]))
+    for ends in ([1, 1, 40], [0, 20, 41], [9, 25, 26]):
+        arguments = bias, torch.tensor(ends)
+        expected = ops.grouped_linear(x, weight, *arguments, backend="cpu")
+        assert torch.equal(bits(ops.grouped_linear(x, rows, *arguments, backend="cpu")), bits(expected))
+        expected = ops.grouped_linear(x, weight, *arguments, backend="reference")
+        assert torch.equal(bits(ops.grouped_linear(x, rows, *arguments, backend="reference")), bits(expected))
+
+
 def test_many_rows_are_torchs_product_of_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "few_rows", lambda *_: 4)
     monkeypatch.setattr(cpu, "_SLICE_BYTES", 5000)
@@ -181,8 +195,8 @@ def test_random_bits_and_wide_rows_stay_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: compress(random(3, 4).float()), r"weight is torch.float32 \[3, 4\] on cpu, expected a contiguous"),
-        (lambda: compress(random(3, 4).T), "expected a contiguous bfloat16 matrix"),
+        (lambda: compress(random(3, 4).float()), r"weight is torch.float32 \[3, 4\] on cpu, expected contiguous"),
+        (lambda: compress(random(3, 4).T), "expected contiguous bfloat16 matrices"),
         (lambda: decompress(compressed(random(3, 4)), 300), r"compressed has shape \(3, 256\), expected \[\*, 640\]"),
         (lambda: ops.linear(random(2, 300), compressed(random(3, 4))), r"\(3, 256\), expected \[\*, 640\]"),
         (lambda: ops.linear(random(2, 4).float(), compressed(random(3, 4))), "weight"),

@@ -36,7 +36,8 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor,
     out, begin = x.new_zeros(x.shape[0], weight.shape[1]), 0
     for group, end in enumerate(ends.tolist()):
         if end > begin:
-            out[begin:end] = functional.linear(x[begin:end], weight[group], None if bias is None else bias[group])
+            matrix = matrix_of(weight[group], None, x)
+            out[begin:end] = functional.linear(x[begin:end], matrix, None if bias is None else bias[group])
             begin = end
     return out
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from specmemo_kernels.cache.page_order import swap_order
-from specmemo_kernels.ops.compressed_weights import is_compressed, row_bytes
+from specmemo_kernels.ops.compressed_weights import row_bytes
 from specmemo_kernels.ops.weight_codes import GROUP, groups_of
 
 Tensor = torch.Tensor
@@ -266,14 +266,10 @@ def _weight(
     transposable: bool = False,
 ) -> None:
     """Check a matrix for rows of ``x``, in their dtype or in 4-bit codes; ``name``: of the matrix, else "weight"."""
-    size = x.shape[-1]
-    if is_compressed(weight, scales) and x.dtype == torch.bfloat16 and x.device.type == "cpu":
-        meaning = f"[{outputs}, bytes of a compressed row of {size} {inputs}]"
-        _array(name or "weight", weight, (None, row_bytes(size)), meaning, torch.uint8, x.device)
-    elif scales is None:
-        _array(name or "weight", weight, (None, size), f"[{outputs}, {inputs}]", x.dtype, x.device, transposable)
+    if scales is None:
+        _plain_or_compressed(name or "weight", weight, (None,), outputs, x, inputs, transposable)
     else:
-        groups = groups_of(size)
+        groups = groups_of(x.shape[-1])
         meaning = f"4-bit codes, two a byte, whole groups of {GROUP}"
         _array("weight", weight, (None, groups * (GROUP // 2)), meaning, torch.uint8, x.device)
         meaning = f"[{outputs}, ceil({inputs} / {GROUP})]"
@@ -281,6 +277,24 @@ def _weight(
     if bias is not None:
         bias_name = f"{name}_bias" if name else "bias"
         _array(bias_name, bias, (weight.shape[0],), f"[{outputs}]", x.dtype, x.device)
+
+
+def _plain_or_compressed(
+    name: str,
+    weight: Tensor,
+    shape: tuple[None, ...],
+    meaning: str,
+    x: Tensor,
+    inputs: str,
+    transposable: bool = False,
+) -> None:
+    """Check matrices for rows of ``x``, in their dtype or compressed; ``shape``, ``meaning``: but for the inputs."""
+    size = x.shape[-1]
+    if weight.dtype == torch.uint8 and x.dtype == torch.bfloat16 and x.device.type == "cpu":
+        meaning = f"[{meaning}, bytes of a compressed row of {size} {inputs}]"
+        _array(name, weight, (*shape, row_bytes(size)), meaning, torch.uint8, x.device)
+    else:
+        _array(name, weight, (*shape, size), f"[{meaning}, {inputs}]", x.dtype, x.device, transposable)
 
 
 def _last_dimension(x: Tensor) -> None:
@@ -295,8 +309,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None
 
 def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, invariant: bool) -> None:
     _shape("x", x, (None, None), "[N, inputs]")
-    meaning = "[groups, outputs, inputs]"
-    _array("weight", weight, (None, None, x.shape[1]), meaning, x.dtype, x.device, transposable=True)
+    _plain_or_compressed("weight", weight, (None, None), "groups, outputs", x, "inputs", transposable=True)
     groups, outputs = weight.shape[:2]
     if bias is not None:
         _array("bias", bias, (groups, outputs), "[groups, outputs]", x.dtype, x.device)

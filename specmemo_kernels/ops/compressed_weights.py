@@ -34,13 +34,8 @@ def row_bytes(columns: int) -> int:
     return _HEAD_BYTES + -(-columns // _BLOCK) * _BLOCK_BYTES
 
 
-def is_compressed(weight: Tensor, scales: Tensor | None = None) -> bool:
-    """Whether an operator's matrix is compressed; with scales it is in 4-bit codes."""
-    return scales is None and weight.dtype == torch.uint8
-
-
 def compress(weight: Tensor, out: Tensor | None = None) -> Tensor | None:
-    """The compressed rows ``[rows, row_bytes(columns)]`` uint8 of a contiguous bfloat16 matrix on the CPU.
+    """The compressed rows ``[..., row_bytes(columns)]`` uint8 of contiguous bfloat16 matrices ``[..., columns]``.
 
     Args:
         out: contiguous memory for them; ``None``: new memory.
@@ -52,17 +47,18 @@ def compress(weight: Tensor, out: Tensor | None = None) -> Tensor | None:
         BackendUnavailable: without the ``cpu`` backend.
         ValueError: another dtype, device or number of dimensions.
     """
-    if weight.dtype != torch.bfloat16 or weight.device != _CPU or weight.ndim != 2 or not weight.is_contiguous():
+    if weight.dtype != torch.bfloat16 or weight.device != _CPU or weight.ndim < 2 or not weight.is_contiguous():
         raise ValueError(
-            f"weight is {weight.dtype} {list(weight.shape)} on {weight.device}, expected a contiguous bfloat16 matrix "
+            f"weight is {weight.dtype} {list(weight.shape)} on {weight.device}, expected contiguous bfloat16 matrices "
             "on cpu"
         )
-    if weight.shape[1] > _MOST_COLUMNS:
+    if weight.shape[-1] > _MOST_COLUMNS:
         return None
-    size = weight.shape[0], row_bytes(weight.shape[1])
+    size = *weight.shape[:-1], row_bytes(weight.shape[-1])
     compressed = torch.empty(size, dtype=torch.uint8) if out is None else out
     if compressed.dtype != torch.uint8 or compressed.shape != size or not compressed.is_contiguous():
         found = f"{compressed.dtype} {list(compressed.shape)}"
         raise ValueError(f"out is {found}, expected contiguous torch.uint8 {list(size)}")
     backend: Any = implementation("cpu", _CPU)
-    return compressed if backend.compress(weight, compressed) else None
+    fits = backend.compress(weight.flatten(0, -2), compressed.flatten(0, -2))
+    return compressed if fits else None

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from specmemo_kernels.integrations.hf.compressed import is_compressed, stored_weight
+from specmemo_kernels.integrations.hf.compressed import compressed_matrices, stored_weight
 from specmemo_kernels.planning.footprint import PassBytes, ProductBytes
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
 from specmemo_kernels.planning.resident import peak_of
@@ -33,7 +33,7 @@ def plain_weight(module: Any) -> Tensor | None:
     sharded by rows, or its compressed rows; ``None`` for other layers: quantised, adapted, offloaded.
     """
     weight = stored_weight(module)
-    if is_compressed(module):
+    if compressed_matrices(module):
         return cast(Tensor, weight)
     if type(module) is not nn.Linear or not isinstance(weight, Tensor) or _is_code(weight):
         return None
@@ -62,7 +62,7 @@ def coded_modules(model: nn.Module) -> Iterator[nn.Module]:
     """The modules without submodules that have a quantised matrix."""
     for module in model.modules():
         tensors = (*module._parameters.values(), *module._buffers.values())
-        if is_compressed(module):
+        if compressed_matrices(module):
             continue
         if not module._modules and any(t is not None and t.dim() > 1 and _is_code(t) for t in tensors):
             yield module

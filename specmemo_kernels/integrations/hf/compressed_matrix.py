@@ -1,84 +1,108 @@
-"""A compressed matrix as a read-only tensor, for code that reads a module's weight."""
+"""Compressed matrices as a read-only tensor, for code that reads a module's weight."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from specmemo_kernels import ops
 
 Tensor = torch.Tensor
-#: What is known without decompressing.
-_METADATA = frozenset((
-    *(getattr(Tensor, name).__get__ for name in (
-        "dtype", "shape", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad",
-        "grad_fn", "is_cpu", "is_cuda", "is_meta", "is_quantized", "is_sparse", "is_nested",
-    )),
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride, Tensor.is_contiguous,
-    Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device, Tensor.__len__,
-))  # fmt: skip
-_DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
+#: A function of torch that makes a view.
+View = Callable[[Tensor], Tensor]
+
+_LOST = "{} would change compressed weights, and the change would be lost; call specmemo_kernels.unpatch(model) first"
+_ATEN = torch.ops.aten
+#: Methods that read a tensor's memory.
+_READS = frozenset(
+    getattr(Tensor, name)
+    for name in ("tolist", "numpy", "__array__", "__repr__", "__format__", "__reduce_ex__", "__deepcopy__")
+)
 
 
 class CompressedMatrix(Tensor):
-    """The bfloat16 matrix ``[rows, columns]`` of a parameter that holds compressed rows.
+    """The bfloat16 matrices ``[..., rows, columns]`` whose compressed rows ``stored`` has.
 
-    Its metadata are known. Functions of torch get the matrix, decompressed for each call; an embedding gets the rows
-    that it looks up. A change in place raises ``RuntimeError``, because it would be lost.
+    Its size and dtype are known, and views of it are made without decompressing. Functions of torch get it decompressed
+    for each call; an embedding gets the rows that it looks up. A change in place raises ``RuntimeError``, because it
+    would be lost.
     """
 
-    parameter: nn.Parameter
+    stored: Tensor
+    columns: int  # of the matrices, whatever the view
+    _like: Tensor  # on the meta device
+    _views: tuple[View, ...]  # of the decompressed matrices
     _plain: weakref.ref[nn.Parameter] | None
 
     @staticmethod
-    def __new__(cls, parameter: nn.Parameter, columns: int) -> CompressedMatrix:
-        size = len(parameter), columns
-        matrix: CompressedMatrix = Tensor._make_wrapper_subclass(cls, size, dtype=torch.bfloat16)
-        matrix.parameter, matrix._plain = parameter, None
+    def __new__(cls, stored: Tensor, columns: int) -> CompressedMatrix:
+        like = torch.empty(*stored.shape[:-1], columns, dtype=torch.bfloat16, device="meta")
+        return cls._of(stored, columns, like, ())
+
+    @classmethod
+    def _of(cls, stored: Tensor, columns: int, like: Tensor, views: tuple[View, ...]) -> CompressedMatrix:
+        size = like.shape, like.stride(), like.storage_offset()
+        with torch.inference_mode(False):  # as views of normal tensors are: torch gives them the tensor's version
+            matrix: CompressedMatrix = Tensor._make_wrapper_subclass(cls, *size, dtype=like.dtype)
+        matrix.stored, matrix.columns, matrix._like, matrix._views, matrix._plain = stored, columns, like, views, None
         return matrix
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _METADATA:
-            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        if func in _DATA:
-            raise RuntimeError(
-                "the weights are compressed: a change of weight.data would be lost. Call "
-                "specmemo_kernels.unpatch(model) to change them, or read weight.detach()"
-            )
-        if func is functional.embedding and isinstance(args[1], cls):
+        if func is functional.embedding and len(args) > 1 and isinstance(args[1], cls) and not args[1]._views:
             return args[1].looked_up(args[0])
-        # Changes of inference tensors raise. Autograd can't save them, so that a linear layer gets a normal one.
-        with torch.inference_mode(func is not functional.linear):
-            args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.decompressed, (args, kwargs))
-        return func(*args, **kwargs)
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise RuntimeError(_LOST.format("weight.data = ..."))
+        if func in _READS:
+            args = tree_map_only(cls, cls.decompressed, args)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return cls.__torch_function__(func, types, args, kwargs)  # of calls that bypass it
+        kwargs = kwargs or {}
+        changed = (args[:1], kwargs.get("out")) if func._schema.is_mutable else ()
+        if any(isinstance(leaf, cls) for leaf in tree_leaves(changed)):
+            raise RuntimeError(_LOST.format(func))
+        if func.is_view and isinstance(args[0], cls):
+            return args[0]._viewed(func, args[1:], kwargs)
+        args, kwargs = tree_map_only(cls, cls.decompressed, (args, kwargs))
+        return func(*args, **kwargs)
 
-    @property
-    def rows(self) -> Tensor:
-        """The compressed rows."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.parameter.data
+    def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is _ATEN.select.int and self.ndim > 2 and args[0] == 0 and not self._views:  # an expert
+            return CompressedMatrix(self.stored[args[1]], self.columns)
+        like = func(self._like, *args, **kwargs)
+
+        if isinstance(like, Tensor):
+            return self._of(
+                self.stored, self.columns, like, (*self._views, lambda matrices: func(matrices, *args, **kwargs))
+            )
+        views = (lambda matrices, i=i: func(matrices, *args, **kwargs)[i] for i in range(len(like)))
+        return [
+            self._of(self.stored, self.columns, x, (*self._views, view)) for x, view in zip(like, views, strict=True)
+        ]
 
     def decompressed(self) -> Tensor:
-        return ops.decompress(self.rows, self.shape[1])
+        rows = self.stored.detach()
+        matrices = ops.decompress(rows.flatten(0, -2), self.columns).view(*rows.shape[:-1], self.columns)
+        for view in self._views:
+            matrices = view(matrices)
+        return matrices
 
     def looked_up(self, tokens: Tensor) -> Tensor:
-        """Rows ``[..., columns]`` for ``tokens`` ``[...]``."""
-        rows = self.rows.index_select(0, tokens.flatten())
-        columns = self.shape[1]
-        return ops.kernels(None, rows.device).decompress(rows, columns).view(*tokens.shape, columns)
+        """Rows ``[..., columns]`` of a single matrix for ``tokens`` ``[...]``."""
+        rows = self.stored.detach().index_select(0, tokens.flatten())
+        return ops.kernels(None, rows.device).decompress(rows, self.columns).view(*tokens.shape, self.columns)
 
     def plain(self) -> nn.Parameter:
-        """The matrix as a parameter: while it is in use and unchanged, modules that share it get the same one."""
+        """The matrices as a parameter: while it is in use and unchanged, modules that share it get the same one."""
         found = None if self._plain is None else self._plain()
         if found is None or found._version:
             found = nn.Parameter(self.decompressed(), requires_grad=False)

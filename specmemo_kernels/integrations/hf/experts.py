@@ -24,18 +24,19 @@ def is_mixture(module: nn.Module) -> bool:
     flags = vars(module)
     if not all(isinstance(flags.get(flag), bool) for flag in _FLAGS) or flags.get("_is_expert_parallel", False):
         return False
-    weights = ("gate_up_proj" if flags["has_gate"] else "up_proj", "down_proj")
-    return all(parameter is not None and parameter.ndim == 3 for parameter in map(module._parameters.get, weights))
+    parameters = map(module._parameters.get, weight_names(module))
+    return all(parameter is not None and parameter.ndim == 3 for parameter in parameters)
+
+
+def weight_names(module: Any) -> tuple[str, str]:
+    """The parameters of a mixture: into the experts (gate and up, or up), and out of them."""
+    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
 
 
 def matrices(module: Any) -> tuple[Tensor, Tensor]:
-    """The experts' weights ``[experts, outputs, inputs]``: into the experts (gate and up, or up), and out of them."""
-    inner = module.gate_up_proj if module.has_gate else module.up_proj
-    return _by_output(module, inner), _by_output(module, module.down_proj)
-
-
-def _by_output(module: Any, weight: Tensor) -> Tensor:
-    return weight.mT if module.is_transposed else weight
+    """The experts' weights ``[experts, outputs, inputs]``, into the experts and out of them; compressed as stored."""
+    inner, outer = (module._parameters[name] for name in weight_names(module))
+    return (inner.mT, outer.mT) if module.is_transposed else (inner, outer)
 
 
 def mixture(module: Any, kernels: Kernels, x: Tensor, experts: Tensor, scores: Tensor, invariant: bool) -> Tensor:
@@ -56,7 +57,7 @@ def mixture(module: Any, kernels: Kernels, x: Tensor, experts: Tensor, scores: T
     ends = torch.searchsorted(ids, torch.arange(len(inner), device=x.device, dtype=ids.dtype), right=True)
     rows = kernels.grouped_linear(x[order // experts.shape[1]], inner, inner_bias, ends, invariant)
     rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
-    rows = kernels.grouped_linear(rows.to(outer.dtype), outer, outer_bias, ends, invariant)
+    rows = kernels.grouped_linear(rows.to(x.dtype), outer, outer_bias, ends, invariant)
     if getattr(module, "has_post_expert_norm", False):
         rows = module.post_expert_norm(rows)
     rows = rows * scores.reshape(-1, 1)[order]

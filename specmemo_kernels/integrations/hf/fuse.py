@@ -25,7 +25,7 @@ from specmemo_kernels.integrations.hf.attention import (
     attention_call,
     leaf_operators,
 )
-from specmemo_kernels.integrations.hf.compressed import is_compressed
+from specmemo_kernels.integrations.hf.compressed import compressed_matrices
 from specmemo_kernels.integrations.hf.leaf_kinds import LeafKind, best_match, leaf_kinds
 from specmemo_kernels.integrations.hf.replaced import OurForward, ReplacedForwards, is_plain
 
@@ -68,7 +68,7 @@ class Leaf:
     @property
     def compressed(self) -> bool:
         """Whether weights are compressed: then the module's own ``forward`` decompresses them."""
-        return any(map(is_compressed, self.module.modules()))
+        return any(map(compressed_matrices, self.module.modules()))
 
     @property
     def unchanged(self) -> bool:
@@ -244,10 +244,10 @@ def _is_replaceable(module: nn.Module, dtype: torch.dtype, device: torch.device)
     not.
     """
     parts = list(module.modules())
-    compressed = {id(part._parameters["weight"]) for part in parts if is_compressed(part) and dtype == torch.bfloat16}
+    compressed = {id(part._parameters[name]) for part in parts for name in compressed_matrices(part)}
     parameters = list(module.parameters())
     return bool(parameters) and all(map(is_plain, parts)) and all(
-        type(p) is nn.Parameter and type(p.data) is Tensor and (p.dtype == dtype or id(p) in compressed)
-        and dtype in _DTYPES and p.device == device and p.is_contiguous()
+        type(p) is nn.Parameter and type(p.data) is Tensor and p.device == device and p.is_contiguous()
+        and dtype in _DTYPES and dtype == (torch.bfloat16 if id(p) in compressed else p.dtype)
         for p in parameters
     )  # fmt: skip

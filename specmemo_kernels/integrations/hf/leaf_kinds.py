@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from specmemo_kernels.backends.layers import ACTIVATION_FUNCTIONS
 from specmemo_kernels.integrations.hf.compressed import is_plain_linear
-from specmemo_kernels.integrations.hf.experts import is_mixture, matrices, mixture
+from specmemo_kernels.integrations.hf.experts import is_mixture, matrices, mixture, weight_names
 from specmemo_kernels.integrations.hf.linears import Linears, exact_linear
 from specmemo_kernels.ops import Kernels
 
@@ -117,13 +117,16 @@ def _gated_matrices(parts: list[nn.Linear]) -> tuple[tuple[Tensor, ...], tuple[T
 def _mixture(module: nn.Module, invariant: bool) -> LeafKind | None:
     if not is_mixture(module):
         return None
-    weights = matrices(module)
 
     def call(kernels: Kernels, x: Tensor, experts: Tensor, scores: Tensor) -> Tensor:
         return mixture(module, kernels, x, experts, scores, invariant)
 
-    products = tuple((weight.shape[2], 0, not weight.is_contiguous()) for weight in weights)
-    return LeafKind("grouped_linear", [call], weights[0].shape[2], products, len(weights[0]))
+    weights = [getattr(module, name) for name in weight_names(module)]
+    inputs = [weight.shape[1 if module.is_transposed else 2] for weight in weights]
+    products = tuple(
+        (size, 0, not weight.is_contiguous()) for size, weight in zip(inputs, matrices(module), strict=True)
+    )
+    return LeafKind("grouped_linear", [call], inputs[0], products, len(weights[0]))
 
 
 def _rms_norm(module: nn.Module, _: bool) -> LeafKind | None:
