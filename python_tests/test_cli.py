@@ -163,7 +163,7 @@ def test_chat_with_heads_in_4_bits(plain_model: Path, tmp_path: Path) -> None:
         (("--memory-budget", "many"), "expected bytes or a size"),
         (("--backend", "nonsense"), "unknown backend 'nonsense'"),
         (("--dtype", "int8"), "expected auto, float32"),
-        (("--compress",), "no linear layer has bfloat16 weights"),
+        (("--compress",), "no linear layer, embedding or expert has bfloat16 weights"),
         (("--device", "gpu"), "--device gpu: expected cpu, cuda or cuda:N"),
     ],
 )

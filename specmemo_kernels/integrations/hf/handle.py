@@ -53,7 +53,7 @@ class SpecMemo:
             ``stats.eager_reasons`` counts the reasons of single eager steps.
         fused: the modules that operators compute in speculative steps, by name: ``"linear"``, ``"gated_mlp"``,
             ``"grouped_linear"`` (experts) or ``"rms_norm"``.
-        compressed: the linear layers with compressed weights, and the bytes that this saves
+        compressed: the modules with compressed weights, and the bytes that this saves
             (:class:`CompressedWeights`).
         undo_steps: functions that undo the patch, in order.
     """

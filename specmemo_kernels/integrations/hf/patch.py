@@ -164,11 +164,11 @@ def patch(
         invariant: compute each row with the same bits, whatever other rows are in the pass. In 16-bit dtypes too the
             tokens then don't depend on the drafter, the tree, the batch or the prefill chunk. They are those of steps
             with one node; ``generate`` of the unpatched model may decide near ties differently. On a CPU only.
-        compress: store the bfloat16 weights of linear layers without loss in 12 bits, a quarter less memory of the
-            model itself. The operators' results have the same bits, and the tokens are the same; a step of a few nodes
-            reads a quarter less. Compressing takes a few seconds per billion weights. Plain forward passes decompress
-            each matrix and are slower; saved and copied models and ``unpatch`` have the weights back.
-            ``model.specmemo.compressed`` has the layers. On a CPU, with ``fuse=True``.
+        compress: store the bfloat16 weights of linear layers, embeddings and experts without loss in 12 bits, a quarter
+            less memory of the model itself. The operators' results have the same bits, and the tokens are the same; a
+            step of a few nodes reads a quarter less. Compressing takes a few seconds per billion weights. Plain forward
+            passes decompress each matrix and are slower; saved and copied models and ``unpatch`` have the weights back.
+            ``model.specmemo.compressed`` has the modules. On a CPU, with ``fuse=True``.
         rank_timeout: seconds after which a rank raises if another rank sends no message. For tensor parallel models
             (``from_pretrained(..., tp_plan="auto")`` under ``torchrun``), whose ranks all make the same calls.
 

@@ -57,7 +57,7 @@ class ModelFacts:
         leaves: the modules that operators compute.
         mixers: the layers with a state per sequence.
         attention: the layer index of each attention layer. last_attention: that of the last one in a pass.
-        compressed: the linear layers with compressed weights.
+        compressed: the modules with compressed weights.
         taps: the hidden states that the drafter reads.
         inference: passes run in inference mode; else without gradients.
     """
