@@ -22,6 +22,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 2048, "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4,
         "intermediate_size": 5632, "vocab_size": 32000, "max_position_embeddings": 2048,
     },
+    "llama-3.2-1b": {
+        "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "intermediate_size": 8192, "vocab_size": 128256, "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
     "vicuna-7b": _7B | {"intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048},
     "llama-3.1-8b": _7B
     | {
