@@ -121,7 +121,7 @@ def compress_weights(model: nn.Module, undo: list[Callable[[], None]]) -> Compre
         if (rows := compress(weight, memory)) is None:
             continue
         nbytes, saved = nbytes + rows.nbytes, saved + weight.nbytes - rows.nbytes
-        undo.append(partial(_decompress, users, parameter.requires_grad))
+        undo.append(partial(_decompress, users, weight.shape[-1], parameter.requires_grad))
         parameter.requires_grad_(False).data = rows
         matrix = CompressedMatrix(parameter, weight.shape[-1])
         for module, key in users.modules.values():
@@ -194,11 +194,12 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
     return cast(type[nn.Module], type(module).__bases__[1])
 
 
-def _decompress(users: _Users, requires_grad: bool) -> None:
-    for module, key in users.modules.values():
-        if key in compressed_matrices(module) and users.parameter.dtype == torch.uint8:
-            users.parameter.data = module._matrices[key].decompressed()
-            users.parameter.requires_grad_(requires_grad)
+def _decompress(users: _Users, columns: int, requires_grad: bool) -> None:
+    parameter = users.parameter
+    if parameter.dtype == torch.uint8:
+        parameter.data = CompressedMatrix(parameter, columns).decompressed()
+        parameter.requires_grad_(requires_grad)
+    for module, _ in users.modules.values():
         if isinstance(module, Compressed) and not compressed_matrices(module):
             object.__setattr__(module, "__class__", _plain_class(module))
             del module._matrices

@@ -55,14 +55,17 @@ class CompressedMatrix(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is functional.embedding and len(args) > 1 and isinstance(args[1], cls) and not args[1]._views:
-            return args[1].looked_up(args[0])
+        kwargs = kwargs or {}
+        if func is functional.embedding and len(args) == 2 and kwargs.get("max_norm") is None:
+            tokens, matrix = args
+            if isinstance(matrix, cls) and not matrix._views:
+                return matrix.looked_up(tokens)
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             raise RuntimeError(_LOST.format("weight.data = ..."))
         if func in _READS:
             args = tree_map_only(cls, cls.decompressed, args)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -79,7 +82,6 @@ class CompressedMatrix(Tensor):
         if func is _ATEN.select.int and self.ndim > 2 and args[0] == 0 and not self._views:  # an expert
             return CompressedMatrix(self.stored[args[1]], self.columns)
         like = func(self._like, *args, **kwargs)
-
         if isinstance(like, Tensor):
             return self._of(
                 self.stored, self.columns, like, (*self._views, lambda matrices: func(matrices, *args, **kwargs))
@@ -88,6 +90,10 @@ class CompressedMatrix(Tensor):
         return [
             self._of(self.stored, self.columns, x, (*self._views, view)) for x, view in zip(like, views, strict=True)
         ]
+
+    def operand(self) -> Tensor:
+        """What operators take: the compressed rows, or of a view the decompressed matrix."""
+        return self.decompressed() if self._views else self.stored.detach()
 
     def decompressed(self) -> Tensor:
         rows = self.stored.detach()

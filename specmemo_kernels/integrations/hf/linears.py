@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from specmemo_kernels import ops
+from specmemo_kernels.integrations.hf.compressed_matrix import CompressedMatrix
 
 Tensor = torch.Tensor
 #: Weights that :func:`exact_linear` converts at a time: a MiB in float32.
@@ -39,9 +40,9 @@ class Linears(TorchFunctionMode):
 
 def _in_16_bits(x: Any, weight: Any, bias: Any) -> bool:
     tensors = (x, weight) if bias is None else (x, weight, bias)
-    plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu" for t in tensors)
+    known = all(type(t) in (Tensor, torch.nn.Parameter, CompressedMatrix) and t.device.type == "cpu" for t in tensors)
     return (
-        plain
+        known
         and x.dtype in (torch.bfloat16, torch.float16)
         and {t.dtype for t in tensors} == {x.dtype}
         and weight.ndim == 2
@@ -56,11 +57,17 @@ def by_operators(backend: str, device: torch.device) -> AbstractContextManager[A
     if backend != "cpu":
         return nullcontext()
     kernels = ops.kernels(backend, device)
-    return Linears(lambda x, weight, bias: kernels.linear(x, weight, bias, None, False))
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        weight = weight.operand() if isinstance(weight, CompressedMatrix) else weight
+        return kernels.linear(x, weight, bias, None, False)
+
+    return Linears(linear)
 
 
 def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias`` in float32 without a library's product, rounded once. For few rows."""
+    weight = weight.decompressed() if isinstance(weight, CompressedMatrix) else weight
     rows, step = x.reshape(-1, x.shape[-1]).float(), max(1, _SLICE // max(1, weight.shape[1]))
     slices = (part.float() for part in torch.split(weight, step))
     sums = torch.cat([torch.stack([(part * row).sum(1) for row in rows]) for part in slices], dim=1)
