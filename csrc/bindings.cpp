@@ -68,12 +68,14 @@ std::vector<std::string> isas() {
 PYBIND11_MODULE(_cpu, m) {
   m.doc() = "C++ kernels of the cpu backend; specmemo_kernels.ops is the interface.";
   add_operators(m);
-  py::class_<Blocks, std::shared_ptr<Blocks>>(m, "Blocks", "Memory of recordings that never run at once.")
+  // module_local: a process may have several copies of this module (as a hub kernel beside the package).
+  py::class_<Blocks, std::shared_ptr<Blocks>>(m, "Blocks", py::module_local(),
+                                              "Memory of recordings that never run at once.")
       .def(py::init<int64_t>())
       .def_property_readonly("nbytes", &Blocks::bytes)
       .def_property_readonly("resident", &Blocks::resident)
       .def("trim", &Blocks::trim);
-  py::class_<Program>(m, "Program").def("__call__", &Program::run);
+  py::class_<Program>(m, "Program", py::module_local()).def("__call__", &Program::run);
   m.def("record", &Program::record, "Record the operators of a function of tensors like `inputs`.");
   m.def("attention_workspace", &attention_workspace, "Bytes that each thread of tree_attention works in, at most.");
   m.def(

@@ -431,3 +431,24 @@ def test_a_thread_gives_its_workers_back(threads: Any) -> None:
     other.join()
     assert counts == [counts[0], counts[0] - 2, counts[0]]
     assert torch.equal(compute(), expected)
+
+
+TWO_COPIES = """
+import importlib.util, sys
+from specmemo_kernels.backends import _cpu
+
+spec = importlib.util.spec_from_file_location("other._cpu", sys.argv[1])
+other = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(other)
+assert other.Blocks is not _cpu.Blocks
+print(other.Blocks(4096).nbytes, _cpu.Blocks(4096).nbytes, other.isa() == _cpu.isa())
+"""
+
+
+def test_two_copies_of_the_module(tmp_path: Path) -> None:
+    """As a hub kernel beside the package."""
+    copied = tmp_path / Path(_cpu.__file__).name
+    copied.write_bytes(Path(_cpu.__file__).read_bytes())
+    command = [sys.executable, "-c", TWO_COPIES, str(copied)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["0", "0", "True"], done.stderr

@@ -21,7 +21,7 @@ from specmemo_kernels.ops.compressed_weights import compress, row_bytes
 from specmemo_kernels.planning.mapped_files import MappedFiles
 
 Tensor = torch.Tensor
-#: Most bytes of a compressed matrix, relative to the matrix. Narrower ones (up to 256 columns) have too large heads.
+#: Most bytes of a compressed matrix, relative to the matrix. Of narrow ones heads and unused ends of blocks take more.
 _MOST_BYTES = 0.9
 #: Least bytes of a block of memory for compressed matrices.
 _BLOCK_BYTES = 64 << 20
@@ -95,7 +95,8 @@ class _Users:
 def compress_weights(model: nn.Module, undo: list[Callable[[], None]]) -> CompressedWeights:
     """Compress the weights of linear layers, embeddings and experts of ``model`` in place, one after the other.
 
-    Quantised modules, modules with hooks or on other devices, up to 256 columns, and matrices that can't be compressed
+    Quantised modules, modules with hooks or on other devices, matrices that wouldn't get a tenth smaller (such as of
+    128 or 300 columns), and those that can't be compressed
     (:func:`specmemo_kernels.ops.compressed_weights.compress`) stay as they are.
 
     Args:
@@ -110,8 +111,8 @@ def compress_weights(model: nn.Module, undo: list[Callable[[], None]]) -> Compre
     if not candidates:
         found = sorted({str(m.weight.dtype) for m in model.modules() if isinstance(m, nn.Linear)})
         raise ValueError(
-            "compress is True, but no linear layer, embedding or expert has bfloat16 weights and more than 256 columns "
-            f"(dtypes of linear layers: {', '.join(found) or 'none'}); leave it out, or load the model with "
+            "compress is True, but no linear layer, embedding or expert has bfloat16 weights that would get a tenth "
+            f"smaller (dtypes of linear layers: {', '.join(found) or 'none'}); leave it out, or load the model with "
             "dtype=torch.bfloat16"
         )
     files = MappedFiles()
