@@ -18,7 +18,6 @@ Tensor = torch.Tensor
 View = Callable[[Tensor], Tensor]
 
 _LOST = "{} would change compressed weights, and the change would be lost; call specmemo_kernels.unpatch(model) first"
-_ATEN = torch.ops.aten
 #: Methods that read a tensor's memory.
 _READS = frozenset(
     getattr(Tensor, name)
@@ -79,17 +78,20 @@ class CompressedMatrix(Tensor):
         return func(*args, **kwargs)
 
     def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is _ATEN.select.int and self.ndim > 2 and args[0] == 0 and not self._views:  # an expert
+        if func is torch.ops.aten.select.int and self.ndim > 2 and args[0] == 0 and not self._views:  # an expert
             return CompressedMatrix(self.stored[args[1]], self.columns)
-        like = func(self._like, *args, **kwargs)
-        if isinstance(like, Tensor):
-            return self._of(
-                self.stored, self.columns, like, (*self._views, lambda matrices: func(matrices, *args, **kwargs))
-            )
-        views = (lambda matrices, i=i: func(matrices, *args, **kwargs)[i] for i in range(len(like)))
-        return [
-            self._of(self.stored, self.columns, x, (*self._views, view)) for x, view in zip(like, views, strict=True)
-        ]
+
+        def call(matrices: Tensor) -> Any:
+            return func(matrices, *args, **kwargs)
+
+        def item(i: int) -> View:
+            return lambda matrices: call(matrices)[i]
+
+        def viewed(like: Tensor, view: View) -> CompressedMatrix:
+            return self._of(self.stored, self.columns, like, (*self._views, view))
+
+        like = call(self._like)
+        return viewed(like, call) if isinstance(like, Tensor) else [viewed(x, item(i)) for i, x in enumerate(like)]
 
     def operand(self) -> Tensor:
         """What operators take: the compressed rows, or of a view the decompressed matrix."""

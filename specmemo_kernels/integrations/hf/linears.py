@@ -67,7 +67,7 @@ def by_operators(backend: str, device: torch.device) -> AbstractContextManager[A
 
 def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias`` in float32 without a library's product, rounded once. For few rows."""
-    weight = weight.decompressed() if isinstance(weight, CompressedMatrix) else weight
+    weight = weight.decompressed() if isinstance(weight, CompressedMatrix) else weight  # once, not for each slice
     rows, step = x.reshape(-1, x.shape[-1]).float(), max(1, _SLICE // max(1, weight.shape[1]))
     slices = (part.float() for part in torch.split(weight, step))
     sums = torch.cat([torch.stack([(part * row).sum(1) for row in rows]) for part in slices], dim=1)
