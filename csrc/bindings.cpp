@@ -88,7 +88,8 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("compress", &compress, "Compress rows of bfloat16 without loss; False if a row has too many exceptions.");
   m.def("decompress", &decompress, "The rows that `compress` was given.");
   m.def("isas", &isas, "Instruction sets that were built and that this machine can run, best first.");
-  m.def("zen4", &zen4, "Whether this is an AMD CPU of the fourth Zen generation.");
+  m.def("zen", &zen,
+        "The Zen generation of an AMD CPU with BF16 instructions: 4, or 5 for the fifth and newer ones; else 0.");
   m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
   m.def(
       "use_isa",

@@ -111,12 +111,16 @@ const char* const* available_isas(int* count) {
 
 bool use_isa(const char* name) { return choice().use(name); }
 
-bool zen4() {
+int zen() {
 #ifdef SPECMEMO_X86
-  __builtin_cpu_init();
-  return __builtin_cpu_is("amdfam19h") && __builtin_cpu_supports("avx512bf16");  // Zen 3 is of that family too
+  static const int generation = [] {
+    __builtin_cpu_init();
+    if (!__builtin_cpu_is("amd") || !__builtin_cpu_supports("avx512bf16")) return 0;
+    return __builtin_cpu_is("amdfam19h") ? 4 : 5;  // Zen 3 is of family 19h too, without these instructions
+  }();
+  return generation;
 #else
-  return false;
+  return 0;
 #endif
 }
 

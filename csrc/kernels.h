@@ -162,8 +162,8 @@ const char* const* available_isas(int* count);
 // Choose a set by name (for tests); returns false when it was not built or can't run here.
 bool use_isa(const char* name);
 
-// Whether this is an AMD CPU of the fourth Zen generation.
-bool zen4();
+// The Zen generation of an AMD CPU with BF16 instructions: 4, or 5 for the fifth and newer ones; else 0.
+int zen();
 
 // Bytes of a core's L1 data cache; 32 KiB if unknown.
 int64_t l1_bytes();

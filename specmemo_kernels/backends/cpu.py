@@ -8,6 +8,7 @@ Importing this module raises ``ImportError`` if the C++ module wasn't built. The
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,10 +29,11 @@ _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}  # csrc/kernels.h
 #: Rows up to which :func:`linear` replaces torch's product, where torch has a fast one. Ratios are of Llama matrices
 #: (125M to 8B) on EPYCs. In float32 with AVX2, 128 rows are 0.96 to 1.6 times as fast, 512 rows 0.8 to 1.1 times.
 _FEW_ROWS = {torch.float32: 128, torch.bfloat16: 32, torch.float16: 32}
-#: On Zen 4 it replaces torch's product of any number: 64 to 256 rows of float32 are 1.1 to 1.7 times as fast; of
-#: bfloat16 64 and 128 rows 1.0 to 1.3 times, 256 rows 0.96 to 0.99 times. (On Zen 5, bfloat16 in torch was up to 1.15
-#: times as fast from 33 rows on.)
-_ANY_ROWS_ZEN4 = (torch.float32, torch.bfloat16)
+#: From this Zen generation on it replaces torch's product of any number, by dtype and whether the weight is transposed.
+#: On Zen 4, 64 to 256 rows of float32 are 1.1 to 1.7 times as fast; of bfloat16 64 and 128 rows 1.0 to 1.3 times, 256
+#: rows 0.96 to 0.99 times. On Zen 5, 32 to 512 rows of float32 are 2.0 to 3.6 times as fast, transposed 4 to 256 rows
+#: 1.5 to 3.3 times; of bfloat16 33 to 192 rows 1.02 to 1.6 times, 256 to 1024 rows 0.94 to 1.05 times.
+_ANY_ROWS_FROM_ZEN = {(torch.float32, False): 4, (torch.bfloat16, False): 4, (torch.float32, True): 5}
 #: oneDNN keeps compiled kernels for each number of rows, 0.65 MiB for each size of matrix, so that prompts of 33 to 256
 #: tokens would take hundreds of MiB. Its products have a multiple of these rows; our products have the rest.
 _ROWS_OF_16_BITS = 32
@@ -226,7 +228,7 @@ def few_rows(dtype: torch.dtype, transposed: bool = False) -> int | None:
     long as in float32, and 4 to 6 times as long as ours (``bench/results/linear_avx2_cpu.json``); with AVX512 alone,
     four times and 4.5 times as long, although oneDNN lists bfloat16 as supported.
     """
-    if slow_in_torch(dtype) or (_cpu.zen4() and dtype in _ANY_ROWS_ZEN4 and not transposed):
+    if slow_in_torch(dtype) or _cpu.zen() >= _ANY_ROWS_FROM_ZEN.get((dtype, transposed), sys.maxsize):
         return None
     limit = _FEW_ROWS.get(dtype)
     return min(limit, _FEW_ROWS_TRANSPOSED) if limit is not None and transposed else limit
