@@ -110,10 +110,10 @@ inline int64_t chunk_count(int64_t bytes) {
   return chunks > 1 ? chunks : 1;
 }
 
-// Whether rows of input, of so many bytes, stay in L1 beside weights that are prefetched into it, on a Zen 5. There
-// PrefetchInto::kL1InOrder with 6 to 8 rows takes 0.83 to 0.96 of the time in bfloat16 and float32: its prefetchers
+// Whether an input of `bytes` stays in L1 beside weights prefetched into L1, on a Zen 5. There
+// PrefetchPattern::kNextTile takes 0.83 to 0.96 of the time with 6 to 8 rows of bfloat16 and float32: the prefetchers
 // follow one stream in address order at full bandwidth, and three streams at 0.8 of it. With more bytes it takes 1.1
-// times as long, and in float16, where converting limits, up to 1.27 times.
+// times as long, and in float16, where conversion is the limit, up to 1.27 times.
 inline bool stay_in_l1(int64_t bytes) { return zen() >= 5 && bytes <= l1_bytes() * 7 / 12; }
 
 // Multiplies vector J of a step, then the following ones. One vector of each weight row is in a register at a time.
@@ -209,21 +209,21 @@ __attribute__((noinline)) void dot_tile(const Chunk<Row, Weights>& chunk, const 
   }
 }
 
-template <PrefetchInto INTO, class Row, int ROWS, class Weights>
+template <PrefetchPattern PATTERN, class Row, int ROWS, class Weights>
 void dot_chunk(const Chunk<Row, Weights>& chunk, Ahead& ahead, int64_t next_tile) {
   for (int64_t v = 0; v < chunk.count; v += kWeightTile, ahead.at += next_tile) {
     typename Weights::Row rows[kWeightTile];
     for (int64_t i = 0; i < kWeightTile; ++i)  // outputs past the end repeat the last one; their sums aren't used
       rows[i] = chunk.weights.row(chunk.first + std::min(v + i, chunk.count - 1), chunk.begin);
-    dot_tile<Row, ROWS, kWeightTile>(chunk, rows, v, WeightPrefetches<kWeightTile, INTO>(ahead));
+    dot_tile<Row, ROWS, kWeightTile>(chunk, rows, v, WeightPrefetches<kWeightTile, PATTERN>(ahead));
   }
 }
 
-template <PrefetchInto INTO, class Row, int ROWS, class Weights>
+template <PrefetchPattern PATTERN, class Row, int ROWS, class Weights>
 void dot_rows(int64_t rows, const Chunk<Row, Weights>& chunk, Ahead& ahead, int64_t next_tile) {
   if constexpr (ROWS > 0) {
-    if (rows == ROWS) return dot_chunk<INTO, Row, ROWS>(chunk, ahead, next_tile);
-    dot_rows<INTO, Row, ROWS - 1>(rows, chunk, ahead, next_tile);
+    if (rows == ROWS) return dot_chunk<PATTERN, Row, ROWS>(chunk, ahead, next_tile);
+    dot_rows<PATTERN, Row, ROWS - 1>(rows, chunk, ahead, next_tile);
   }
 }
 
@@ -250,17 +250,16 @@ class RowProducts {
         weights_(args),
         whole_(args.inputs / Row::kStep * Row::kStep),
         tiles_(Parts::at_most(args.rows, kRowTile)),
-        chunks_((whole_ + kUnit - 1) / kUnit,
-                chunk_count(tiles_.size(0) * whole_ * static_cast<int64_t>(sizeof(Element)))),
-        sequential_(tiles_.count == 1 && chunks_.count == 1 && args.rows * Row::kVecs <= most_sequential()),
-        into_l1_(kIntoL1 && tiles_.count == 1 && chunks_.count == 1 && stay_in_l1(x_bytes())) {
+        chunks_((whole_ + kUnit - 1) / kUnit, chunk_count(x_bytes(tiles_.size(0)))),
+        sequential_(one_tile_and_chunk() && args.rows * Row::kVecs <= most_sequential()),
+        prefetch_next_tile_(kMayPrefetchNextTile && one_tile_and_chunk() && stay_in_l1(x_bytes(args.rows))) {
     if (in_place()) x_ = static_cast<const Element*>(args.x);
   }
 
   static constexpr auto task_count = prefetched_tasks;
 
   // Memory for prepare(), of the caller.
-  int64_t memory_bytes() const { return in_place() ? 0 : x_bytes(); }
+  int64_t memory_bytes() const { return in_place() ? 0 : x_bytes(args_.rows); }
 
   // Interleaves the rows of each tile: [tile][steps, rows of the tile, kStep].
   void prepare(char* memory, int) {
@@ -299,18 +298,19 @@ class RowProducts {
   static int most_sequential() { return Weights::kCompressed && zen() < 5 ? std::min(kSequential, 1) : kSequential; }
 
 #if defined(__AVX512BF16__)
-  static constexpr bool kIntoL1 = Row::kVecs == 1 && !Weights::kCompressed;
+  static constexpr bool kMayPrefetchNextTile = Row::kVecs == 1 && !Weights::kCompressed;
 #else
-  static constexpr bool kIntoL1 = false;
+  static constexpr bool kMayPrefetchNextTile = false;
 #endif
-  static constexpr PrefetchInto kInto = Weights::kCompressed ? PrefetchInto::kL2 : PrefetchInto::kL2Then1;
+  static constexpr PrefetchPattern kPattern =
+      Weights::kCompressed ? PrefetchPattern::kFar : PrefetchPattern::kFarAndNear;
 
   // A chunk of a tile's rows stays in L1 while the group's weights pass by; these stay in L2 for the next tile.
   void multiply_tiles(int64_t first, int64_t count, VecF* sums, float* values) const {
     // Every tile prefetches its share of the weights behind these.
     const int64_t line = Weights::bytes(Row::kStep) / tiles_.count;
-    const bool in_order = into_l1_ || kGroup * weights_.row_bytes() <= kOrderBytes;
-    Ahead ahead{weights_.at(first + (into_l1_ ? kWeightTile : count), 0), line, kWeightTile * line};
+    const bool in_order = prefetch_next_tile_ || kGroup * weights_.row_bytes() <= kOrderBytes;
+    Ahead ahead{weights_.at(first + (prefetch_next_tile_ ? kWeightTile : count), 0), line, kWeightTile * line};
     if (!in_order) ahead.next_row = weights_.row_bytes(), ahead.next_step = line;
     for (int64_t c = 0; c < chunks_.count; ++c) {
       const int64_t begin = chunks_.begin(c) * kUnit, end = std::min(chunks_.begin(c + 1) * kUnit, whole_);
@@ -330,12 +330,12 @@ class RowProducts {
                                         last,
                                         sums + top * kGroup,
                                         values + top * kGroup};
-        if constexpr (kIntoL1)
-          if (into_l1_) {
-            dot_rows<PrefetchInto::kL1InOrder, Row, kRowTile>(height, chunk, ahead, next_tile);
+        if constexpr (kMayPrefetchNextTile)
+          if (prefetch_next_tile_) {
+            dot_rows<PrefetchPattern::kNextTile, Row, kRowTile>(height, chunk, ahead, next_tile);
             continue;
           }
-        dot_rows<kInto, Row, kRowTile>(height, chunk, ahead, next_tile);
+        dot_rows<kPattern, Row, kRowTile>(height, chunk, ahead, next_tile);
       }
     }
   }
@@ -346,13 +346,13 @@ class RowProducts {
     if constexpr (ROWS > 0) {
       if (args_.rows < ROWS) return multiply_sequence<ROWS - 1>(first, count, sums, values);
       const Chunk<Row, Weights> chunk{x_, weights_, first, count, 0, whole_, true, true, sums, values};
-      // A single compressed row takes 0.66 to 0.83 of the time with prefetches on Zen 5.
+      // With prefetches, one row of input takes 0.66 to 0.83 of the time on compressed weights (Zen 5).
       const bool prefetched = Weights::kCompressed ? zen() >= 5 : ROWS > 1;
       for (int64_t v = 0; v < count; ++v) {
         const auto row = weights_.row(first + v, 0);
         if (prefetched) {
           const Ahead ahead{weights_.at(first + v, 0) + kSequentialBytes, 0, Weights::bytes(Row::kStep)};
-          dot_tile<Row, ROWS, 1>(chunk, &row, v, WeightPrefetches<1, PrefetchInto::kL2>(ahead));
+          dot_tile<Row, ROWS, 1>(chunk, &row, v, WeightPrefetches<1, PrefetchPattern::kFar>(ahead));
         } else {
           dot_tile<Row, ROWS, 1>(chunk, &row, v, NoPrefetches{});
         }
@@ -384,16 +384,17 @@ class RowProducts {
     std::memcpy(rest, block + whole_ % kBlockWeights, static_cast<size_t>(args_.inputs - whole_) * sizeof(Raw));
   }
 
-  int64_t x_bytes() const { return args_.rows * whole_ * static_cast<int64_t>(sizeof(Element)); }
+  bool one_tile_and_chunk() const { return tiles_.count == 1 && chunks_.count == 1; }
+  int64_t x_bytes(int64_t rows) const { return rows * whole_ * static_cast<int64_t>(sizeof(Element)); }
   bool in_place() const { return Row::kInPlace && args_.rows == 1; }
 
   const ProductArgs& args_;
   Weights weights_;
-  int64_t whole_;    // elements in whole steps
-  Parts tiles_;      // of rows
-  Parts chunks_;     // of units
-  bool sequential_;  // one weight row at a time
-  bool into_l1_;     // PrefetchInto::kL1InOrder
+  int64_t whole_;            // elements in whole steps
+  Parts tiles_;              // of rows
+  Parts chunks_;             // of units
+  bool sequential_;          // one weight row at a time
+  bool prefetch_next_tile_;  // PrefetchPattern::kNextTile
   const Element* x_ = nullptr;
 };
 

@@ -36,14 +36,14 @@ constexpr int kNearSlots = 1;
 // as long. A single row of input leaves it to the hardware: with prefetches it takes 0.90 to 1.2 times as long.
 constexpr int64_t kSequentialBytes = 6 << 10;
 
-enum class PrefetchInto {
-  kL2,         // weights far ahead
-  kL2Then1,    // these, and those kNearLines ahead into L1
-  kL1InOrder,  // those of the next tile
+enum class PrefetchPattern {
+  kFar,         // weights far ahead, into L2
+  kFarAndNear,  // and weights kNearLines ahead, into L1
+  kNextTile,    // the next tile's weights in address order, into L1
 };
 
 // Prefetches of steps that each multiply a line of WEIGHTS weight rows.
-template <int WEIGHTS, PrefetchInto INTO>
+template <int WEIGHTS, PrefetchPattern PATTERN>
 class WeightPrefetches {
  public:
   explicit WeightPrefetches(const Ahead& ahead) : step_(ahead.next_step) {
@@ -58,12 +58,12 @@ class WeightPrefetches {
 #pragma GCC unroll 8
     for (int v = 0; v < WEIGHTS; ++v) {
       if (slot != (2 * v + 1) * slots / (2 * WEIGHTS)) continue;
-      if (INTO == PrefetchInto::kL1InOrder)
+      if (PATTERN == PrefetchPattern::kNextTile)
         prefetch_near(next_[v]);
       else
         prefetch(next_[v]);
       next_[v] += step_;
-      if (INTO == PrefetchInto::kL2Then1 && kNearLines > 0 && slots >= kNearSlots)
+      if (PATTERN == PrefetchPattern::kFarAndNear && kNearLines > 0 && slots >= kNearSlots)
         prefetch_near(reinterpret_cast<const char*>(weights[v] + at) + kNearLines * kLine);
     }
   }
