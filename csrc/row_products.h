@@ -110,6 +110,16 @@ inline int64_t chunk_count(int64_t bytes) {
   return chunks > 1 ? chunks : 1;
 }
 
+// Whether a tile's input of `bytes` stays in L1 while `streams` rows of weights of `row_bytes` pass by, on a Zen 4.
+// There such tiles in one chunk take 0.66 to 0.98 of the time of two chunks, which read input and sums from L2 again
+// while the next weights arrive there (bfloat16: 3 to 16 rows of 1536 to 4096 inputs; float32: 3 to 8 rows of 768 to
+// 2048). Input and weights of 33.75 KiB stay in 32 KiB with three streams, because each row's last part is dead;
+// of 34.9 KiB they don't. One stream of 34.5 KiB takes 1.25 times as long as two chunks.
+inline bool stay_beside_weights(int64_t bytes, int64_t row_bytes, int streams) {
+  const int64_t room = streams == 1 ? l1_bytes() : l1_bytes() * 17 / 16;
+  return zen() == 4 && bytes + streams * row_bytes <= room;
+}
+
 // Whether an input of `bytes` stays in L1 beside weights prefetched into L1, on a Zen 5. There
 // PrefetchPattern::kNextTile takes 0.83 to 0.96 of the time with 6 to 8 rows of bfloat16 and float32: the prefetchers
 // follow one stream in address order at full bandwidth, and three streams at 0.8 of it. With more bytes it takes 1.1
@@ -249,10 +259,11 @@ class RowProducts {
       : args_(args),
         weights_(args),
         whole_(args.inputs / Row::kStep * Row::kStep),
-        tiles_(Parts::at_most(args.rows, kRowTile)),
-        chunks_((whole_ + kUnit - 1) / kUnit, chunk_count(x_bytes(tiles_.size(0)))),
+        tiles_(Parts::at_most(args.rows, tile_rows())),
+        in_l1_(stays_in_l1(tile_rows())),
+        chunks_((whole_ + kUnit - 1) / kUnit, in_l1_ ? 1 : chunk_count(x_bytes(tiles_.size(0)))),
         sequential_(one_tile_and_chunk() && args.rows * Row::kVecs <= most_sequential()),
-        prefetch_next_tile_(kMayPrefetchNextTile && one_tile_and_chunk() && stay_in_l1(x_bytes(args.rows))) {
+        prefetch_next_tile_(kMeasured && one_tile_and_chunk() && stay_in_l1(x_bytes(args.rows))) {
     if (in_place()) x_ = static_cast<const Element*>(args.x);
   }
 
@@ -297,10 +308,11 @@ class RowProducts {
   static constexpr int kSequential = Weights::kCompressed ? std::min(kSequentialProducts, 3) : kSequentialProducts;
   static int most_sequential() { return Weights::kCompressed && zen() < 5 ? std::min(kSequential, 1) : kSequential; }
 
+// Products whose tiles and prefetches were measured on Zen 4 and 5.
 #if defined(__AVX512BF16__)
-  static constexpr bool kMayPrefetchNextTile = Row::kVecs == 1 && !Weights::kCompressed;
+  static constexpr bool kMeasured = Row::kVecs == 1 && !Weights::kCompressed;
 #else
-  static constexpr bool kMayPrefetchNextTile = false;
+  static constexpr bool kMeasured = false;
 #endif
   static constexpr PrefetchPattern kPattern =
       Weights::kCompressed ? PrefetchPattern::kFar : PrefetchPattern::kFarAndNear;
@@ -309,7 +321,7 @@ class RowProducts {
   void multiply_tiles(int64_t first, int64_t count, VecF* sums, float* values) const {
     // Every tile prefetches its share of the weights behind these.
     const int64_t line = Weights::bytes(Row::kStep) / tiles_.count;
-    const bool in_order = prefetch_next_tile_ || kGroup * weights_.row_bytes() <= kOrderBytes;
+    const bool in_order = in_l1_ || prefetch_next_tile_ || kGroup * weights_.row_bytes() <= kOrderBytes;
     Ahead ahead{weights_.at(first + (prefetch_next_tile_ ? kWeightTile : count), 0), line, kWeightTile * line};
     if (!in_order) ahead.next_row = weights_.row_bytes(), ahead.next_step = line;
     for (int64_t c = 0; c < chunks_.count; ++c) {
@@ -330,7 +342,7 @@ class RowProducts {
                                         last,
                                         sums + top * kGroup,
                                         values + top * kGroup};
-        if constexpr (kMayPrefetchNextTile)
+        if constexpr (kMeasured)
           if (prefetch_next_tile_) {
             dot_rows<PrefetchPattern::kNextTile, Row, kRowTile>(height, chunk, ahead, next_tile);
             continue;
@@ -384,6 +396,16 @@ class RowProducts {
     std::memcpy(rest, block + whole_ % kBlockWeights, static_cast<size_t>(args_.inputs - whole_) * sizeof(Raw));
   }
 
+  // Rows of a tile, at most: half of kRowTile where only so few stay in L1.
+  int64_t tile_rows() const { return !stays_in_l1(kRowTile) && stays_in_l1(kRowTile / 2) ? kRowTile / 2 : kRowTile; }
+
+  // Whether tiles of up to `most` rows stay in L1 in one chunk.
+  bool stays_in_l1(int64_t most) const {
+    const int64_t rows = Parts::at_most(args_.rows, most).size(0);
+    const bool sequential = rows == args_.rows && rows * Row::kVecs <= most_sequential();
+    return kMeasured && stay_beside_weights(x_bytes(rows), weights_.row_bytes(), sequential ? 1 : kWeightTile);
+  }
+
   bool one_tile_and_chunk() const { return tiles_.count == 1 && chunks_.count == 1; }
   int64_t x_bytes(int64_t rows) const { return rows * whole_ * static_cast<int64_t>(sizeof(Element)); }
   bool in_place() const { return Row::kInPlace && args_.rows == 1; }
@@ -392,6 +414,7 @@ class RowProducts {
   Weights weights_;
   int64_t whole_;            // elements in whole steps
   Parts tiles_;              // of rows
+  bool in_l1_;               // stay_beside_weights()
   Parts chunks_;             // of units
   bool sequential_;          // one weight row at a time
   bool prefetch_next_tile_;  // PrefetchPattern::kNextTile
