@@ -13,6 +13,7 @@ from shapes import SHAPES
 from timing import Yardstick, copies, rotation, take_turns
 
 from specmemo_kernels import ops
+from specmemo_kernels.ops.compressed_weights import compress
 
 Tensor = torch.Tensor
 MODELS = {"125m": "125m", "1b": "1b", "llama2-7b": "vicuna-7b", "llama3-8b": "llama-3.1-8b"}
@@ -51,7 +52,8 @@ def rows_for(models: list[str], dtypes: dict[str, torch.dtype], rows: list[int],
     """One row for each combination, measured on iteration; ``ms`` is the time of a layer's matrices.
 
     Columns: ``vs_torch``, and ``worst_vs_torch`` of the matrix that gains least; ``floor_fraction`` of the floor
-    max(bytes / read bandwidth, flops / GEMM rate).
+    max(bytes / read bandwidth, flops / GEMM rate) of the stored weights. In bf16 ``compressed_ms`` and
+    ``compressed_vs_torch``: with compressed weights.
     """
     linear = ops.kernels("cpu", torch.device("cpu")).linear
     for dtype, kind in dtypes.items():
@@ -66,12 +68,17 @@ def rows_for(models: list[str], dtypes: dict[str, torch.dtype], rows: list[int],
                     check(x[:2], weight[:512], linear(x[:2], weight[:512], None, None, False))
                     own = functools.partial(_ours, linear, x)
                     peer = functools.partial(torch.nn.functional.linear, x)
-                    for name, function in (("ours", own), ("torch", peer)):
-                        functions[f"{name} {shape}"] = rotation(function, copies(weight))
+                    functions[f"ours {shape}"] = rotation(own, copies(weight))
+                    functions[f"torch {shape}"] = rotation(peer, copies(weight))
+                    if kind == torch.bfloat16:
+                        small = compress(weight)
+                        assert small is not None, "normally distributed weights can be compressed"
+                        assert torch.equal(own(small), own(weight)), "compression changes a product"
+                        functions[f"compressed {shape}"] = rotation(own, copies(small))
                 times = take_turns(functions | yard.functions, seconds=seconds, rounds=(3, 100))
                 total = {
                     name: sum(times[f"{name} {shape}"] * number for shape, number in layer.items())
-                    for name in ("ours", "torch")
+                    for name in ("ours", "torch", *(["compressed"] if kind == torch.bfloat16 else []))
                 }
                 weights_read = sum(outputs * inputs * number for (outputs, inputs), number in layer.items())
                 floor = yard.floor(times, weights_read * kind.itemsize, 2.0 * count * weights_read)
@@ -82,7 +89,12 @@ def rows_for(models: list[str], dtypes: dict[str, torch.dtype], rows: list[int],
                     "floor_fraction": floor / total["ours"],
                     "gigabytes_per_second": weights_read * kind.itemsize / total["ours"] / 1e9,
                     "gigaflops": 2e-9 * count * weights_read / total["ours"],
-                }  # fmt: skip
+                } | _compressed_columns(total)  # fmt: skip
+
+
+def _compressed_columns(total: dict[str, float]) -> dict[str, float]:
+    seconds = total.get("compressed")
+    return {} if seconds is None else {"compressed_ms": seconds * 1e3, "compressed_vs_torch": total["torch"] / seconds}
 
 
 def _ours(linear: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
