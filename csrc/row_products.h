@@ -260,7 +260,7 @@ class RowProducts {
         weights_(args),
         whole_(args.inputs / Row::kStep * Row::kStep),
         tiles_(Parts::at_most(args.rows, tile_rows())),
-        in_l1_(stays_in_l1(tile_rows())),
+        in_l1_(whole_in_l1(tile_rows())),
         chunks_((whole_ + kUnit - 1) / kUnit, in_l1_ ? 1 : chunk_count(x_bytes(tiles_.size(0)))),
         sequential_(one_tile_and_chunk() && args.rows * Row::kVecs <= most_sequential()),
         prefetch_next_tile_(kMeasured && one_tile_and_chunk() && stay_in_l1(x_bytes(args.rows))) {
@@ -308,8 +308,8 @@ class RowProducts {
   static constexpr int kSequential = Weights::kCompressed ? std::min(kSequentialProducts, 3) : kSequentialProducts;
   static int most_sequential() { return Weights::kCompressed && zen() < 5 ? std::min(kSequential, 1) : kSequential; }
 
-// Products whose tiles and prefetches were measured on Zen 4 and 5.
 #if defined(__AVX512BF16__)
+  // Products whose tiles and prefetches were measured on Zen 4 and 5.
   static constexpr bool kMeasured = Row::kVecs == 1 && !Weights::kCompressed;
 #else
   static constexpr bool kMeasured = false;
@@ -397,10 +397,10 @@ class RowProducts {
   }
 
   // Rows of a tile, at most: half of kRowTile where only so few stay in L1.
-  int64_t tile_rows() const { return !stays_in_l1(kRowTile) && stays_in_l1(kRowTile / 2) ? kRowTile / 2 : kRowTile; }
+  int64_t tile_rows() const { return !whole_in_l1(kRowTile) && whole_in_l1(kRowTile / 2) ? kRowTile / 2 : kRowTile; }
 
   // Whether tiles of up to `most` rows stay in L1 in one chunk.
-  bool stays_in_l1(int64_t most) const {
+  bool whole_in_l1(int64_t most) const {
     const int64_t rows = Parts::at_most(args_.rows, most).size(0);
     const bool sequential = rows == args_.rows && rows * Row::kVecs <= most_sequential();
     return kMeasured && stay_beside_weights(x_bytes(rows), weights_.row_bytes(), sequential ? 1 : kWeightTile);
@@ -414,7 +414,7 @@ class RowProducts {
   Weights weights_;
   int64_t whole_;            // elements in whole steps
   Parts tiles_;              // of rows
-  bool in_l1_;               // stay_beside_weights()
+  bool in_l1_;               // whole tiles: one chunk
   Parts chunks_;             // of units
   bool sequential_;          // one weight row at a time
   bool prefetch_next_tile_;  // PrefetchPattern::kNextTile

@@ -261,10 +261,13 @@ def linear() -> str:
             f"{row['vs_torch']:.1f}x",
             f"{row['worst_vs_torch']:.1f}x",
             f"{row['floor_fraction']:.2f}",
+            f"{row['compressed_ms']:.2f}" if "compressed_ms" in row else "",
+            f"{row['compressed_vs_torch']:.1f}x" if "compressed_ms" in row else "",
         ]
         for row in load("linear_cpu")["rows"]
     ]
     header = ["layer of", "rows", "ms", "torch, ms", "faster by", "worst matrix", "floor / time"]
+    header += ["compressed, ms", "compressed, faster by"]
     return table(header, rows, "linear_cpu")
 
 
