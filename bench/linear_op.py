@@ -61,6 +61,7 @@ def rows_for(models: list[str], dtypes: dict[str, torch.dtype], rows: list[int],
         for model in models:
             layer = matrices(model)
             weights = {shape: (torch.randn(shape) * shape[1] ** -0.5).to(kind) for shape in layer}
+            compressed = {shape: _compressed(w) for shape, w in weights.items() if kind == torch.bfloat16}
             for count in rows:
                 functions: dict[str, Callable[[], object] | Iterator[Callable[[], object]]] = {}
                 for shape, weight in weights.items():
@@ -70,15 +71,13 @@ def rows_for(models: list[str], dtypes: dict[str, torch.dtype], rows: list[int],
                     peer = functools.partial(torch.nn.functional.linear, x)
                     functions[f"ours {shape}"] = rotation(own, copies(weight))
                     functions[f"torch {shape}"] = rotation(peer, copies(weight))
-                    if kind == torch.bfloat16:
-                        small = compress(weight)
-                        assert small is not None, "normally distributed weights can be compressed"
-                        assert torch.equal(own(small), own(weight)), "compression changes a product"
-                        functions[f"compressed {shape}"] = rotation(own, copies(small))
+                    if shape in compressed:
+                        assert torch.equal(own(compressed[shape]), own(weight)), "compression changes a product"
+                        functions[f"compressed {shape}"] = rotation(own, copies(compressed[shape]))
                 times = take_turns(functions | yard.functions, seconds=seconds, rounds=(3, 100))
                 total = {
                     name: sum(times[f"{name} {shape}"] * number for shape, number in layer.items())
-                    for name in ("ours", "torch", *(["compressed"] if kind == torch.bfloat16 else []))
+                    for name in ("ours", "torch", *(["compressed"] if compressed else []))
                 }
                 weights_read = sum(outputs * inputs * number for (outputs, inputs), number in layer.items())
                 floor = yard.floor(times, weights_read * kind.itemsize, 2.0 * count * weights_read)
@@ -90,6 +89,12 @@ def rows_for(models: list[str], dtypes: dict[str, torch.dtype], rows: list[int],
                     "gigabytes_per_second": weights_read * kind.itemsize / total["ours"] / 1e9,
                     "gigaflops": 2e-9 * count * weights_read / total["ours"],
                 } | _compressed_columns(total)  # fmt: skip
+
+
+def _compressed(weight: Tensor) -> Tensor:
+    result = compress(weight)
+    assert result is not None, "normally distributed weights can be compressed"
+    return result
 
 
 def _compressed_columns(total: dict[str, float]) -> dict[str, float]:

@@ -111,10 +111,10 @@ inline int64_t chunk_count(int64_t bytes) {
 }
 
 // Whether a tile's input of `bytes` stays in L1 while `streams` rows of weights of `row_bytes` pass by, on a Zen 4.
-// There such tiles in one chunk take 0.66 to 0.98 of the time of two chunks, which read input and sums from L2 again
-// while the next weights arrive there (bfloat16: 3 to 16 rows of 1536 to 4096 inputs; float32: 3 to 8 rows of 768 to
-// 2048). Input and weights of 33.75 KiB stay in 32 KiB with three streams, because each row's last part is dead;
-// of 34.9 KiB they don't. One stream of 34.5 KiB takes 1.25 times as long as two chunks.
+// There such tiles in one chunk take 0.66 to 1.0 of the time of two chunks, which read input and sums from L2 again
+// while the next weights arrive there (bfloat16: 3 to 16 rows of 1536 to 4096 inputs; float32: 3 to 16 rows of 768 to
+// 2048). With three streams 33.75 KiB of input and weights stay in 32 KiB, because weights are read once, and 34.9 KiB
+// don't. With one stream 34.5 KiB take 1.25 times as long as two chunks.
 inline bool stay_beside_weights(int64_t bytes, int64_t row_bytes, int streams) {
   const int64_t room = streams == 1 ? l1_bytes() : l1_bytes() * 17 / 16;
   return zen() == 4 && bytes + streams * row_bytes <= room;
