@@ -214,6 +214,44 @@ def test_unread_results_are_not_computed() -> None:
     assert [call.function.name() for call in calls] == ["aten::mul.Tensor", "aten::add_.Tensor", "aten::copy_"]
 
 
+@torch.inference_mode()
+def test_results_that_never_change_are_constants() -> None:
+    x, out = torch.zeros(4, 4), torch.zeros(3, 4)
+
+    def run() -> None:
+        row = torch.arange(4)
+        changed = torch.zeros(4).add_(x[0])
+        long, random = torch.arange(2000)[:4], torch.rand(4) * 0
+        out.copy_(torch.stack([row * 2 + x[0], changed, long + random + x[0]]))
+
+    calls, _ = record(run)
+    kept = [call.function._schema.name for call in calls]
+    assert [name for name in kept if name in ("aten::arange", "aten::zeros", "aten::rand")] == [
+        "aten::zeros", "aten::arange", "aten::rand"
+    ]  # fmt: skip
+    replay = capture(run)
+    for value in (3.0, 5.0):
+        x.fill_(value)
+        replay()
+        row = torch.arange(4)
+        assert torch.equal(out, torch.stack([row * 2 + value, torch.full((4,), value), row + value]))
+
+
+@torch.inference_mode()
+def test_composite_operators_are_recorded_as_their_parts() -> None:
+    q, keys, out = torch.randn(3, 2, 1, 8), torch.randn(3, 5, 2, 8), torch.zeros(3, 2, 1, 5)
+
+    def run() -> None:
+        out.copy_(torch.einsum("nhgd,nahd->nhga", q, keys).softmax(-1))
+
+    calls, _ = record(run)
+    names = {call.function._schema.name for call in calls}
+    assert {"aten::bmm", "aten::_softmax"} <= names
+    assert not {"aten::einsum", "aten::softmax"} & names
+    capture(run)()
+    assert torch.equal(out, torch.einsum("nhgd,nahd->nhga", q, keys).softmax(-1))
+
+
 def test_the_state_is_copied_when_it_has_changed(device_state: list[int], replays: list[int]) -> None:
     """At the start, and where a row has ended or another pass was made between."""
     model, inputs = tiny_model("llama"), batch((40, 1, 17))

@@ -13,7 +13,7 @@ import torch
 from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting import matrices
 from specmemo_kernels.drafting.base import POST_NORM, DraftRows
-from specmemo_kernels.drafting.decoder_layer import Attention, BeamAttention
+from specmemo_kernels.drafting.decoder_layer import Attention, BeamAttention, Rotary
 from specmemo_kernels.drafting.growth import grow_recurrent
 from specmemo_kernels.drafting.head_files import HeadsError
 from specmemo_kernels.drafting.published_config import Eagle3Config, EagleConfig
@@ -42,19 +42,27 @@ class EagleDrafter(TensorDrafter[Eagle3Config | EagleConfig]):
         return self.config.aux_layer_ids or (2, target_layers // 2, target_layers - 3)
 
     def advance(self, batch: TreeBatch, features: Tensor, keep: Tensor, pool: PagedKVPool) -> Tensor:
-        attention = StepAttention(pool, batch, self.backend)
-        return self.run(batch.tokens, self.combined(features), batch.positions, attention, keep)
+        rotary, attention = self.rotary(batch.positions, features.dtype), StepAttention(pool, batch, self.backend)
+        return self.run(batch.tokens, self.combined(features), rotary, attention, keep)
 
     def draft(self, rows: DraftRows, tree: Trees) -> DraftedTrees:
-        attention = BeamAttention(rows, self.backend)
+        attention, angles = BeamAttention(rows, self.backend), self._angles(rows, tree.max_depth)
 
         def step(depth: int, parent: Tensor, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             attention.descend(parent)
-            positions = (rows.seq_lens.long() + depth - 1)[:, None].expand_as(parent).flatten()
-            states = self.run(tokens, features, positions, attention, None)
+            cos, sin = (x[depth - 1, :, None].expand(*parent.shape, 1, -1).flatten(0, 1) for x in angles)
+            states = self.run(tokens, features, (cos, sin), attention, None)
             return states, *self._predict(states, tree.width)
 
         return grow_recurrent(rows.roots, rows.states, tree, partial(self._predict, rows.states), step)
+
+    def _angles(self, rows: DraftRows, depths: int) -> Rotary:
+        """Cosines and sines of the nodes of each depth but the last, ``[max(1, depths - 1), B, 1, head_dim]``."""
+        above = torch.arange(max(1, depths - 1), device=self.device)
+        positions = rows.seq_lens.long() + above[:, None]
+        cos, sin = self.rotary(positions.flatten(), rows.states.dtype)
+        shape = (*positions.shape, *cos.shape[1:])
+        return cos.view(shape), sin.view(shape)
 
     def combined(self, features: Tensor) -> Tensor:
         """The target's features ``[N, F]`` as pairs have them, ``[N, hidden_size]``."""
@@ -65,12 +73,17 @@ class EagleDrafter(TensorDrafter[Eagle3Config | EagleConfig]):
         )
 
     def run(
-        self, tokens: Tensor, features: Tensor, positions: Tensor, attention: Attention, keep: Tensor | None
+        self, tokens: Tensor, features: Tensor, rotary: Rotary, attention: Attention, keep: Tensor | None
     ) -> Tensor:
-        """The next features ``[K, hidden_size]`` of pairs; ``keep`` ``[K]``: rows, ``None`` for all."""
+        """The next features ``[K, hidden_size]`` of pairs.
+
+        Args:
+            rotary: cosines and sines of their positions, as of :class:`RotaryEmbedding`.
+            keep: ``[K]``, rows; ``None``: all.
+        """
         own = matrices.has_matrix(self.tensors, "embed_tokens")
         embedded = self.embedding("embed_tokens", tokens) if own else self.vocabulary.embed(tokens)
-        rotary, kernels = self.rotary(positions, features.dtype), self.kernels
+        kernels = self.kernels
         x, hidden = self._inputs(embedded, features)
         for i, layer in enumerate(self.decoder):
             x = layer.norm(kernels, "input_layernorm", hidden) if i else x

@@ -19,13 +19,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specmemo_kernels.engine.direct_calls import direct
 from specmemo_kernels.engine.fusion import fused
 from specmemo_kernels.engine.native_runs import native_runs
-from specmemo_kernels.engine.program import Call, View, compiled, peak_bytes, without_unread
+from specmemo_kernels.engine.program import Call, View, compiled, peak_bytes, with_constants, without_unread
 from specmemo_kernels.ops.dispatch import dispatcher_active, implementation
+from specmemo_kernels.planning.memory_tracker import is_composite
 
 Tensor = torch.Tensor
 
 #: Tensor methods that read values without an operator.
 _READS = {getattr(Tensor, name) for name in ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr")}
+#: Conversions stay whole: their part has no built-in function (:mod:`specmemo_kernels.engine.direct_calls`).
+_CONVERSION = torch.ops.aten.to
 _DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
@@ -101,7 +104,7 @@ def record(run: Callable[[], None]) -> tuple[list[Call], Any]:
         RuntimeError: its operators depend on values, or one of them can't be repeated.
     """
     recorder = _Recorder()
-    with _NoReads(), recorder:
+    with torch.inference_mode(), _NoReads(), recorder:
         run()
     return recorder.calls(), recorder.kernels
 
@@ -128,6 +131,9 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if _depends_on_values(func, args):
             raise RuntimeError(f"{func} depends on a tensor's values")
+        if torch.is_inference_mode_enabled() and is_composite(func) and func.overloadpacket is not _CONVERSION:
+            with self:  # outside of inference mode torch decomposes them before the mode gets them
+                return func.decompose(*args, **kwargs)
         written = list(_written(func, args, kwargs))
         outside = [x for x in written if _storage(x) not in self._variables]
         if outside and (len(outside) < len(written) or len(func._schema.returns) > 1):
@@ -151,7 +157,7 @@ class _Recorder(TorchDispatchMode):
 
     def calls(self) -> list[Call]:
         """The recorded calls, fused."""
-        calls = without_unread(self._calls)
+        calls = with_constants(without_unread(self._calls))
         return calls if self.kernels is None else fused(calls, self.kernels)
 
     def _implementation(self, func: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:

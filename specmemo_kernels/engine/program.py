@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 Tensor = torch.Tensor
+_CONSTANT_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,37 @@ def without_unread(calls: Sequence[Call]) -> list[Call]:
             kept.append(call)
             read |= {view.name for view in call.views}
     return kept[::-1]
+
+
+def with_constants(calls: Sequence[Call]) -> list[Call]:
+    """``calls`` without those whose results never change, as of ``arange``: these are constants of up to 4 KiB."""
+    written = {name for call in calls for name in call.written}
+    constants: dict[str, Tensor] = {}
+
+    def constant(view: View) -> Any:
+        value = constants.get(view.name)
+        return view if value is None else value.as_strided(view.size, view.stride, view.offset)
+
+    kept = []
+    for call in calls:
+        fill = partial(_with_tensors, constant)
+        filled = replace(call, args=tuple(map(fill, call.args)), kwargs={n: fill(x) for n, x in call.kwargs.items()})
+        result = call.results[0] if len(call.results) == 1 else None
+        if result is None or result.name in written or result.nbytes > _CONSTANT_BYTES or not _repeats(call, constants):
+            kept.append(filled)
+        else:
+            constants[result.name] = filled.function(*filled.args, **filled.kwargs)
+    return kept
+
+
+def _repeats(call: Call, constants: Container[str]) -> bool:
+    """Whether an operator of torch has the same result in every step; ``constants``: names of such results."""
+    function: Any = call.function
+    operator = isinstance(function, torch._ops.OpOverload) and call.single and not call.written
+    if not operator or torch.Tag.nondeterministic_seeded in function.tags:
+        return False
+    arguments = tree_leaves([call.args, call.kwargs])
+    return not any(isinstance(x, Tensor) or (isinstance(x, View) and x.name not in constants) for x in arguments)
 
 
 def peak_bytes(calls: Sequence[Call]) -> int:

@@ -32,7 +32,7 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.is_inference_mode_enabled() and _is_composite(func):  # they aren't decomposed before dispatch then
+        if torch.is_inference_mode_enabled() and is_composite(func):  # they aren't decomposed before dispatch then
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         self._note_all(args, counts=False)
@@ -70,6 +70,6 @@ class MemoryTracker(TorchDispatchMode):
 
 
 @cache
-def _is_composite(func: Any) -> bool:
+def is_composite(func: Any) -> bool:
     """Whether an operator consists of others."""
     return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))

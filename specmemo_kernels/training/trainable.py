@@ -169,7 +169,8 @@ class TrainableEagle3(_Published):
         inputs = []
         for step in range(self.depth):
             tokens = states.tokens[:, 1 + step : 1 + step + rows].flatten()
-            features = drafter.run(tokens, features, positions + step, attention, None)
+            rotary = drafter.rotary(positions + step, features.dtype)
+            features = drafter.run(tokens, features, rotary, attention, None)
             inputs.append(drafter.head_input(features).view(windows, rows, -1))
         return inputs
 
