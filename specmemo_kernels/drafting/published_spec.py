@@ -64,7 +64,7 @@ def _eagle3(config: Eagle3Config, elements: Mapping[str, int]) -> FeatureDrafter
         ),
         state=DrafterPart(behind, 4),
         draft=DrafterPart(
-            stack, 7 * layers, 35 + layers * _LAYER_OPERATORS,
+            stack, 7 * layers, 22 + layers * _LAYER_OPERATORS,
             activations=hidden + inputs + _layer_row(layer, True), inputs=hidden + inputs + _attended_row(layer),
             attends=True, embeds=embeds,
         ),
@@ -86,7 +86,7 @@ def _eagle(config: EagleConfig, elements: Mapping[str, int]) -> FeatureDrafterSp
         ),
         state=DrafterPart(behind, 4),
         draft=DrafterPart(
-            stack + fc, 7 * layers + 1, 30 + layers * _LAYER_OPERATORS,
+            stack + fc, 7 * layers + 1, 17 + layers * _LAYER_OPERATORS,
             activations=2 * hidden + inputs + _layer_row(layer, True),
             inputs=2 * hidden + inputs + _attended_row(layer), attends=True, embeds=embeds,
         ),
