@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 Tensor = torch.Tensor
+#: Most bytes of a result that a program keeps instead of computing it in every step.
 _CONSTANT_BYTES = 4096
 
 
@@ -118,7 +119,7 @@ def without_unread(calls: Sequence[Call]) -> list[Call]:
 
 
 def with_constants(calls: Sequence[Call]) -> list[Call]:
-    """``calls`` without those whose results never change, as of ``arange``: these are constants of up to 4 KiB."""
+    """``calls`` without those whose results never change, as of ``arange``: small results become constants."""
     written = {name for call in calls for name in call.written}
     constants: dict[str, Tensor] = {}
 
@@ -126,15 +127,14 @@ def with_constants(calls: Sequence[Call]) -> list[Call]:
         value = constants.get(view.name)
         return view if value is None else value.as_strided(view.size, view.stride, view.offset)
 
-    kept = []
+    kept, fill = [], partial(_with_tensors, constant)
     for call in calls:
-        fill = partial(_with_tensors, constant)
-        filled = replace(call, args=tuple(map(fill, call.args)), kwargs={n: fill(x) for n, x in call.kwargs.items()})
         result = call.results[0] if len(call.results) == 1 else None
         if result is None or result.name in written or result.nbytes > _CONSTANT_BYTES or not _repeats(call, constants):
-            kept.append(filled)
+            keywords = {name: fill(value) for name, value in call.kwargs.items()}
+            kept.append(replace(call, args=tuple(map(fill, call.args)), kwargs=keywords))
         else:
-            constants[result.name] = filled.function(*filled.args, **filled.kwargs)
+            constants[result.name] = call.make(constant)
     return kept
 
 
