@@ -1,11 +1,13 @@
 // Sums of many input rows with weight rows: lanes are input rows.
 //
 // A panel of input rows is transposed once. A block of its inputs stays in the caches while the weights of a group pass
-// by, kTileRows outputs at a time, whose words are copied next to each other. The order of a sum's products isn't that
-// of RowProducts: invariant products never use panels.
+// by, kTileRows outputs at a time. Words that memory has as the products need them are read in place; others, and those
+// of a last tile or block, are copied next to each other. The order of a sum's products isn't that of RowProducts:
+// invariant products never use panels.
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "kernels.h"
 #include "pack.h"
@@ -28,7 +30,8 @@ constexpr bool panel_pays(int64_t rows) {
   return kPanelsPay && rows >= kLeastRows && (kLanes - rows % kLanes) % kLanes <= kMaxUnused;
 }
 
-constexpr int64_t kBlockSteps = 128;  // words of a block: 32 KiB of a panel
+// Words of a block: 64 KiB of a panel, which leave L2 as fast as they are multiplied.
+constexpr int64_t kBlockSteps = 256;
 
 // Copies `whole` words, a multiple of kLanes * kRuns, as kRuns runs of equal sizes: run i has every kRuns-th, from the
 // i-th on.
@@ -59,6 +62,8 @@ class PanelProducts {
   typedef typename Dot::Word Word;
   typedef PanelWords<T, Dot> Words;
   static constexpr int kMaxVecs = kPanelRows / kLanes;
+  static constexpr bool kInPlace =
+      std::is_same_v<Weights, PlainWeights<T>> && sizeof(Raw) * Dot::kPerWord == sizeof(Word);
 
  public:
   static constexpr int64_t kTile = kTileRows;
@@ -104,13 +109,12 @@ class PanelProducts {
       constexpr int64_t kWhole = kLanes * Words::kRuns;
       const int64_t whole = std::min(steps, args_.inputs / Dot::kPerWord - begin) / kWhole * kWhole;
       for (int64_t v = 0; v < count; v += kTileRows) {
-        for (int64_t r = 0; r < kTileRows; ++r)  // outputs past the end repeat the last one; their sums aren't used
-          copy_words(first + std::min(v + r, count - 1), begin, steps, whole, words + r * kBlockSteps);
+        const Tile tile = tile_of(first + v, std::min(count - v, kTile), begin, steps, whole, words);
         // Those multiplied next: of the next tile, of the next block, or of the next group.
         const bool more = v + kTileRows < count, last = begin + kBlockSteps >= words_;
         const int64_t output = first + (more ? v + kTileRows : last ? count : 0);
         const int64_t word = more ? begin : last ? 0 : begin + kBlockSteps;
-        multiply_vecs<kMaxVecs>(words, x_ + begin * kPanelRows, steps, whole, begin == 0, sums + v * kPanelRows,
+        multiply_vecs<kMaxVecs>(tile, x_ + begin * kPanelRows, steps, whole, begin == 0, sums + v * kPanelRows,
                                 weights_.at(output, word * Dot::kPerWord));
       }
     }
@@ -133,6 +137,25 @@ class PanelProducts {
                                               std::min(first + i, args_.rows - 1) * args_.x_stride);
     Fetch nothing;
     pack_keys<T, Dot>(rows, kLanes, args_.inputs, x_ + first, nothing);
+  }
+
+  // Words of kTileRows outputs, `stride` bytes from one output to the next.
+  struct Tile {
+    const char* words;
+    int64_t stride;
+    Word word(int64_t output, int64_t step) const {
+      return load<Word>(words + output * stride + step * static_cast<int64_t>(sizeof(Word)));
+    }
+  };
+
+  // A block of `count` outputs' weights from word `begin` on, `whole` of its `steps` words whole vectors; in `room`
+  // where they can't be read in place. Outputs behind `count` repeat the last one: their sums aren't used.
+  Tile tile_of(int64_t first, int64_t count, int64_t begin, int64_t steps, int64_t whole, Word* room) const {
+    if (kInPlace && steps == whole && count == kTile)
+      return {weights_.at(first, begin * Dot::kPerWord), weights_.row_bytes()};
+    for (int64_t r = 0; r < kTile; ++r)
+      copy_words(first + std::min(r, count - 1), begin, steps, whole, room + r * kBlockSteps);
+    return {reinterpret_cast<const char*>(room), kBlockSteps * static_cast<int64_t>(sizeof(Word))};
   }
 
   // The words of a block of one output's weights, which starts at word `begin`.
@@ -161,12 +184,12 @@ class PanelProducts {
     }
   }
 
-  // sums[kTileRows][kPanelRows] += words[kTileRows][kBlockSteps] * panel[steps][kPanelRows] in the first VECS vectors,
-  // without the former sums in the first block: the `whole` words in their runs, then the others. Prefetches up to a
-  // block of weights from `next`.
+  // sums[kTileRows][kPanelRows] += tile[kTileRows][steps] * panel[steps][kPanelRows] in the first VECS vectors, without
+  // the former sums in the first block: the `whole` words in their runs, then the others. Prefetches up to a block of
+  // weights from `next`.
   template <int VECS>
-  __attribute__((noinline)) void multiply_tile(const Word* words, const float* panel, int64_t steps, int64_t whole,
-                                               bool first, float* sums, const char* next) const {
+  __attribute__((noinline)) void multiply_tile(Tile tile, const float* panel, int64_t steps, int64_t whole, bool first,
+                                               float* sums, const char* next) const {
     constexpr int64_t kRowLines = Weights::bytes(kBlockSteps * Dot::kPerWord) / kLine;
     constexpr int64_t kEvery = kBlockSteps / (kTileRows * kRowLines);  // steps from one prefetch to the next
     static_assert(kEvery > 0, "no more lines than steps");
@@ -192,8 +215,7 @@ class PanelProducts {
 #pragma GCC unroll 8
         for (int r = 0; r < kTileRows; ++r)
 #pragma GCC unroll 8
-          for (int v = 0; v < VECS; ++v)
-            sum[r][v] = Dot::multiply_add(sum[r][v], columns[v], words[r * kBlockSteps + s]);
+          for (int v = 0; v < VECS; ++v) sum[r][v] = Dot::multiply_add(sum[r][v], columns[v], tile.word(r, s));
       }
     }
 #pragma GCC unroll 8
