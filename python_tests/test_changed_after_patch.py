@@ -149,3 +149,52 @@ def test_a_window_of_one_token(family: str) -> None:
     expected = greedy(model, INPUTS, 16)
     with sk.patch(model, "prompt-lookup"):
         assert torch.equal(greedy(model, INPUTS, 16), expected)
+
+
+def transposed(values: torch.Tensor) -> torch.Tensor:
+    return values.mT.contiguous().mT
+
+
+def columns(values: torch.Tensor) -> torch.Tensor:
+    """Every second number of a tensor twice as wide."""
+    wide = torch.full((*values.shape[:-1], 2 * values.shape[-1]), 7.0)
+    wide[..., ::2] = values
+    return wide[..., ::2]
+
+
+LAYOUTS = [
+    ("llama", "lm_head.weight", transposed), ("llama", "lm_head.weight", columns), ("llama", "q_proj.weight", columns),
+    ("llama", "down_proj.weight", transposed), ("llama", "norm.weight", columns), ("qwen2", "q_proj.bias", columns),
+    ("mixtral", "experts", transposed), ("gpt_oss", "sinks", columns),
+]  # fmt: skip
+
+
+def relaid(model: Any, part: str, layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    found = [p for name, p in model.named_parameters() if part in name]
+    assert found
+    for parameter in found:
+        parameter.data = layout(parameter.data)
+
+
+each_layout = pytest.mark.parametrize(("family", "part", "layout"), sample(LAYOUTS, LAYOUTS[:3]))
+
+
+@each_layout
+def test_weights_of_any_strides(family: str, part: str, layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model = tiny_model(family)
+    expected = greedy(model, INPUTS, 12)
+    relaid(model, part, layout)
+    with sk.patch(model, "prompt-lookup", tree=4) as handle:
+        assert torch.equal(greedy(model, INPUTS, 12), expected)
+        assert handle.stats.steps
+
+
+@each_layout
+def test_strides_that_change(family: str, part: str, layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model = tiny_model(family)
+    with sk.patch(model, "prompt-lookup", tree=4) as handle:
+        expected, steps = greedy(model, INPUTS, 12), handle.stats.steps
+        relaid(model, part, layout)
+        with falls_back("of strides"):
+            assert torch.equal(greedy(model, INPUTS, 12), expected)
+        assert handle.stats.steps == steps

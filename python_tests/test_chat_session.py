@@ -12,7 +12,13 @@ from selection import sample
 from test_cli import TEMPLATE, make_tokenizer
 from tiny_models import OracleDrafter, tiny_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, TextStreamer
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    TextStreamer,
+)
 
 import specmemo_kernels as sk
 
@@ -274,3 +280,45 @@ def test_an_interrupted_turn_was_never_there(model: PreTrainedModel) -> None:
         assert first == messages[-1]["content"]
         assert handle.pool is not None
         handle.pool.check_integrity()
+
+
+class _AfterThree(StoppingCriteria):
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.calls += 1
+        return torch.full((len(input_ids),), self.calls >= 3)
+
+
+@pytest.mark.parametrize("of_session", [True, False])
+def test_criteria_end_whole_replies_and_streams(model: PreTrainedModel, of_session: bool) -> None:
+    replies = []
+    for streams in (False, True):
+        options: dict[str, Any] = {"stopping_criteria": [_AfterThree()]}
+        chat = sk.ChatSession(
+            model, make_tokenizer(TEMPLATE), max_new_tokens=20, do_sample=False, **(options if of_session else {})
+        )
+        own = {} if of_session else options
+        replies.append("".join(chat.stream("a", **own)) if streams else chat.ask("a", **own))
+        assert options["stopping_criteria"][0].calls == 3
+    assert replies[0] == replies[1]
+
+
+def test_the_length_of_a_configuration(model: PreTrainedModel) -> None:
+    """A session's, a turn's, and ``max_new_tokens`` of a turn above both."""
+    config, short = GenerationConfig(max_new_tokens=4, do_sample=False), GenerationConfig(max_new_tokens=2)
+    chat = sk.ChatSession(model, make_tokenizer(TEMPLATE), generation_config=config, eos_token_id=None)
+    lengths = []
+    for options in ({}, {"generation_config": short}, {"max_new_tokens": 3}):
+        before = len(chat.prompt("a"))
+        chat.ask("a", **options)
+        lengths.append(len(chat._ids) - before)
+    assert lengths == [4, 2, 3]
+
+
+def test_stop_strings_of_a_session(model: PreTrainedModel) -> None:
+    chat = sk.ChatSession(model, make_tokenizer(TEMPLATE), max_new_tokens=12, do_sample=False)
+    reply = chat.ask("a")
+    again = sk.ChatSession(model, make_tokenizer(TEMPLATE), max_new_tokens=12, do_sample=False, stop_strings=[reply[3]])
+    assert again.ask("a") == reply[: reply.index(reply[3]) + 1]

@@ -6,6 +6,7 @@ import random
 import re
 from collections import Counter
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from transformers import PreTrainedModel
 
 import specmemo_kernels as sk
 from specmemo_kernels.cache.state_pool import MixerSpec, StatePool
+from specmemo_kernels.engine.tree_pass import _part
 from specmemo_kernels.forward.tree_paths import paths_to_leaves, tree_paths
 from specmemo_kernels.integrations.hf import find_mixers
 from specmemo_kernels.integrations.hf.hybrid_sizes import recurrent_spec
@@ -427,3 +429,42 @@ def test_the_pool_of_states() -> None:
             pass
         raise MemoryError
     assert pool.lost == {2}
+
+
+@dataclass
+class _Waiting:
+    prompt: list[int]
+    context: list[int]
+    computed: int = 0
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 9)), min_size=1, max_size=4),
+    st.lists(st.integers(3, 9), min_size=1),
+)
+def test_a_prompt_is_never_cut_one_token_from_others(sizes: list[tuple[int, int]], rooms: list[int]) -> None:
+    """Every chunk but a prompt's first has two of its rows or none, and contexts are computed in the end."""
+    waiting = [_Waiting([0] * prompt, [0] * (prompt + behind)) for prompt, behind in sizes]
+    for turn in range(200):
+        left, took = rooms[turn % len(rooms)], 0
+        for each in waiting:
+            size = _part(each, left, 2)
+            rows = min(len(each.prompt), each.computed + size) - each.computed
+            assert 0 <= size <= left
+            assert rows != 1 or not each.computed
+            each.computed, left, took = each.computed + size, left - size, took + size
+        assert took or all(each.computed == len(each.context) for each in waiting)
+    assert all(each.computed == len(each.context) for each in waiting)
+
+
+def test_a_layer_that_computes_one_token_in_another_way() -> None:
+    """Nemotron-H: the logits behind a prompt of one token more than a chunk; chunks of two are refused."""
+    model = hybrid_model("nemotron_h")
+    ids = torch.randint(3, VOCAB, (1, 9), generator=torch.Generator().manual_seed(1))
+    call: dict[str, Any] = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_logits": True}
+    expected = model.generate(ids, **call).logits[0]
+    with pytest.raises(ValueError, match="prefill_chunk is 2, it must be at least 3"):
+        sk.patch(model, "prompt-lookup", prefill_chunk=2)
+    for chunk in (4, 8):
+        with sk.patch(model, "prompt-lookup", prefill_chunk=chunk):
+            torch.testing.assert_close(model.generate(ids, **call).logits[0], expected, atol=1e-4, rtol=0)

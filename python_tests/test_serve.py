@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
 import re
@@ -25,12 +26,13 @@ from hypothesis import strategies as st
 from selection import sample
 from server import serving
 from test_cli import TEMPLATE, make_tokenizer, save_model
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import specmemo_kernels as sk
 from specmemo_kernels.integrations.serve.app import ServerLimits
 from specmemo_kernels.integrations.serve.protocol import CompletionRequest
-from specmemo_kernels.integrations.serve.text import TextStream
+from specmemo_kernels.integrations.serve.text import TextStream, text_of
 
 WAIT = 60.0
 PROMPTS = ["def f(x):", "a", "for i in range(", "  \n", "import os, sys\n\n", "ä§€", "xyz" * 30]
@@ -373,12 +375,46 @@ def test_bodies_of_nonsense(address: str, body: bytes) -> None:
 
 
 def test_values_that_sampling_refuses_are_a_400(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: object) -> None:
+    def refuse(*_: object) -> None:
         raise TypeError("seed is wrong")
 
     monkeypatch.setattr(CompletionRequest, "sampling", refuse)
     response = post(address, prompt="a")
     assert (response.status_code, response.json()["error"]["message"]) == (400, "seed is wrong")
+
+
+@pytest.mark.parametrize(("kind", "says"), [("text/plain", "text/plain"), (None, "missing")], ids=["text", "none"])
+def test_a_body_of_another_type(address: str, kind: str | None, says: str) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    response = httpx.post(f"{address}/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+    assert response.status_code == 400
+    expected = f"the header content-type is {says}, it must be application/json"
+    assert response.json()["error"]["message"] == expected
+
+
+def test_a_prompt_without_room_for_a_token(address: str) -> None:
+    response = post(address, prompt="a" * 512, max_tokens=0, echo=True)
+    expected = "the prompt has 512 tokens and max_tokens is 0, together they may be 512, one of them new"
+    assert expected in response.json()["error"]["message"]
+
+
+def test_defaults_of_the_model(plain: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Fields that a request leaves out have the values of the model's generation configuration."""
+    own = copy.deepcopy(model.generation_config)
+    model.generation_config.update(repetition_penalty=1.7, top_k=3, temperature=0.5)
+    try:
+        with serving(model, make_tokenizer(None)) as address:
+            text = post(address, prompt="a", max_tokens=12, temperature=0).json()["choices"][0]["text"]
+            other = post(address, prompt="a", max_tokens=12, temperature=0, repetition_penalty=1.0)
+    finally:
+        model.generation_config = own
+    ids = encode("a")
+    assert text == generated(plain, ids, 12, repetition_penalty=1.7)
+    assert other.json()["choices"][0]["text"] == generated(plain, ids, 12) != text
+    left_out = CompletionRequest(prompt="a").sampling({"top_k": 3, "temperature": 0.5})
+    assert (left_out.top_k, left_out.temperature, left_out.top_p) == (3, 0.5, 1.0)
+    given = CompletionRequest(prompt="a", top_k=0, temperature=1.0).sampling({"top_k": 3, "temperature": 0.5})
+    assert (given.top_k, given.temperature) == (0, 1.0)
 
 
 @pytest.mark.slow
@@ -542,3 +578,13 @@ def test_a_stop_string_at_the_very_end(address: str, model: PreTrainedModel) -> 
     assert (choice["text"], choice["finish_reason"]) == ("\ufffd", "length")
     choice = post(address, **fields, stop="\ufffd").json()["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+
+
+def test_texts_are_not_cleaned_up() -> None:
+    """A tokenizer that would join "do" and "n't" in whole texts; streams have the pieces as they are."""
+    unigram = Tokenizer(models.Unigram([("<unk>", 0.0), ("do ", -1.0), ("n't", -1.0)], unk_id=0))
+    unigram.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=unigram, clean_up_tokenization_spaces=True)
+    assert tokenizer.decode([1, 2]) == "don't"
+    stream = TextStream(tokenizer, [])
+    assert stream.feed([1]) + stream.feed([2]) + stream.end() == text_of(tokenizer, [1, 2]) == "do n't"

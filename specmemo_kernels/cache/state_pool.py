@@ -24,13 +24,14 @@ class MixerSpec:
     """Sizes of one mixer.
 
     ``states``: shape (without the sequence dimension) and dtype of each of its state tensors. ``hidden_size``,
-    ``dtype``: of its input rows.
+    ``dtype``: of its input rows. ``least_rows``: the fewest rows of a prompt in a pass behind others.
     """
 
     states: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     hidden_size: int
     dtype: torch.dtype
     device: torch.device
+    least_rows: int = 1
 
     @property
     def state_bytes(self) -> int:
@@ -101,6 +102,11 @@ class StatePool:
             rows[: len(kept)] = old[kept]
         places = iter(range(len(kept)))
         self.rows, self.accepted = new, {slot: [next(places) for _ in rows] for slot, rows in self.accepted.items()}
+
+    @property
+    def least_rows(self) -> int:
+        """The fewest rows of a prompt in a pass behind others."""
+        return max(mixer.least_rows for mixer in self.mixers)
 
     @property
     def nbytes(self) -> int:

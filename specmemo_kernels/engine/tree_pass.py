@@ -200,13 +200,18 @@ class Chunk:
     scored: list[ScoredRow] = field(default_factory=list)
 
 
-def next_chunk(prefilling: Sequence[SequenceState], room: int, pool: PagedKVPool, device: torch.device) -> Chunk:
-    """Pick the next tokens, at most ``room``, of the contexts still to be computed, oldest first."""
-    parts = []
+def next_chunk(prefilling: Sequence[SequenceState], room: int, pool: PagedKVPool, device: torch.device) -> Chunk | None:
+    """Pick the next tokens, at most ``room``, of the contexts still to be computed, oldest first.
+
+    ``None``: there is room for fewer tokens than the pool's states take.
+    """
+    parts, least = [], 1 if pool.states is None else pool.states.least_rows
     for sequence in prefilling:
-        if size := min(room, len(sequence.context) - sequence.computed):
+        if size := _part(sequence, room, least):
             parts.append((sequence, size))
             room -= size
+    if not parts:
+        return None
     tokens = [torch.tensor(s.context[s.computed : s.computed + size], device=device) for s, size in parts]
     slots = torch.tensor([s.slot for s, _ in parts], device=device)
     batch = chunk_batch(tokens, [s.computed for s, _ in parts], pool.block_table[slots])
@@ -219,6 +224,14 @@ def next_chunk(prefilling: Sequence[SequenceState], room: int, pool: PagedKVPool
     following = [token for s, size in parts for token in _behind(s.tokens, s.computed, size)]
     scored = [row for (s, size), end in zip(parts, ends, strict=True) for row in _scored_rows(s, size, end - size)]
     return Chunk(parts, batch, fresh, [s for s, _ in done], rows, first, torch.tensor(following, device=device), scored)
+
+
+def _part(sequence: SequenceState, room: int, least: int) -> int:
+    """How many of a context's next tokens to compute: ``least`` of its prompt at once, but for its first ones."""
+    size, prompt = min(room, len(sequence.context) - sequence.computed), len(sequence.prompt) - sequence.computed
+    if 0 < prompt - size < least:  # too few would be left
+        size = prompt - least
+    return size if size > 0 and (not sequence.computed or size >= min(prompt, least)) else 0
 
 
 def _scored_rows(sequence: SequenceState, size: int, first_row: int) -> list[ScoredRow]:

@@ -104,6 +104,21 @@ FAKES: dict[str, Callable[..., Any]] = {
     "decompress": lambda compressed, columns, _: compressed.new_empty(len(compressed), columns, dtype=torch.bfloat16),
 }
 
+#: Operators whose results could have gradients. Their backward pass raises; without one torch would leave them out.
+_WITHOUT_GRADIENT = (
+    "tree_attention", "lm_head_topk", "lm_head_log_probs", "linear", "grouped_linear", "gated_mlp", "rms_norm",
+)  # fmt: skip
+
+
+def _no_gradient(name: str) -> Callable[..., Any]:
+    def backward(*_: Any) -> Any:
+        raise NotImplementedError(
+            f"{NAMESPACE}::{name} has no gradient; use torch's own operators for training, or detach its inputs"
+        )
+
+    return backward
+
+
 _Library: Any = torch.library.Library  # torch gives it no types
 library = _Library(NAMESPACE, "DEF")
 for _name, _schema in SCHEMAS.items():
@@ -111,3 +126,5 @@ for _name, _schema in SCHEMAS.items():
     for _key in ("CPU", "CUDA"):
         library.impl(_name, _kernel(_name), _key)
     torch.library.register_fake(f"{NAMESPACE}::{_name}", FAKES[_name], lib=library)
+for _name in _WITHOUT_GRADIENT:
+    torch.library.register_autograd(f"{NAMESPACE}::{_name}", _no_gradient(_name), lib=library)

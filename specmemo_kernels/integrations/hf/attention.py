@@ -161,7 +161,8 @@ def specmemo_attention(
         window = window_of(module, attention_mask.rule, query.device)
     if sliding_window and sliding_window != window:
         raise unsupported(module, f"passes sliding_window={sliding_window} to its attention function, masks {window}")
-    params = AttentionParams(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap, s_aux)
+    sinks = None if s_aux is None else s_aux.contiguous()
+    params = AttentionParams(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap, sinks)
     out = current.call(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), params=params)
     if current.last is not None and layer == current.last[0]:
         current.operators = current.last[1]

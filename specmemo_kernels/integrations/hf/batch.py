@@ -211,7 +211,8 @@ def generate_batch(
         model: patched by :func:`specmemo_kernels.patch`.
         prompts: token ids without padding, or :class:`Request` with its own parameters.
         max_new_tokens, eos_token_ids, sampling: for prompts that aren't a :class:`Request`. With ``sampling`` the
-            i-th prompt's seed is ``sampling.seed + i``.
+            i-th prompt's seed is ``sampling.seed + i``; without it decoding is greedy. Of the model's generation
+            configuration only ``eos_token_id`` is read.
         on_piece: called with each :class:`Piece` in the order of generation.
 
     Returns:

@@ -1,7 +1,8 @@
 """Checks before each call: whether a patched model may speculate, and whether its cached keys and values are valid.
 
 A speculative step runs packed rows, and usually computes no logits at all. A foreign hook or a replaced ``forward``
-would act on other results than in a plain step. Parameters must have the same size, dtype and device as at patching.
+would act on other results than in a plain step. Parameters must have the same size, strides, dtype and device as at
+patching.
 :class:`ModelGuard` checks both; after a change the caller runs the model's own code. :class:`ModelSignature` detects
 changes of weights and settings, after which cached pages are dropped. The guard runs before the model is locked, the
 signature after, so they don't share a walk over the modules.
@@ -39,7 +40,7 @@ _SCALARS = (bool, int, float, str)
 _SAMPLES = 4
 
 Tensor = torch.Tensor
-TensorFacts = tuple[torch.dtype, torch.Size, torch.device]
+TensorFacts = tuple[torch.dtype, torch.Size, tuple[int, ...] | None, torch.device]
 HeadFacts = tuple[nn.Module, type, type | None, TensorFacts | None]
 
 
@@ -187,12 +188,13 @@ def _origin(function: Any) -> str:
 
 def _facts(tensor: torch.Tensor) -> TensorFacts:
     local = local_part(tensor)
-    return local.dtype, local.shape, local.device
+    return local.dtype, local.shape, local.stride() if local.layout == torch.strided else None, local.device
 
 
 def _written(facts: TensorFacts) -> str:
-    dtype, shape, device = facts
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"
+    dtype, shape, strides, device = facts
+    usual = strides is None or torch.empty(shape, device="meta").stride() == strides
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}{'' if usual else f' of strides {strides}'} on {device}"
 
 
 def _described(head: HeadFacts) -> str:

@@ -50,7 +50,8 @@ class ChatSession:
         max_tokens: limit of prompt and reply together; ``None``: the limit of the model and the memory plan. Beyond
             the limit the oldest messages (without a template: the first tokens) are left out, with a
             :class:`LeftOutWarning` per turn. A new message is never cut: if it doesn't fit alone, the turn raises.
-        generate_options: options of each turn's ``generate``; ``max_new_tokens`` is 256 unless given.
+        generate_options: options of each turn's ``generate``; ``max_new_tokens`` is 256 unless they or their
+            ``generation_config`` have it.
 
     Attributes:
         messages: the conversation as chat templates take it, without the messages that were left out.
@@ -70,10 +71,10 @@ class ChatSession:
         **generate_options: Any,
     ) -> None:
         self.model, self.tokenizer, self.system = model, tokenizer, system
-        self.options = {"max_new_tokens": 256} | generate_options
+        self.options = generate_options
         limit = longest_text(model)
         self.max_tokens = limit if max_tokens is None else min(max_tokens, limit)
-        self._room(self.options)
+        self._room(self._merged({}))
         if not self.templated:
             if system is not None:
                 raise ValueError("the tokenizer has no chat template, so system must be None")
@@ -104,7 +105,7 @@ class ChatSession:
         Raises:
             BudgetError: the message alone is too long.
         """
-        return self._turn(text, self.options).ids
+        return self._turn(text, self._merged({})).ids
 
     def ask(self, text: str, *, streamer: Any = None, **options: Any) -> str:
         """The model's reply to ``text``. After an exception, also ``KeyboardInterrupt``, the conversation is as before.
@@ -117,7 +118,11 @@ class ChatSession:
             BudgetError: the message alone is too long.
             NoTokens: there is no chat template, and the text is empty.
         """
-        options = self.options | options
+        options = self._merged(options)
+        if streamer is not None:
+            options["streamer"] = streamer
+        if options.get("stop_strings"):
+            options["tokenizer"] = self.tokenizer
         turn = self._turn(text, options)
         left_out = self.left_out + turn.left_out_tokens
         if turn.left_out_tokens:
@@ -129,7 +134,7 @@ class ChatSession:
                 stacklevel=2,
             )
         row = torch.tensor([turn.ids], device=self.model.device)
-        output = self.model.generate(row, attention_mask=torch.ones_like(row), streamer=streamer, **options)
+        output = self.model.generate(row, attention_mask=torch.ones_like(row), **options)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         new = sequences[0, len(turn.ids) :].tolist()
         reply = str(self.tokenizer.decode(new, skip_special_tokens=True))
@@ -146,12 +151,13 @@ class ChatSession:
         """
         stopped = threading.Event()
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        criteria = StoppingCriteriaList([*options.pop("stopping_criteria", ()), _Stopped(stopped)])
+        own = (self.options | options).get("stopping_criteria") or ()
+        options["stopping_criteria"] = StoppingCriteriaList([*own, _Stopped(stopped)])
         failure: list[BaseException] = []
 
         def run() -> None:
             try:
-                self.ask(text, streamer=streamer, stopping_criteria=criteria, **options)
+                self.ask(text, streamer=streamer, **options)
             except BaseException as error:  # raised again in the reading thread
                 failure.append(error)
                 streamer.end()  # type: ignore[no-untyped-call]
@@ -165,6 +171,15 @@ class ChatSession:
             thread.join()
         if failure:
             raise failure[0]
+
+    def _merged(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The session's options and a turn's, with a length: the turn's, else the session's."""
+        merged = self.options | options
+        if "max_new_tokens" not in options and _length(options) is not None:
+            merged.pop("max_new_tokens", None)
+        if "max_new_tokens" not in merged and _length(merged) is None:
+            merged["max_new_tokens"] = 256
+        return merged
 
     def _turn(self, text: str, options: dict[str, Any]) -> _Turn:
         """The next prompt, without the oldest part of a conversation that is too long."""
@@ -192,7 +207,7 @@ class ChatSession:
 
     def _room(self, options: dict[str, Any]) -> int:
         """Most tokens of a prompt."""
-        new = options["max_new_tokens"]
+        new = _length(options)
         if not isinstance(new, int) or not 1 <= new < self.max_tokens:
             raise ValueError(
                 f"max_new_tokens is {new}, it must be from 1 to {self.max_tokens - 1}: prompt and reply may take "
@@ -222,6 +237,11 @@ class ChatSession:
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _length(options: dict[str, Any]) -> Any:
+    """``max_new_tokens`` of the options or their ``generation_config``; ``None``: of neither."""
+    return options.get("max_new_tokens", getattr(options.get("generation_config"), "max_new_tokens", None))
 
 
 def _next_turn(messages: list[dict[str, str]], first: int) -> int:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from specmemo_kernels.integrations.hf.compressed import compressed_matrices, stored_weight
+from specmemo_kernels.integrations.hf.target import local_part
 from specmemo_kernels.planning.footprint import PassBytes, ProductBytes
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
 from specmemo_kernels.planning.resident import peak_of
@@ -30,12 +31,14 @@ _FEW_ROWS = (1, 2, 8)
 
 def plain_weight(module: Any) -> Tensor | None:
     """The matrix ``[V, H]`` of a linear layer that is in memory in a floating-point dtype of two bytes or more, or is
-    sharded by rows, or its compressed rows; ``None`` for other layers: quantised, adapted, offloaded.
+    sharded by rows, or its compressed rows; ``None`` for other layers: quantised, adapted, offloaded, not contiguous.
     """
     weight = stored_weight(module)
     if compressed_matrices(module):
         return cast(Tensor, weight)
     if type(module) is not nn.Linear or not isinstance(weight, Tensor) or _is_code(weight):
+        return None
+    if not all(local_part(p).is_contiguous() for p in (weight, module.bias) if p is not None):
         return None
     if hasattr(weight, "placements"):
         sharded = all(placement.is_shard(0) or placement.is_replicate() for placement in weight.placements)

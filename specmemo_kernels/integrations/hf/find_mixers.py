@@ -159,7 +159,7 @@ def _modes(mixer: Mixer) -> dict[str, Any]:
         noise = torch.randn(x.shape, generator=generator).to(x) * torch.finfo(x.dtype).eps
         limit = max(_TOLERANCE, _AMPLIFIED * _distance(expected, mixer.call(x * (1 + noise), (), zeros)[0]))
     if together <= limit < alone:
-        return {"steps_alone": True, "alone_differs": True}
+        return {"steps_alone": True, "spec": replace(mixer.spec, least_rows=2)}
     if together <= limit:
         few = Recurrence.of(mixer.module)
         if few is not None and distance(replace(mixer, few=few), False) > limit:

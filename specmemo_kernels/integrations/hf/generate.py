@@ -220,6 +220,7 @@ def _unsupported_arguments(call: _Call) -> str:
         (getattr(cache, "_is_user_defined", False), f"{CACHE_ARGUMENT} was passed; leave it out to speculate"),
         (config.cache_implementation is not None, f"cache_implementation={config.cache_implementation!r} was given"),
         (not kwargs.get("use_cache", True), "use_cache=False was given"),
+        (isinstance(kwargs.get("logits_to_keep"), Tensor), "logits_to_keep is a tensor"),
         (call.returns("output_attentions"), "output_attentions needs the attention weights"),
         (call.returns("output_hidden_states"), "output_hidden_states needs every layer's states"),
         (batch > 1 and keeps_scores, "scores of a batch are not kept"),

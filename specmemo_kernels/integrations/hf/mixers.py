@@ -100,7 +100,6 @@ class Mixer:
         outputs: its number of outputs, of which the first one is used.
         steps_alone: tokens behind the prompt are fed one by one, the nodes of one depth of all trees at a time, because
             that is about as fast, or because it computes other results for a token alone, as ``generate`` does.
-        alone_differs: the latter.
         few: its ``forward`` with a token-by-token recurrence, for up to :data:`FEW_TOKENS` tokens, if it has one.
         divisible: :meth:`divided` is right.
         prompts_alone: it is wrong for several tokens behind others, so prompts too are fed one by one.
@@ -115,10 +114,14 @@ class Mixer:
     arguments: Mapping[str, Any]
     outputs: int = 1
     steps_alone: bool = False
-    alone_differs: bool = False
     prompts_alone: bool = False
     few: Recurrence | None = None
     divisible: bool = False
+
+    @property
+    def alone_differs(self) -> bool:
+        """Whether it computes other results for a token alone, as ``generate`` does behind a prompt."""
+        return self.spec.least_rows > 1
 
     @property
     def kind(self) -> tuple[type, MixerSpec]:
@@ -221,6 +224,11 @@ class Mixers:
     @property
     def specs(self) -> tuple[MixerSpec, ...]:
         return tuple(mixer.spec for mixer in self.mixers)
+
+    @property
+    def least_chunk(self) -> int:
+        """The smallest prompt chunk: any prompt is divided into parts that have the least rows."""
+        return max((2 * mixer.spec.least_rows - 1 for mixer in self.mixers), default=1)
 
     @property
     def may_resume(self) -> bool:

@@ -235,6 +235,11 @@ def patch(
             undo.append(ranks.replicate_kv_heads(model))
             compressed = compress_weights(model, undo) if compress else CompressedWeights()
             facts = replace(_facts(model, name, ranks, fuse, invariant), compressed=compressed)
+            if prefill_chunk < (least := facts.mixers.least_chunk):
+                raise ValueError(
+                    f"prefill_chunk is {prefill_chunk}, it must be at least {least}: a layer of {type(model).__name__} "
+                    "computes one prompt token alone in another way than several"
+                )
             if budget is not None and facts.device.type == "cpu":
                 return_large_blocks()
             drafter, accuracy = make_drafter(without_others(heads), model, facts, name, head_bits, ranks, fuse)

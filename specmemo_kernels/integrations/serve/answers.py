@@ -20,8 +20,8 @@ from specmemo_kernels.integrations.hf.generation import Generation
 from specmemo_kernels.integrations.hf.run import Piece
 from specmemo_kernels.integrations.serve.messages import has_template, template_messages
 from specmemo_kernels.integrations.serve.metrics import Metrics
-from specmemo_kernels.integrations.serve.protocol import ChatRequest, CompletionRequest
-from specmemo_kernels.integrations.serve.text import TextStream
+from specmemo_kernels.integrations.serve.protocol import ChatRequest, CompletionRequest, sampling_defaults
+from specmemo_kernels.integrations.serve.text import TextStream, text_of
 
 #: What templates raise for messages that they can't write; RecursionError is of deeply nested arguments or parameters.
 _TEMPLATE_ERRORS = (
@@ -79,6 +79,7 @@ class Model:
         self.name, self.engine, self.tokenizer, self.metrics = name, engine, tokenizer, metrics
         self.max_seconds = max_seconds
         self.created = int(time.time())
+        self.defaults = sampling_defaults(engine.handle.model.generation_config)
         self.longest = longest_text(engine.handle.model)
         self.vocab_size = int(engine.handle.model.get_input_embeddings().weight.shape[0])
         self.parses_messages = has_template(engine.handle.model, tokenizer)
@@ -144,7 +145,7 @@ class Model:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        return text_of(self.tokenizer, ids)
 
     def requests(self, request: CompletionRequest | ChatRequest, prompts: Sequence[list[int]]) -> list[Request]:
         """``n`` requests of the engine for each prompt, with a seed of its own each.
@@ -155,15 +156,14 @@ class Model:
         if not prompts:
             raise BadRequest("prompt is an empty list; give a text or token ids")
         try:
-            sampling = request.sampling()
+            sampling = request.sampling(self.defaults)
         except (TypeError, ValueError) as error:
             raise BadRequest(str(error)) from error
         last, requests = self.engine.handle.facts.vocab_size - 1, []
         if (token := max(sampling.logit_bias, default=0)) > last:
             raise BadRequest(f"logit_bias has the token {token}, the last one is {last}")
         for i, prompt in enumerate(prompts):
-            limit = None if request.limit is None else max(1, request.limit)  # 0: a token that isn't returned
-            limit = self._new_tokens("the prompt" if len(prompts) == 1 else f"prompt[{i}]", prompt, limit)
+            limit = self._new_tokens("the prompt" if len(prompts) == 1 else f"prompt[{i}]", prompt, request.limit)
             requests += [
                 Request(
                     prompt,
@@ -178,7 +178,7 @@ class Model:
         return requests
 
     def _new_tokens(self, name: str, prompt: list[int], limit: int | None) -> int:
-        """Most new tokens behind a prompt, which is called ``name`` in messages.
+        """Most new tokens behind a prompt, which is called ``name`` in messages. For ``limit`` 0 one, not returned.
 
         Raises:
             BadRequest: an empty or too long prompt, or one with an unknown token.
@@ -188,13 +188,14 @@ class Model:
         if max(prompt) >= self.vocab_size:
             raise BadRequest(f"{name} has the token {max(prompt)}, the last one is {self.vocab_size - 1}")
         room = self.longest - len(prompt)
-        limit = limit or max(1, room)
-        if limit > room:
+        new = max(1, room if limit is None else limit)
+        if new > room:
+            remedy = "; shorten the prompt or lower max_tokens" if limit else ", one of them new; shorten the prompt"
             raise BadRequest(
-                f"{name} has {len(prompt)} tokens and max_tokens is {limit}, together they may be {self.longest}; "
-                "shorten the prompt or lower max_tokens"
+                f"{name} has {len(prompt)} tokens and max_tokens is {new if limit is None else limit}, together they "
+                f"may be {self.longest}{remedy}"
             )
-        return limit
+        return new
 
     async def answer(
         self, requests: Sequence[Request], stop: Sequence[str], *, special: bool = False

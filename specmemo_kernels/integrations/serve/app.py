@@ -119,9 +119,12 @@ def _handle_errors(app: FastAPI) -> None:
 
         return handler
 
-    async def invalid(_: Request, error: Exception) -> JSONResponse:
+    async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         message, param = _invalid(error.errors()[0])
+        if isinstance(error.body, bytes):  # FastAPI parses JSON by its type only
+            kind = request.headers.get("content-type", "missing")
+            message, param = f"the header content-type is {kind}, it must be application/json", None
         return JSONResponse(error_body(message, "invalid_request_error", param), 400)
 
     async def http(request: Request, error: Exception) -> JSONResponse:

@@ -7,7 +7,7 @@ Field names, defaults and limits are those of OpenAI's API reference; ``top_k``,
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
@@ -93,12 +93,15 @@ class _Generation(_Fields):
         """Most new tokens; ``None``: as many as fit."""
         return self.max_tokens
 
-    def sampling(self) -> Sampling:
-        """The sampling of the first of ``n`` answers; without ``seed``, of a random one."""
-        defaults = {name: field.default for name, field in type(self).model_fields.items()}
+    def sampling(self, model_defaults: Mapping[str, Any]) -> Sampling:
+        """The sampling of the first of ``n`` answers; without ``seed``, of a random one.
+
+        ``model_defaults``: of fields that the request leaves out (:func:`sampling_defaults`).
+        """
+        defaults = {name: field.default for name, field in type(self).model_fields.items()} | dict(model_defaults)
 
         def value(name: str) -> Any:
-            given = getattr(self, name)
+            given = getattr(self, name) if name in self.model_fields_set else None
             return defaults[name] if given is None else given
 
         names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -107,6 +110,16 @@ class _Generation(_Fields):
             seed=seed, top_k=max(0, value("top_k")), logit_bias=self.logit_bias or {},
             **{name: value(name) for name in names},
         )  # fmt: skip
+
+
+#: Settings of a model's generation configuration that are fields of a request.
+_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def sampling_defaults(config: Any) -> dict[str, Any]:
+    """The values of a model's generation configuration for fields that a request leaves out."""
+    found = {name: getattr(config, name, None) for name in _SETTINGS}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 class CompletionRequest(_Generation):

@@ -65,7 +65,7 @@ class TextStream:
             self._text, self.stopped = self._text[: min(places)], True
 
     def _decode(self, end: int) -> str:
-        return str(self._tokenizer.decode(self._ids[self._from : end], skip_special_tokens=not self._special))
+        return text_of(self._tokenizer, self._ids[self._from : end], special=self._special)
 
     def _held(self) -> int:
         """Length of the longest end of the text that begins a stop string."""
@@ -78,6 +78,12 @@ class TextStream:
         end = max(self._sent, len(self._text) - held)
         text, self._sent = self._text[self._sent : end], end
         return text
+
+
+def text_of(tokenizer: Any, ids: Sequence[int], *, special: bool = False) -> str:
+    """The text of tokens, with all of its characters: a cleaned up text isn't its pieces' texts in a row."""
+    text = tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+    return str(text)
 
 
 def _overlap(text: str, stop: str) -> int:
