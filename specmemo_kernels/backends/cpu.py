@@ -30,8 +30,8 @@ _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}  # csrc/kernels.h
 #: (125M to 8B) on EPYCs. In float32 with AVX2, 128 rows are 0.96 to 1.6 times as fast, 512 rows 0.8 to 1.1 times.
 _FEW_ROWS = {torch.float32: 128, torch.bfloat16: 32, torch.float16: 32}
 #: From this Zen generation on it replaces torch's product of any number, by dtype and whether the weight is transposed.
-#: On Zen 4, 64 to 256 rows of float32 are 1.1 to 1.7 times as fast; of bfloat16 64 and 128 rows 1.0 to 1.3 times, 256
-#: rows 0.96 to 0.99 times. On Zen 5, 32 to 512 rows of float32 are 2.0 to 3.6 times as fast, transposed 4 to 256 rows
+#: On Zen 4, 64 to 256 rows of float32 are 1.1 to 1.7 times as fast; of bfloat16 64 rows 1.2 to 1.6 times, 256 and 1024
+#: rows 0.92 to 1.08 times. On Zen 5, 32 to 512 rows of float32 are 2.0 to 3.6 times as fast, transposed 4 to 256 rows
 #: 1.5 to 3.3 times; of bfloat16 33 to 192 rows 1.02 to 1.6 times, 256 to 1024 rows 0.94 to 1.05 times.
 _ANY_ROWS_FROM_ZEN = {(torch.float32, False): 4, (torch.bfloat16, False): 4, (torch.float32, True): 5}
 #: oneDNN keeps compiled kernels for each number of rows, 0.65 MiB for each size of matrix, so that prompts of 33 to 256
