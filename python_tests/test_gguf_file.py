@@ -122,6 +122,10 @@ def test_a_plan_says_what_transformers_does(tmp_path: Path) -> None:
     ("changes", "message"),
     [({"llama.ssm.state_size": 16}, "recurrent layers; give the model's config.json"), ({"split.count": 3}, "one of 3"),
      ({"llama.attention.head_count_kv": [2, 4]}, "layers of different sizes"),
+     ({"llama.attention.head_count_kv": 3}, "num_key_value_heads=3, expected a divisor of num_attention_heads=8"),
+     ({"llama.expert_count": 4, "llama.expert_used_count": 5}, "num_experts_per_tok=5 and num_experts=4"),
+     ({"llama.expert_count": 4}, "num_experts=4, but .*; add num_experts_per_tok"),
+     ({"llama.block_count": 1001}, "num_hidden_layers=1001, the limit is 1000"),
      ({"llama.embedding_length": 0}, "hidden_size=0"), ({"llama.block_count": "two"}, "m.gguf has unusual metadata")],
 )  # fmt: skip
 def test_metadata_that_cannot_be_planned(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -146,6 +146,8 @@ def test_a_type_that_transformers_does_not_know() -> None:
     assert replace(spec, name=known.name, notes=()) == known
     with pytest.raises(ValueError, match=r"unheard has moe_num_experts=64, .*; add num_experts, num_experts_per_tok"):
         ModelSpec.from_config(fields | {"moe_num_experts": 64, "moe_k": 6})
+    with pytest.raises(ValueError, match=r"unheard has num_experts=64, but .*; add num_experts_per_tok"):
+        ModelSpec.from_config(fields | {"num_experts": 64, "moe_k": 6})
     mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "n_shared_experts": 1}
     spec = ModelSpec.from_config(fields | mixture)
     assert spec.layer_weights == known.attention_weights + 32 * (5 * 3 * 1024 + 4) * 4096
@@ -188,11 +190,36 @@ def test_experts_that_are_read() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [({"hidden_size": None}, "hidden_size=None"), ({"vocab_size": 0}, "vocab_size=0"),
-     ({"num_hidden_layers": "many"}, "num_hidden_layers='many'"), ({"dtype": "int3"}, "dtype='int3'")],
+     ({"num_hidden_layers": "many"}, "num_hidden_layers='many'"), ({"dtype": "int3"}, "dtype='int3'"),
+     ({"num_key_value_heads": 12}, "num_key_value_heads=12, expected a divisor of num_attention_heads=32"),
+     ({"num_key_value_heads": 64}, "num_key_value_heads=64, expected a divisor of num_attention_heads=32"),
+     ({"num_hidden_layers": 1001}, "num_hidden_layers=1001, the limit is 1000"),
+     ({"n_layer": 10**9}, "n_layer=1000000000, the limit is 1000"),
+     ({"vision_config": {"depth": 10**9}}, "depth=1000000000, the limit is 1000"),
+     ({"num_experts": 10**9}, "num_experts=1000000000, the limit is 8192"),
+     ({"num_hidden_layers": 10**400}, r"num_hidden_layers=10+\.\.\.0+, the limit is 1000"),
+     ({"vocab_size": 2**40 + 1}, "vocab_size=1099511627777, a size from 1 to 1099511627776 is needed"),
+     ({"head_dim": 2**40 + 1}, "head_dim=1099511627777, expected a number from 0 to 1099511627776")],
+    ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )  # fmt: skip
-def test_configurations_that_make_no_sense(changes: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("known", [True, False], ids=["built", "like-llama"])
+def test_configurations_that_make_no_sense(changes: dict[str, Any], message: str, known: bool) -> None:
+    """Refused by one line with the field, its value and the limit, before a module is built."""
+    fields = LLAMA8.to_dict() | ({} if known else {"model_type": "unheard"})
     with pytest.raises(ValueError, match=message):
-        ModelSpec.from_config(LLAMA8.to_dict() | changes)
+        ModelSpec.from_config(fields | changes)
+
+
+@pytest.mark.parametrize(("chosen", "experts"), [(5, 4), (0, 4), (-1, 4)])
+@pytest.mark.parametrize("family", ["mixtral", "unheard"])
+def test_experts_per_token_are_some_of_the_experts(family: str, chosen: int, experts: int) -> None:
+    fields = LLAMA8.to_dict() | {"model_type": family, "num_local_experts": experts, "num_experts_per_tok": chosen}
+    expected = f"num_experts_per_tok={chosen}"
+    if chosen >= 0:
+        expected += rf" and num_local_experts={experts}.*, a token needs from 1 to {experts} experts"
+    with pytest.raises(ValueError, match=expected):
+        ModelSpec.from_config(fields)
+    assert ModelSpec.from_config(fields | {"num_experts_per_tok": experts}).experts_per_token == experts
 
 
 def test_sources(tmp_path: Path) -> None:

@@ -129,7 +129,9 @@ def test_refused(method: str) -> None:
 @pytest.mark.parametrize(
     "config",
     [{"quant_method": "gptq", "bits": "four"}, {"quant_method": "quanto", "weights": "int7"},
-     {"quant_method": "torchao"}, {"quant_method": "torchao", "quant_type": {"default": {"_type": "Magic"}}},
+     {"quant_method": "aqlm", "nbits_per_codebook": 10**9}, {"quant_method": "aqlm", "nbits_per_codebook": 0},
+     {"quant_method": "higgs", "bits": 10**9}, {"quant_method": "torchao"},
+     {"quant_method": "torchao", "quant_type": {"default": {"_type": "Magic"}}},
      {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"strategy": "block"}}}},
      {"quant_method": "fp8", "weight_block_size": [128]}, {"quant_method": "modelopt", "quant_algo": "W4A8"}],
 )  # fmt: skip

@@ -8,8 +8,8 @@ from typing import Any
 
 from specmemo_kernels.drafting.config_reader import LARGEST, ConfigReader
 from specmemo_kernels.drafting.head_files import HeadsError
+from specmemo_kernels.planning.model_config import MOST_LAYERS
 
-_MOST_LAYERS = 1000
 #: Hugging Face's name of an activation -> :func:`specmemo_kernels.ops.gated_mlp`'s.
 _ACTIVATIONS: Mapping[str, str] = {
     "silu": "silu",
@@ -197,7 +197,7 @@ def _aux_layers(options: ConfigReader, offset: int) -> tuple[int, tuple[int, ...
     name = "eagle_aux_hidden_state_layer_ids"
     ids = options.layer_ids(name, offset)
     expected = 3 if ids is None else len(ids)
-    num_aux = options.integer("num_aux_hidden_states", expected, most=_MOST_LAYERS)
+    num_aux = options.integer("num_aux_hidden_states", expected, most=MOST_LAYERS)
     if num_aux != expected:
         raise options.wrong(name, options.value(name), f"a list of {num_aux} layers, as num_aux_hidden_states")
     return num_aux, ids
@@ -221,7 +221,7 @@ def eagle3_config(where: str, values: Mapping[str, Any], keys: Collection[str]) 
         if not top.object(name):
             raise top.wrong(name, top.value(name), "an object with the sizes of the decoder layer")
         sizes = ConfigReader(f"{where}: {name}", (top.object(name),))
-    num_layers = sizes.integer("num_hidden_layers", most=_MOST_LAYERS)
+    num_layers = sizes.integer("num_hidden_layers", most=MOST_LAYERS)
     vocab_size = sizes.integer("vocab_size")
     num_aux, aux_layer_ids = _aux_layers(options, 0 if speculators else 1)
     layer = _layer_spec(sizes, keys, num_layers)
@@ -258,7 +258,7 @@ def eagle3_config(where: str, values: Mapping[str, Any], keys: Collection[str]) 
 def eagle_config(where: str, values: Mapping[str, Any], keys: Collection[str]) -> EagleConfig:
     """:func:`eagle3_config` for EAGLE-1 and EAGLE-2."""
     config = ConfigReader(where, (values,))
-    num_layers = config.integer("num_hidden_layers", most=_MOST_LAYERS)
+    num_layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
     fc_bias = "fc.bias" in keys
     if config.flag("bias", fc_bias) and not fc_bias:
         raise HeadsError(f"{where}: fc.bias is missing, but bias is true in this file; one of them is wrong")
@@ -275,11 +275,11 @@ def clover_config(where: str, values: Mapping[str, Any], keys: Collection[str]) 
     """:func:`eagle3_config` for Clover-2. ``num_hidden_layers`` is the target's, so it isn't read."""
     config = ConfigReader(where, (values,))
     clover = ConfigReader(f"{where}: clover", (config.object("clover"),))
-    num_layers = clover.integer("num_layers", most=_MOST_LAYERS)
+    num_layers = clover.integer("num_layers", most=MOST_LAYERS)
     return CloverConfig(
         layer=_layer_spec(config, keys, num_layers),
         num_layers=num_layers,
-        num_heads=clover.integer("num_heads", most=_MOST_LAYERS),
+        num_heads=clover.integer("num_heads", most=MOST_LAYERS),
         vocab_size=config.integer("vocab_size"),
     )
 
@@ -294,7 +294,7 @@ def dflash_config(where: str, values: Mapping[str, Any], keys: Collection[str]) 
         raise HeadsError(f"{dflash.where} has {', '.join(sorted(unknown))}; only {', '.join(sorted(known))} are known")
     if dflash.flag("causal"):
         raise dflash.wrong("causal", True, "false; causal blocks aren't supported")
-    num_layers = config.integer("num_hidden_layers", most=_MOST_LAYERS)
+    num_layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
     vocab_size = None if config.value("vocab_size") is None else config.integer("vocab_size")
     target_layer_ids = dflash.layer_ids("target_layer_ids", 1)
     if target_layer_ids is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from specmemo_kernels.planning.decoder_matrices import DecoderWeights, Matrix
 from specmemo_kernels.planning.gguf_header import FLOAT32, GgufHeader, GgufTensor, read_header
-from specmemo_kernels.planning.model_config import read_sizes
+from specmemo_kernels.planning.model_config import check_experts, read_sizes
 from specmemo_kernels.planning.quantisation_scheme import AT_LOAD
 from specmemo_kernels.planning.quantised_weights import QuantisedWeights
 
@@ -75,6 +75,7 @@ def _sizes(header: GgufHeader, name: str) -> dict[str, Any]:
         parts.append(("lm_head", embedding))
     stored = [(_matrix(tensor, part), _coded_bytes(tensor)) for part, tensor in parts]
     sizes = read_sizes(text, name)
+    check_experts(text, name, sizes)
     weights = DecoderWeights(
         tuple(matrix for matrix, _ in stored),
         vectors=sum(prod(tensor.shape) for tensor in header.tensors if len(tensor.shape) < 2),

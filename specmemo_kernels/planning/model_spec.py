@@ -12,7 +12,7 @@ from specmemo_kernels.planning.decoder_matrices import DecoderWeights, llama_wei
 from specmemo_kernels.planning.gguf_file import read_gguf
 from specmemo_kernels.planning.gguf_header import is_gguf
 from specmemo_kernels.planning.known_models import known_model
-from specmemo_kernels.planning.model_config import DTYPE_BYTES, check_experts, read_json, read_sizes
+from specmemo_kernels.planning.model_config import DTYPE_BYTES, check_counts, check_experts, read_json, read_sizes
 from specmemo_kernels.planning.quantised_weights import UNQUANTISED, QuantisedWeights
 
 
@@ -316,13 +316,14 @@ def _sizes(config: Mapping[str, Any], text: Mapping[str, Any], name: str) -> tup
     Raises:
         ValueError: as :func:`read_sizes`.
     """
+    check_counts(config, name)
     built = build(config)
     if not isinstance(built, str):
         fields, weights = built
         sizes = read_sizes(fields, name)
         return sizes | weights.widths(sizes) | weights.sizes(), weights
     sizes = read_sizes(text, name)
-    check_experts(text, name, sizes["num_experts"])
+    check_experts(text, name, sizes)
     weights = llama_weights(text, sizes)
     note = f"weights are counted as those of a Llama-like decoder, since transformers can't build {name} ({built})"
     return sizes | weights.sizes() | {"notes": (note,)}, weights

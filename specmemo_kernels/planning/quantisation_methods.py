@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from specmemo_kernels.arguments import integer
 from specmemo_kernels.planning.decoder_matrices import Matrix
 from specmemo_kernels.planning.module_names import regex, skips
 from specmemo_kernels.planning.quantisation_groups import (
@@ -155,10 +156,19 @@ def _bitnet(config: Config, matrices: Matrices, dtype_bits: int) -> Scheme:
     return linear_scheme(config, matrices, codec, AT_LOAD if automatic else EACH_CALL)
 
 
+def _table_bits(config: Config, key: str, default: int, most: int) -> int:
+    """The bits that index a table of ``2**bits`` entries.
+
+    Raises:
+        ValueError: not from 1 to ``most``.
+    """
+    return integer(key, int(config.get(key, default)), most=most)
+
+
 def _aqlm(config: Config, matrices: Matrices, dtype_bits: int) -> Scheme:
     """Codes of 8 or 16 bits per codebook and group, 16-bit codebooks per matrix, a 16-bit scale per output group."""
     columns, rows = int(config.get("in_group_size", 8)), int(config.get("out_group_size", 1))
-    count, bits = int(config.get("num_codebooks", 1)), int(config.get("nbits_per_codebook", 16))
+    count, bits = int(config.get("num_codebooks", 1)), _table_bits(config, "nbits_per_codebook", 16, most=16)
     code = count * (8 if bits <= 8 else 16) / (columns * rows)
     codec = Codec(code, 0, 16, block_rows=rows, matrix_bits=16 * count * 2**bits * columns * rows)
     return linear_scheme(config, matrices, codec, GPU_KERNELS, key="linear_weights_not_to_quantize")
@@ -166,7 +176,7 @@ def _aqlm(config: Config, matrices: Matrices, dtype_bits: int) -> Scheme:
 
 def _higgs(config: Config, matrices: Matrices, dtype_bits: int) -> Scheme:
     """A scale of the model's dtype per group, and tables of ``2**bits`` and ``2 * 4**bits`` elements."""
-    bits, group = int(config.get("bits", 4)), int(config.get("group_size", 256))
+    bits, group = _table_bits(config, "bits", 4, most=8), int(config.get("group_size", 256))
     codec = Codec(bits, group, dtype_bits, matrix_bits=dtype_bits * (2**bits + 2 * 4**bits))
     return linear_scheme(config, matrices, codec, NEVER)
 
