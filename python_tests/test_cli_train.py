@@ -93,7 +93,13 @@ def test_documents(data: Path, model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "says"),
-    [("{", "line 1 is not JSON"), ('{"other": 1}', 'line 1 needs "text"'), ('{"text": 5}', 'line 1 needs "text"')],
+    [
+        ("{", "line 1 is not JSON"),
+        ("[" * 100_000, "line 1 is not JSON"),
+        ('{"other": 1}', 'line 1 needs "text"'),
+        ('{"text": 5}', 'line 1 needs "text"'),
+    ],
+    ids=["cut", "nested", "other-key", "no-string"],
 )
 def test_lines_that_are_no_documents(tmp_path: Path, model: Path, line: str, says: str) -> None:
     (tmp_path / "rows.jsonl").write_text(line + "\n")

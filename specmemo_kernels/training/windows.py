@@ -114,9 +114,10 @@ def read_rows(file: Path) -> Iterator[tuple[str, Any]]:
         if not line.strip():
             continue
         try:
-            yield where, json.loads(line)
-        except ValueError as error:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{where} is not JSON: {error}") from error
+        yield where, row
 
 
 def _of_row(where: str, row: Any, tokenizer: Any) -> list[int]:
