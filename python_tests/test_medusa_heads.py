@@ -267,7 +267,8 @@ class TestPretrained:
 
     def test_bad_accuracies(self, tmp_path: Path) -> None:
         MedusaHeads(HIDDEN, VOCAB, 2).save_pretrained(tmp_path)
-        for rows in (3, [[0.5]], [[0.5], []], [[0.5], [1.5]], [[0.5], ["x"]], "ab"):
+        wrong: list[Any] = [3, {}, "ab", [[0.5]], [[0.5], []], *([[0.5], row] for row in ([1.5], ["x"], "1", [True]))]
+        for rows in (*wrong, {"0": [0.5]}, [[0.5], [10**400]], [[0.5], [0.4, 0.3]], [[0.5], [float("nan")]]):
             (tmp_path / "config.json").write_text(json.dumps({"cumulative_topk_accuracy": rows}))
             with pytest.raises(HeadsError, match="cumulative_topk_accuracy"):
                 load_heads(tmp_path, HIDDEN, VOCAB)

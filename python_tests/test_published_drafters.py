@@ -625,7 +625,7 @@ class TestWrongConfig:
     def test_accuracy(self, tmp_path: Path) -> None:
         rows = [[0.5, 0.75], [0, 1]]
         assert opened(tmp_path, *eagle(cumulative_topk_accuracy=rows)).accuracy == ((0.5, 0.75), (0.0, 1.0))
-        for wrong in ([], [[]], [0.5], [[1.5]], [[-0.1]], [[True]], [["x"]], 3, {}, [[float("nan")]]):
+        for wrong in ([], [[]], [0.5], [[1.5]], [[-0.1]], [[True]], [["x"]], 3, {}, [[float("nan")]], [[0.5, 0.4]]):
             refused(tmp_path, *eagle(cumulative_topk_accuracy=wrong), "cumulative_topk_accuracy is", "from 0 to 1")
 
     def test_files(self, tmp_path: Path) -> None:

@@ -81,3 +81,27 @@ class ConfigReader:
         if not isinstance(value, list) or not value or any(type(i) is not int or not 0 <= i <= 9999 for i in value):
             raise self.wrong(name, value, "a list of layers, integers from 0 to 9999")
         return tuple(layer + offset for layer in value)
+
+
+def accuracy_rows(where: str, config: Mapping[str, Any]) -> tuple[tuple[float, ...], ...] | None:
+    """``cumulative_topk_accuracy`` of a configuration: a row of shares per drafted token; ``None`` if absent.
+
+    Raises:
+        HeadsError: not rows of shares from 0 to 1, none of which is below the one before it in its row.
+    """
+    rows = config.get("cumulative_topk_accuracy")
+    if rows is None:
+        return None
+
+    def is_share(value: Any) -> bool:
+        return type(value) in (int, float) and 0 <= value <= 1
+
+    def is_row(value: Any) -> bool:
+        return isinstance(value, list) and bool(value) and all(map(is_share, value)) and value == sorted(value)
+
+    if not isinstance(rows, list) or not rows or not all(map(is_row, rows)):
+        raise HeadsError(
+            f"{where}: cumulative_topk_accuracy is {shown(rows)}, it must be a list with a list of shares from 0 to 1, "
+            "in ascending order, for each drafted token; correct or remove it"
+        )
+    return tuple(tuple(map(float, row)) for row in rows)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from specmemo_kernels.drafting.config_reader import accuracy_rows
 from specmemo_kernels.drafting.head_files import (
     CONFIG_NAME,
     FLOATING,
@@ -47,19 +47,15 @@ class StoredHeads:
         Raises:
             HeadsError: there isn't a row of shares for each head.
         """
-        rows: Any = self.stored.config.get("cumulative_topk_accuracy")
+        rows = accuracy_rows(self.stored.where, self.stored.config)
         if rows is None:
             return None
-        try:
-            shares = [[float(share) for share in row] for row in rows[: self.num_heads]]
-        except (TypeError, ValueError):
-            shares = []
-        if len(shares) < self.num_heads or not all(row and min(row) >= 0 and max(row) <= 1 for row in shares):
+        if len(rows) < self.num_heads:
             raise HeadsError(
-                f"{self.stored.where}: cumulative_topk_accuracy must have a row of shares from 0 to 1 for each of "
-                f"{self.num_heads} heads, got {rows!r}"
+                f"{self.stored.where}: cumulative_topk_accuracy has {len(rows)} rows, it must have one for each of "
+                f"{self.num_heads} heads; correct or remove it"
             )
-        return shares
+        return [list(row) for row in rows[: self.num_heads]]
 
     def sizes(self) -> tuple[int, int]:
         """hidden_size and vocab_size by the weights' shapes, else by the configuration.

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from specmemo_kernels.arguments import shown
+from specmemo_kernels.drafting.config_reader import accuracy_rows
 from specmemo_kernels.drafting.head_files import (
     CONFIG_NAME,
     Entry,
@@ -134,7 +135,7 @@ def open_drafter(source: str | Path) -> PublishedDrafter | None:
     names = _internal_names(where, entries if shards is None else read_shards(shards, file, files.fetch))
     parsed = _PARSERS[kind](str(config_file), config, names)
     check_tensors(where, names, parsed)
-    return PublishedDrafter(kind, parsed, where, names, _accuracy(str(config_file), config))
+    return PublishedDrafter(kind, parsed, where, names, accuracy_rows(str(config_file), config))
 
 
 def config_of(where: str, config: Mapping[str, Any], keys: Collection[str]) -> DrafterConfig:
@@ -244,22 +245,3 @@ def _internal_names(where: str, entries: Mapping[str, Entry]) -> dict[str, Entry
             raise HeadsError(f"{where}: {names[key].name} and {stored} would both be {key}; remove one")
         names[key] = entry
     return names
-
-
-def _accuracy(where: str, config: Mapping[str, Any]) -> tuple[tuple[float, ...], ...] | None:
-    rows = config.get("cumulative_topk_accuracy")
-    if rows is None:
-        return None
-
-    def is_share(value: Any) -> bool:
-        return type(value) in (int, float) and 0 <= value <= 1
-
-    def is_row(value: Any) -> bool:
-        return isinstance(value, list) and bool(value) and all(map(is_share, value))
-
-    if not isinstance(rows, list) or not rows or not all(map(is_row, rows)):
-        raise HeadsError(
-            f"{where}: cumulative_topk_accuracy is {shown(rows)}, it must be a list with a list of shares from 0 to 1 "
-            "for each drafted token; correct or remove it"
-        )
-    return tuple(tuple(map(float, row)) for row in rows)
