@@ -24,9 +24,9 @@ import specmemo_kernels.training.loop as loop
 from specmemo_kernels.cli import app
 from specmemo_kernels.planning.scaling_law import ScalingLaw
 from specmemo_kernels.training.answers import read_answers, read_prompts, write_answers
-from specmemo_kernels.training.loop import TrainingError
+from specmemo_kernels.training.checkpoint import Progress, TrainingError, load_state, save_state
 from specmemo_kernels.training.run import RunFolder
-from specmemo_kernels.training.windows import DataError, read_documents, read_rows
+from specmemo_kernels.training.windows import DataError, Windows, read_documents, read_rows
 
 TEXT = "def f(x):\n    return x + 1\n\n\nfor i in range(10):\n    print(f(i))\n"
 WEIGHTS = {"medusa": "medusa_lm_head.safetensors", "clover2": "model.safetensors", "eagle3": "model.safetensors"}
@@ -130,6 +130,26 @@ def test_arguments_of_a_run(tmp_path: Path) -> None:
         file.write_bytes(content)
         with pytest.raises(TrainingError, match=r"arguments\.json doesn't hold a run's arguments"):
             RunFolder(tmp_path, {"seed": 1})
+
+
+@pytest.mark.parametrize("kept", [0, 9, 60, 400], ids=lambda kept: f"{kept} bytes")
+def test_damaged_files_of_a_run(tmp_path: Path, kept: int) -> None:
+    """A part of each file is an error that names it and the remedy."""
+    windows, state = tmp_path / "windows.safetensors", tmp_path / "state.safetensors"
+    Windows(torch.zeros(40, 8, dtype=torch.int32), torch.zeros(1, 8, dtype=torch.int32)).save(windows)
+    parameters = {"weight": torch.nn.Parameter(torch.zeros(40, 8))}
+    optimizer = torch.optim.AdamW(parameters.values())
+    parameters["weight"].grad = torch.ones(40, 8)
+    optimizer.step()
+    save_state(state, parameters, optimizer, Progress(step=1))
+    assert load_state(state, parameters, optimizer) == Progress(step=1)
+    assert Windows.load(windows).training.shape == (40, 8)
+    for file in (windows, state):
+        file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(DataError, match=r"windows\.safetensors is damaged .*; remove it"):
+        Windows.load(windows)
+    with pytest.raises(TrainingError, match=r"state\.safetensors is damaged .*; remove it"):
+        load_state(state, parameters, optimizer)
 
 
 @pytest.mark.parametrize("token", [-1, 257, 1 << 40])

@@ -38,8 +38,8 @@ from specmemo_kernels.integrations.hf.checks import table_positions
 from specmemo_kernels.planning.memory_plan import format_bytes, parse_bytes
 from specmemo_kernels.planning.scaling_law import ScalingLaw
 from specmemo_kernels.training.answers import read_answers, read_prompts, write_answers
+from specmemo_kernels.training.checkpoint import TrainingError
 from specmemo_kernels.training.curves import draw_curves, expected_tokens
-from specmemo_kernels.training.loop import TrainingError
 from specmemo_kernels.training.recipes import LAYERS, DrafterSizes
 from specmemo_kernels.training.run import Recipe, RunFolder, Trained, train_drafter
 from specmemo_kernels.training.windows import Windows, cut_windows, read_documents

@@ -230,8 +230,9 @@ def _nothing_fits(request: PlanRequest, choices: list[PlanCandidate], limit: int
             break
     if generation_bytes and limit > least.total_bytes - parts["kv_pages"]:
         room = limit - (least.total_bytes - parts["kv_pages"])
-        tokens = room // page_token_bytes(spec, request.kv_dtype, request.tp)
-        advice.append(f"a context of about {tokens // least.sequences} tokens")
+        pages = room // (page_token_bytes(spec, request.kv_dtype, request.tp) * least.page_size) // least.sequences
+        if (tokens := pages * least.page_size - least.heads) > 1:
+            advice.append(f"a context of about {tokens} tokens")
     if request.kv_dtype is None and (coded := least_bytes(replace(request, kv_dtype="int8"))) <= limit:
         advice.append(f"pages in int8, which is not lossless (kv_dtype='int8': {format_at_least(coded)})")
     for ranks in (2, 4, 8):

@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 Tensor = torch.Tensor
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class TrainingError(RuntimeError):
+    """A run that can't go on; the message has what to do."""
 
 
 @dataclass
@@ -52,11 +56,18 @@ def save_state(
 
 @torch.no_grad()
 def load_state(path: Path, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> Progress:
-    """Read a file of :func:`save_state` into parameters and optimizer."""
-    with safe_open(path, framework="pt") as file:
-        progress = Progress(**json.loads(file.metadata()["progress"]))
-        for name, value in parameters.items():
-            value.copy_(file.get_tensor(f"parameter.{name}"))
-            state = {moment: file.get_tensor(f"{moment}.{name}").to(value.device) for moment in _MOMENTS}
-            optimizer.state[value] = {"step": torch.tensor(float(progress.step)), **state}
+    """Read a file of :func:`save_state` into parameters and optimizer.
+
+    Raises:
+        TrainingError: it is damaged.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            progress = Progress(**json.loads(file.metadata()["progress"]))
+            for name, value in parameters.items():
+                value.copy_(file.get_tensor(f"parameter.{name}"))
+                state = {moment: file.get_tensor(f"{moment}.{name}").to(value.device) for moment in _MOMENTS}
+                optimizer.state[value] = {"step": torch.tensor(float(progress.step)), **state}
+    except (SafetensorError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise TrainingError(f"{path} is damaged ({error}); remove it, and the run starts again") from error
     return progress

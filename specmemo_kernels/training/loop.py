@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from specmemo_kernels.training.checkpoint import Progress, load_state, save_state
+from specmemo_kernels.training.checkpoint import Progress, TrainingError, load_state, save_state
 from specmemo_kernels.training.objective import Objective, evaluate
 from specmemo_kernels.training.target_states import FrozenTarget
 from specmemo_kernels.training.windows import Windows
@@ -26,10 +26,6 @@ BETAS, CLIP, WARM_UP = (0.9, 0.95), 0.5, 0.1
 CHECKPOINT_SECONDS = 45.0
 #: Evaluations on the way, the last one at the end, and their number of windows.
 EVALUATIONS, EVALUATED = 8, 8
-
-
-class TrainingError(RuntimeError):
-    """A run that can't go on; the message has what to do."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,11 @@ def save_drafter(drafter: Trainable, folder: Path, held_out: HeldOut, verifier: 
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file atomically."""
+    """Write a file; a crash leaves the old one or the new one."""
     fresh = path.with_name(path.name + ".new")
     write(fresh)
+    with fresh.open("rb") as file:
+        os.fsync(file.fileno())
     fresh.replace(path)
 
 

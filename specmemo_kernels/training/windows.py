@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from specmemo_kernels.arguments import shown
@@ -44,7 +45,15 @@ class Windows:
 
     @classmethod
     def load(cls, path: Path) -> Windows:
-        return cls(**load_file(path))
+        """Read a file of :meth:`save`.
+
+        Raises:
+            DataError: it is damaged.
+        """
+        try:
+            return cls(**load_file(path))
+        except (SafetensorError, TypeError) as error:
+            raise DataError(f"{path} is damaged ({error}); remove it, and the text is read again") from error
 
     def batch(self, step: int, count: int, seed: int) -> Tensor:
         """``[count, length]`` int64: the windows of a step. Every epoch has an order of its own."""
