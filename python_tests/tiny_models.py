@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -69,7 +70,8 @@ FAMILIES: dict[str, dict[str, object]] = {
 def tiny_model(family: str, seed: int = 0, **changes: object) -> PreTrainedModel:
     """A random float32 model in which every part of the attention matters."""
     torch.manual_seed(seed)
-    config = CONFIG_MAPPING[family](**(_BASE | FAMILIES.get(family, {}) | changes))
+    settings = copy.deepcopy(_BASE | FAMILIES.get(family, {}) | changes)  # tests change lists of configurations
+    config = CONFIG_MAPPING[family](**settings)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:  # biases, norms and sinks start at constants; move them so that they count

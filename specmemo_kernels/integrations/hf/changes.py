@@ -40,6 +40,7 @@ _SCALARS = (bool, int, float, str)
 _SAMPLES = 4
 
 Tensor = torch.Tensor
+#: A tensor's dtype, shape, strides unless it is contiguous, and device.
 TensorFacts = tuple[torch.dtype, torch.Size, tuple[int, ...] | None, torch.device]
 HeadFacts = tuple[nn.Module, type, type | None, TensorFacts | None]
 
@@ -188,13 +189,14 @@ def _origin(function: Any) -> str:
 
 def _facts(tensor: torch.Tensor) -> TensorFacts:
     local = local_part(tensor)
-    return local.dtype, local.shape, local.stride() if local.layout == torch.strided else None, local.device
+    usual = local.layout != torch.strided or local.is_contiguous()
+    return local.dtype, local.shape, None if usual else local.stride(), local.device
 
 
 def _written(facts: TensorFacts) -> str:
     dtype, shape, strides, device = facts
-    usual = strides is None or torch.empty(shape, device="meta").stride() == strides
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)}{'' if usual else f' of strides {strides}'} on {device}"
+    layout = "" if strides is None else f" of strides {strides}"
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}{layout} on {device}"
 
 
 def _described(head: HeadFacts) -> str:
