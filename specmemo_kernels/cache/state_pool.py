@@ -24,7 +24,8 @@ class MixerSpec:
     """Sizes of one mixer.
 
     ``states``: shape (without the sequence dimension) and dtype of each of its state tensors. ``hidden_size``,
-    ``dtype``: of its input rows. ``least_rows``: the fewest rows of a prompt in a pass behind others.
+    ``dtype``: of its input rows. ``least_rows``: the fewest rows of a prompt in a pass, its first
+    pass excepted.
     """
 
     states: tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -105,7 +106,7 @@ class StatePool:
 
     @property
     def least_rows(self) -> int:
-        """The fewest rows of a prompt in a pass behind others."""
+        """The largest of the mixers' ``least_rows``."""
         return max(mixer.least_rows for mixer in self.mixers)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,13 +42,19 @@ class Progress:
 def save_state(
     path: Path, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, progress: Progress
 ) -> None:
-    """Write parameters, AdamW's moments and the progress; a crash leaves the old file or the new one."""
+    """Write parameters, AdamW's moments and the progress."""
     tensors = {f"parameter.{name}": value.detach() for name, value in parameters.items()}
     for name, value in parameters.items():
         tensors |= {f"{moment}.{name}": optimizer.state[value][moment] for moment in _MOMENTS}
     metadata = {"progress": json.dumps(vars(progress))}
-    fresh = path.with_suffix(".new")
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, fresh, metadata)
+    dense = {key: tensor.contiguous() for key, tensor in tensors.items()}
+    replace_file(path, lambda fresh: save_file(dense, fresh, metadata))
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file; a crash leaves the old one or the new one."""
+    fresh = path.with_name(path.name + ".new")
+    write(fresh)
     with fresh.open("rb") as file:
         os.fsync(file.fileno())
     fresh.replace(path)
@@ -68,6 +74,6 @@ def load_state(path: Path, parameters: Mapping[str, Tensor], optimizer: torch.op
                 value.copy_(file.get_tensor(f"parameter.{name}"))
                 state = {moment: file.get_tensor(f"{moment}.{name}").to(value.device) for moment in _MOMENTS}
                 optimizer.state[value] = {"step": torch.tensor(float(progress.step)), **state}
-    except (SafetensorError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise TrainingError(f"{path} is damaged ({error}); remove it, and the run starts again") from error
     return progress

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import torch
 
 from specmemo_kernels.engine.pressure import free_bytes
-from specmemo_kernels.training.checkpoint import TrainingError
+from specmemo_kernels.training.checkpoint import TrainingError, replace_file
 from specmemo_kernels.training.loop import Schedule, Training
 from specmemo_kernels.training.memory import windows_within
 from specmemo_kernels.training.objective import HeldOut, Objective, evaluate
 from specmemo_kernels.training.recipes import DrafterSizes, feature_ids, new_drafter
-from specmemo_kernels.training.saved import replace_file, save_drafter
+from specmemo_kernels.training.saved import save_drafter
 from specmemo_kernels.training.target_states import FrozenTarget
 from specmemo_kernels.training.windows import Windows
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from safetensors.torch import save_file
 
 from specmemo_kernels.drafting.head_files import CONFIG_NAME
 from specmemo_kernels.drafting.published_config import LayerSpec
+from specmemo_kernels.training.checkpoint import replace_file
 from specmemo_kernels.training.objective import HeldOut
 from specmemo_kernels.training.trainable import Trainable, TrainableClover, TrainableEagle3, TrainableMedusa
 
@@ -47,15 +46,6 @@ def save_drafter(drafter: Trainable, folder: Path, held_out: HeldOut, verifier: 
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / WEIGHTS_NAME, lambda path: save_file(tensors, path))
     replace_file(folder / CONFIG_NAME, lambda path: path.write_text(json.dumps(config, indent=2) + "\n"))
-
-
-def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file; a crash leaves the old one or the new one."""
-    fresh = path.with_name(path.name + ".new")
-    write(fresh)
-    with fresh.open("rb") as file:
-        os.fsync(file.fileno())
-    fresh.replace(path)
 
 
 def _vocabulary_maps(drafter: TrainableEagle3) -> dict[str, Tensor]:

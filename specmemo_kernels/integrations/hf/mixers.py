@@ -227,7 +227,7 @@ class Mixers:
 
     @property
     def least_chunk(self) -> int:
-        """The smallest prompt chunk: any prompt is divided into parts that have the least rows."""
+        """The smallest prefill chunk with which every part of a prompt has the mixers' least rows."""
         return max((2 * mixer.spec.least_rows - 1 for mixer in self.mixers), default=1)
 
     @property
