@@ -16,8 +16,8 @@ namespace specmemo {
 namespace {
 
 // Rows of one pass over the weights; more rows take several passes.
-constexpr int64_t kPassRows = 32;                                   // but for PanelProducts
-constexpr int64_t kMostRows = kPanelsPay ? kPanelRows : kPassRows;  // of all products
+constexpr int64_t kPassRows = 32;                                                 // but for PanelProducts
+constexpr int64_t kMostRows = kPanelsPay ? kPassPanels * kPanelRows : kPassRows;  // of all products
 
 // Outputs x @ weight^T + bias of some rows, a group at a time. `Products` computes the sums: of weights in dtype
 // (RowProducts, or PanelProducts for many rows) or in 4-bit codes (CodeProducts).
@@ -191,29 +191,28 @@ auto by_storage(bool compressed, Function function) {
   return function(StoredAs<PlainWeights<T>>{});
 }
 
-// Bytes of prepared input. More than kPassRows rows are a panel.
+// Bytes of prepared input. More than kPassRows rows are in panels.
 template <class T, class Dot>
 int64_t prepared_bytes(int64_t rows, int64_t inputs) {
   ProductArgs args{};
   args.rows = rows < kPassRows ? rows : kPassRows, args.inputs = inputs;
   const int64_t dense = Outputs<T, RowProducts<T, Dot>>(args).shared_bytes();
   const int64_t codes = Outputs<T, CodeProducts<T, Dot>>(args).shared_bytes();
-  const int64_t panel = rows > kPassRows ? Outputs<T, PanelProducts<T, Dot>>(args).shared_bytes() : 0;
-  return std::max({dense, codes, panel});
+  args.rows = rows;
+  const int64_t panels = rows > kPassRows ? Outputs<T, PanelProducts<T, Dot>>(args).shared_bytes() : 0;
+  return std::max({dense, codes, panels});
 }
 
-// Whether PanelProducts compute the pass from `row` on.
-inline bool in_panel(const ProductArgs& args, int64_t row) {
-  return !args.invariant && args.scales == nullptr && !args.by_input &&
-         panel_pays(std::min(args.rows - row, kPanelRows));
+// Rows of the pass from `row` on if PanelProducts compute it, otherwise 0.
+inline int64_t rows_in_panels(const ProductArgs& args, int64_t row) {
+  return args.invariant || args.scales != nullptr || args.by_input ? 0 : rows_in_panels(args.rows - row);
 }
 
 // The same arguments for the rows of that pass.
 template <class T>
-ProductArgs pass_of(ProductArgs args, int64_t row, bool panel) {
-  const int64_t most = panel ? kPanelRows : kPassRows;
+ProductArgs pass_of(ProductArgs args, int64_t row, int64_t in_panels) {
   args.x = static_cast<const typename T::Raw*>(args.x) + row * args.x_stride;
-  args.rows = args.rows - row < most ? args.rows - row : most;
+  args.rows = in_panels > 0 ? in_panels : std::min(args.rows - row, kPassRows);
   return args;
 }
 
@@ -223,11 +222,11 @@ void run_linears(const LinearArgs* all, int64_t count, int threads) {
   const ProductArgs& first = all[0].product;
   if (count == 1 && first.outputs == 0) return;
   for (int64_t row = 0; row < first.rows;) {
-    const bool panel = in_panel(first, row);
+    const int64_t panels = rows_in_panels(first, row);
     LinearArgs parts[kMatrices];
     for (int64_t i = 0; i < count; ++i) {
       auto* out = static_cast<typename T::Raw*>(all[i].out);
-      parts[i] = {pass_of<T>(all[i].product, row, panel), out + row * all[i].product.outputs};
+      parts[i] = {pass_of<T>(all[i].product, row, panels), out + row * all[i].product.outputs};
     }
     const ProductArgs& part = parts[0].product;
     const int64_t bytes = part.by_input ? ColumnProducts<T>::memory_bytes(part.rows, part.inputs)
@@ -241,7 +240,7 @@ void run_linears(const LinearArgs* all, int64_t count, int threads) {
       by_storage<T>(part.compressed, [&](auto stored) {
         typedef typename decltype(stored)::type Weights;
         const auto run =
-            panel ? run_products<T, PanelProducts<T, Dot, Weights>> : run_products<T, RowProducts<T, Dot, Weights>>;
+            panels ? run_products<T, PanelProducts<T, Dot, Weights>> : run_products<T, RowProducts<T, Dot, Weights>>;
         run(parts, count, shared, threads);
       });
     row += part.rows;
@@ -294,13 +293,13 @@ void run_gated_mlp(const GatedMlpArgs& args, int threads) {
   typedef typename T::Raw Raw;
   if (args.down.outputs == 0) return;
   for (int64_t row = 0; row < args.gate.rows;) {
-    const bool panel = in_panel(args.gate, row);
-    const ProductArgs gate = pass_of<T>(args.gate, row, panel), up = pass_of<T>(args.up, row, panel);
+    const int64_t panels = rows_in_panels(args.gate, row);
+    const ProductArgs gate = pass_of<T>(args.gate, row, panels), up = pass_of<T>(args.up, row, panels);
     const MlpMemory<T, Dot> sizes(gate.rows, gate.inputs, gate.outputs);
     auto* memory = static_cast<char*>(arena(1, sizes.bytes));
     by_storage<T>(gate.compressed, [&](auto stored) {
       typedef typename decltype(stored)::type Weights;
-      const auto run = panel ? run_mlp<T, PanelProducts<T, Dot, Weights>> : run_mlp<T, RowProducts<T, Dot, Weights>>;
+      const auto run = panels ? run_mlp<T, PanelProducts<T, Dot, Weights>> : run_mlp<T, RowProducts<T, Dot, Weights>>;
       run(gate, up, args.down, args.activation, static_cast<Raw*>(args.out) + row * args.down.outputs,
           reinterpret_cast<Raw*>(memory), memory + sizes.activations, threads);
     });
@@ -326,7 +325,7 @@ int64_t linear_workspace(int64_t inputs, int64_t middle, bool by_input, int thre
                                   : MlpMemory<T, Dot>(kMostRows, inputs, middle).bytes;
   const int64_t exponentials = kPassRows * 2 * static_cast<int64_t>(sizeof(VecF));  // of an lm_head
   const int64_t each = std::max({thread_bytes<T, RowProducts<T, Dot>>(kPassRows) + exponentials,
-                                 kPanelsPay ? thread_bytes<T, PanelProducts<T, Dot>>(kPanelRows) : 0,
+                                 kPanelsPay ? thread_bytes<T, PanelProducts<T, Dot>>(kMostRows) : 0,
                                  ColumnProducts<T>::thread_bytes(kPassRows)});
   return round_up(shared, kPage) + threads * round_up(each, kPage);
 }

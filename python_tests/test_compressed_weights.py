@@ -98,14 +98,14 @@ def test_linear_has_the_bits_of_the_uncompressed_matrix(
 def test_linears_of_compressed_matrices(isa: str) -> None:
     weight = random(40, 300) * 0.02
     rows = compressed(weight)
-    for count in (1, 5, 17, 64):
+    for count in (1, 5, 17, 64, 128):
         x = random(count, 300)
         several = cpu.linears(x, [rows, rows[:1], rows], [None, None, None])
         plain = cpu.linears(x, [weight, weight[:1], weight], [None, None, None])
         assert all(map(torch.equal, map(bits, several), map(bits, plain)))
 
 
-@pytest.mark.parametrize("rows", [1, 7, 40, 64, 70])
+@pytest.mark.parametrize("rows", [1, 7, 40, 64, 70, 128, 175])
 def test_gated_mlp_and_lm_head(isa: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "few_rows", lambda *_: None)
     x = random(rows, 200)

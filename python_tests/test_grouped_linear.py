@@ -241,8 +241,8 @@ torch.set_num_threads(2)
 for rows in (1, 9, 100):
     x, w = torch.ones(rows, 300), torch.ones(2, 300, 700).mT
     ops.grouped_linear(x, w, None, torch.tensor([rows // 3, rows]), backend="cpu")
-for _ in range(100):  # every thread counts the sums of a panel, and a busy machine may start one too late
-    ops.linear(torch.ones(100, 64), torch.ones(500, 64), backend="cpu")
+for _ in range(100):  # every thread counts the sums of two panels, and a busy machine may start one too late
+    ops.linear(torch.ones(128, 64), torch.ones(500, 64), backend="cpu")
 limit = ops.linear_workspace("cpu", torch.float32, 300, transposed=True) + 4 * 4096  # buffers are rounded up to pages
 assert limit / 2 < _cpu.arena_bytes() <= limit, (_cpu.arena_bytes(), limit)
 """

@@ -24,13 +24,13 @@ Tensor = torch.Tensor
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BACKENDS = ("reference", "cpu")
 #: Rows, outputs and inputs: no whole tile, group, vector or chunk; several of each; more rows than one pass; panels,
-#: also of several blocks; input that L1 holds in one tile or in several.
+#: one and several in a pass, also of several blocks; input that L1 holds in one tile or in several.
 SIZES = [
     (1, 1, 1), (1, 3, 16), (2, 7, 33), (3, 25, 15), (4, 100, 64), (5, 64, 130), (8, 256, 257), (9, 29, 2050),
     (16, 31, 4100), (17, 77, 96), (33, 48, 65), (70, 24, 64), (0, 5, 8), (6, 0, 8), (4, 10, 0),
     (56, 1, 1), (64, 96, 128), (61, 101, 131), (127, 193, 300), (64, 5, 0), (44, 13, 40), (48, 96, 77), (79, 7, 300),
     (98, 100, 33), (200, 17, 258), (4, 27, 3080), (7, 29, 1100), (8, 29, 2050), (12, 25, 2050),
-    (64, 54, 1100), (48, 53, 1033),
+    (64, 54, 1100), (48, 53, 1033), (108, 50, 1033), (128, 54, 1100), (129, 7, 40), (172, 13, 77), (256, 5, 520),
 ]  # fmt: skip
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -206,7 +206,7 @@ def test_linears(isa: str, rows: int, outputs: tuple[int, ...], biased: bool, dt
 
 @each_dtype
 @pytest.mark.parametrize("activation", ACTIVATION_FUNCTIONS)
-@pytest.mark.parametrize("size", [(1, 16, 24, 16), (5, 33, 50, 31), (40, 64, 96, 70), (60, 35, 130, 29)], ids=str)
+@pytest.mark.parametrize("size", [(1, 16, 24, 16), (5, 33, 50, 31), (40, 64, 96, 70), (60, 35, 130, 29), (172, 20, 530, 17)], ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 def test_gated_mlp(
     isa: str,
