@@ -139,6 +139,41 @@ def test_another_order_of_gate_and_up_is_left_alone() -> None:
     assert found.names == {"0.gate_up_proj": "linear", "0.down_proj": "linear"}
 
 
+class ClampedMLP(GatedMLP):
+    """``limit``: of the activations, a number or a tensor."""
+
+    def __init__(self, limit: Any, scale: float) -> None:
+        super().__init__(False, False, None)
+        self.limit = limit
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = nn.functional.silu(self.w1(x)), self.w3(x)
+        result: torch.Tensor = self.w2(gate.clamp(max=self.limit) * up.clamp(-self.limit, self.limit))
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("limit", "scale"), [(7.0, 1.0), (7.0, 0.01), (100.0, 0.1), (7.0, 0.0)])
+def test_clamped_layers_are_left_alone(limit: float, scale: float, dtype: torch.dtype) -> None:
+    """Also where present weights are too small for the limit: others may be loaded later."""
+    torch.manual_seed(0)
+    first, second = ClampedMLP(limit, scale), ClampedMLP(limit, 1.0)
+    found = find_leaves(nn.Sequential(first, second).to(dtype), dtype, "cpu", False)
+    assert set(found.names.values()) == {"linear"}
+
+
+def test_layers_with_other_attributes_are_compared_alone() -> None:
+    """A limit may be a tensor, and one layer's another than the next one's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(ClampedMLP(torch.tensor(limit), 1.0) for limit in (1e30, 7.0, 1e30)))
+    assert {n: o for n, o in find_leaves(model, torch.float32, "cpu", False).names.items() if "." not in n} == {
+        "0": "gated_mlp", "2": "gated_mlp",
+    }  # fmt: skip
+
+
 def test_passes_use_the_operators_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     inputs = batch((9, 5))

@@ -83,6 +83,25 @@ def test_scores_change_no_token(model: PreTrainedModel) -> None:
     assert [each.tokens for each in done] == expected
 
 
+@pytest.mark.parametrize(
+    ("dtype", "cap", "vocabulary"),
+    [(torch.bfloat16, 32.0, 1000), (torch.bfloat16, 30.0, 16), (torch.float16, 64.0, 300), (torch.float32, 30.0, 61)],
+    ids=str,
+)
+def test_a_final_soft_cap(dtype: torch.dtype, cap: float, vocabulary: int) -> None:
+    """Logits up to twice the cap, where a short dtype rounds small ones to what they were before the cap."""
+    model = tiny_model("gemma2", seed=31, vocab_size=vocabulary, final_logit_softcapping=cap)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.data * cap / 2)
+    model.to(dtype)
+    options = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    prompt = torch.tensor([[5, 6, 4, 3, 6]])
+    own = model.generate(prompt, **options).logits
+    with sk.patch(model, "prompt-lookup"):
+        found = model.generate(prompt, **options).logits
+    assert max(float(row.max()) for row in own) > cap / 2
+    torch.testing.assert_close(found, own, rtol=0, atol=16 * cap * torch.finfo(dtype).eps)
+
+
 def test_cut_scores(model: PreTrainedModel) -> None:
     """There is a score per token, also where a step's last tokens are cut off by the length, an end or a stop."""
     expected = alone(model, PROMPTS[0], 30)

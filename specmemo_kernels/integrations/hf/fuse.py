@@ -188,7 +188,7 @@ class FusedLeaves:
 def find_leaves(model: Any, dtype: torch.dtype, backend: str, invariant: bool) -> FusedLeaves:
     """The modules of ``model`` that ``backend``'s operators compute.
 
-    Results are compared once for all modules with the same type, scalar attributes and parameter sizes.
+    Results are compared once for all modules that are :func:`_alike`.
 
     Args:
         dtype: of the hidden states. Modules with other weights are left alone.
@@ -205,9 +205,7 @@ def find_leaves(model: Any, dtype: torch.dtype, backend: str, invariant: bool) -
         for kind in leaf_kinds(module, invariant):
             if kind.operator not in faster:
                 continue
-            scalars = {key: value for key, value in vars(module).items() if isinstance(value, _SCALARS)}
-            sizes = tuple(parameter.shape for parameter in module.parameters())
-            like = (type(module), kind.operator, sizes, tuple(scalars.items()))
+            like = kind.operator, _alike(module)
             if like not in matches:
                 matches[like] = best_match(module, kind, kernels, dtype)
             if (match := matches[like]) is not None:
@@ -227,6 +225,18 @@ def find_leaves(model: Any, dtype: torch.dtype, backend: str, invariant: bool) -
     limits = [rows for rows in few if rows is not None]
     max_rows = None if invariant else min(limits, default=None)
     return FusedLeaves(leaves, backend, invariant, max_rows, workspace)
+
+
+def _alike(module: nn.Module) -> Hashable:
+    """Equal for modules that differ in the values of parameters only."""
+
+    def of(part: nn.Module) -> Hashable:
+        public = {key: value for key, value in vars(part).items() if not key.startswith("_")}
+        others = *public.items(), *part._buffers.items()
+        attributes = tuple((key, value if isinstance(value, _SCALARS) else id(value)) for key, value in others)
+        return type(part), attributes, tuple(parameter.shape for parameter in part.parameters(recurse=False))
+
+    return tuple(map(of, module.modules()))
 
 
 def _faster(backend: str, device: torch.device, dtype: torch.dtype) -> frozenset[str]:

@@ -29,8 +29,9 @@ _GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("gate_up_p
 #: A module without one of these attributes may call SiLU directly.
 _ACTIVATIONS = ("act_fn", "activation_fn")
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
-#: Magnitudes of the rows of the random input; a clamp, or an epsilon in another place, shows at one magnitude.
-_MAGNITUDES = (1e-2, 1.0, 30.0)
+#: Magnitudes of the rows of the random input; a clamp, or an epsilon in another place, shows at one magnitude, also
+#: behind small weights.
+_MAGNITUDES = tuple(4.0**i for i in range(-3, 13))
 #: Largest distance of a result from the module's own, relative to its norm: a few roundings.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.003}
 
@@ -161,10 +162,11 @@ def _same_function(function: Any, known: Callable[[Tensor], Tensor]) -> bool:
 def best_match(module: nn.Module, kind: LeafKind, kernels: Kernels, dtype: torch.dtype) -> int | None:
     """The index of the candidate whose results agree within rounding errors, with the fewest different elements."""
     generator, device = torch.Generator().manual_seed(0), next(module.parameters()).device
-    rows = torch.randn(1, len(_MAGNITUDES), kind.inputs, generator=generator)
-    arguments = [(rows * torch.tensor(_MAGNITUDES)[:, None]).to(device, dtype)]
+    magnitudes = torch.tensor([size for size in _MAGNITUDES if size < torch.finfo(dtype).max / 8])  # no row overflows
+    rows = torch.randn(1, len(magnitudes), kind.inputs, generator=generator)
+    arguments = [(rows * magnitudes[:, None]).to(device, dtype)]
     if kind.experts:
-        chosen = torch.rand(len(_MAGNITUDES), kind.experts, generator=generator).topk(min(2, kind.experts))[1]
+        chosen = torch.rand(len(magnitudes), kind.experts, generator=generator).topk(min(2, kind.experts))[1]
         scores = torch.rand(chosen.shape, generator=generator)
         arguments = [arguments[0][0], chosen.to(device), scores.to(device, dtype)]
     try:
@@ -174,6 +176,8 @@ def best_match(module: nn.Module, kind: LeafKind, kernels: Kernels, dtype: torch
     except (TypeError, RuntimeError):  # the module takes other arguments
         return None
     if not isinstance(expected, Tensor):
+        return None
+    if kind.operator != "linear" and not expected.any():  # weights of zero hide what a module computes
         return None
     errors = [_distance(expected, result) for result in results]
     different = [int((expected != result).sum()) for result in results]

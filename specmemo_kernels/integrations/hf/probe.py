@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from specmemo_kernels.integrations.hf.mixers import Mixers
 from specmemo_kernels.integrations.hf.target import ModelFacts, current_tap, lm_head_of, run_packed, tapped
 
 Tensor = torch.Tensor
+#: Of the ramp that replaces an lm_head's output.
+_LARGEST_LOGIT = 1000.0
 
 
 @torch.no_grad()
@@ -26,7 +29,8 @@ def probe(model: Any) -> ModelFacts:
     """Run a forward pass of one token to record the layers and the lm_head, and three passes that compare results.
 
     The model must be attached (:func:`specmemo_kernels.integrations.hf.target.attach`). A ramp replaces the lm_head's
-    output: if the model's logits rise as well, its later operations (scaling, soft caps) keep the order of tokens.
+    output: if the model's logits rise as well, its later operations (scaling, soft caps) keep the order of tokens. The
+    ramp has every magnitude up to 1000, where a soft cap or a clamp shows in each dtype.
 
     Raises:
         UnsupportedModel: an attention layer wasn't called, or was called twice, or packed passes compute other hidden
@@ -123,7 +127,8 @@ def _recorded_pass(
         nonlocal ramp
         if current_tap() is not tap:  # a pass of another thread
             return None
-        ramp = torch.linspace(-1, 1, output.shape[-1], device=output.device).to(output.dtype)
+        steps = torch.linspace(-1, 1, output.shape[-1], device=output.device)
+        ramp = (steps * math.asinh(_LARGEST_LOGIT)).sinh().to(output.dtype)
         return ramp.expand_as(output)
 
     with unsupported_errors(model), tapped(cut=False) as tap, head.register_forward_hook(replace_by_ramp):
