@@ -468,3 +468,23 @@ def test_a_layer_that_computes_one_token_in_another_way() -> None:
     for chunk in (4, 8):
         with sk.patch(model, "prompt-lookup", prefill_chunk=chunk):
             torch.testing.assert_close(model.generate(ids, **call).logits[0], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "zamba2"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_limit_of_time_steps_is_found(family: str, seed: int) -> None:
+    """It counts for several tokens only. With some weights few inputs reach it."""
+    with sk.patch(hybrid_model(family, seed), "prompt-lookup") as handle:
+        assert all(mixer.alone_differs for mixer in handle.facts.mixers.mixers)
+
+
+def test_a_limit_of_time_steps() -> None:
+    model = hybrid_model("nemotron_h", seed=2)  # random tokens of its size don't reach the limit
+    ids = torch.randint(3, VOCAB, (1, 9), generator=torch.Generator().manual_seed(2))
+    call: dict[str, Any] = {"max_new_tokens": 40, "return_dict_in_generate": True, "output_logits": True}
+    expected = model.generate(ids, **call)
+    drafter = OracleDrafter([expected.sequences[0].tolist()], 1.0)
+    with sk.patch(model, drafter, tree=sk.DraftTree.chain(3)):
+        found = model.generate(ids, **call)
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    torch.testing.assert_close(torch.cat(found.logits), torch.cat(expected.logits), atol=1e-4, rtol=0)

@@ -30,6 +30,10 @@ from specmemo_kernels.planning.model_config import RECURRENT_KINDS
 Tensor = torch.Tensor
 #: Tokens of the check, and those of them that come first.
 _TOKENS, _FIRST = 7, 3
+#: Magnitudes of the tokens of further checks. A limit of time steps acts on some inputs only, more often on large ones:
+#: that of Nemotron-H and Zamba2 changed results by 5e-4 to 2e-3 at both, for weights with which it didn't at 1. In the
+#: other families of HYBRIDS (python_tests) rounding stayed below 6e-6.
+_MAGNITUDES = (10.0, 100.0)
 #: Maximum relative distance of two results by rounding, for float32 and for shorter dtypes.
 _TOLERANCE, _SHORT_TOLERANCE = 1e-5, 0.02
 #: In float32 also this many times the change by noise in the input's last bits, which a gated norm of small values
@@ -146,25 +150,15 @@ def _modes(mixer: Mixer) -> dict[str, Any]:
     zeros = {name: _zeros(value) for name, value in arguments.items()}
     if _distance(expected, mixer.call(x, (), zeros)[0]) > 0:
         raise unsupported(mixer.module, "has a recurrent state and reads positions")
-    first, states = mixer.call(x[:, :_FIRST], (), zeros)
-
-    def distance(mixer: Mixer, alone: bool) -> float:
-        copies = [state.clone() for state in states]  # single-token calls may change them
-        behind, _ = mixer.call(x[:, _FIRST:], copies, zeros, alone=alone)
-        return _distance(expected, torch.cat([first, behind], dim=1))
-
-    alone, together = distance(mixer, True), distance(mixer, False)
-    limit = _SHORT_TOLERANCE
-    if x.dtype == torch.float32:
-        noise = torch.randn(x.shape, generator=generator).to(x) * torch.finfo(x.dtype).eps
-        limit = max(_TOLERANCE, _AMPLIFIED * _distance(expected, mixer.call(x * (1 + noise), (), zeros)[0]))
-    if together <= limit < alone:
-        return {"steps_alone": True, "spec": replace(mixer.spec, least_rows=2)}
+    together, alone, limit = _errors(mixer, x, expected, zeros)
     if together <= limit:
+        if alone > limit or any(_alone_differs(mixer, x * size, zeros) for size in _MAGNITUDES):
+            return {"steps_alone": True, "spec": replace(mixer.spec, least_rows=2)}
         few = Recurrence.of(mixer.module)
-        if few is not None and distance(replace(mixer, few=few), False) > limit:
+        if few is not None and _error(replace(mixer, few=few), x, expected, zeros) > limit:
             few = None
         mixer = replace(mixer, few=few)
+        _, states = mixer.call(x[:, :_FIRST], (), zeros)
         steps_alone = _alone_is_fast(mixer, x[:, _FIRST:], states, zeros)
         divisible = not steps_alone and _is_divisible(mixer, x[:, _FIRST:], states, zeros, limit)
         return {"steps_alone": steps_alone, "few": few, "divisible": divisible}
@@ -175,6 +169,28 @@ def _modes(mixer: Mixer) -> dict[str, Any]:
         f"computes other results in pieces than at once (relative distance {together:.2g} for several tokens and "
         f"{alone:.2g} token by token, at most {limit} by rounding)",
     )
+
+
+def _errors(mixer: Mixer, x: Tensor, expected: Tensor, others: dict[str, Any]) -> tuple[float, float, float]:
+    """Relative distances from ``expected`` of tokens behind others, together and one by one, and of rounding at most."""
+    limit = _SHORT_TOLERANCE
+    if x.dtype == torch.float32:
+        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x) * torch.finfo(x.dtype).eps
+        limit = max(_TOLERANCE, _AMPLIFIED * _distance(expected, mixer.call(x * (1 + noise), (), others)[0]))
+    return _error(mixer, x, expected, others), _error(mixer, x, expected, others, alone=True), limit
+
+
+def _error(mixer: Mixer, x: Tensor, expected: Tensor, others: dict[str, Any], alone: bool = False) -> float:
+    first, states = mixer.call(x[:, :_FIRST], (), others)
+    behind, _ = mixer.call(x[:, _FIRST:], states, others, alone=alone)
+    return _distance(expected, torch.cat([first, behind], dim=1))
+
+
+def _alone_differs(mixer: Mixer, x: Tensor, others: dict[str, Any]) -> bool:
+    """Whether only tokens one by one give other results than all at once."""
+    expected, _ = mixer.call(x, (), others)
+    together, alone, limit = _errors(mixer, x, expected, others)
+    return together <= limit < alone  # false for results that aren't finite
 
 
 def _is_divisible(mixer: Mixer, x: Tensor, states: list[Tensor], others: dict[str, Any], limit: float) -> bool:
