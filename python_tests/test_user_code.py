@@ -411,6 +411,27 @@ def test_interrupts(model: PreTrainedModel, place: str) -> None:
         assert handle.pool.free_pages == handle.pool.num_pages
 
 
+@pytest.mark.parametrize("error", [StopIteration("used up"), RuntimeError("mine"), KeyError(3)], ids=repr)
+def test_errors_of_the_users_code(model: PreTrainedModel, error: Exception) -> None:
+    """They arrive as they are, from each call, and the next one writes the model's tokens."""
+    left = 0
+
+    def allowed(_: int, tokens: torch.Tensor) -> list[int]:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise error
+        return list(range(3, 40))
+
+    expected = greedy(model, INPUTS, 12)
+    with sk.patch(model, random_heads(model)):
+        for left in (0, 1, 5):
+            with pytest.raises(type(error)) as caught:
+                model.generate(**INPUTS, max_new_tokens=12, do_sample=False, prefix_allowed_tokens_fn=allowed)
+            assert caught.value is error
+        assert torch.equal(greedy(model, INPUTS, 12), expected)
+
+
 def test_copies_that_are_made_inside_of_a_step(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """As by another thread: they are plain models, whose modules are fused when they are patched."""
     copies: list[Any] = []

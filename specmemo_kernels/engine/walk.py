@@ -117,6 +117,10 @@ def run_walks(
         except StopIteration as end:
             results[index] = end.value
             pending.pop(index, None)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, StopIteration):  # the caller's code raised it within the walk
+                raise error.__cause__ from None
+            raise
 
     for index in range(len(walks)):
         resume(index, None)
