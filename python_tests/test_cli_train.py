@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from selection import EXHAUSTIVE, sample
 from test_cli import TEMPLATE, run, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -98,8 +99,10 @@ def test_documents(data: Path, model: Path) -> None:
         ("[" * 100_000, "line 1 is not JSON"),
         ('{"other": 1}', 'line 1 needs "text"'),
         ('{"text": 5}', 'line 1 needs "text"'),
+        ('{"text": "half a smile \\ud83d"}', "line 1 has half of a surrogate pair"),
+        ('{"messages": [{"role": "user", "content": "\\uDE00"}]}', "line 1 has half of a surrogate pair"),
     ],
-    ids=["cut", "nested", "other-key", "no-string"],
+    ids=["cut", "nested", "other-key", "no-string", "surrogate", "nested-surrogate"],
 )
 def test_lines_that_are_no_documents(tmp_path: Path, model: Path, line: str, says: str) -> None:
     (tmp_path / "rows.jsonl").write_text(line + "\n")
@@ -224,6 +227,19 @@ def test_answers(tmp_path: Path, model: Path, temperature: float) -> None:
     assert not hasattr(target, "specmemo") or target.specmemo is None
 
 
+def test_prompts_that_a_budget_does_not_hold(tmp_path: Path, model: Path) -> None:
+    target, ticks = AutoModelForCausalLM.from_pretrained(model), list[int]()
+    with pytest.raises(sk.BudgetError, match=r"at least [0-9.]+ KiB") as caught:
+        sk.patch(target, "prompt-lookup", memory_budget=1, max_batch_size=8)
+    least = float(str(caught.value).split("at least ")[1].split(" KiB")[0]) * 1024
+    write_answers(
+        target, [[5, 6, 7], [8] * 300, [9, 10]], tmp_path / "a", max_new_tokens=9, temperature=0, seed=1,
+        memory_budget=int(1.3 * least), tick=ticks.append,
+    )  # fmt: skip
+    assert [row[:2] for row in read_answers(tmp_path / "a")] == [[5, 6], [9, 10]]
+    assert sum(ticks) == 3
+
+
 def test_answers_of_a_model_without_a_number_of_positions(tmp_path: Path, model: Path) -> None:
     target = AutoModelForCausalLM.from_pretrained(model)
     del target.config.max_position_embeddings
@@ -320,6 +336,36 @@ def test_folders_of_other_runs_are_kept(model: Path, data: Path, tmp_path: Path)
     assert result.exit_code == 2
     assert "has a trained drafter" in result.stderr
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+def test_a_model_is_never_overwritten(model: Path, data: Path, kind: str) -> None:
+    before = {file.name: file.read_bytes() for file in model.iterdir() if file.is_file()}
+    result = run("train", "--model", model, "--out", model, "--drafter", kind, "--data", data)
+    assert result.exit_code == 2
+    assert "has config.json of another model; name another folder with --out" in " ".join(result.stderr.split())
+    assert {file.name: file.read_bytes() for file in model.iterdir() if file.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["windows.safetensors", "state.safetensors", "model.safetensors"])
+def test_a_full_disk(model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """One line that names the file; the command goes on later."""
+
+    def full(tensors: Any, path: Path, *metadata: Any) -> None:
+        if Path(path).name == f"{name}.new":
+            Path(path).write_bytes(b"a part")
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        save_file(tensors, path, *metadata)
+
+    command = ("train", "--model", model, "--out", tmp_path / "out", "--drafter", "eagle3", *SMALL, "--data", data)
+    with monkeypatch.context() as patched:
+        for module in ("windows", "checkpoint", "saved"):
+            patched.setattr(f"specmemo_kernels.training.{module}.save_file", full)
+        result = run(*command)
+    assert result.exit_code == 2, result.output
+    assert f"{name} can't be written: I/O error: No space left" in " ".join(result.stderr.split())
+    assert not list((tmp_path / "out").rglob("*.new"))
+    assert run(*command).exit_code == 0
 
 
 def test_an_unfinished_run_needs_its_arguments(model: Path, data: Path, tmp_path: Path) -> None:

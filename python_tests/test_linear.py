@@ -206,7 +206,9 @@ def test_linears(isa: str, rows: int, outputs: tuple[int, ...], biased: bool, dt
 
 @each_dtype
 @pytest.mark.parametrize("activation", ACTIVATION_FUNCTIONS)
-@pytest.mark.parametrize("size", [(1, 16, 24, 16), (5, 33, 50, 31), (40, 64, 96, 70), (60, 35, 130, 29), (172, 20, 530, 17)], ids=str)
+@pytest.mark.parametrize(
+    "size", [(1, 16, 24, 16), (5, 33, 50, 31), (40, 64, 96, 70), (60, 35, 130, 29), (172, 20, 530, 17)], ids=str
+)
 @pytest.mark.parametrize("biased", [False, True])
 def test_gated_mlp(
     isa: str,

@@ -7,6 +7,7 @@ import functools
 import pickle
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -414,18 +415,17 @@ def test_interrupts(model: PreTrainedModel, place: str) -> None:
 @pytest.mark.parametrize("error", [StopIteration("used up"), RuntimeError("mine"), KeyError(3)], ids=repr)
 def test_errors_of_the_users_code(model: PreTrainedModel, error: Exception) -> None:
     """They arrive as they are, from each call, and the next one writes the model's tokens."""
-    left = 0
+    calls = Counter[str]()
 
     def allowed(_: int, tokens: torch.Tensor) -> list[int]:
-        nonlocal left
-        left -= 1
-        if left < 0:
+        calls["left"] -= 1
+        if calls["left"] < 0:
             raise error
         return list(range(3, 40))
 
     expected = greedy(model, INPUTS, 12)
     with sk.patch(model, random_heads(model)):
-        for left in (0, 1, 5):
+        for calls["left"] in (0, 1, 5):
             with pytest.raises(type(error)) as caught:
                 model.generate(**INPUTS, max_new_tokens=12, do_sample=False, prefix_allowed_tokens_fn=allowed)
             assert caught.value is error

@@ -260,6 +260,8 @@ class TrainOptions:
     temperature: Annotated[
         float | None, Option(help="With --self-generate: 0 for greedy answers (default: 0.8).", min=0.0)
     ] = None
-    seed: Annotated[int, Option(help="Of new weights, the order of the text and sampled answers.", min=0)] = 0
+    seed: Annotated[
+        int, Option(help="Of new weights, the order of the text and sampled answers.", min=0, max=2**63 - 1)
+    ] = 0
     device: Annotated[str, Option(help="A torch device: cpu, cuda, ...")] = "cpu"
     dtype: Annotated[str, Option(help="Of the model: auto (as stored), float32, bfloat16 or float16.")] = "auto"

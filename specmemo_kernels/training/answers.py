@@ -68,7 +68,7 @@ def write_answers(
 ) -> None:
     """Append a line ``{"index": i, "tokens": [...]}`` to ``path`` for every prompt that has none yet.
 
-    The tokens are the prompt and its answer. Prompts too long for the model are skipped.
+    The tokens are the prompt and its answer. Prompts too long for the model or for the budget are skipped.
 
     Args:
         temperature: 0 for greedy answers. seed: with a prompt's index, of its sampling.
@@ -77,10 +77,12 @@ def write_answers(
     done = {json.loads(line)["index"] for line in _whole_lines(path)}
     room = longest_text(model) - max_new_tokens
     waiting = [i for i, prompt in enumerate(prompts) if i not in done and 0 < len(prompt) <= room]
-    tick(len(prompts) - len(waiting))
     if not waiting:
-        return
-    with patch(model, "prompt-lookup", memory_budget=memory_budget, max_batch_size=_BATCH):
+        return tick(len(prompts))
+    with patch(model, "prompt-lookup", memory_budget=memory_budget, max_batch_size=_BATCH) as handle:
+        if handle.max_length is not None:
+            waiting = [i for i in waiting if len(prompts[i]) + max_new_tokens <= handle.max_length]
+        tick(len(prompts) - len(waiting))
         for first in range(0, len(waiting), _REQUESTS):
             part = waiting[first : first + _REQUESTS]
             requests = [

@@ -52,12 +52,21 @@ def save_state(
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file; a crash leaves the old one or the new one."""
+    """Write a file; a crash leaves the old one or the new one.
+
+    Raises:
+        OSError: it can't be written, as on a full disk.
+    """
     fresh = path.with_name(path.name + ".new")
-    write(fresh)
-    with fresh.open("rb") as file:
-        os.fsync(file.fileno())
-    fresh.replace(path)
+    try:
+        write(fresh)
+        with fresh.open("rb") as file:
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    except SafetensorError as error:  # what its library makes of the system's errors
+        raise OSError(f"{path} can't be written: {error}") from error
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 @torch.no_grad()

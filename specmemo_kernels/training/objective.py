@@ -74,7 +74,8 @@ class Objective(nn.Module):
             if d:
                 alive = alive & own[:, d : d + rows]
             right = self._draft_ids(best[:, 1 + d : 1 + d + rows])
-            found = ranks(hidden[alive][None], *matrix, right[alive])[0].cpu()
+            found = ranks(hidden[alive][None], *matrix, right[alive])[0]
+            found = torch.where(right[alive] < 0, RANKS, found).cpu()  # the draft vocabulary may be smaller than RANKS
             counts[d] = torch.bincount(found.clamp(max=RANKS), minlength=RANKS + 1)[:RANKS].double()
             totals[d] = len(found)
         return counts, totals

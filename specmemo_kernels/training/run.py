@@ -24,6 +24,8 @@ from specmemo_kernels.training.windows import Windows
 #: The folder of a run's files inside the drafter's; it is removed at the end.
 RUN_FOLDER = "training"
 SUMMARY = "training.json"
+#: Files that a drafter's would replace, or that would be loaded with it.
+_MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.pt")
 #: Most windows of the measurement at the end.
 _EVALUATED = 64
 #: Tokens of a forward pass on a CPU: more leave its caches. EAGLE-3 for the demo model, two cores: 3,200 tokens/s with
@@ -93,7 +95,7 @@ class RunFolder:
         main_process: writes the arguments; other processes only compare them.
 
     Raises:
-        TrainingError: the folder has a finished drafter, or a run with other or unreadable arguments.
+        TrainingError: the folder has a finished drafter, another model, or a run with other or unreadable arguments.
     """
 
     def __init__(self, folder: Path, arguments: dict[str, Any], *, main_process: bool = True) -> None:
@@ -104,6 +106,8 @@ class RunFolder:
         self._main_process = main_process
         if self._noted.exists():
             self._check_arguments(self._noted, self._given)
+        elif model_files := [path.name for pattern in _MODEL_FILES for path in sorted(folder.glob(pattern))]:
+            raise TrainingError(f"{folder} has {model_files[0]} of another model; name another folder with --out")
 
     def begin(self) -> None:
         """Write the arguments, unless they are there: from now on the folder has an unfinished run."""

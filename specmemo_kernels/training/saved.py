@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from specmemo_kernels.drafting.head_files import CONFIG_NAME
@@ -28,12 +29,18 @@ def save_drafter(drafter: Trainable, folder: Path, held_out: HeldOut, verifier: 
 
     Args:
         verifier: the target's name, for speculators' config.
+
+    Raises:
+        OSError: a file can't be written.
     """
     accuracy = [list(row) for row in held_out.accuracy]
     if isinstance(drafter, TrainableMedusa):
         heads = copy.deepcopy(drafter.heads).to(drafter.target.dtype)
         heads.cumulative_topk_accuracy = accuracy
-        heads.save_pretrained(folder)
+        try:
+            heads.save_pretrained(folder)
+        except SafetensorError as error:
+            raise OSError(f"{folder} can't be written: {error}") from error
         return
     tensors = {key: value.detach().contiguous() for key, value in drafter.cast().items()}
     if isinstance(drafter, TrainableEagle3):

@@ -115,7 +115,7 @@ def read_rows(file: Path) -> Iterator[tuple[str, Any]]:
     """The rows of a ``.jsonl`` file, each with its place for messages.
 
     Raises:
-        DataError: a line that isn't JSON.
+        DataError: a line that isn't JSON, or has half of a surrogate pair, which no tokenizer takes.
     """
     # str.splitlines also ends lines at U+2028 and others, which JSON has in strings.
     for number, line in enumerate(read_text(file).split("\n"), start=1):
@@ -126,6 +126,8 @@ def read_rows(file: Path) -> Iterator[tuple[str, Any]]:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where} is not JSON: {error}") from error
+        if "\\u" in line and any("\ud800" <= c <= "\udfff" for c in json.dumps(row, ensure_ascii=False)):
+            raise DataError(f"{where} has half of a surrogate pair; replace it by a whole character")
         yield where, row
 
 

@@ -172,7 +172,7 @@ def _modes(mixer: Mixer) -> dict[str, Any]:
 
 
 def _errors(mixer: Mixer, x: Tensor, expected: Tensor, others: dict[str, Any]) -> tuple[float, float, float]:
-    """Relative distances from ``expected`` of tokens behind others, together and one by one, and of rounding at most."""
+    """Relative distances from ``expected`` of tokens behind others, together and one by one; at most, of rounding."""
     limit = _SHORT_TOLERANCE
     if x.dtype == torch.float32:
         noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x) * torch.finfo(x.dtype).eps
