@@ -13,7 +13,7 @@ import uvicorn
 import specmemo_kernels as sk
 from specmemo_kernels.integrations.serve.answers import Model
 from specmemo_kernels.integrations.serve.app import ServerLimits, make_app
-from specmemo_kernels.integrations.serve.connection import Server
+from specmemo_kernels.integrations.serve.connection import Connection, Server
 from specmemo_kernels.integrations.serve.metrics import Metrics
 
 
@@ -31,7 +31,7 @@ def serving(
     served = Model(name, engine, tokenizer, Metrics(engine), max_seconds)
     limits = limits or ServerLimits(shutdown_seconds=5)
     app = make_app(served, limits)
-    config = uvicorn.Config(app, "127.0.0.1", 0, log_config=None, access_log=False)
+    config = uvicorn.Config(app, "127.0.0.1", 0, http=Connection, log_config=None, access_log=False)
     socket, server = config.bind_socket(), Server(config, engine.close, limits.shutdown_seconds)
     thread = threading.Thread(target=server.run, args=([socket],))
     thread.start()
@@ -43,3 +43,4 @@ def serving(
     finally:
         server.should_exit = True
         thread.join(60)
+        assert not thread.is_alive()

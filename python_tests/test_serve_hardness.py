@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -219,6 +220,17 @@ def test_the_end_of_a_busy_server(
         assert "the server stopped" in message(whole.result())
         assert events(stream.result())[-1]["choices"][0]["finish_reason"] == "abort"
     assert not [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
+
+
+def test_half_a_request_does_not_delay_the_end(model: PreTrainedModel) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{"
+    with serving(model, make_tokenizer(None), ServerLimits(shutdown_seconds=WAIT)) as address:
+        client = socket.create_connection((httpx.URL(address).host, httpx.URL(address).port))
+        client.settimeout(WAIT)
+        client.sendall(head)
+        assert httpx.get(f"{address}/health").status_code == 200
+    assert client.recv(1) == b""
+    client.close()
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ _READ_BYTES = 16 * 1024
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection with reads of 16 KiB.
+    """uvicorn's connection with reads of 16 KiB. When the server stops, requests that haven't arrived are dropped.
 
     asyncio allocates 256 KiB for each read, which the C library maps anew: when memory is short that fails first, and
     asyncio closes the connection, also of requests that the engine could still answer.
@@ -25,6 +25,12 @@ class Connection(H11Protocol):
         if hasattr(transport, "max_size"):  # asyncio's own transports; uvloop's have one buffer for all
             transport.max_size = _READ_BYTES
         super().connection_made(transport)
+
+    def shutdown(self) -> None:
+        if self.cycle is not None and self.cycle.more_body and not self.cycle.response_started:
+            self.transport.close()  # the rest of the body may never come
+        else:
+            super().shutdown()
 
 
 #: For the last pieces of aborted answers, and for the step in progress.
