@@ -258,6 +258,30 @@ def test_memory_of_the_weights(tied: bool, decompressions: list[torch.Size]) -> 
         assert 0.15 < handle.compressed.saved_bytes / sum(2 * rows * columns for rows, columns in sizes) < 0.25
 
 
+def test_inference_mode_and_training() -> None:
+    """Weights and heads of a model that was patched in inference mode can be trained."""
+    model = wide_model()
+    heads = random_heads(model).to(torch.bfloat16)
+    with torch.inference_mode(), sk.patch(model, heads, compress=True):
+        greedy(model)
+    assert not any(p.is_inference() for p in (*model.parameters(), *heads.parameters()))
+    model(PROMPTS, labels=PROMPTS).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_another_dtype_is_refused() -> None:
+    model = wide_model()
+    with sk.patch(model, "prompt-lookup", compress=True):
+        expected = greedy(model)
+        for change in (model.float, model.half, lambda: model.to(torch.float64), model.model.layers[0].mlp.float):
+            with pytest.raises(RuntimeError, match=r"would be converted.*unpatch"):
+                change()
+        assert torch.equal(greedy(model), expected)
+        model.to(torch.bfloat16)
+        assert torch.equal(greedy(model), expected)
+    assert {p.dtype for p in model.float().parameters()} == {torch.float32}
+
+
 def test_some_layers_are_left_alone() -> None:
     """Also a matrix that a module of another kind shares."""
     model = wide_model()

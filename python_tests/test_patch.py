@@ -8,12 +8,13 @@ import threading
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from selection import sample
 from test_families import answers, batch, greedy
-from tiny_models import OracleDrafter, tiny_model
+from tiny_models import OracleDrafter, random_heads, tiny_model
 from transformers import LlamaForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import BaseStreamer, LogitsProcessor, LogitsProcessorList
 
@@ -314,14 +315,33 @@ def test_reused_cache_runs_the_models_own(model: PreTrainedModel) -> None:
     assert torch.equal(result, expected)
 
 
-def test_inference_mode_and_after(model: PreTrainedModel) -> None:
-    """A call under inference_mode doesn't break later calls outside of it."""
-    inputs = batch((9,))
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3"])
+def test_inference_mode_and_after(family: str) -> None:
+    """A call under inference_mode records steps that are right, there and outside of it."""
+    model, inputs = tiny_model(family), batch((9,))
     expected = greedy(model, inputs, 12)
     with sk.patch(model, oracle(model, inputs)):
         with torch.inference_mode():
             assert torch.equal(greedy(model, inputs, 12), expected)
         assert torch.equal(greedy(model, inputs, 12), expected)
+
+
+@pytest.mark.parametrize("drafter", ["heads", "prompt-lookup", "model"])
+def test_another_default_device(model: PreTrainedModel, drafter: str) -> None:
+    """Tensors of the host and of the model's device are made there."""
+    inputs = batch((9, 4))
+    expected = greedy(model, inputs, 12)
+    heads: Any = {"heads": random_heads(model), "model": tiny_model("llama", seed=3)}.get(drafter, drafter)
+    with torch.device("meta"):
+        handle = sk.patch(model, heads)
+        found = greedy(model, inputs, 12)
+        sampled = model.generate(**inputs, max_new_tokens=5, do_sample=True, repetition_penalty=1.5)
+        requests = [sk.Request([5, 6, 7], 9, [], logprobs=2), sk.Request([8] * 30, 9, [], sk.Sampling(0.5))]
+        answers = sk.generate_batch(model, requests)
+    handle.undo()
+    assert torch.equal(found, expected)
+    assert sampled.device.type == "cpu"
+    assert answers[0].tokens == greedy(model, {"input_ids": torch.tensor([[5, 6, 7]])}, 9)[0, 3:].tolist()
 
 
 def test_padding_on_the_left_or_in_between(model: PreTrainedModel) -> None:

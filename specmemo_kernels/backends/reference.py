@@ -232,7 +232,7 @@ def verify_tree_greedy(
             if child is None:
                 break
             path.append(child)
-        accept_index[row, : len(path)] = torch.tensor(path, dtype=parents.dtype)
+        accept_index[row, : len(path)] = torch.tensor(path, dtype=parents.dtype, device=parents.device)
         accept_length[row] = len(path) - 1
         bonus_token[row] = target[path[-1]]
     return accept_index, accept_length, bonus_token

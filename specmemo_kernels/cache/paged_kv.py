@@ -207,7 +207,7 @@ class PagedKVPool(KVStorage):
     def _append_pages(self, slot: int, pages: list[int]) -> None:
         """Append to a sequence's pages; a failed write of the block table changes nothing."""
         held = self._pages[slot]
-        ids = on_device(torch.tensor(pages, dtype=torch.int32), self.device)
+        ids = on_device(torch.tensor(pages, dtype=torch.int32, device="cpu"), self.device)
         self.block_table[slot, len(held) : len(held) + len(pages)] = ids
         held.extend(pages)
         self._users.update(pages)

@@ -32,7 +32,7 @@ class BlockStack:
         """The blocks of the first heads on their inputs ``[heads, B, H]``; one product without codes."""
         heads, batch = slice(len(x)), x.shape[1]
         if self.scales is None and x.device.type == "cpu":  # torch's product packs the matrices
-            ends = batch * torch.arange(1, len(x) + 1)
+            ends = batch * torch.arange(1, len(x) + 1, device="cpu")
             matrices, biases = self.matrices[heads], self.biases[heads]
             sums = ops.grouped_linear(x.flatten(0, 1), matrices, biases, ends, backend=backend).view(x.shape)
         elif self.scales is None:

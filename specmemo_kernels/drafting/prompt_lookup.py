@@ -32,7 +32,9 @@ class PromptLookupDrafter:
 
     def propose(self, inputs: DraftInput) -> torch.Tensor:
         tree = inputs.tree
-        guesses = torch.full((len(inputs.token_ids), tree.size), -1)  # on the CPU: depths without guesses are dropped
+        guesses = torch.full(
+            (len(inputs.token_ids), tree.size), -1, device="cpu"
+        )  # on the CPU: depths without guesses are dropped
         if tree.max_depth == 0:
             return guesses
         ranks = 1 + max(path[0] for path in tree.paths)

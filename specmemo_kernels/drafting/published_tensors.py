@@ -48,7 +48,7 @@ def check_tensors(where: str, names: Mapping[str, Entry], config: DrafterConfig)
 
 def _check_d2t(entry: Entry, vocab_size: int) -> None:
     offsets = entry.read().to("cpu", torch.int64)
-    tokens = offsets + torch.arange(len(offsets))
+    tokens = offsets + torch.arange(len(offsets), device=offsets.device)
     outside = (tokens < 0) | (tokens >= vocab_size)
     if outside.any():
         row = int(outside.nonzero()[0])

@@ -84,7 +84,7 @@ class StepState:
     def load(self, sequences: Sequence[SequenceState]) -> None:
         """Copy the host's state of ``sequences`` to the first rows. The others are vacant: they hold no tokens."""
         rows = [[s.slot, s.tokens[-1], len(s.tokens) - 1] for s in sequences]
-        numbers = on_device(torch.tensor(rows), self.hidden.device)
+        numbers = on_device(torch.tensor(rows, device="cpu"), self.hidden.device)
         count = len(sequences)
         for tensor, column in zip((self.slots, self.roots, self.seq_lens), numbers.unbind(1), strict=True):
             tensor[:count].copy_(column)

@@ -64,7 +64,6 @@ class _Run:
         results = [view for view in made.values() if self.last[view.name] >= self.first + len(self.calls)]
         if not results or not all(view.contiguous and not view.offset for view in (*inputs, *results)):
             return None
-        examples = [torch.empty(view.size, dtype=view.dtype) for view in inputs]
 
         def run(*tensors: Tensor) -> list[Tensor]:
             return self._run({view.name: tensor for view, tensor in zip(inputs, tensors, strict=True)}, results)
@@ -72,7 +71,9 @@ class _Run:
         arguments = tree_leaves([(call.args, call.kwargs) for call in self.calls])
         constants = [value for value in arguments if isinstance(value, Tensor)]
         try:
-            with _NoOperators():
+            # In inference mode copies such as those of `contiguous` would pass as views.
+            with torch.inference_mode(False), torch.no_grad(), _NoOperators():
+                examples = [torch.empty(view.size, dtype=view.dtype, device="cpu") for view in inputs]
                 program = kernels.record(blocks, examples, run, constants)
         except (MemoryError, RuntimeError, ValueError):
             return None

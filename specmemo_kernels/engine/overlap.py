@@ -226,7 +226,7 @@ class OverlappedSteps:
         device = decoder.target.device
         on_gpu = device.type == "cuda"
         # Allocated before the launch: a failure afterwards would lose the step.
-        rows = torch.empty(len(sequences), 2 * shape.depth + 3, dtype=torch.int64, pin_memory=on_gpu)
+        rows = torch.empty(len(sequences), 2 * shape.depth + 3, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         started = time.perf_counter()
         step, timed = self.steps.launch(shape, tree, None if filled is None else filled.tokens)

@@ -151,7 +151,9 @@ class Sampling:
             logits = logits.index_add(0, index, logits.new_tensor(list(map(_bounded, self.logit_bias.values()))))
         if self.repetition_penalty != 1:
             # The embedding may have tokens that the lm_head doesn't have.
-            index = torch.tensor(sorted({t for t in tokens if t < len(logits)}), dtype=torch.int64).to(logits.device)
+            index = torch.tensor(
+                sorted({t for t in tokens if t < len(logits)}), dtype=torch.int64, device=logits.device
+            )
             seen, penalty = logits[index], max(_bounded(self.repetition_penalty), 1 / _LARGEST)
             logits = logits.scatter(0, index, torch.where(seen < 0, seen * penalty, seen / penalty))
         if self.presence_penalty or self.frequency_penalty:

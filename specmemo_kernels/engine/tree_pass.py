@@ -215,7 +215,7 @@ def next_chunk(prefilling: Sequence[SequenceState], room: int, pool: PagedKVPool
     tokens = [torch.tensor(s.context[s.computed : s.computed + size], device=device) for s, size in parts]
     slots = torch.tensor([s.slot for s, _ in parts], device=device)
     batch = chunk_batch(tokens, [s.computed for s, _ in parts], pool.block_table[slots])
-    ends = torch.tensor([size for _, size in parts]).cumsum(0).tolist()
+    ends = torch.tensor([size for _, size in parts], device="cpu").cumsum(0).tolist()
     done = [(s, end - 1) for (s, size), end in zip(parts, ends, strict=True) if s.computed + size == len(s.context)]
     done.sort(key=lambda item: item[0].emitted > 0)
     rows = torch.tensor([row for _, row in done], dtype=torch.int64, device=device)

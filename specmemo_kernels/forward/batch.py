@@ -93,10 +93,10 @@ class TreeLayout:
 
 @lru_cache(maxsize=CACHED_LAYOUTS)
 def tree_layout(tree: DraftTree, sequences: int, device: torch.device) -> TreeLayout:
-    parents = torch.tensor(tree.parents, dtype=torch.int32).repeat(sequences)
-    depths = torch.tensor(tree.depths, dtype=torch.int64).repeat(sequences)
-    indptr = torch.arange(sequences + 1, dtype=torch.int32) * tree.size
-    row = torch.arange(sequences).repeat_interleave(tree.size)
+    parents = torch.tensor(tree.parents, dtype=torch.int32, device="cpu").repeat(sequences)
+    depths = torch.tensor(tree.depths, dtype=torch.int64, device="cpu").repeat(sequences)
+    indptr = torch.arange(sequences + 1, dtype=torch.int32, device="cpu") * tree.size
+    row = torch.arange(sequences, device="cpu").repeat_interleave(tree.size)
     parts = (parents, depths, tree.mask.repeat(sequences, 1), indptr, row)
     return TreeLayout(*(part.to(device) for part in parts))
 
@@ -128,11 +128,11 @@ class DraftedTrees:
 def uniform_rows(sequences: int, size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """For ``size`` rows per sequence: ``qo_indptr``, each row's sequence, and a ``tree_mask`` of each row's own bit."""
     with torch.inference_mode(False):
-        node = torch.arange(size)
-        own = torch.zeros(size, -(-size // WORD), dtype=torch.int64)
-        own[node, node // WORD] = torch.ones(size, dtype=torch.int64) << node % WORD
-        indptr = torch.arange(sequences + 1, dtype=torch.int32) * size
-        row = torch.arange(sequences)[:, None].expand(-1, size).flatten()
+        node = torch.arange(size, device="cpu")
+        own = torch.zeros(size, -(-size // WORD), dtype=torch.int64, device="cpu")
+        own[node, node // WORD] = torch.ones(size, dtype=torch.int64, device="cpu") << node % WORD
+        indptr = torch.arange(sequences + 1, dtype=torch.int32, device="cpu") * size
+        row = torch.arange(sequences, device="cpu")[:, None].expand(-1, size).flatten()
         return indptr.to(device), row.to(device), own.repeat(sequences, 1).to(device)
 
 
@@ -174,8 +174,8 @@ def chunk_batch(chunks: Sequence[Tensor], starts: Sequence[int], block_table: Te
     """A prefill batch: ``chunks[b]`` (int64 tokens) continues sequence b behind its ``starts[b]`` tokens in pages."""
     device = block_table.device
     sizes = [len(chunk) for chunk in chunks]
-    indptr = torch.tensor([0, *sizes]).cumsum(0).to(device=device, dtype=torch.int32)
-    positions = [torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    indptr = torch.tensor([0, *sizes], device="cpu").cumsum(0).to(device=device, dtype=torch.int32)
+    positions = [torch.arange(start, start + size, device="cpu") for start, size in zip(starts, sizes, strict=True)]
     return TreeBatch(
         tokens=torch.cat(list(chunks)),
         positions=torch.cat(positions).to(device),

@@ -55,7 +55,7 @@ def compress(weight: Tensor, out: Tensor | None = None) -> Tensor | None:
     if weight.shape[-1] > _MOST_COLUMNS:
         return None
     size = *weight.shape[:-1], row_bytes(weight.shape[-1])
-    compressed = torch.empty(size, dtype=torch.uint8) if out is None else out
+    compressed = torch.empty(size, dtype=torch.uint8, device="cpu") if out is None else out
     if compressed.dtype != torch.uint8 or compressed.shape != size or not compressed.is_contiguous():
         found = f"{compressed.dtype} {list(compressed.shape)}"
         raise ValueError(f"out is {found}, expected contiguous torch.uint8 {list(size)}")

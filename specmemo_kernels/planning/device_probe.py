@@ -180,7 +180,7 @@ def _launch_seconds(torch_device: Any, share: float, sync: Callable[[], None]) -
             vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=256,
         )  # fmt: skip
-        with torch.random.fork_rng(devices=[]):  # leave the caller's random state
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # leave the caller's random state
             model = LlamaForCausalLM(config).to(torch_device).eval()
         ids, cache = torch.zeros(1, 8, dtype=torch.int64, device=torch_device), DynamicCache(config=config)
         # The cache grows by one token per call, which doesn't matter.

@@ -128,7 +128,9 @@ class DraftTree:
         for node, parent in enumerate(self.parents):
             rows.append((rows[parent] if parent >= 0 else 0) | 1 << node)
         words = -(-self.size // WORD)
-        return torch.tensor([[_signed(row >> WORD * word) for word in range(words)] for row in rows], dtype=torch.int64)
+        return torch.tensor(
+            [[_signed(row >> WORD * word) for word in range(words)] for row in rows], dtype=torch.int64, device="cpu"
+        )
 
 
 def _integers(name: str, values: Any) -> tuple[int, ...]:

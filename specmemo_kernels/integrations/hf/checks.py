@@ -201,7 +201,7 @@ def _prompt(config: Any, vocab_size: int) -> Tensor:
     """One token for each node of :data:`_ORDER`, without special tokens (padding, an image)."""
     special = _special_tokens(config.to_dict())
     plain = [token for i in range(1, 64) if (token := 7919 * i % vocab_size) not in special]
-    return torch.tensor((plain or [0])[: len(_ORDER)] * len(_ORDER))[: len(_ORDER)]
+    return torch.tensor((plain or [0])[: len(_ORDER)] * len(_ORDER), device="cpu")[: len(_ORDER)]
 
 
 def _special_tokens(settings: dict[str, Any]) -> set[int]:

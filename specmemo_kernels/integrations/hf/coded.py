@@ -154,5 +154,5 @@ def _peaks(module: nn.Module, args: tuple[Tensor, ...], rows: int) -> _Peaks:
 def _random(like: Tensor, rows: int | None, magnitude: float) -> Tensor:
     """Random rows of ``like``'s size, dtype and device; ``None``: in its shape."""
     shape = like.shape if rows is None else (*[1] * (like.dim() - 2), rows, like.shape[-1])
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu")
     return (magnitude * values).to(like.device, like.dtype)

@@ -36,6 +36,13 @@ class Compressed(nn.Module):
 
     _matrices: dict[str, CompressedMatrix]  # by the parameter's name
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        if compressed_matrices(self) and fn(torch.empty(0, dtype=torch.bfloat16, device="cpu")).dtype != torch.bfloat16:
+            raise RuntimeError(
+                "compressed weights would be converted to another dtype; call specmemo_kernels.unpatch(model) first"
+            )
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination.update({prefix + name: matrix.plain() for name, matrix in compressed_matrices(self).items()})
@@ -143,7 +150,7 @@ def _with_memory(candidates: list[_Users]) -> Iterator[tuple[_Users, Tensor]]:
     while candidates:
         ends = list(accumulate(prod(users.size) for users in candidates))
         count = 1 + bisect_left(ends, _BLOCK_BYTES, hi=len(ends) - 1)
-        block = torch.empty(ends[count - 1], dtype=torch.uint8)
+        block = torch.empty(ends[count - 1], dtype=torch.uint8, device="cpu")
         prefer_huge_pages(block)
         for users, end in zip(candidates[:count], ends, strict=False):
             yield users, block[end - prod(users.size) : end].view(users.size)
@@ -195,6 +202,7 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
     return cast(type[nn.Module], type(module).__bases__[1])
 
 
+@torch.inference_mode(False)  # the parameters can be trained afterwards
 def _decompress(users: _Users, columns: int, requires_grad: bool) -> None:
     parameter = users.parameter
     if parameter.dtype == torch.uint8:

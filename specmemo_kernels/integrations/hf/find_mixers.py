@@ -140,7 +140,8 @@ def checked(found: dict[nn.Module, Mixer]) -> Mixers:
 def _modes(mixer: Mixer) -> dict[str, Any]:
     """How tokens behind other tokens are fed to a mixer, by comparison with a pass over all tokens at once."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, _TOKENS, mixer.spec.hidden_size, generator=generator).to(mixer.spec.device, mixer.spec.dtype)
+    x = torch.randn(1, _TOKENS, mixer.spec.hidden_size, generator=generator, device="cpu")
+    x = x.to(mixer.spec.device, mixer.spec.dtype)
     arguments = mixer.arguments_for(1, _TOKENS)
     with fast_convolutions(x):
         output = type(mixer.module).forward(mixer.module, x, **{**arguments, "attention_mask": None})
@@ -175,7 +176,8 @@ def _errors(mixer: Mixer, x: Tensor, expected: Tensor, others: dict[str, Any]) -
     """Relative distances from ``expected`` of tokens behind others, together and one by one; at most, of rounding."""
     limit = _SHORT_TOLERANCE
     if x.dtype == torch.float32:
-        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x) * torch.finfo(x.dtype).eps
+        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), device="cpu").to(x)
+        noise *= torch.finfo(x.dtype).eps
         limit = max(_TOLERANCE, _AMPLIFIED * _distance(expected, mixer.call(x * (1 + noise), (), others)[0]))
     return _error(mixer, x, expected, others), _error(mixer, x, expected, others, alone=True), limit
 

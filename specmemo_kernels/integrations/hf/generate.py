@@ -290,7 +290,7 @@ class _Columns:
         """Stream the columns before ``end`` that were not streamed yet."""
         while self.call.streamer is not None and self.sent < end:
             values = [r[self.sent] if self.sent < len(r) else self.pad for r in rows]
-            self.call.streamer.put(torch.tensor(values))
+            self.call.streamer.put(torch.tensor(values, device="cpu"))
             self.sent += 1
 
     def end(self) -> None:
@@ -299,6 +299,6 @@ class _Columns:
 
     def padded(self, sequences: Sequence[SequenceState]) -> Tensor:
         """Prompts and new tokens of all rows, padded on the right."""
-        rows = [torch.tensor(s.new_tokens, dtype=torch.int64) for s in sequences]
+        rows = [torch.tensor(s.new_tokens, dtype=torch.int64, device="cpu") for s in sequences]
         new = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.pad)
         return torch.cat([self.call.input_ids, new.to(self.call.input_ids.device)], dim=1)

@@ -52,8 +52,8 @@ def check_invariance(model: Any, facts: ModelFacts) -> None:
                 "other rows; use invariant=False"
             )
     count = max(_ROWS)
-    tokens = torch.arange(count) * 7919 % model.get_input_embeddings().weight.shape[0]
-    positions = torch.arange(count) * 5 % max(1, min(count, _max_positions(model)))
+    tokens = torch.arange(count, device="cpu") * 7919 % model.get_input_embeddings().weight.shape[0]
+    positions = torch.arange(count, device="cpu") * 5 % max(1, min(count, _max_positions(model)))
     expected: tuple[Tensor, Tensor] | None = None
     for rows in sorted(_ROWS, reverse=True):
         with facts.pass_mode(), tapped(cut=facts.plain_lm_head) as tap:

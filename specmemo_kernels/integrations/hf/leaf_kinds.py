@@ -152,7 +152,7 @@ def _matrix(module: Any) -> tuple[Tensor, Tensor | None]:
 
 def _same_function(function: Any, known: Callable[[Tensor], Tensor]) -> bool:
     """Whether two activations give the same bits."""
-    x = torch.linspace(-12, 12, 1001)
+    x = torch.linspace(-12, 12, 1001, device="cpu")
     try:
         return torch.equal(function(x), known(x))
     except Exception:  # not an activation of one tensor
@@ -162,12 +162,14 @@ def _same_function(function: Any, known: Callable[[Tensor], Tensor]) -> bool:
 def best_match(module: nn.Module, kind: LeafKind, kernels: Kernels, dtype: torch.dtype) -> int | None:
     """The index of the candidate whose results agree within rounding errors, with the fewest different elements."""
     generator, device = torch.Generator().manual_seed(0), next(module.parameters()).device
-    magnitudes = torch.tensor([size for size in _MAGNITUDES if size < torch.finfo(dtype).max / 8])  # no row overflows
-    rows = torch.randn(1, len(magnitudes), kind.inputs, generator=generator)
+    sizes = [size for size in _MAGNITUDES if size < torch.finfo(dtype).max / 8]  # no row overflows
+    magnitudes = torch.tensor(sizes, device="cpu")
+    rows = torch.randn(1, len(magnitudes), kind.inputs, generator=generator, device="cpu")
     arguments = [(rows * magnitudes[:, None]).to(device, dtype)]
     if kind.experts:
-        chosen = torch.rand(len(magnitudes), kind.experts, generator=generator).topk(min(2, kind.experts))[1]
-        scores = torch.rand(chosen.shape, generator=generator)
+        ranked = torch.rand(len(magnitudes), kind.experts, generator=generator, device="cpu")
+        chosen = ranked.topk(min(2, kind.experts))[1]
+        scores = torch.rand(chosen.shape, generator=generator, device="cpu")
         arguments = [arguments[0][0], chosen.to(device), scores.to(device, dtype)]
     try:
         with Linears(exact_linear):

@@ -107,9 +107,9 @@ def _last_seen(rule: MaskRule, device: torch.device) -> int | None:
 
 def _pairs(window: int | None) -> tuple[Tensor, Tensor]:
     """Positions of queries and keys, ``[M]`` int64 each, that distinguish causal masks, windows and chunks."""
-    near = torch.cartesian_prod(torch.arange(_NEAR), torch.arange(_NEAR))
+    near = torch.cartesian_prod(*[torch.arange(_NEAR, device="cpu")] * 2)
     marks = [2**i for i in range(_FAR.bit_length() - 1)] + ([] if window is None else [window])
-    distances = torch.tensor(sorted({m + d for m in marks for d in (-1, 0, 1)}))
-    far = torch.cartesian_prod(torch.tensor([_FAR - 1, _FAR, _FAR + 12345]), distances)
+    distances = torch.tensor(sorted({m + d for m in marks for d in (-1, 0, 1)}), device="cpu")
+    far = torch.cartesian_prod(torch.tensor([_FAR - 1, _FAR, _FAR + 12345], device="cpu"), distances)
     far = far[far[:, 1] <= far[:, 0]]
     return torch.cat([near[:, 0], far[:, 0]]), torch.cat([near[:, 1], far[:, 0] - far[:, 1]])

@@ -221,7 +221,8 @@ def patch(
     ranks = ranks_of(model, rank_timeout)
     undo: list[Callable[[], None]] = []
     try:
-        with ranks.guarded(), evaluation(model):
+        # Weights and heads are moved in memory; they can be trained afterwards.
+        with ranks.guarded(), evaluation(model), torch.inference_mode(False):
             undo.append(attach(model))
             if ranks.size > 1:
                 if free is not None:

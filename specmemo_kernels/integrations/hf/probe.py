@@ -115,7 +115,7 @@ def _recorded_pass(
         Each layer's keys and values with its query heads, the ramp, the logits, and the lm_head's input.
     """
     layers: dict[int, tuple[LayerKV, int]] = {}
-    ramp = torch.empty(0)
+    ramp = torch.empty(0, device="cpu")
 
     def record_layer(layer: int, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
         if layer in layers:

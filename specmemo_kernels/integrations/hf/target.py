@@ -246,7 +246,7 @@ class LmHeadTap:
     """The input of a forward pass's lm_head; with ``cut`` the lm_head itself gets no rows and computes no logits."""
 
     cut: bool
-    hidden: Tensor = field(default_factory=lambda: torch.empty(0))
+    hidden: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
 
 
 _tap: ContextVar[LmHeadTap | None] = ContextVar("specmemo_lm_head_tap", default=None)
