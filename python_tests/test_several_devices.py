@@ -184,8 +184,8 @@ def test_a_step_has_arrived_when_its_own_stream_got_there(machine: Machine, monk
     )  # fmt: skip
     unpinned = torch.empty
 
-    def empty(*sizes: int, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
-        assert pin_memory
+    def empty(*sizes: int, dtype: torch.dtype, device: str, pin_memory: bool) -> torch.Tensor:
+        assert (device, pin_memory) == ("cpu", True)
         return unpinned(*sizes, dtype=dtype)
 
     monkeypatch.setattr(late_steps.torch, "empty", empty)

@@ -72,9 +72,10 @@ class _Run:
         constants = [value for value in arguments if isinstance(value, Tensor)]
         try:
             # In inference mode copies such as those of `contiguous` would pass as views.
-            with torch.inference_mode(False), torch.no_grad(), _NoOperators():
+            with torch.inference_mode(False), torch.no_grad():
                 examples = [torch.empty(view.size, dtype=view.dtype, device="cpu") for view in inputs]
-                program = kernels.record(blocks, examples, run, constants)
+                with _NoOperators():
+                    program = kernels.record(blocks, examples, run, constants)
         except (MemoryError, RuntimeError, ValueError):
             return None
         return Call(program, tuple(inputs), results=tuple(results), single=False)
