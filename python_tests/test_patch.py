@@ -318,12 +318,13 @@ def test_reused_cache_runs_the_models_own(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3"])
 def test_inference_mode_and_after(family: str) -> None:
     """A call under inference_mode records steps that are right, there and outside of it."""
-    model, inputs = tiny_model(family), batch((9,))
-    expected = greedy(model, inputs, 12)
-    with sk.patch(model, oracle(model, inputs)):
+    model, inputs = tiny_model(family), batch((20,))
+    expected = greedy(model, inputs, 40)
+    with sk.patch(model, "prompt-lookup", tree=4) as handle:
         with torch.inference_mode():
-            assert torch.equal(greedy(model, inputs, 12), expected)
-        assert torch.equal(greedy(model, inputs, 12), expected)
+            assert torch.equal(greedy(model, inputs, 40), expected)
+        assert torch.equal(greedy(model, inputs, 40), expected)
+        assert handle.stats.graph_steps
 
 
 @pytest.mark.parametrize("drafter", ["heads", "prompt-lookup", "model"])
