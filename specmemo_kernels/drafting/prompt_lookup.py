@@ -32,9 +32,8 @@ class PromptLookupDrafter:
 
     def propose(self, inputs: DraftInput) -> torch.Tensor:
         tree = inputs.tree
-        guesses = torch.full(
-            (len(inputs.token_ids), tree.size), -1, device="cpu"
-        )  # on the CPU: depths without guesses are dropped
+        # On the CPU: depths without guesses are dropped.
+        guesses = torch.full((len(inputs.token_ids), tree.size), -1, device="cpu")
         if tree.max_depth == 0:
             return guesses
         ranks = 1 + max(path[0] for path in tree.paths)
