@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from head_cases import HIDDEN, VOCAB, Tensors, as_vllm, assert_same, medusa_state, with_prefix, without
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -256,6 +257,20 @@ class TestPretrained:
         MedusaDrafter(heads, (torch.randn(VOCAB, HIDDEN), None))
         heads.save_pretrained(tmp_path)
         assert_same(MedusaHeads.from_pretrained(tmp_path), state, layers=2, own=False)
+
+    def test_a_full_disk_leaves_the_saved_heads(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        state = medusa_state(layers=2)
+        load_heads(state, HIDDEN, VOCAB).save_pretrained(tmp_path)
+
+        def full(tensors: Tensors, path: Path) -> None:
+            path.write_bytes(b"a part")
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+        monkeypatch.setattr("safetensors.torch.save_file", full)
+        with pytest.raises(OSError, match=r"medusa_lm_head.safetensors can't be written: .*No space left"):
+            load_heads(medusa_state(layers=2, seed=1), HIDDEN, VOCAB).save_pretrained(tmp_path)
+        assert {file.name for file in tmp_path.iterdir()} == {"config.json", "medusa_lm_head.safetensors"}
+        assert_same(MedusaHeads.from_pretrained(tmp_path), state, layers=2)
 
     def test_shared_heads_need_a_vocabulary(self, tmp_path: Path) -> None:
         state = medusa_state(own=False)

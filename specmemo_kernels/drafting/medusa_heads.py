@@ -13,6 +13,7 @@ from torch import nn
 from specmemo_kernels.arguments import integer
 from specmemo_kernels.drafting.head_files import CONFIG_NAME, WEIGHTS_NAME, open_path
 from specmemo_kernels.drafting.head_tensors import StoredHeads, stored_heads
+from specmemo_kernels.drafting.replaced_file import replace_file
 from specmemo_kernels.ops.weight_codes import GROUP, check_bits, groups_of, packed_bytes, unpack
 
 
@@ -250,6 +251,9 @@ class MedusaHeads(nn.ModuleList):
         """Write ``config.json`` and ``medusa_lm_head.safetensors`` into ``folder``.
 
         Existing files are replaced atomically: processes that have them open can still read them.
+
+        Raises:
+            OSError: they can't be written, as on a full disk.
         """
         from safetensors.torch import save_file
 
@@ -271,12 +275,8 @@ class MedusaHeads(nn.ModuleList):
             # Heads may share a matrix, as Medusa's own repeat one block; safetensors refuses shared memory.
             tensors[key] = tensor.clone() if tensor.data_ptr() in written else tensor
             written.add(tensor.data_ptr())
-        weights = target / (WEIGHTS_NAME + ".new")
-        save_file(tensors, weights)
-        weights.replace(target / WEIGHTS_NAME)
-        text = target / (CONFIG_NAME + ".new")
-        text.write_text(json.dumps(config, indent=2) + "\n")
-        text.replace(target / CONFIG_NAME)
+        replace_file(target / WEIGHTS_NAME, lambda path: save_file(tensors, path))
+        replace_file(target / CONFIG_NAME, lambda path: path.write_text(json.dumps(config, indent=2) + "\n"))
 
 
 def build_heads(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+
+from specmemo_kernels.drafting.replaced_file import replace_file
 
 Tensor = torch.Tensor
 
@@ -49,24 +50,6 @@ def save_state(
     metadata = {"progress": json.dumps(vars(progress))}
     dense = {key: tensor.contiguous() for key, tensor in tensors.items()}
     replace_file(path, lambda fresh: save_file(dense, fresh, metadata))
-
-
-def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file; a crash leaves the old one or the new one.
-
-    Raises:
-        OSError: it can't be written, as on a full disk.
-    """
-    fresh = path.with_name(path.name + ".new")
-    try:
-        write(fresh)
-        with fresh.open("rb") as file:
-            os.fsync(file.fileno())
-        fresh.replace(path)
-    except SafetensorError as error:  # what its library makes of the system's errors
-        raise OSError(f"{path} can't be written: {error}") from error
-    finally:
-        fresh.unlink(missing_ok=True)
 
 
 @torch.no_grad()

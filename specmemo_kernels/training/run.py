@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
+from specmemo_kernels.drafting.replaced_file import replace_file
 from specmemo_kernels.engine.pressure import free_bytes
-from specmemo_kernels.training.checkpoint import TrainingError, replace_file
+from specmemo_kernels.training.checkpoint import TrainingError
 from specmemo_kernels.training.loop import Schedule, Training
 from specmemo_kernels.training.memory import windows_within
 from specmemo_kernels.training.objective import HeldOut, Objective, evaluate
