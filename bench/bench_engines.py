@@ -17,6 +17,7 @@ Each engine has a process of its own with its own copy of the weights, and all r
 - ``mib``: peak of a run's anonymous resident memory beyond that of the weights and the loaded library, in a process of
   its own that returns freed blocks of 256 KiB and more at once. (glibc's default is up to 32 MiB, so that loading
   leaves holes in the heap.)
+- ``weights_mib``: the model's weights as the engine keeps them, without a drafter's; not given by vLLM.
 - ``equal``: the part of the new tokens before the first one that differs from the first engine's, mean over the
   prompts. Not given for replayed runs.
 """
@@ -137,6 +138,7 @@ def measure(workers: list[Worker], texts: Tokens, batch: int, new_tokens: int, r
         counted = [run["tokens_per_step"] for run in runs if run["tokens_per_step"] is not None]
         row["tokens_per_step"] = statistics.mean(counted) if counted else None
         row["mib"] = memory[worker.engine] / 2**20
+        row["weights_mib"] = runs[0]["model_bytes"] and runs[0]["model_bytes"] / 2**20
         if not (replay and worker.engine.endswith(("heads", "EAGLE-3"))):
             row["equal"] = statistics.mean(
                 common_prefix(tokens, expected)
@@ -176,6 +178,7 @@ def main(
     new_tokens: Annotated[int, typer.Option(help="written for each prompt")] = 64,
     rounds: Annotated[int, typer.Option(help="batches that each engine writes")] = 5,
     threads: Annotated[int, typer.Option(help="of every engine")] = torch.get_num_threads(),
+    memory_budget: Annotated[str | None, typer.Option(help="of this package's engines, such as 20MiB")] = None,
     vllm_python: Annotated[str | None, typer.Option(help="a Python with vLLM")] = None,
     json_: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
 ) -> None:
@@ -186,7 +189,7 @@ def main(
             gguf = any(engine.startswith("llama.cpp") for engine in pythons)
             folder, texts = make_model(name, getattr(torch, dtype), Path(temporary), context, 16, gguf)
             for size in map(int, batch.split(",")):
-                setup = Setup(str(folder), dtype, size, context + new_tokens, threads, replay=name != BUNDLED)
+                setup = Setup(str(folder), dtype, size, context + new_tokens, threads, name != BUNDLED, memory_budget)
                 workers = [
                     Worker(engine, setup, python)
                     for engine, python in pythons.items()
@@ -198,7 +201,10 @@ def main(
                 for worker in workers:
                     worker.close()
     print_rows(rows, list(dict.fromkeys(key for row in rows for key in row)))
-    write_result(json_, {"context": context, "new_tokens": new_tokens, "rounds": rounds, "rows": rows})
+    write_result(
+        json_,
+        {"context": context, "new_tokens": new_tokens, "rounds": rounds, "memory_budget": memory_budget, "rows": rows},
+    )
 
 
 def runs(engine: str, batch: int, replay: bool) -> bool:

@@ -28,7 +28,7 @@ Tokens = list[list[int]]
 @dataclass(frozen=True)
 class Setup:
     """What an engine runs: a model folder with ``model.gguf``, a dtype, at most ``batch`` prompts of ``slots`` tokens
-    (new ones included), and whether acceptance is replayed."""
+    (new ones included), whether acceptance is replayed, and this package's ``memory_budget``."""
 
     folder: str
     dtype: str
@@ -36,17 +36,20 @@ class Setup:
     slots: int
     threads: int
     replay: bool
+    budget: str | None = None
 
 
 class Engine:
     """An engine to measure; its constructor loads the model.
 
     ``generate`` calls ``first`` once, when every prompt has its first token. ``tokens_per_step``: of the last call, if
-    the engine counts its steps. ``weight_bytes``: of weights in anonymous memory that ``start`` made.
+    the engine counts its steps. ``model_bytes``: of the model's weights as the engine keeps them. ``own_bytes``: of
+    those that ``start`` made, in anonymous memory.
     """
 
     tokens_per_step: float | None = None
-    weight_bytes = 0
+    model_bytes: int | None = None
+    own_bytes = 0
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -71,6 +74,8 @@ class Transformers(Engine):
         self.options, self.torch = options, torch
         self.model = load_model(setup.folder, getattr(torch, setup.dtype), torch.device("cpu"))
         self.model.generation_config.eos_token_id = None
+        storages = {p.data_ptr(): p.nbytes for p in self.model.parameters()}  # tied ones once
+        self.model_bytes = sum(storages.values())
 
     def generate(self, prompts: Tokens, new_tokens: int, first: Callable[[], None]) -> Tokens:
         class Streamer:  # the first put is the prompt, so the second marks the first token
@@ -115,9 +120,10 @@ class Ours(Transformers):
             heads = f"{self.setup.folder}/eagle3"
         self.handle = self.patch(
             self.model, heads, tree=self.tree, max_batch_size=self.setup.batch, reuse_prefix=False,
-            **self.patch_options,
+            memory_budget=self.setup.budget, **self.patch_options,
         )  # fmt: skip
-        self.weight_bytes = self.handle.compressed.nbytes
+        self.own_bytes = self.handle.compressed.nbytes
+        self.model_bytes -= self.handle.compressed.saved_bytes
         self.target: Any = None
         self.texts = 0  # each has draws of its own
         if self.setup.replay and self.tree != 1:
@@ -161,6 +167,7 @@ class LlamaCpp(Engine):
         self.model = llama_cpp.llama_model_load_from_file(f"{setup.folder}/model.gguf".encode(), params)
         if not self.model:
             raise OSError(f"llama.cpp can't load {setup.folder}/model.gguf")
+        self.model_bytes = int(llama_cpp.llama_model_size(self.model))
         self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
 
     def start(self) -> None:
@@ -361,9 +368,9 @@ def main() -> None:
                 job["prompts"], job["new_tokens"], lambda times=times: times.append(time.perf_counter())
             )
             seconds = time.perf_counter() - started
-        result = {"tokens": tokens, "seconds": seconds, "bytes": max(0, peak.bytes - loaded - engine.weight_bytes)}
+        result = {"tokens": tokens, "seconds": seconds, "bytes": max(0, peak.bytes - loaded - engine.own_bytes)}
         result |= {"first_token_seconds": times[0] - started if times else None}
-        result["tokens_per_step"] = engine.tokens_per_step
+        result |= {"tokens_per_step": engine.tokens_per_step, "model_bytes": engine.model_bytes}
         print(json.dumps(result), file=results, flush=True)
 
 

@@ -275,6 +275,8 @@ def linear() -> str:
 
 
 def engines(source: str = "engines_cpu") -> str:
+    found = load(source)["rows"]
+    with_weights = any(row.get("weights_mib") for row in found)
     rows = [
         [
             row["shape"],
@@ -284,10 +286,12 @@ def engines(source: str = "engines_cpu") -> str:
             decimals(row["decode_per_s"]) if row["decode_per_s"] else "",
             f"{row['tokens_per_step']:.2f}" if row["tokens_per_step"] else "",
             f"{row['mib']:.1f}",
+            *([f"{row['weights_mib']:,.0f}"] if with_weights else []),
         ]
-        for row in load(source)["rows"]
+        for row in found
     ]
     header = ["model", "batch", "engine", "tokens/s", "after the first token", "tokens per step", "memory, MiB"]
+    header += ["weights, MiB"] if with_weights else []
     return table(header, rows, source)
 
 

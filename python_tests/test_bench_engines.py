@@ -33,6 +33,7 @@ def test_all_write_the_same(bench: Any, tmp_path: Path) -> None:
     installed = all(importlib.util.find_spec(name) is not None for name in ("llama_cpp", "gguf"))
     folder, texts = bench.make_model("bundled", torch.float32, tmp_path, 40, 2, installed)
     setup = bench.Setup(str(folder), "float32", 1, 60, 1, replay=False)
+    weights = (folder / "model.safetensors").stat().st_size
     written = []
     for engine in [*ENGINES, *(LLAMA_CPP if installed else [])]:
         worker = bench.Worker(engine, setup, sys.executable)
@@ -41,5 +42,6 @@ def test_all_write_the_same(bench: Any, tmp_path: Path) -> None:
         written.append([result["tokens"] for result in results])
         assert all(0 < result["first_token_seconds"] < result["seconds"] for result in results)
         assert all(result["bytes"] > 0 for result in results)
+        assert results[0]["model_bytes"] == pytest.approx(weights, rel=0.02)
         assert ((results[0]["tokens_per_step"] or 1) > 1) == (engine in ENGINES[2:])
     assert all(tokens == written[0] for tokens in written)
