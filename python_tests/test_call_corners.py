@@ -25,6 +25,7 @@ from transformers import (
 from transformers.generation import logits_process
 
 import specmemo_kernels as sk
+from specmemo_kernels.drafting.base import DraftInput
 from specmemo_kernels.integrations.hf.cache_argument import CACHE_ARGUMENT
 
 Change = Callable[[PreTrainedModel], object]
@@ -253,9 +254,9 @@ def test_changed_after_patching(change: Change, heads: str) -> None:
     change(model)
     change(twin)
     expected = greedy(twin, inputs, 20)
-    with falls_back(r"changed from .* to .*unpatch\(model\), make the change, and patch again"):
+    with falls_back(r"(changed from .* to|replaced by) .*unpatch\(model\), make the change, and patch again"):
         assert torch.equal(greedy(model, inputs, 20), expected)
-    with pytest.raises(ValueError, match=r"changed from .* patch again"):
+    with pytest.raises(ValueError, match=r"(changed from|replaced by) .* patch again"):
         sk.generate_batch(model, [[1, 2, 3]], max_new_tokens=4)
     sk.unpatch(model)
     assert torch.equal(greedy(model, inputs, 20), expected)
@@ -276,6 +277,29 @@ def test_a_changed_draft_model() -> None:
             assert torch.equal(greedy(model, inputs, 20), expected)
         draft.to(torch.float32)
         assert torch.equal(greedy(model, inputs, 20), expected)
+
+
+@pytest.mark.parametrize("rows", [VOCAB + 3, VOCAB + 11])
+def test_a_padded_lm_head(rows: int) -> None:
+    """Drafters may guess its unused tokens, which have no embeddings."""
+    model = tiny_model("llama")
+    weight, size = model.lm_head.weight.detach(), model.config.hidden_size
+    model.lm_head = torch.nn.Linear(size, rows)
+    with torch.no_grad():
+        model.lm_head.weight[:VOCAB] = weight
+        model.lm_head.bias.zero_()
+        model.lm_head.bias[VOCAB:] = -1e3
+    inputs = batch((9, 6))
+    expected = greedy(model, inputs, 20)
+
+    class Unused(OracleDrafter):
+        def propose(self, inputs: DraftInput) -> torch.Tensor:
+            return torch.full_like(super().propose(inputs), rows - 1)
+
+    for drafter in (Unused([], 1.0), sk.MedusaHeads(size, rows, 2)):
+        with sk.patch(model, drafter, tree=sk.DraftTree.chain(2)) as handle:
+            assert torch.equal(greedy(model, inputs, 20), expected)
+            assert handle.stats.steps > 0
 
 
 def test_autocast(model: PreTrainedModel) -> None:

@@ -40,6 +40,15 @@ def replaced_config(model: Any) -> None:
     attention.config = copy.deepcopy(model.config)
 
 
+def exchanged_indices(model: Any) -> None:
+    first, second = (layer.self_attn for layer in model.model.layers[:2])
+    first.layer_idx, second.layer_idx = second.layer_idx, first.layer_idx
+
+
+def other_window(model: Any) -> None:
+    model.model.layers[0].self_attn.sliding_window = 5
+
+
 def changed_kinds(model: Any) -> None:
     model.config.layer_types[:] = ["full_attention"] * len(model.config.layer_types)
 
@@ -48,6 +57,8 @@ CHANGES: list[tuple[str, Callable[[Any], None]]] = [
     *(("llama", change) for change in (replaced_layer, swapped_layers, replaced_attention, replaced_config)),
     *(("lfm2", change) for change in (replaced_layer, replaced_attention)),
     ("gemma3_text", changed_kinds),
+    ("llama", exchanged_indices),
+    ("gemma2", other_window),
 ]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from selection import sample
+from test_call_corners import falls_back
 from test_families import batch, greedy
 from test_patch import snapshot
 from tiny_models import OracleDrafter, random_heads, tiny_model
@@ -309,6 +310,77 @@ def test_an_adapter_that_comes_after_patching_counts() -> None:
         assert handle.stats.steps > 0
 
 
+class Scaled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * -2
+
+
+def another_class(model: Any, _: pytest.MonkeyPatch) -> None:
+    model.model.layers[0].mlp.gate_proj.__class__ = Scaled
+
+
+def another_forward(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(model.model.layers[0].mlp.act_fn)
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: own(self, x) * -0.7)
+
+
+def another_function(model: Any, _: pytest.MonkeyPatch) -> None:
+    for layer in model.model.layers:
+        layer.mlp.act_fn.act = torch.tanh
+
+
+def another_epsilon(model: Any, _: pytest.MonkeyPatch) -> None:
+    for layer in model.model.layers:
+        layer.input_layernorm.variance_epsilon = 0.5
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [("llama", another_class), ("llama", another_forward), ("gemma2", another_function), ("llama", another_epsilon)],
+)
+def test_code_that_changes_inside_of_a_leaf_counts(
+    family: str, change: Callable[[Any, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, own = tiny_model(family), tiny_model(family)
+    with sk.patch(model, random_heads(model), tree=6) as handle:
+        before = greedy(model, batch((9,)), 12)
+        change(model, monkeypatch)
+        change(own, monkeypatch)
+        expected, steps = greedy(own, batch((9,)), 12), handle.stats.steps
+        assert not torch.equal(expected, before)
+        assert torch.equal(greedy(model, batch((9,)), 12), expected)
+        assert handle.stats.steps > steps
+
+
+def test_a_forward_of_all_linear_layers_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the lm_head too, whose module steps don't call."""
+    model, own = tiny_model("llama"), tiny_model("llama")
+    with sk.patch(model, random_heads(model), tree=6):
+        greedy(model, batch((9,)), 12)
+        forward = nn.Linear.forward
+        monkeypatch.setattr(nn.Linear, "forward", lambda self, x: forward(self, x) * -0.7)
+        with falls_back("lm_head of the model has been replaced by another Linear"):
+            found = greedy(model, batch((9,)), 12)
+        assert torch.equal(found, greedy(own, batch((9,)), 12))
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_weights_move_while_patched(swapped: bool) -> None:
+    """Also where torch exchanges tensors, as it does with those of some classes: that needs them unreferenced."""
+    model, other = tiny_model("llama"), tiny_model("llama", seed=5)
+    torch.__future__.set_swap_module_params_on_conversion(swapped)
+    try:
+        with sk.patch(model, random_heads(model), tree=6) as handle:
+            expected = greedy(model, batch((9,)), 12)
+            assert torch.equal(greedy(model.to("cpu"), batch((9,)), 12), expected)
+            model.load_state_dict(other.state_dict())
+            assert torch.equal(greedy(model, batch((9,)), 12), greedy(other, batch((9,)), 12))
+            assert handle.stats.steps > 0
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 def test_weights_that_change_after_patching_count() -> None:
     model = tiny_model("llama")
     with sk.patch(model, random_heads(model), tree=6) as handle:
@@ -320,7 +392,7 @@ def test_weights_that_change_after_patching_count() -> None:
 
 
 def test_a_replaced_parameter_runs_the_module_itself() -> None:
-    """Of another size or dtype too: the operators don't check tensors."""
+    """If it is of another size or dtype: the operators don't check tensors."""
     model = tiny_model("llama")
     with sk.patch(model, random_heads(model), tree=6, reuse_prefix=False) as handle:
         before = greedy(model, batch((9,)), 12)
@@ -331,8 +403,11 @@ def test_a_replaced_parameter_runs_the_module_itself() -> None:
         assert handle.stats.steps > 0
     assert not torch.equal(result, before)
     assert torch.equal(result, greedy(model, batch((9,)), 12))
-    with sk.patch(model.bfloat16(), random_heads(model), invariant=True):
+    with sk.patch(model.bfloat16(), random_heads(model), invariant=True) as handle:
         layer.mlp.up_proj.weight = nn.Parameter(2 * layer.mlp.up_proj.weight.detach())
+        greedy(model, batch((9,)), 3)
+        assert handle.stats.steps > 0  # another parameter of the same kind
+        layer.mlp.up_proj.bias = nn.Parameter(torch.ones_like(layer.mlp.up_proj.weight[:, 0]))
         with pytest.warns(UserWarning, match=r"invariant is True, and parameters or modules of model.layers.0.mlp"):
             greedy(model, batch((9,)), 3)
 

@@ -38,6 +38,7 @@ class TargetModel(Protocol):
     """The model whose output is generated."""
 
     device: torch.device
+    #: Tokens below it may be drafted.
     vocab_size: int
     #: Whether forward and argmax depend only on tensors and have no side effects, so that a graph can capture them.
     static: bool

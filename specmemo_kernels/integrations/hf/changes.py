@@ -42,7 +42,8 @@ _SAMPLES = 4
 Tensor = torch.Tensor
 #: A tensor's dtype, shape, strides unless it is contiguous, and device.
 TensorFacts = tuple[torch.dtype, torch.Size, tuple[int, ...] | None, torch.device]
-HeadFacts = tuple[nn.Module, type, type | None, TensorFacts | None]
+#: An lm_head, its class, the class's ``forward``, its weight's class and facts.
+HeadFacts = tuple[nn.Module, type, Any, type | None, TensorFacts | None]
 
 
 class ModelGuard:
@@ -59,7 +60,11 @@ class ModelGuard:
         self._forward, self._settings = type(model).forward, copy.deepcopy(_settings_of(model))
         tokens = {*map(id, attention_modules(model)), *map(id, mixers)}
         self._token_mixers = {key: _code(m) for key, m in model.named_modules() if id(m) in tokens}
-        self._parameters = [(key, weakref.ref(p), _facts(p)) for key, p in model.named_parameters()]
+        # Without references to parameters: torch swaps those of some classes only if there are none.
+        self._parameters = [
+            (name, weakref.ref(module), key, id(p), _facts(p))
+            for name, module in model.named_modules() for key, p in module.named_parameters(recurse=False)
+        ]  # fmt: skip
 
     def reason(self) -> str:
         """Why speculative steps would not give the model's own tokens, with the remedy, or an empty string."""
@@ -78,20 +83,26 @@ class ModelGuard:
     def _change(self) -> str:
         head = _head_facts(self.model)
         if head != self._head:
-            return f"the lm_head of {self.name} has changed from {_described(self._head)} to {_described(head)}"
+            old, new = _described(self._head), _described(head)
+            how = f"changed from {old} to {new}" if old != new else f"been replaced by another {new}, {_code_of(head)}"
+            return f"the lm_head of {self.name} has {how}"
         if type(self.model).forward is not self._forward:
             return f"{type(self.model).__name__}.forward has been replaced"
-        if (now := _settings_of(self.model)) != self._settings:
-            key = next(key for key in now | self._settings if now.get(key) != self._settings.get(key))
-            return f"{key} of {self.name} has changed from {self._settings.get(key)} to {now.get(key)}"
+        if (settings := _settings_of(self.model)) != self._settings:
+            key = next(key for key in settings | self._settings if settings.get(key) != self._settings.get(key))
+            return f"{key} of {self.name} has changed from {self._settings.get(key)} to {settings.get(key)}"
         modules = dict(self.model.named_modules())
         for key, code in self._token_mixers.items():
             if key not in modules or _code(modules[key]) != code:
-                return f"{key} of {self.name} has been replaced"
-        for key, reference, before in self._parameters:
-            parameter = reference()  # None: replaced, as by an adapter or a training step, and checked by its layer
-            if parameter is not None and (facts := _facts(parameter)) != before:
-                return f"{key} of {self.name} has changed from {_written(before)} to {_written(facts)}"
+                return f"{key} of {self.name} has been replaced or changed"
+        for name, reference, key, identity, before in self._parameters:
+            module = reference()
+            parameter = None if module is None else module._parameters.get(key)
+            if parameter is None or id(parameter) != identity:  # as an adapter's or trained, and checked by its layer
+                continue
+            if (facts := _facts(parameter)) != before:
+                where = f"{name}.{key}" if name else key
+                return f"{where} of {self.name} has changed from {_written(before)} to {_written(facts)}"
         return ""
 
 
@@ -105,19 +116,19 @@ def _settings_of(model: Any) -> dict[str, Any]:
 
 
 def _code(module: nn.Module) -> tuple[Any, ...]:
-    """What a module of attention or states computes with, besides its parts."""
+    """What a module of attention or states computes with, and in which layer, besides its parts."""
     replaced = vars(module).get("forward")
     own = replaced is None or not _foreign_origin(replaced)
     viewed = isinstance(vars(module).get("config"), ConfigView)
-    return module, type(module), cast(Any, type(module)).forward, None if own else replaced, viewed
+    place = vars(module).get("layer_idx"), vars(module).get("sliding_window")
+    return module, type(module), cast(Any, type(module)).forward, None if own else replaced, viewed, place
 
 
 def _head_facts(model: Any) -> HeadFacts:
     head = model.get_output_embeddings()
-    weight = stored_weight(head)
-    if not isinstance(weight, Tensor):
-        return head, type(head), None, None
-    return head, type(head), type(weight), _facts(weight)
+    weight, kind = stored_weight(head), cast(Any, type(head))
+    tensor = (type(weight), _facts(weight)) if isinstance(weight, Tensor) else (None, None)
+    return head, kind, kind.forward, *tensor
 
 
 def foreign_code(model: Any) -> str:
@@ -200,8 +211,14 @@ def _written(facts: TensorFacts) -> str:
 
 
 def _described(head: HeadFacts) -> str:
-    _, kind, _, facts = head
+    _, kind, _, _, facts = head
     return f"{kind.__name__} ({'no weight tensor' if facts is None else _written(facts)})"
+
+
+def _code_of(head: HeadFacts) -> str:
+    """The modules that define an lm_head's class and its ``forward``."""
+    _, kind, forward, _, _ = head
+    return f"of {kind.__module__} with forward of {forward.__module__}"
 
 
 class ModelSignature:

@@ -163,7 +163,7 @@ def check_equivalence(
     Runs three passes over 8 tokens. The model must be attached.
 
     Args:
-        device: device of the tokens. vocab_size: of the model's vocabulary.
+        device: device of the tokens. vocab_size: the tokens are below it.
         mixers: the layers with a state per sequence.
         cut: run the lm_head on no rows, if no operation follows it.
 

@@ -82,7 +82,11 @@ def vocabulary_of(model: Any, facts: ModelFacts, backend: str, ranks: SingleRank
             values, tokens = ranks.top_log_probs(hidden.to(weight.device), k, weight, bias, backend)
         return values.to(hidden.device), tokens.to(hidden.device)
 
-    return TargetVocabulary(embedding, top_log_probs, facts.vocab_size, facts.dtype)
+    def embed(tokens: Tensor) -> Tensor:  # tokens without an embedding are guessed in vain
+        rows: Tensor = embedding(tokens if facts.input_tokens is None else tokens.clamp(max=facts.input_tokens - 1))
+        return rows
+
+    return TargetVocabulary(embed, top_log_probs, facts.vocab_size, facts.dtype)
 
 
 def measure_advance(drafter: FeatureDrafter, facts: ModelFacts) -> PassBytes:

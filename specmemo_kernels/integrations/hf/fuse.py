@@ -7,7 +7,6 @@ models have the model's own modules.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -30,9 +29,6 @@ from specmemo_kernels.integrations.hf.leaf_kinds import LeafKind, best_match, le
 from specmemo_kernels.integrations.hf.replaced import OurForward, ReplacedForwards, is_plain
 
 Tensor = torch.Tensor
-#: A module's attribute: its dict, its key, and a weak reference to the value.
-Attached = tuple[dict[str, Any], str, Callable[[], Any]]
-
 #: Operators that are faster than the modules, by backend; on some GPUs linear layers too (:func:`_faster`).
 _FASTER = {
     "cpu": frozenset(("linear", "gated_mlp", "grouped_linear", "rms_norm")),
@@ -43,6 +39,8 @@ FUSED_BACKENDS = tuple(_FASTER)
 _WITHOUT_PRODUCTS = frozenset(("grouped_linear", "rms_norm"))
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SCALARS = (bool, int, float, str)
+#: Attributes that passes, and ``train``, change.
+_CHANGING = frozenset(("forward", "training"))
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,7 @@ class Leaf:
     Attributes:
         name: the module's name in the model. kind: what computes it. call: the candidate that matches.
         dtype: of the input's rows.
-        own: the ``forward`` of the module's class.
-        attached: the parameters and modules inside of the module. parts: the attributes of it and of these modules.
+        parts: the module and those inside of it.
     """
 
     module: nn.Module
@@ -61,9 +58,7 @@ class Leaf:
     kind: LeafKind
     call: Callable[..., Tensor]
     dtype: torch.dtype
-    own: Callable[..., Any]
-    attached: tuple[Attached, ...]
-    parts: tuple[dict[str, Any], ...]
+    parts: tuple[_Part, ...]
 
     @property
     def compressed(self) -> bool:
@@ -72,12 +67,10 @@ class Leaf:
 
     @property
     def unchanged(self) -> bool:
-        """Whether no parameter, module or ``forward`` has been replaced, as by an adapter."""
-        return (
-            type(self.module).forward is self.own
-            and all(values.get(key, _GONE) is reference() for values, key, reference in self.attached)
-            and all(isinstance(part.get("forward"), OurForward | None) for part in self.parts)
-        )
+        """Whether no module, attribute or ``forward`` has been replaced, and no parameter by one of another kind, as by
+        an adapter.
+        """
+        return all(part.unchanged for part in self.parts)
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the operator, or the module's own ``forward`` outside of our passes and for other inputs."""
@@ -97,20 +90,51 @@ class Leaf:
         return type(self.module).forward(self.module, *args)
 
 
-#: No parameter or module of a leaf.
+class _Part:
+    """A module of a leaf as it was at patching. Parameters aren't referred to: torch swaps those of some classes only
+    if nothing refers to them, and a replaced one's memory would stay in use.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        kind: Any = type(module)
+        self._module, self._kind, self._forward = module, kind, kind.forward
+        others = (vars(module), _attributes(module)), (module._modules, module._modules)
+        self._values = tuple((owner, *item) for owner, values in others for item in values.items())
+        self._parameters = tuple((key, id(p), _facts(p)) for key, p in module._parameters.items())
+
+    @property
+    def unchanged(self) -> bool:
+        forward, parameters = vars(self._module).get("forward"), self._module._parameters
+        return (
+            type(self._module) is self._kind
+            and self._kind.forward is self._forward
+            and (forward is None or type(forward) is OurForward)
+            and all(_same(owner.get(key, _GONE), value) for owner, key, value in self._values)
+            and len(parameters) == len(self._parameters)
+            and all(
+                id(now := parameters.get(key, _GONE)) == identity or _facts(now) == facts
+                for key, identity, facts in self._parameters
+            )
+        )
+
+
+#: No attribute or parameter.
 _GONE = object()
 
 
-def _attached(module: nn.Module) -> Iterator[Attached]:
-    for part in module.modules():
-        values: dict[str, Any]
-        for values in (part._parameters, part._modules):
-            for key, value in values.items():
-                yield values, key, _nothing if value is None else weakref.ref(value)
+def _same(now: Any, before: Any) -> bool:
+    return now is before or (isinstance(before, _SCALARS) and type(now) is type(before) and bool(now == before))
 
 
-def _nothing() -> None:
-    return None
+def _attributes(part: nn.Module) -> dict[str, Any]:
+    """Those besides parameters, buffers and modules; without ``forward``, which passes replace."""
+    return {key: value for key, value in vars(part).items() if not (key.startswith("_") or key in _CHANGING)}
+
+
+def _facts(parameter: Any) -> tuple[Any, ...]:
+    if not isinstance(parameter, Tensor):  # None, or _GONE
+        return (type(parameter),)
+    return type(parameter), parameter.shape, parameter.dtype, parameter.device, parameter.is_contiguous()
 
 
 class FusedLeaves:
@@ -209,8 +233,8 @@ def find_leaves(model: Any, dtype: torch.dtype, backend: str, invariant: bool) -
             if like not in matches:
                 matches[like] = best_match(module, kind, kernels, dtype)
             if (match := matches[like]) is not None:
-                attached, parts = tuple(_attached(module)), tuple(part.__dict__ for part in module.modules())
-                leaves.append(Leaf(module, name, kind, kind.calls[match], dtype, type(module).forward, attached, parts))
+                parts = tuple(map(_Part, module.modules()))
+                leaves.append(Leaf(module, name, kind, kind.calls[match], dtype, parts))
                 inside.update(module.modules())
                 break
     products = {product for leaf in leaves for product in leaf.kind.products}
@@ -231,10 +255,9 @@ def _alike(module: nn.Module) -> Hashable:
     """Equal for modules that differ in the values of parameters only."""
 
     def of(part: nn.Module) -> Hashable:
-        public = {key: value for key, value in vars(part).items() if not key.startswith("_")}
-        others = *public.items(), *part._buffers.items()
-        attributes = tuple((key, value if isinstance(value, _SCALARS) else id(value)) for key, value in others)
-        return type(part), attributes, tuple(parameter.shape for parameter in part.parameters(recurse=False))
+        attributes = _attributes(part).items()
+        values = tuple((key, value if isinstance(value, _SCALARS) else id(value)) for key, value in attributes)
+        return type(part), values, tuple(parameter.shape for parameter in part.parameters(recurse=False))
 
     return tuple(map(of, module.modules()))
 
@@ -250,13 +273,13 @@ def _faster(backend: str, device: torch.device, dtype: torch.dtype) -> frozenset
 
 
 def _is_replaceable(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a module has no foreign hooks, and only contiguous parameters in ``dtype`` on ``device``, compressed or
-    not.
+    """Whether a module has no foreign hooks, no buffers, whose values may change what it computes, and only contiguous
+    parameters in ``dtype`` on ``device``, compressed or not.
     """
     parts = list(module.modules())
     compressed = {id(part._parameters[name]) for part in parts for name in compressed_matrices(part)}
     parameters = list(module.parameters())
-    return bool(parameters) and all(map(is_plain, parts)) and all(
+    return bool(parameters) and all(map(is_plain, parts)) and not any(True for _ in module.buffers()) and all(
         type(p) is nn.Parameter and type(p.data) is Tensor and p.device == device and p.is_contiguous()
         and dtype in _DTYPES and dtype == (torch.bfloat16 if id(p) in compressed else p.dtype)
         for p in parameters

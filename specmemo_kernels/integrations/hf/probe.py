@@ -39,7 +39,8 @@ def probe(model: Any) -> ModelFacts:
     name = type(model).__name__
     if missing := {"position_ids", "logits_to_keep"} - set(inspect.signature(model.forward).parameters):
         raise UnsupportedModel(f"{name}.forward doesn't take {sorted(missing)}, which packed nodes need")
-    device, head = model.get_input_embeddings().weight.device, lm_head_of(model)
+    embedding, head = model.get_input_embeddings().weight, lm_head_of(model)
+    device, input_tokens = embedding.device, embedding.shape[0]
     if device.type == "meta":
         raise UnsupportedModel(f"{name} has its weights on the meta device; load them first")
     mixers = find_mixers(model, device) if is_recurrent(model.config) else Mixers()
@@ -59,7 +60,7 @@ def probe(model: Any) -> ModelFacts:
     exact = torch.equal(logits, ramp)
     # In shorter dtypes a soft cap makes ties of different logits: no operation may follow the lm_head.
     rises = bool((logits.diff() >= 0).all()) and hidden.dtype == torch.float32
-    windows, cached_tokens = check_equivalence(model, device, len(ramp), mixers, cut=plain and exact)
+    windows, cached_tokens = check_equivalence(model, device, min(len(ramp), input_tokens), mixers, cut=plain and exact)
     return ModelFacts(
         layers=tuple(layers[i][0] for i in with_keys),
         num_qo_heads=tuple(layers[i][1] for i in with_keys),
@@ -72,6 +73,7 @@ def probe(model: Any) -> ModelFacts:
         windows=tuple(windows[i] for i in with_keys),
         cached_tokens=cached_tokens,
         table_positions=table_positions(model),
+        input_tokens=input_tokens if input_tokens < len(ramp) else None,
         mixers=mixers,
         attention=tuple(with_keys),
         last_attention=list(layers)[-1],

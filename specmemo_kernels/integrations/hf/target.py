@@ -54,6 +54,7 @@ class ModelFacts:
         cached_tokens: smallest size of a layer cache of generate that holds fewer tokens than the layer's mask sees;
             for longer texts the model's own tokens differ. ``None``: no such layer.
         table_positions: the positions that the model has embeddings of; ``None``: of any.
+        input_tokens: the tokens that the model has embeddings of; ``None``: of all. A padded lm_head has more rows.
         leaves: the modules that operators compute.
         mixers: the layers with a state per sequence.
         attention: the layer index of each attention layer. last_attention: that of the last one in a pass.
@@ -73,6 +74,7 @@ class ModelFacts:
     windows: tuple[int | None, ...] = ()
     cached_tokens: int | None = None
     table_positions: int | None = None
+    input_tokens: int | None = None
     leaves: FusedLeaves = field(default_factory=FusedLeaves)
     mixers: Mixers = field(default_factory=Mixers)
     attention: tuple[int, ...] = ()
@@ -98,7 +100,8 @@ class HFTarget:
 
     def __init__(self, model: nn.Module, facts: ModelFacts, backend: str | None) -> None:
         self.model, self.facts, self.backend = model, facts, backend
-        self.device, self.vocab_size = facts.device, facts.vocab_size
+        self.device = facts.device
+        self.vocab_size = min(facts.vocab_size, facts.input_tokens or facts.vocab_size)
         self._windows = dict(zip(facts.attention, facts.windows, strict=True))
         self._places = {layer: place for place, layer in enumerate(facts.attention)}
         self.invariant, self.reads_hidden = facts.leaves.invariant, facts.plain_lm_head and facts.exact_lm_head
