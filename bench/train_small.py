@@ -63,7 +63,7 @@ def main(
     """Train and save."""
     torch.manual_seed(seed)
     tokenizer = train_tokenizer(data)
-    windows = cut_windows(read_documents([data], tokenizer), None, length, tokenizer.eos_token_id)
+    windows = cut_windows(read_documents([data], tokenizer, VOCAB), None, length, tokenizer.eos_token_id)
     print(f"{windows.training.numel():,} tokens of text", flush=True)
     model = build_model()
     body = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]

@@ -80,7 +80,7 @@ class TestFiles:
         write_shards(tmp_path, with_prefix(medusa_state()), "safetensors")
         shard = next(tmp_path.glob("*-00001-of-*"))
         save_file(without("medusa_head.0.0.linear.bias", "medusa_head.0.0.linear.weight")(load_file(shard)), shard)
-        with pytest.raises(HeadsError, match=r"index\.json: medusa_head\.0\.0\.linear\.\w+ is missing"):
+        with pytest.raises(HeadsError, match=r"has no medusa_head\.0\.0\.linear\.\w+, .*index\.json lists"):
             load_heads(tmp_path, HIDDEN, VOCAB)
 
     @pytest.mark.parametrize("layout", [name for name in LAYOUTS if "safetensors" in name])
@@ -131,6 +131,12 @@ class TestFiles:
                 load_heads(tmp_path / name, HIDDEN, VOCAB)
 
     def test_pickle_of_something_else(self, tmp_path: Path) -> None:
+        torch.save(MedusaHeads(HIDDEN, VOCAB, 1), tmp_path / "module.pt")
+        with pytest.raises(
+            HeadsError, match=r"module\.pt does not load as plain tensors: .* save a state_dict"
+        ) as raised:
+            load_heads(tmp_path / "module.pt", HIDDEN, VOCAB)
+        assert "\x1b" not in str(raised.value)
         torch.save([torch.ones(2)], tmp_path / "medusa_lm_head.pt")
         with pytest.raises(HeadsError, match=r"medusa_lm_head\.pt holds a list"):
             load_heads(tmp_path, HIDDEN, VOCAB)
@@ -178,6 +184,11 @@ class TestPlaces:
         for source in (tmp_path / "absent", Path("org/name"), str(tmp_path / "absent"), "a/b/c", "../name"):
             with pytest.raises(HeadsError, match=rf"{re.escape(str(source))}: there is no such folder"):
                 load_heads(source, HIDDEN, VOCAB)
+        with pytest.raises(HeadsError, match="'': there is no such folder"):
+            load_heads("", HIDDEN, VOCAB)
+        for unreadable in ("a" * 5000, "~no-such-user/x"):
+            with pytest.raises(HeadsError, match="can't be looked up"):
+                load_heads(unreadable, HIDDEN, VOCAB)
         for wrong in (3, None, [torch.ones(2)]):
             with pytest.raises(HeadsError, match="a folder, a file, a hub id, a module or a dict, not a"):
                 load_heads(wrong, HIDDEN, VOCAB)  # type: ignore[arg-type]

@@ -287,6 +287,12 @@ class TestPretrained:
             (tmp_path / "config.json").write_text(json.dumps({"cumulative_topk_accuracy": rows}))
             with pytest.raises(HeadsError, match="cumulative_topk_accuracy"):
                 load_heads(tmp_path, HIDDEN, VOCAB)
+            heads = MedusaHeads(HIDDEN, VOCAB, 2)
+            heads.cumulative_topk_accuracy = rows
+            for use in (lambda: load_heads(heads, HIDDEN, VOCAB), lambda: heads.save_pretrained(tmp_path / "new")):  # noqa: B023
+                with pytest.raises(HeadsError, match="cumulative_topk_accuracy"):
+                    use()
+            assert not list((tmp_path / "new").glob("*"))
 
 
 class TestTruncated:

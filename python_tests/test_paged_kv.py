@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from selection import examples
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.cache.paged_kv import OutOfPages, PagedKVPool
@@ -119,6 +121,45 @@ def test_bytes_are_what_is_allocated() -> None:
     scratch = [x for group in pool.groups for x in (group.k_scratch, group.v_scratch)]
     assert pool.page_bytes == sum(x.nbytes for x in pages) == 3 * 4 * (2 * 16 * 4 + 10 * 2)
     assert pool.scratch_bytes == sum(x.nbytes for x in scratch) == 5 * (2 * 16 * 4 + 10 * 2)
+
+
+class FailingOperator(TorchDispatchMode):
+    """Fails in one operator, views included."""
+
+    def __init__(self, site: int) -> None:
+        super().__init__()
+        self.left = site
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.left -= 1
+        if self.left == -1:
+            raise torch.OutOfMemoryError("out of memory on purpose")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("change", ["grow", "resize", "resize_scratch"])
+def test_a_failed_change_leaves_sizes_that_agree(change: str, kv_dtype: str | None) -> None:
+    """Whichever operator fails, and the next change succeeds."""
+    layers = [LAYER, LayerKV(1, 6, 4, torch.bfloat16, CPU), LAYER]
+    for site in range(200):
+        pool = PagedKVPool(layers, num_pages=3, page_size=4, max_sequences=2, max_nodes=5, kv_dtype=kv_dtype)
+        failing = FailingOperator(site)
+        try:
+            with failing:
+                getattr(pool, change)(7)
+        except torch.OutOfMemoryError:
+            pool.check_integrity()
+        assert pool.block_table.shape == (2, pool.num_pages)
+        for name, size in (("pages", pool.num_pages), ("scratch", pool.max_nodes), ("scales", pool.num_pages)):
+            tensors = [x for kind in "kv" for x in getattr(pool, f"{kind}_{name}") if x is not None]
+            stacked = [x for kind in "kv" for g in pool.groups if (x := getattr(g, f"{kind}_{name}")) is not None]
+            assert {len(tensor) for tensor in tensors} | {tensor.shape[1] for tensor in stacked} <= {size}
+        getattr(pool, change)(9)
+        pool.check_integrity()
+        if failing.left >= 0:
+            break
+    assert site > 20
 
 
 @pytest.mark.parametrize("name", ["num_pages", "page_size", "max_sequences"])

@@ -122,6 +122,14 @@ class KVStorage:
         version: increases whenever tensors are replaced.
     """
 
+    groups: tuple[LayerGroup, ...]
+    k_pages: list[Tensor]
+    v_pages: list[Tensor]
+    k_scratch: list[Tensor]
+    v_scratch: list[Tensor]
+    k_scales: list[Tensor | None]
+    v_scales: list[Tensor | None]
+
     def __init__(
         self, layers: Sequence[LayerKV], *, num_pages: int, page_size: int, max_nodes: int, kv_dtype: str | None
     ) -> None:
@@ -151,37 +159,39 @@ class KVStorage:
         dims = {"k_scratch": kind.head_dim, "v_scratch": kind.v_head_dim}
         return {name: torch.empty(*shape, dim, dtype=kind.dtype, device=kind.device) for name, dim in dims.items()}
 
-    def _adopt(self, groups: Sequence[LayerGroup]) -> None:
-        """Replace the groups and the views of each layer."""
-        self.version += 1
-        self.groups = tuple(groups)
-        views = {layer: (group, i) for group in self.groups for i, layer in enumerate(group.layers)}
+    def _adopt(self, groups: Sequence[LayerGroup], **others: Any) -> None:
+        """Replace the groups, the views of each layer and ``others``, attributes that go with them, all or none: a view
+        may fail to be made, and an interrupt may come between two assignments.
+        """
+        views = {layer: (group, i) for group in groups for i, layer in enumerate(group.layers)}
         order = [views[layer] for layer in range(len(self.layers))]
-        self.k_pages = [group.k_pages[i] for group, i in order]
-        self.v_pages = [group.v_pages[i] for group, i in order]
-        self.k_scratch = [group.k_scratch[i] for group, i in order]
-        self.v_scratch = [group.v_scratch[i] for group, i in order]
-        self.k_scales = [None if group.k_scales is None else group.k_scales[i] for group, i in order]
-        self.v_scales = [None if group.v_scales is None else group.v_scales[i] for group, i in order]
+        names = ("k_pages", "v_pages", "k_scratch", "v_scratch", "k_scales", "v_scales")
+        changed: dict[str, Any] = {
+            name: [None if (tensor := getattr(group, name)) is None else tensor[i] for group, i in order]
+            for name in names
+        }
+        vars(self).update(changed, groups=tuple(groups), version=self.version + 1, **others)
 
-    def _replace_pages(self, num_pages: int, copy: bool = False) -> None:
-        """Allocate new pages, with the old content if ``copy``; a failed allocation changes nothing."""
+    def _replace_pages(self, num_pages: int, copy: bool = False, **others: Any) -> None:
+        """Allocate new pages, with the old content if ``copy``; a failed allocation changes nothing.
+
+        ``others``: of :meth:`_adopt`.
+        """
         kinds = zip(self._kinds, self.groups, strict=True)
         groups = [replace(group, **self._new_pages(kind, num_pages)) for kind, group in kinds]
         if copy:
             for group, old_group in zip(groups, self.groups, strict=True):
                 for pages, old_pages in zip(group.stored, old_group.stored, strict=True):
                     pages[:, : self.num_pages].copy_(old_pages)
-        self._adopt(groups)
-        self.num_pages = num_pages
+        self._adopt(groups, num_pages=num_pages, **others)
 
     def resize_scratch(self, max_nodes: int) -> None:
         """Reallocate scratch for ``max_nodes`` nodes, between steps; a failed allocation leaves no scratch."""
         for nodes in (0, max_nodes):
             with torch.inference_mode(False):
                 kinds = zip(self._kinds, self.groups, strict=True)
-                self._adopt([replace(group, **self._new_scratch(kind, nodes)) for kind, group in kinds])
-            self.max_nodes = nodes
+                groups = [replace(group, **self._new_scratch(kind, nodes)) for kind, group in kinds]
+                self._adopt(groups, max_nodes=nodes)
 
     def copy_out(self, pages: Sequence[int], tokens: int) -> HostPages:
         """Copy ``pages`` with ``tokens`` tokens to host memory, page by page: device memory may be short."""

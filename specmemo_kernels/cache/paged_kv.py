@@ -79,9 +79,8 @@ class PagedKVPool(KVStorage):
         self.clear_cache()
         for pages in (0, num_pages):
             with torch.inference_mode(False):
-                tables = self.block_table.new_zeros(len(self._free_slots), pages)
-                self._replace_pages(pages)
-            self.block_table, self._free_pages = tables, list(range(pages - 1, -1, -1))
+                tables, free = self.block_table.new_zeros(len(self._free_slots), pages), list(range(pages - 1, -1, -1))
+                self._replace_pages(pages, block_table=tables, _free_pages=free)
 
     def grow(self, num_pages: int) -> None:
         """Grow to ``num_pages`` pages; open sequences keep their pages.
@@ -93,9 +92,8 @@ class PagedKVPool(KVStorage):
         with torch.inference_mode(False):
             table = self.block_table.new_zeros(self.block_table.shape[0], num_pages)
             table[:, :old].copy_(self.block_table)
-            self._replace_pages(num_pages, copy=True)
-        self.block_table = table
-        self._free_pages = [*range(num_pages - 1, old - 1, -1), *self._free_pages]
+            free = [*range(num_pages - 1, old - 1, -1), *self._free_pages]
+            self._replace_pages(num_pages, copy=True, block_table=table, _free_pages=free)
 
     def swap_out(self, slot: int, tokens: int) -> HostPages:
         """Copy a sequence's first ``tokens`` tokens to host memory; :meth:`close` then frees its pages."""

@@ -97,9 +97,10 @@ def accuracy_rows(where: str, config: Mapping[str, Any]) -> tuple[tuple[float, .
         return type(value) in (int, float) and 0 <= value <= 1
 
     def is_row(value: Any) -> bool:
-        return isinstance(value, list) and bool(value) and all(map(is_share, value)) and value == sorted(value)
+        shares = isinstance(value, list | tuple) and bool(value) and all(map(is_share, value))
+        return shares and list(value) == sorted(value)
 
-    if not isinstance(rows, list) or not rows or not all(map(is_row, rows)):
+    if not isinstance(rows, list | tuple) or not rows or not all(map(is_row, rows)):
         raise HeadsError(
             f"{where}: cumulative_topk_accuracy is {shown(rows)}, it must be a list with a list of shares from 0 to 1, "
             "in ascending order, for each drafted token; correct or remove it"

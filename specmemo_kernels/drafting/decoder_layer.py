@@ -95,19 +95,12 @@ class DecoderLayer:
 
 
 class RotaryEmbedding:
-    """Rotary position embedding of a layer; transformers computes the frequencies of every known kind.
-
-    Raises:
-        ValueError: a kind whose frequencies depend on the sequence's length.
-    """
+    """Rotary position embedding of a layer, with transformers' frequencies, which don't depend on the text's length."""
 
     def __init__(self, spec: LayerSpec, device: torch.device) -> None:
         from transformers import LlamaConfig
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-        kind = spec.rope.get("rope_type", "default")
-        if kind in ("dynamic", "longrope"):
-            raise ValueError(f"the drafter has rope_type {kind!r}, which depends on the length; it isn't supported")
         config: Any = LlamaConfig(
             hidden_size=spec.hidden_size,
             num_attention_heads=spec.num_qo_heads,

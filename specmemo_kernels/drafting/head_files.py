@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from specmemo_kernels.arguments import shown
 from specmemo_kernels.ops.weight_codes import pack
 
 CONFIG_NAME = "config.json"
@@ -32,6 +35,7 @@ Fetch = Callable[[str], Path | None]
 _PREFIX = re.compile(r"(?:.*\.)?medusa_heads?\.(.+)")
 #: Floating-point dtypes, as safetensors and torch name them.
 FLOATING = re.compile(r"B?F\d+.*|torch\.b?float\w+")
+_LONGEST_NAME = 255  # bytes, of common file systems
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -170,13 +174,17 @@ def find_files(source: str | Path) -> SourceFiles:
     Raises:
         HeadsError: neither a folder, a file nor a hub id.
     """
-    path = Path(source).expanduser()
-    if path.is_file():
-        return SourceFiles(str(source), (path.name,), partial(_file_in, path.parent), False)
-    if path.exists():
-        return SourceFiles(str(source), CANDIDATES, partial(_file_in, path), False)
+    try:
+        path = Path(source).expanduser()
+        if path.is_file():
+            return SourceFiles(str(source), (path.name,), partial(_file_in, path.parent), False)
+        if str(source) and path.exists():
+            return SourceFiles(str(source), CANDIDATES, partial(_file_in, path), False)
+    except (OSError, RuntimeError) as error:  # a name that is too long, or of an unknown user
+        reason = getattr(error, "strerror", None) or error
+        raise HeadsError(f"{shown(source)} can't be looked up: {reason}") from error
     if not isinstance(source, str) or not HUB_ID.fullmatch(source):
-        raise HeadsError(f"{source}: there is no such folder or file, and it isn't a hub id")
+        raise HeadsError(f"{source or repr(source)}: there is no such folder or file, and it isn't a hub id")
     return SourceFiles(source, CANDIDATES, partial(_download, source), True)
 
 
@@ -223,23 +231,31 @@ def read_index(index: Path) -> dict[str, str]:
         HeadsError: unreadable, or a shard elsewhere than in its folder.
     """
     shards = read_json(index).get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(s, str) and Path(s).name == s for s in shards.values()):
+    if not isinstance(shards, dict) or not all(map(_is_name, shards.values())):
         raise HeadsError(f"{index}: its weight_map must map keys to names of files in the same folder")
     return shards
+
+
+def _is_name(value: Any) -> bool:
+    """Whether a value is the name of a file, without a folder."""
+    return isinstance(value, str) and Path(value).name == value and len(os.fsencode(value)) <= _LONGEST_NAME
 
 
 def read_shards(shards: Mapping[str, str], index: Path, fetch: Fetch) -> dict[str, Entry]:
     """The tensors of ``shards`` (key -> shard). Other shards of ``index`` are neither opened nor downloaded.
 
     Raises:
-        HeadsError: a missing or unreadable shard.
+        HeadsError: a missing or unreadable shard, or one without a tensor that the index has in it.
     """
     entries: dict[str, Entry] = {}
     for shard in sorted(set(shards.values())):
         path = fetch(shard)
         if path is None:
             raise HeadsError(f"{index}: its shard {shard} is missing")
-        entries.update((key, entry) for key, entry in read_file(path).items() if shards.get(key) == shard)
+        found, keys = read_file(path), [key for key, name in shards.items() if name == shard]
+        if missing := [key for key in keys if key not in found]:
+            raise HeadsError(f"{path} has no {first_few(missing)}, although {index} lists it; download both again")
+        entries.update((key, found[key]) for key in keys)
     return entries
 
 
@@ -277,6 +293,11 @@ def read_file(path: Path) -> dict[str, Entry]:
 def _unpickle(path: Path, mapped: bool) -> Mapping[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:  # torch's message is about its own arguments
+        raise HeadsError(
+            f"{path} does not load as plain tensors: it is a pickle of a module or of other objects, or no pickle; "
+            "save a state_dict(), in safetensors if you can"
+        ) from error
     except Exception as error:  # a broken pickle raises anything
         raise HeadsError(f"{path} does not load as plain tensors: {_reason(error)}") from error
     if not isinstance(content, Mapping):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,6 +24,23 @@ from specmemo_kernels.ops.weight_codes import CODE_BITS, GROUP, groups_of
 
 _BYTES = re.compile(r"U8|torch\.uint8")
 _VLLM_EXTRAS = ("lm_head.weight", "token_map")
+
+
+def accuracy_of(where: str, config: Mapping[str, Any], num_heads: int) -> list[list[float]] | None:
+    """``cumulative_topk_accuracy`` of a configuration.
+
+    Raises:
+        HeadsError: there isn't a row of shares for each head.
+    """
+    rows = accuracy_rows(where, config)
+    if rows is None:
+        return None
+    if len(rows) < num_heads:
+        raise HeadsError(
+            f"{where}: cumulative_topk_accuracy has {len(rows)} rows, it must have one for each of {num_heads} heads; "
+            "correct or remove it"
+        )
+    return [list(row) for row in rows[:num_heads]]
 
 
 @dataclass(frozen=True)
@@ -47,15 +66,7 @@ class StoredHeads:
         Raises:
             HeadsError: there isn't a row of shares for each head.
         """
-        rows = accuracy_rows(self.stored.where, self.stored.config)
-        if rows is None:
-            return None
-        if len(rows) < self.num_heads:
-            raise HeadsError(
-                f"{self.stored.where}: cumulative_topk_accuracy has {len(rows)} rows, it must have one for each of "
-                f"{self.num_heads} heads; correct or remove it"
-            )
-        return [list(row) for row in rows[: self.num_heads]]
+        return accuracy_of(self.stored.where, self.stored.config, self.num_heads)
 
     def sizes(self) -> tuple[int, int]:
         """hidden_size and vocab_size by the weights' shapes, else by the configuration.
@@ -80,11 +91,12 @@ class StoredHeads:
         return str(self.names.get(f"{layer}.weight") or self.names[f"{layer}.codes"])
 
     def check(self, hidden_size: int, vocab_size: int, dtype: torch.dtype | None) -> None:
-        """Check shapes and dtypes against the model's, without reading a tensor.
+        """Check shapes and dtypes against the model's, without reading a tensor, and the configuration's accuracies.
 
         Raises:
-            HeadsError: a wrong shape or dtype, or mixed dtypes without ``dtype``.
+            HeadsError: a wrong shape or dtype, mixed dtypes without ``dtype``, or wrong accuracies.
         """
+        accuracy_of(self.stored.where, self.stored.config, self.num_heads)
         if dtype is not None and not dtype.is_floating_point:
             raise HeadsError(f"load_heads: dtype is {dtype}, heads need a floating-point one")
         entries, where = self.stored.entries, self.stored.where

@@ -50,7 +50,8 @@ def load_heads(
         module or dict are shared. Files are copied tensor by tensor; no file stays mapped.
 
     Raises:
-        HeadsError: no heads, a missing or unknown key, a wrong shape or dtype, a matrix that 4-bit codes can't hold.
+        HeadsError: no heads, a missing or unknown key, a wrong shape or dtype, a matrix that 4-bit codes can't hold,
+            wrong accuracies.
         ValueError: ``head_bits`` other than 4.
     """
     check_bits(head_bits)

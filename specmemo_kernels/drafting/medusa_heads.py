@@ -12,7 +12,7 @@ from torch import nn
 
 from specmemo_kernels.arguments import integer
 from specmemo_kernels.drafting.head_files import CONFIG_NAME, WEIGHTS_NAME, open_path
-from specmemo_kernels.drafting.head_tensors import StoredHeads, stored_heads
+from specmemo_kernels.drafting.head_tensors import StoredHeads, accuracy_of, stored_heads
 from specmemo_kernels.drafting.replaced_file import replace_file
 from specmemo_kernels.ops.weight_codes import GROUP, check_bits, groups_of, packed_bytes, unpack
 
@@ -253,10 +253,13 @@ class MedusaHeads(nn.ModuleList):
         Existing files are replaced atomically: processes that have them open can still read them.
 
         Raises:
+            HeadsError: ``cumulative_topk_accuracy`` isn't a row of shares for each head.
             OSError: they can't be written, as on a full disk.
         """
         from safetensors.torch import save_file
 
+        given = {"cumulative_topk_accuracy": self.cumulative_topk_accuracy}
+        accuracy = accuracy_of("the MedusaHeads module", given, self.num_heads)
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         config: dict[str, Any] = {
@@ -266,8 +269,8 @@ class MedusaHeads(nn.ModuleList):
             "vocab_size": self.vocab_size,
             "own_lm_head": self.own_lm_head,
         }
-        if self.cumulative_topk_accuracy is not None:
-            config["cumulative_topk_accuracy"] = self.cumulative_topk_accuracy
+        if accuracy is not None:
+            config["cumulative_topk_accuracy"] = accuracy
         tensors: dict[str, torch.Tensor] = {}
         written: set[int] = set()
         for key, value in self.state_dict().items():

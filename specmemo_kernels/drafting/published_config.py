@@ -22,10 +22,13 @@ _ACTIVATIONS: Mapping[str, str] = {
 _ROPE_NUMBERS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
-    "dynamic": ("factor",),
     "yarn": ("factor", "original_max_position_embeddings"),
-    "longrope": ("original_max_position_embeddings",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+#: Those of which the first must be below the second, with their defaults.
+_ROPE_ORDERS: Mapping[str, tuple[tuple[str, str, tuple[float, float]], ...]] = {
+    "yarn": (("beta_slow", "beta_fast", (1.0, 32.0)),),
+    "llama3": (("low_freq_factor", "high_freq_factor", (1.0, 4.0)),),
 }
 
 
@@ -138,14 +141,16 @@ def _rope(config: ConfigReader, head_dim: int, max_position_embeddings: int) -> 
         rope[length] = inner.integer(length, config.integer(length, max_position_embeddings))
     for key in _ROPE_NUMBERS[kind]:
         ConfigReader(inner.where, (rope,)).number(key)
-    for key in ("short_factor", "long_factor") if kind == "longrope" else ():
-        factors = rope.get(key)
-        if not isinstance(factors, list) or len(factors) != head_dim // 2:
-            raise inner.wrong(key, factors, f"a list of {head_dim // 2} numbers")
     for key, value in rope.items():
-        listed = isinstance(value, list) and key in ("short_factor", "long_factor", "mrope_section")
+        listed = isinstance(value, list) and key == "mrope_section"
         if key != "rope_type" and not all(map(_is_number, value if listed else [value])):
             raise inner.wrong(key, value, "a list of numbers" if listed else "a number, true or false")
+    if kind == "yarn" and rope["rope_theta"] <= 1:
+        raise inner.wrong("rope_theta", rope["rope_theta"], "above 1")
+    for low, high, defaults in _ROPE_ORDERS.get(kind, ()):
+        values = [rope.get(key, default) for key, default in zip((low, high), defaults, strict=True)]
+        if not 0 < values[0] < values[1]:
+            raise inner.wrong(low, values[0], f"above 0 and below {high}, {values[1]}")
     return rope
 
 

@@ -54,6 +54,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def _note(self, tensor: torch.Tensor, counts: bool) -> None:
         """Register a tensor's storage; a new one counts as live until it is freed."""
+        if tensor.layout != torch.strided:  # such as a sparse adapter, whose parts are results of other operators
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._seen:

@@ -92,7 +92,7 @@ def _documents(paths: Sequence[Path], tokenizer: Any) -> Iterator[tuple[str, lis
     for path in paths:
         files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
         for file in files:
-            if file.suffix != ".jsonl":
+            if file.suffix.lower() != ".jsonl":
                 yield str(file), _ids(tokenizer, read_text(file))
                 continue
             for where, row in read_rows(file):
