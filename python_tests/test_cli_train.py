@@ -114,8 +114,8 @@ def test_rows_end_at_line_feeds(tmp_path: Path) -> None:
     """Not at the other line ends of str.splitlines, which JSON has in strings; a byte order mark is no text."""
     texts = ["a\u2028b\u0085c", "\u001ed"]
     lines = "\r\n".join(json.dumps(text, ensure_ascii=False) for text in texts)
-    (tmp_path / "rows.jsonl").write_bytes(f"\ufeff{lines}\r\n".encode())
-    assert [row for _, row in read_rows(tmp_path / "rows.jsonl")] == texts
+    (tmp_path / "rows.JSONL").write_bytes(f"\ufeff{lines}\r\n".encode())
+    assert [row for _, row in read_rows(tmp_path / "rows.JSONL")] == texts
 
 
 def test_arguments_of_a_run(tmp_path: Path) -> None:

@@ -40,6 +40,14 @@ def test_views_and_changes_in_place_are_free() -> None:
         assert tracker.live == 0
 
 
+def test_sparse_tensors() -> None:
+    """They have no storage; their dense results count."""
+    weight = torch.eye(16).to_sparse()
+    with MemoryTracker() as tracker:
+        result = torch.ones(16, 16) + weight
+        assert tracker.live == result.nbytes
+
+
 def test_trace() -> None:
     """Bytes after each operator, in order; only on request."""
     with MemoryTracker(trace=True) as tracker, MemoryTracker() as silent:

@@ -216,6 +216,21 @@ def test_logprobs(plain: PreTrainedModel, client: openai.OpenAI) -> None:
         assert [v for part in parts for v in part.token_logprobs][1:] == pytest.approx(values, abs=1e-4)
 
 
+def test_offsets_of_characters_of_several_tokens(client: openai.OpenAI) -> None:
+    prompt = "# h\u00e9llo \u2192 \U0001f40d!"
+    options = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0, "echo": True, "logprobs": 0}
+    choice = client.completions.create(**options).choices[0]
+    assert choice.logprobs is not None
+    tokens, offsets = choice.logprobs.tokens or [], choice.logprobs.text_offset or []
+    assert sum("\ufffd" in token for token in tokens) > 4
+    assert offsets == sorted(offsets)
+    for token, offset in zip(tokens, offsets, strict=True):
+        if "\ufffd" not in token:
+            assert choice.text[offset : offset + len(token)] == token
+    parts = [chunk.choices[0].logprobs for chunk in client.completions.create(**options, stream=True) if chunk.choices]
+    assert [offset for part in parts for offset in part.text_offset] == offsets
+
+
 def encode_answer(plain: PreTrainedModel, ids: list[int], count: int) -> list[int]:
     row = torch.tensor([ids])
     output = plain.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=count, do_sample=False)

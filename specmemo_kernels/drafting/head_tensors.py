@@ -97,8 +97,8 @@ class StoredHeads:
             HeadsError: a wrong shape or dtype, mixed dtypes without ``dtype``, or wrong accuracies.
         """
         accuracy_of(self.stored.where, self.stored.config, self.num_heads)
-        if dtype is not None and not dtype.is_floating_point:
-            raise HeadsError(f"load_heads: dtype is {dtype}, heads need a floating-point one")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise HeadsError(f"load_heads: dtype is {dtype!r}, heads need a floating-point torch.dtype")
         entries, where = self.stored.entries, self.stored.where
         sizes = f"hidden_size {hidden_size}, vocab_size {vocab_size}"
         token_map = entries.get("token_map")

@@ -30,7 +30,7 @@ def read_prompts(paths: Sequence[Path], tokenizer: Any) -> Iterator[list[int]]:
         DataError: a file or line that has none.
     """
     for path in paths:
-        if path.suffix != ".jsonl":
+        if path.suffix.lower() != ".jsonl":
             ids = tokenizer(read_text(path), verbose=False)["input_ids"]
             yield from (ids[i : i + PROMPT_TOKENS] for i in range(0, len(ids), PROMPT_TOKENS))
             continue

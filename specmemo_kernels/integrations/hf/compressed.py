@@ -117,10 +117,10 @@ def compress_weights(model: nn.Module, undo: list[Callable[[], None]]) -> Compre
     candidates = list(_candidates(model))
     if not candidates:
         found = sorted({str(m.weight.dtype) for m in model.modules() if isinstance(m, nn.Linear)})
+        remedy = "leave it out" + ", or load the model with dtype=torch.bfloat16" * (str(torch.bfloat16) not in found)
         raise ValueError(
             "compress is True, but no linear layer, embedding or expert has bfloat16 weights that would get a tenth "
-            f"smaller (dtypes of linear layers: {', '.join(found) or 'none'}); leave it out, or load the model with "
-            "dtype=torch.bfloat16"
+            f"smaller (dtypes of linear layers: {', '.join(found) or 'none'}); {remedy}"
         )
     files = MappedFiles()
     for users, memory in _with_memory(candidates):

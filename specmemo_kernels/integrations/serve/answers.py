@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 from specmemo_kernels.engine.scores import TokenScore
 from specmemo_kernels.integrations.hf.batch import Request
 from specmemo_kernels.integrations.hf.chat import longest_text
-from specmemo_kernels.integrations.hf.engine import Engine
+from specmemo_kernels.integrations.hf.engine import Engine, EngineClosed
 from specmemo_kernels.integrations.hf.generation import Generation
 from specmemo_kernels.integrations.hf.run import Piece
 from specmemo_kernels.integrations.serve.messages import has_template, template_messages
@@ -226,6 +226,8 @@ class Model:
                     generation = self.engine.submit(request, on_piece=on_piece)
                 except (TypeError, ValueError) as error:  # BudgetError among them
                     raise BadRequest(str(error)) from error
+                except EngineClosed as error:
+                    raise EngineClosed("the server is stopping; send the request again later") from error
                 stack.callback(generation.abort)
                 generations.append(generation)
             self.metrics.prompt_tokens.inc(sum(len(request.prompt) for request in requests))

@@ -24,15 +24,25 @@ def completion_logprobs(
     """
     tokens = [*prompt, *(score.token for score in scores)]
     every = [*([None] * min(1, len(prompt))), *prompt_scores, *scores]
-    texts = [model.decode([token]) for token in tokens]
-    *offsets, end = accumulate(map(len, texts), initial=start)
+    offsets, end = _offsets([_bytes(model, token) for token in tokens], start)
     logprobs = {
-        "tokens": texts,
+        "tokens": [model.decode([token]) for token in tokens],
         "token_logprobs": [None if score is None else _finite(score.logprob) for score in every],
         "top_logprobs": [None if score is None else _top(model, score) for score in every],
         "text_offset": offsets,
     }
     return logprobs, end
+
+
+def _offsets(pieces: Sequence[bytes], start: int) -> tuple[list[int], int]:
+    """The character in which each piece of UTF-8 begins, if the first one is at offset ``start``; and the end's.
+
+    Bytes of the form ``0b10xxxxxx`` belong to a character that has begun.
+    """
+    begun = [sum(byte & 0xC0 != 0x80 for byte in piece) for piece in pieces]
+    *before, end = accumulate(begun, initial=start)
+    inside = [bool(piece) and piece[0] & 0xC0 == 0x80 for piece in pieces]
+    return [max(0, count - within) for count, within in zip(before, inside, strict=True)], end
 
 
 def _top(model: Model, score: TokenScore) -> dict[str, float]:
