@@ -106,6 +106,7 @@ def test_a_plan_stays_within_its_budget(problem: dict[str, object], budget: int)
     assert sum(plan.parts.values()) <= budget == plan.budget
     assert 1 <= plan.max_sequences <= problem["max_sequences"]
     assert 1 <= plan.prefill_chunk <= problem["prefill_chunk"]
+    assert plan.prefill_chunk <= max(plan.max_tokens, 32), "no prompt is longer than the cache"
     page = page_parts(problem["shape"], load_of(plan))
     assert budget - sum(plan.parts.values()) < sum(page.values()), "one more page would have fitted"
 

@@ -165,7 +165,7 @@ def divide_budget(
     """Divide ``budget`` bytes: heads, scratch and a forward pass first, the rest for pages.
 
     With a small budget the prefill chunk shrinks first, down to the nodes of a step, as this costs little speed; then
-    the number of sequences. ``kv_dtype`` must be that of ``shape``.
+    the number of sequences. A chunk isn't longer than the cache. ``kv_dtype`` must be that of ``shape``.
 
     Raises:
         BudgetError: not a single page fits.
@@ -187,8 +187,9 @@ def divide_budget(
         # At least a quarter for pages, so that a large chunk or batch doesn't starve the cache; of the bytes that a
         # smaller one can have.
         quarter = (budget - shape.workspace_bytes - shape.libraries.at(sizes[-1].rows)) // 4
-        if left >= max(page_bytes, quarter) or (size == sizes[-1] and left >= page_bytes):
-            pages = left // page_bytes
+        pages = left // page_bytes
+        fits = pages * page_size >= size.chunk or size.chunk == sizes[-1].chunk
+        if pages >= 1 and ((left >= quarter and fits) or size == sizes[-1]):
             parts = {name: parts.get(name, 0) + pages * page.get(name, 0) for name in parts | page}
             return MemoryPlan(
                 tree, size.sequences, page_size, pages, size.chunk, budget, parts, kv_dtype=kv_dtype,
