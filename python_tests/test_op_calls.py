@@ -129,6 +129,23 @@ def test_parameters_are_those_of_the_schema() -> None:
     assert set(ops.Kernels.__annotations__) == set(schema.SCHEMAS)
 
 
+def test_empty_and_flat_tensors_are_named() -> None:
+    ints = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="qo_indptr is empty"):
+        ops.verify_tree_greedy(ints, ints, ints.int(), torch.zeros(0, dtype=torch.int32), max_depth=3)
+    with pytest.raises(ValueError, match="columns is -5"):
+        ops.decompress(torch.zeros(2, 64, dtype=torch.uint8), -5)
+    pages, table, lengths = (
+        torch.zeros(1, 2, 4, 1, 8),
+        torch.zeros(1, 1, dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int32),
+    )
+    rows = torch.tensor([0, 1], dtype=torch.int32)
+    for scratch in (torch.tensor(0.0), torch.zeros(8)):
+        with pytest.raises(ValueError, match="k_scratch has shape"):
+            ops.commit_paged_kv(scratch, scratch, pages, pages.clone(), table, lengths, rows, lengths[None], lengths)
+
+
 def test_a_wrong_number_of_arguments_is_an_error() -> None:
     """Only a bug in this package can cause it; nothing is read past the given arguments."""
     with pytest.raises(TypeError, match="2 arguments given, expected 19"):

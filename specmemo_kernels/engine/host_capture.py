@@ -21,6 +21,7 @@ from specmemo_kernels.engine.fusion import fused
 from specmemo_kernels.engine.native_runs import native_runs
 from specmemo_kernels.engine.program import Call, View, compiled, peak_bytes, with_constants, without_unread
 from specmemo_kernels.ops.dispatch import dispatcher_active, implementation
+from specmemo_kernels.planning.host_allocator import MAPPED_BYTES, release_host_memory
 from specmemo_kernels.planning.memory_tracker import is_composite
 
 Tensor = torch.Tensor
@@ -29,6 +30,8 @@ Tensor = torch.Tensor
 _READS = {getattr(Tensor, name) for name in ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr")}
 #: Conversions stay whole: their part has no built-in function (:mod:`specmemo_kernels.engine.direct_calls`).
 _CONVERSION = torch.ops.aten.to
+#: The heap is trimmed whenever a recording has allocated so many bytes there.
+_TRIM_BYTES = 2 << 20
 _DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
@@ -126,6 +129,7 @@ class _Recorder(TorchDispatchMode):
         self._storages: list[StorageWeakRef] = []  # references keep the addresses of variables from being used again
         self._constants: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor, so that its id isn't used again
         self.kernels: Any = None  # the backend of our operators
+        self._small_bytes = 0  # of variables in the heap, since it was trimmed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -183,6 +187,11 @@ class _Recorder(TorchDispatchMode):
         view = View.of(tensor, f"t{len(self._variables)}")
         self._variables[_storage(tensor)] = view
         self._storages.append(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
+        if tensor.device.type == "cpu" and tensor.nbytes < MAPPED_BYTES:
+            self._small_bytes += tensor.nbytes
+            if self._small_bytes > _TRIM_BYTES:
+                self._small_bytes = 0
+                release_host_memory()
         return view
 
 

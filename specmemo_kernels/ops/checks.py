@@ -211,8 +211,9 @@ def commit_paged_kv(
     _device("v_pages", v_pages, k_pages.device)
     page_dtype(k_pages, v_pages, (k_scales, v_scales), k_scratch, "k_scratch")
     dtype, device = k_scratch.dtype, k_pages.device
-    k_shape, v_shape = (layers, None, heads, head_dim), (layers, k_scratch.shape[1], heads, v_pages.shape[4])
+    k_shape = (layers, None, heads, head_dim)
     _array("k_scratch", k_scratch, k_shape, "[num_layers, N, num_kv_heads, head_dim]", dtype, device)
+    v_shape = (layers, k_scratch.shape[1], heads, v_pages.shape[4])
     _array("v_scratch", v_scratch, v_shape, "[num_layers, N, num_kv_heads, v_head_dim]", dtype, device)
     page_order(k_pages, v_pages, (k_scales, v_scales))
     _array("accept_length", length, (batch,), "[B]", torch.int32, k_pages.device)
@@ -229,6 +230,8 @@ def verify_tree_greedy(draft: Tensor, target: Tensor, parents: Tensor, qo_indptr
     ):
         _array(name, tensor, (nodes,), "[N]", dtype, draft.device)
     _array("qo_indptr", qo_indptr, (None,), "[B + 1]", torch.int32, draft.device)
+    if not qo_indptr.shape[0]:
+        raise ValueError("qo_indptr is empty, it must be [B + 1], of at least one element")
     if not 0 <= max_depth <= _MAX_DEPTH:
         raise ValueError(f"max_depth is {max_depth}, it must be between 0 and {_MAX_DEPTH}")
 
@@ -340,6 +343,8 @@ def gated_mlp(
 
 
 def decompress(compressed: Tensor, columns: int) -> None:
+    if columns < 0:
+        raise ValueError(f"columns is {columns}, it must be at least 0")
     meaning = f"[rows, bytes of a compressed row of {columns} columns]"
     _array("compressed", compressed, (None, row_bytes(columns)), meaning, torch.uint8, compressed.device)
 
