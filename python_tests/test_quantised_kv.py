@@ -232,12 +232,12 @@ def test_families(family: str, kv_dtype: str) -> None:
 @each_kv
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
 def test_peak_stays_within_the_plan(family: str, kv_dtype: str) -> None:
-    """Peak bytes of live tensors; a budget holds more tokens, by the ratio of bytes per token."""
+    """Peak bytes of live tensors; a budget holds more tokens, by the ratio of bytes per token, with the same chunks."""
     model, plans = wide_model(family, seed=20), {}
     budget = with_workspace(model, 3 << 20)
     for kv in (None, kv_dtype):
         with sk.patch(
-            model, OracleDrafter([], 0.0), memory_budget=budget, tree=8, max_batch_size=2, kv_dtype=kv
+            model, OracleDrafter([], 0.0), memory_budget=budget, tree=8, max_batch_size=2, kv_dtype=kv, prefill_chunk=64
         ) as handle:
             plans[kv] = handle.plan
             assert handle.plan.max_tokens is not None
@@ -246,6 +246,7 @@ def test_peak_stays_within_the_plan(family: str, kv_dtype: str) -> None:
     layers, plain = handle.facts.layers, plans[None]
     per_token = [sum(layer.page_bytes_per_token(kv) for layer in layers) for kv in (None, kv_dtype)]
     assert plain.max_pages is not None
+    assert plans[kv_dtype].prefill_chunk == plain.prefill_chunk
     assert plans[kv_dtype].max_pages > plain.max_pages * 0.7 * per_token[0] / per_token[1]
     assert plans[kv_dtype].parts["tree_scratch"] == plain.parts["tree_scratch"], "scratch isn't quantised"
 
