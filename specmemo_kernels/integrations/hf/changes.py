@@ -88,9 +88,9 @@ class ModelGuard:
             return f"the lm_head of {self.name} has {how}"
         if type(self.model).forward is not self._forward:
             return f"{type(self.model).__name__}.forward has been replaced"
-        if (settings := _settings_of(self.model)) != self._settings:
-            key = next(key for key in settings | self._settings if settings.get(key) != self._settings.get(key))
-            return f"{key} of {self.name} has changed from {self._settings.get(key)} to {settings.get(key)}"
+        if (now := _settings_of(self.model)) != self._settings:
+            key = next(key for key in now | self._settings if now.get(key) != self._settings.get(key))
+            return f"{key} of {self.name} has changed from {self._settings.get(key)} to {now.get(key)}"
         modules = dict(self.model.named_modules())
         for key, code in self._token_mixers.items():
             if key not in modules or _code(modules[key]) != code:

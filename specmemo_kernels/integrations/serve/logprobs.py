@@ -24,9 +24,10 @@ def completion_logprobs(
     """
     tokens = [*prompt, *(score.token for score in scores)]
     every = [*([None] * min(1, len(prompt))), *prompt_scores, *scores]
-    offsets, end = _offsets([_bytes(model, token) for token in tokens], start)
+    texts = [model.decode([token]) for token in tokens]
+    offsets, end = _offsets([_bytes(model, *item) for item in zip(tokens, texts, strict=True)], start)
     logprobs = {
-        "tokens": [model.decode([token]) for token in tokens],
+        "tokens": texts,
         "token_logprobs": [None if score is None else _finite(score.logprob) for score in every],
         "top_logprobs": [None if score is None else _top(model, score) for score in every],
         "text_offset": offsets,
@@ -62,7 +63,8 @@ def chat_logprobs(model: Model, scores: Sequence[TokenScore]) -> dict[str, Any]:
     """The ``logprobs`` of a message."""
 
     def entry(token: int, value: float) -> dict[str, Any]:
-        return {"token": model.decode([token]), "logprob": _finite(value), "bytes": list(_bytes(model, token))}
+        text = model.decode([token])
+        return {"token": text, "logprob": _finite(value), "bytes": list(_bytes(model, token, text))}
 
     content = [
         entry(score.token, score.logprob) | {"top_logprobs": [entry(*each) for each in score.top]} for score in scores
@@ -75,9 +77,10 @@ _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-def _bytes(model: Model, token: int) -> bytes:
-    """A token's bytes; of a part of a character those that byte-level BPE or SentencePiece's byte fallback has."""
-    text = model.decode([token])
+def _bytes(model: Model, token: int, text: str) -> bytes:
+    """A token's bytes, from its text; of a part of a character those that byte-level BPE or SentencePiece's byte
+    fallback has.
+    """
     if "\ufffd" in text:
         piece = str(model.tokenizer.convert_ids_to_tokens(token))
         if match := _BYTE_FALLBACK.fullmatch(piece):
