@@ -9,6 +9,7 @@ import gc
 import json
 import random
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -47,6 +48,7 @@ def setting_of(seed: int) -> dict[str, Any]:
         "new": 6,
         "method": None,
         "coded_head": False,
+        "batches": None,  # sizes of calls one after the other, instead of one call
     }
 
 
@@ -130,6 +132,16 @@ def prompts_of(setting: dict[str, Any], tokens: int, seed: int) -> dict[str, tor
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def eagle3(setting: dict[str, Any]) -> str:
+    """A folder with a random EAGLE-3 drafter for the setting's model."""
+    from drafter_oracles import write_eagle3
+
+    folder, hidden = tempfile.mkdtemp(), setting["hidden"]
+    sizes = {"hidden": hidden, "heads": hidden // 64, "kv_heads": setting["kv_heads"], "head_dim": 64}
+    write_eagle3(folder, vocab=setting["vocab"], intermediate=setting["intermediate"], **sizes)
+    return folder
+
+
 def main(seed: int, setting: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(seed)
     model = quantised(make_model(setting, setting["layers"]), setting)
@@ -141,6 +153,8 @@ def main(seed: int, setting: dict[str, Any]) -> dict[str, Any]:
         heads = quantised(make_model(setting, 1), setting)
     elif drafter == "own heads":
         heads = sk.MedusaHeads(setting["hidden"], setting["vocab"], 2).to(dtype)
+    elif drafter == "eagle3":
+        heads = eagle3(setting)
     options = {"max_new_tokens": setting["new"], "do_sample": False}
     if setting["plain_first"]:
         model.generate(**prompts_of(setting, 20 * setting["batch"], seed), **options)
@@ -159,12 +173,16 @@ def main(seed: int, setting: dict[str, Any]) -> dict[str, Any]:
     behind = setting["new"] + 2 * plan.tree.max_depth + 1 + plan.page_size
     # Seconds rather than minutes: so many multiplications, and not too long rows.
     layers = sum(p.numel() for p in model.model.layers.parameters())
-    most = min(20_000_000_000 // layers, 1500 * setting["batch"])
+    most = min(20_000_000_000 // layers, (100 if setting["batches"] else 1500) * setting["batch"])
     tokens = min(most, plan.max_tokens - setting["batch"] * behind)
-    peaks = []
-    for call in range(2):
-        inputs = prompts_of(setting, tokens, seed + call)
-        peaks.append(peak_of(partial(model.generate, **inputs, **options)))
+    inputs: dict[str, torch.Tensor] = {}
+
+    def generate(call: int) -> None:
+        for batch in setting["batches"] or [setting["batch"]]:
+            inputs.update(prompts_of(setting | {"batch": batch}, tokens * batch // setting["batch"], seed + call))
+            model.generate(**inputs, **options)
+
+    peaks = [peak_of(partial(generate, call)) for call in range(2)]
     handle.release()
     gc.collect()
     rest, profiled = resident(), 0
@@ -177,6 +195,7 @@ def main(seed: int, setting: dict[str, Any]) -> dict[str, Any]:
         "filled": tokens / plan.max_tokens,
         "first": peaks[0] - patched["own"],
         "repeated": peaks[1] - patched["own"],
+        "recorded": handle.stats.graph_steps,
         "profiled": profiled,
         "patch": patched["own"] - unpatched["own"],
         "files": rest["file"] - unpatched["file"],

@@ -17,6 +17,7 @@ from toy_model import PROMPTS, decoder, finish, same_as_plain
 import specmemo_kernels as sk
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.integrations.hf.pool import GraphUse
+from specmemo_kernels.planning.memory_plan import MemoryPlan
 from specmemo_kernels.tree.acceptance import (
     DEFAULT_ACCURACY,
     Accuracy,
@@ -279,8 +280,8 @@ def test_passes_are_timed_as_steps_run(device: str, graph: bool | None, monkeypa
     """Recorded where steps are: the host hides what a row costs in eager passes of a GPU or of a small model."""
     recorded, capture_of = [], GraphUse.capture_of
 
-    def counted(graphs: GraphUse, target: torch.device, pass_bytes: int) -> Callable[[], Any] | None:
-        make = capture_of(graphs, target, pass_bytes)
+    def counted(graphs: GraphUse, target: torch.device, plan: MemoryPlan) -> Callable[[], Any] | None:
+        make = capture_of(graphs, target, plan)
         if make is None:
             return None
 

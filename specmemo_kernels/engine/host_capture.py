@@ -8,6 +8,7 @@ step itself, or lie in blocks that the recordings share; no other pass runs whil
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -21,7 +22,7 @@ from specmemo_kernels.engine.fusion import fused
 from specmemo_kernels.engine.native_runs import native_runs
 from specmemo_kernels.engine.program import Call, View, compiled, peak_bytes, with_constants, without_unread
 from specmemo_kernels.ops.dispatch import dispatcher_active, implementation
-from specmemo_kernels.planning.host_allocator import MAPPED_BYTES, release_host_memory
+from specmemo_kernels.planning.host_allocator import mapped_temporaries
 from specmemo_kernels.planning.memory_tracker import is_composite
 
 Tensor = torch.Tensor
@@ -30,8 +31,6 @@ Tensor = torch.Tensor
 _READS = {getattr(Tensor, name) for name in ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr")}
 #: Conversions stay whole: their part has no built-in function (:mod:`specmemo_kernels.engine.direct_calls`).
 _CONVERSION = torch.ops.aten.to
-#: The heap is trimmed whenever a recording has allocated so many bytes there.
-_TRIM_BYTES = 2 << 20
 _DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
@@ -43,6 +42,7 @@ class HostCapture:
     Args:
         limit: bytes of a step's temporaries. The blocks get half of it; operators whose tensors need more, or that
             leave other temporaries of more than the other half, are called one by one.
+        bounded: the process has a memory budget (:func:`specmemo_kernels.planning.host_allocator.return_large_blocks`).
 
     Raises:
         ValueError: ``device`` isn't a CPU.
@@ -55,10 +55,10 @@ class HostCapture:
     pads = False
     nbytes = 0
 
-    def __init__(self, device: torch.device, limit: int) -> None:
+    def __init__(self, device: torch.device, limit: int, bounded: bool = False) -> None:
         if device.type != "cpu":
             raise ValueError(f"steps on {device} can't be recorded, only steps on a CPU")
-        self._limit = limit
+        self._limit, self._bounded = limit, bounded
         self._blocks: Any = None
 
     @property
@@ -76,7 +76,8 @@ class HostCapture:
         Raises:
             RuntimeError: its operators depend on values, or one of them can't be repeated.
         """
-        calls, kernels = record(run)
+        with mapped_temporaries() if self._bounded else nullcontext():
+            calls, kernels = record(run)
         calls, in_blocks = self._in_blocks(calls, kernels)
         program = compiled(direct(calls))
 
@@ -127,9 +128,7 @@ class _Recorder(TorchDispatchMode):
         self._calls: list[Call] = []
         self._variables: dict[int, View] = {}  # by storage
         self._storages: list[StorageWeakRef] = []  # references keep the addresses of variables from being used again
-        self._constants: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor, so that its id isn't used again
         self.kernels: Any = None  # the backend of our operators
-        self._small_bytes = 0  # of variables in the heap, since it was trimmed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -172,13 +171,13 @@ class _Recorder(TorchDispatchMode):
         return getattr(self.kernels, func._schema.name.split("::")[1]), args[:-1]
 
     def _recorded(self, value: Any) -> Any:
-        """Tensors of the step as views of variables; others are constants, whose memory is kept."""
+        """Tensors of the step as views of variables; others are constants, which the program keeps."""
         if isinstance(value, (list, tuple)):
             return [self._recorded(x) for x in value]
         if not isinstance(value, Tensor):
             return value
         if (base := self._variables.get(_storage(value))) is None:
-            return self._constants.setdefault(id(value), (value, value.detach()))[1]
+            return value
         if value.dtype != base.dtype:
             raise RuntimeError(f"a {value.dtype} view of {base.dtype} memory can't be recorded")
         return View.of(value, base.name)
@@ -187,11 +186,6 @@ class _Recorder(TorchDispatchMode):
         view = View.of(tensor, f"t{len(self._variables)}")
         self._variables[_storage(tensor)] = view
         self._storages.append(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
-        if tensor.device.type == "cpu" and tensor.nbytes < MAPPED_BYTES:
-            self._small_bytes += tensor.nbytes
-            if self._small_bytes > _TRIM_BYTES:
-                self._small_bytes = 0
-                release_host_memory()
         return view
 
 

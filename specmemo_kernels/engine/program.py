@@ -1,4 +1,4 @@
-"""A recorded step: calls of operators on constants and variables, compiled to one Python function."""
+"""A recorded step: calls of operators on constants and variables, compiled to Python functions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from torch.utils._pytree import tree_leaves
 Tensor = torch.Tensor
 #: Most bytes of a result that a program keeps instead of computing it in every step.
 _CONSTANT_BYTES = 4096
+#: Lines of a program that are compiled at once: compiling takes 7 KiB per line.
+_PART_LINES = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class View:
     """A tensor in the memory of variable ``name``; ``stride`` and ``offset`` in elements."""
 
@@ -47,7 +49,7 @@ class View:
         return True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Call:
     """``results = function(*args, **kwargs)``.
 
@@ -176,18 +178,31 @@ class _Compiler:
     def compile(self, calls: Sequence[Call]) -> Callable[[], None]:
         for call in calls:
             self._add(call)
-        last = {name: i for i, (_, names) in enumerate(self._lines) for name in names}
-        freed: dict[int, list[str]] = {}
-        for name, i in last.items():
-            freed.setdefault(i, []).append(name)
-        source = ["def replay():"]
-        for i, (line, _) in enumerate(self._lines):
-            source.append(f"    {line}")
-            if i in freed:
-                source.append(f"    {' = '.join(freed[i])} = None")
-        exec(compile("\n".join([*source, "    return"]), "<recorded step>", "exec"), self._constants)
-        replay: Callable[[], None] = self._constants.pop("replay")
+        parts = list(self._parts())
+
+        def replay() -> None:
+            live: list[Tensor] = []
+            for part in parts:
+                live = part(live)
+
         return torch.inference_mode()(replay)
+
+    def _parts(self) -> Iterator[Callable[[list[Tensor]], list[Tensor]]]:
+        """Functions of :data:`_PART_LINES` lines. Each empties a list of the live variables and returns another."""
+        last = {name: i for i, (_, names) in enumerate(self._lines) for name in names}
+        live: list[str] = []
+        for start in range(0, len(self._lines), _PART_LINES):
+            source = ["def part(live):", f"    [{', '.join(live)}] = live", "    live.clear()"]
+            for i, (line, names) in enumerate(self._lines[start : start + _PART_LINES], start):
+                source.append(f"    {line}")
+                over = sorted(name for name in names if last[name] == i)
+                if over:
+                    source.append(f"    {' = '.join(over)} = None")
+                live = [*dict.fromkeys([*live, *sorted(names)])]
+                live = [name for name in live if last[name] > i]
+            source.append(f"    return [{', '.join(live)}]")
+            exec(compile("\n".join(source), "<recorded step>", "exec"), self._constants)
+            yield self._constants.pop("part")
 
     def _add(self, call: Call) -> None:
         used: set[str] = set()

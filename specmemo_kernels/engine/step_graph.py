@@ -26,7 +26,7 @@ MAX_STEPS = 8
 
 
 def max_steps(device: torch.device, sequences: int) -> int:
-    """Maximum number of cached steps of up to ``sequences`` sequences. The memory plan budgets for all of them.
+    """Maximum number of cached steps of up to ``sequences`` sequences.
 
     Four more on a GPU for each further size of padded steps: a CUDA graph takes a quarter of a second, the time of 50
     steps (Vicuna-7B's shape on an H200).
@@ -133,7 +133,7 @@ class StepCache:
     The steps are dropped when the pool reallocates its tensors.
 
     Args:
-        sequences: most sequences per step.
+        sequences: most sequences per step. kept: most cached steps.
         make_capture: makes the capture; ``None``: steps run eagerly, with the same results.
 
     Attributes:
@@ -147,10 +147,11 @@ class StepCache:
         drafter: AnyDrafter,
         pool: PagedKVPool,
         sequences: int,
+        kept: int,
         backend: str | None,
         make_capture: Callable[[], Capture] | None = None,
     ) -> None:
-        self.target, self.drafter, self.pool, self.sequences = target, drafter, pool, sequences
+        self.target, self.drafter, self.pool, self.sequences, self.kept = target, drafter, pool, sequences, kept
         self.backend, self.failed = backend, ""
         self.host_drafter = None if drafts_on_device(drafter) else cast(Drafter, drafter)
         self._may_pad = may_pad(drafter)
@@ -230,7 +231,7 @@ class StepCache:
             self._version = self.pool.version
         cached = self._steps.pop(shape, None)
         if cached is None:
-            while len(self._steps) >= max_steps(self.target.device, self.sequences):
+            while len(self._steps) >= self.kept:
                 del self._steps[next(iter(self._steps))]
             cached = _CachedStep(self._step(shape, tree, self._state))
         self._steps[shape] = cached  # reinserted at the end: the first key is the least recently used

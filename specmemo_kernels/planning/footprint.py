@@ -30,6 +30,10 @@ _TABLE_BYTES = 2 * 4
 #: Graphs: torch's allocator rounds up to blocks of 2 and 20 MiB, and cuBLAS allocates a workspace of up to 32 MiB for
 #: the capturing stream.
 _GRAPH_BYTES = (2 + 20 + 32) << 20
+#: Objects of a recorded step per operator: while it is kept, and more while it is recorded. Measured with 24 layers
+#: (Llama with heads and EAGLE-3, Qwen3-MoE): 310 to 650 and 1900 to 2800 bytes. So many bytes of them aren't counted:
+#: a process's own objects vary by as much.
+_KEPT_OPERATOR_BYTES, _RECORDING_OPERATOR_BYTES, _UNCOUNTED_BYTES = 400, 2200, 2 << 20
 #: Bytes per token of the vocabulary to draw from one row of logits: copies in float32, sorted scores.
 _DRAW_BYTES = 32
 #: Hidden states that a sequence keeps: of its last step, of its prompt in prefill, and of the previous chunk.
@@ -161,7 +165,8 @@ class GenerationShape:
         libraries: buffers that libraries keep, by the rows of passes.
         drafter_kv_bytes_per_token: keys and values in the drafter's own pages.
         devices: number of devices with layers; each gets a copy of a step's metadata.
-        kept_steps: number of steps whose tensors are cached (``step_graph.max_steps``).
+        kept_steps: number of steps whose tensors are cached (``step_graph.max_steps``, or fewer).
+        step_operators, draft_operators: operators of the pass of a step that is recorded on a CPU, and of its drafting.
         graphs: whether cached steps are graphs, which own all tensors of a step.
     """
 
@@ -181,6 +186,8 @@ class GenerationShape:
     devices: int = 1
     scratch_bytes_per_node: int | None = None
     kept_steps: int = 0
+    step_operators: int = 0
+    draft_operators: int = 0
     graphs: bool = False
     coded_head_bytes: int | None = None
     mixer_state_bytes: int = 0
@@ -259,6 +266,8 @@ def fixed_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
         parts["graphs"] += size.nodes * (
             shape.state_bytes // KEPT_STATES
         )  # hidden states of a pass that the host verifies
+        operator = shape.kept_steps * _KEPT_OPERATOR_BYTES + _RECORDING_OPERATOR_BYTES
+        parts["graphs"] += max(0, (shape.step_operators + shape.draft_operators) * operator - _UNCOUNTED_BYTES)
     if shape.graphs:
         splits = -(-size.nodes // shape.split_size) + 1 if shape.split_size else 0
         step = max(shape.forward.at(size.nodes) + shape.logits.at(size.nodes), shape.draft.at(size.sequences))

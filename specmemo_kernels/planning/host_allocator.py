@@ -8,7 +8,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 #: 32 MiB whenever a mapped block is freed. Tensors in the heap then leave holes: 13 MiB beside 13 MiB of activations, 2
 #: to 10 MiB with a threshold of 1 MiB, 1 to 4 MiB with 256 KiB. A prefill of 600 tokens takes about 3 % longer (page
 #: faults), a decode step the same time.
-MAPPED_BYTES = 256 << 10
+MAPPED_BYTES = 64 << 10
+#: The same while temporary tensors and objects that are kept are allocated in turn.
+_TEMPORARY_BYTES = 16 << 10
 #: Free bytes at the end of the heap that may stay.
 _TRIMMED_BYTES = 2 << 20
 
@@ -79,6 +82,24 @@ def return_large_blocks() -> None:
     if mallopt is not None and _function("malloc_trim") is not None:  # else not glibc: parameters differ
         mallopt(_MMAP_THRESHOLD, MAPPED_BYTES)
         mallopt(_TRIM_THRESHOLD, _TRIMMED_BYTES)
+
+
+@contextmanager
+def mapped_temporaries() -> Iterator[None]:
+    """Map also small blocks meanwhile, where :func:`return_large_blocks` was called.
+
+    Small objects that are kept would leave holes between temporary tensors in the heap.
+    """
+    mallopt = _function("mallopt")
+    if mallopt is None or _function("malloc_trim") is None:
+        yield
+        return
+    mallopt(_MMAP_THRESHOLD, _TEMPORARY_BYTES)
+    try:
+        yield
+    finally:
+        mallopt(_MMAP_THRESHOLD, MAPPED_BYTES)
+        release_host_memory()
 
 
 def allocated_bytes() -> int:

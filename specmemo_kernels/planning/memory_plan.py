@@ -75,6 +75,7 @@ class MemoryPlan:
             ``max_sequences`` also holds their ids, 24 bytes per padded token.
         pass_bytes: the part of ``parts["activations"]`` for the tensors of one pass, on a CPU also of a recorded step;
             0 in plans of :func:`plan_memory`.
+        kept_steps: maximum of cached steps, recordings or graphs (LRU); 0 in plans of :func:`plan_memory`.
         drafter: its kind, if chosen by the plan. heads: Medusa heads to load, if chosen by the plan.
         head_bits: 4 if the drafter's matrices are in 4-bit codes, ``None``: as stored.
         kv_dtype: ``"int8"`` or ``"fp8"`` for pages of codes with scales; ``None``: the model's dtype.
@@ -101,6 +102,7 @@ class MemoryPlan:
     reasons: tuple[str, ...] = ()
     kernels: tuple[KernelConfig, ...] | None = None
     pass_bytes: int = 0
+    kept_steps: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -174,7 +176,7 @@ def divide_budget(
         size = StepSize(tree.size, max_sequences, prefill_chunk, page_size)
         return MemoryPlan(
             tree, max_sequences, page_size, None, prefill_chunk, None, fixed_parts(shape, size), kv_dtype=kv_dtype,
-            pass_bytes=pass_bytes(shape, size),
+            pass_bytes=pass_bytes(shape, size), kept_steps=shape.kept_steps,
         )  # fmt: skip
     sizes = [
         StepSize(tree.size, sequences, chunk, page_size)
@@ -193,7 +195,7 @@ def divide_budget(
             parts = {name: parts.get(name, 0) + pages * page.get(name, 0) for name in parts | page}
             return MemoryPlan(
                 tree, size.sequences, page_size, pages, size.chunk, budget, parts, kv_dtype=kv_dtype,
-                pass_bytes=pass_bytes(shape, size),
+                pass_bytes=pass_bytes(shape, size), kept_steps=shape.kept_steps,
             )  # fmt: skip
     raise BudgetError(_too_small(budget, page_size, parts, page_bytes, shape))
 

@@ -19,12 +19,13 @@ class MemoryTracker(TorchDispatchMode):
 
     Attributes:
         live, peak: bytes of live storages, now and at most.
+        count: storages so far.
         trace: ``live`` after each operator, with ``trace=True``.
     """
 
     def __init__(self, trace: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = 0
+        self.live = self.peak = self.count = 0
         self.trace: list[int] = []
         self._keeps_trace = trace
         self._seen: dict[int, weakref.ref[Any]] = {}
@@ -64,6 +65,7 @@ class MemoryTracker(TorchDispatchMode):
         # The storage's Python object lives as long as its memory.
         self._seen[key] = weakref.ref(storage, lambda _: self._freed(key, size))
         self.live += size
+        self.count += counts
         self.peak = max(self.peak, self.live)
 
     def _freed(self, key: int, size: int) -> None:

@@ -122,6 +122,14 @@ def _drafting_trace(drafter: FeatureDrafter, facts: ModelFacts, tree: Trees, seq
     return tracker.trace
 
 
+def count_draft_results(drafter: FeatureDrafter, facts: ModelFacts, tree: Trees) -> int:
+    """Number of tensors that the operators of :meth:`FeatureDrafter.draft` allocate."""
+    rows = _draft_rows(drafter, facts, 1)
+    with torch.inference_mode(), MemoryTracker() as tracker:
+        drafter.draft(rows, tree)
+    return int(tracker.count)
+
+
 def _reading_trace(drafter: FeatureDrafter, facts: ModelFacts, tree: Trees, sequences: int) -> list[int]:
     """Bytes held after each operator of :meth:`FeatureDrafter.advance` beside the states of all nodes of a step."""
     path, device, tracker = tree.max_depth + 1, facts.device, MemoryTracker(trace=True)

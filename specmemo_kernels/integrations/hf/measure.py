@@ -237,6 +237,15 @@ def _trace(
     return before, [max(0, held - before[-1]) for held in tracker.trace[len(before) :]]
 
 
+@torch.no_grad()
+def count_results(model: Any, facts: ModelFacts) -> int:
+    """Number of tensors that the operators of a pass allocate."""
+    tokens = _same_tokens(facts, _MEASURED_ROWS[0])
+    with MemoryTracker() as tracker:
+        _run(model, facts, tokens)
+    return int(tracker.count)
+
+
 def time_passes(
     model: Any,
     facts: ModelFacts,

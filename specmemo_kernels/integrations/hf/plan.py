@@ -19,9 +19,15 @@ from specmemo_kernels.drafting.base import AnyDrafter, FeatureDrafter, PagedDraf
 from specmemo_kernels.drafting.medusa import MedusaDrafter
 from specmemo_kernels.engine.step_graph import max_steps, may_pad, padded_sequences
 from specmemo_kernels.integrations.hf.draft import HFDraftModel, Setup
-from specmemo_kernels.integrations.hf.feature_drafter import measure_advance, measure_draft, time_draft
+from specmemo_kernels.integrations.hf.feature_drafter import (
+    count_draft_results,
+    measure_advance,
+    measure_draft,
+    time_draft,
+)
 from specmemo_kernels.integrations.hf.hybrid_sizes import with_mixers
 from specmemo_kernels.integrations.hf.measure import (
+    count_results,
     measure_beside_mixers,
     measure_libraries,
     measure_mixers,
@@ -130,15 +136,37 @@ def _first_that_fits(
             shape = dataclasses.replace(shape, mixers=measure_mixers(setup.facts, candidate))
         if isinstance(setup.drafter, FeatureDrafter):
             shape = dataclasses.replace(shape, draft=measure_draft(setup.drafter, setup.facts, candidate))
+            if shape.step_operators:
+                count = count_draft_results(setup.drafter, setup.facts, candidate)
+                shape = dataclasses.replace(shape, draft_operators=count)
         shape = setup.ranks.max_over_ranks(shape)
         try:
-            plan = divide_budget(shape, candidate, **vars(limits))
+            plan = _with_kept_steps(shape, candidate, limits)
             kernels = _kernel_blocks(setup.facts, setup.backend, limits.kv_dtype)
             bits = _head_bits(setup.drafter)
             return setup, dataclasses.replace(plan, kernels=kernels, head_bits=bits, **fields)
         except BudgetError as error:
             failure = error
     raise failure
+
+
+def _with_kept_steps(shape: GenerationShape, tree: Trees, limits: PlanLimits) -> MemoryPlan:
+    """The plan with as many cached steps as take at most :data:`GRAPH_SHARE` of the budget, at least a quarter of all.
+
+    Raises:
+        BudgetError: not even one page fits.
+    """
+    for part in (1, 2, 4):
+        fewer = dataclasses.replace(shape, kept_steps=shape.kept_steps // part)
+        try:
+            plan = divide_budget(fewer, tree, **vars(limits))
+        except BudgetError:
+            if part == 4 or not shape.kept_steps:
+                raise
+            continue
+        if limits.budget is None or plan.parts.get("graphs", 0) <= GRAPH_SHARE * limits.budget:
+            break
+    return plan
 
 
 def _without_unused_heads(drafter: AnyDrafter, tree: Trees) -> AnyDrafter:
@@ -168,7 +196,7 @@ def make_chooser(setup: Setup, plan: MemoryPlan, graphs: GraphUse) -> TreeChoose
     """
     drafter, agreed = setup.drafter, setup.ranks.broadcast_scalar
     rows = max(plan.prefill_chunk, plan.max_nodes)
-    make_capture = graphs.capture_of(setup.facts.device, plan.pass_bytes)
+    make_capture = graphs.capture_of(setup.facts.device, plan)
     capture, draft_seconds = make_capture and make_capture(), None
     if isinstance(drafter, HFDraftModel):
         draft_seconds = time_passes(drafter.hf_model, drafter.facts, rows, agreed)
@@ -221,6 +249,7 @@ def _generation_shape(setup: Setup, graphs: GraphUse, limits: PlanLimits) -> Gen
     codes = page_dtype(kv_dtype)
     splits = [ops.split_workspace(backend, layer, heads, codes) for layer, heads in shapes]
     captured = graphs.wanted and facts.device.type == "cuda"
+    recorded = graphs.wanted and facts.device.type == "cpu" and limits.budget is not None
     workspace = max(ops.fixed_workspace(backend, layer, heads, codes) for layer, heads in shapes)
     workspace *= 1 + captured  # graphs have their own
     leaves = (facts.leaves, drafter.facts.leaves) if isinstance(drafter, HFDraftModel) else (facts.leaves,)
@@ -249,6 +278,7 @@ def _generation_shape(setup: Setup, graphs: GraphUse, limits: PlanLimits) -> Gen
         libraries=libraries,
         devices=len({layer.device for layer in facts.layers} | {facts.device}),
         kept_steps=max_steps(facts.device, limits.max_sequences) if graphs.wanted else 0,
+        step_operators=count_results(model, facts) if recorded else 0,
         graphs=captured,
     )
 

@@ -44,14 +44,12 @@ class GraphUse:
     in_flight: int = 1
     stream: torch.cuda.Stream | None = None
 
-    def capture_of(self, device: torch.device, pass_bytes: int) -> Callable[[], Capture] | None:
-        """What makes the capture of steps on ``device``; ``None``: they run eagerly.
-
-        ``pass_bytes``: :attr:`MemoryPlan.pass_bytes`.
-        """
+    def capture_of(self, device: torch.device, plan: MemoryPlan) -> Callable[[], Capture] | None:
+        """What makes the capture of steps on ``device``; ``None``: they run eagerly."""
         if not self.wanted or device.type not in CAPTURES:
             return None
-        return partial(CAPTURES[device.type], device, pass_bytes if device.type == "cpu" else self.stream)
+        arguments = (plan.pass_bytes, plan.budget is not None) if device.type == "cpu" else (self.stream,)
+        return partial(CAPTURES[device.type], device, *arguments)
 
 
 def graph_use(graph: bool | None, setup: Setup) -> GraphUse:
@@ -171,8 +169,9 @@ class PoolCache:
         if self.steps is None:
             assert self.pool is not None, "get() allocates it"
             sequences, setup = self.pool.block_table.shape[0], self.setup
-            make_capture = self.graphs.capture_of(target.device, self.plan.pass_bytes)
-            self.steps = StepCache(target, setup.drafter, self.pool, sequences, setup.backend, make_capture)
+            make_capture = self.graphs.capture_of(target.device, self.plan)
+            kept, drafter, backend = self.plan.kept_steps, setup.drafter, setup.backend
+            self.steps = StepCache(target, drafter, self.pool, sequences, kept, backend, make_capture)
         return OverlappedSteps(self.steps, self.graphs.in_flight, self.graphs.must)
 
     def _suffices(self, pages: int, sequences: int, nodes: int) -> bool:
