@@ -133,7 +133,7 @@ def captures(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any]) -> None:
     init: Callable[..., None] = StepCache.__init__
 
     def with_capture(self: StepCache, *args: Any) -> None:
-        init(self, *args[:5], make)
+        init(self, *args[:6], make)
 
     monkeypatch.setattr(StepCache, "__init__", with_capture)
 

@@ -21,7 +21,7 @@ import specmemo_kernels as sk
 from specmemo_kernels import ops
 from specmemo_kernels.drafting.base import DraftInput
 from specmemo_kernels.drafting.medusa import MedusaDrafter
-from specmemo_kernels.engine import host_capture, overlap, verify
+from specmemo_kernels.engine import host_capture, overlap, program, verify
 from specmemo_kernels.engine.decode import SpecDecoder
 from specmemo_kernels.engine.host_capture import HostCapture, record
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
@@ -455,8 +455,11 @@ def test_weights_that_change(replays: list[int]) -> None:
     assert torch.equal(written, greedy(model, inputs, 30))
 
 
-def test_replays_need_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lines", [1, 2, 64])
+def test_replays_need_no_more_memory(lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a program's parts have few lines."""
     monkeypatch.setattr(host_capture, "dispatcher_active", lambda: False)
+    monkeypatch.setattr(program, "_PART_LINES", lines)
     x, weight, out = torch.randn(64, 512), torch.randn(512, 512), torch.zeros(64, 512)
 
     def run() -> None:
@@ -555,9 +558,9 @@ def _change(y: torch.Tensor, choice: int, weight: torch.Tensor) -> torch.Tensor:
 
 
 @settings(max_examples=examples(100), deadline=None)
-@given(choices=st.lists(st.integers(0, 9), min_size=1, max_size=12), seed=st.integers(0, 1000))
-def test_random_functions(choices: list[int], seed: int) -> None:
-    """The results of replays on new input are those of the function."""
+@given(choices=st.lists(st.integers(0, 9), min_size=1, max_size=12), seed=st.integers(0, 1000), lines=st.integers(1, 9))
+def test_random_functions(choices: list[int], seed: int, lines: int) -> None:
+    """The results of replays on new input are those of the function, with few and many lines per part of a program."""
     generator = torch.Generator().manual_seed(seed)
     x, weight = torch.empty(4, 4), torch.randn(4, 4, generator=generator)
     outs = torch.zeros(2, 16)
@@ -574,7 +577,9 @@ def test_random_functions(choices: list[int], seed: int) -> None:
         out.copy_(torch.cat([y.reshape(-1)[:8], kept.reshape(-1)[:8]]))
 
     x.normal_(generator=generator)
-    replay = capture(lambda: run(outs[0]))
+    with pytest.MonkeyPatch.context() as changes:
+        changes.setattr(program, "_PART_LINES", lines)
+        replay = capture(lambda: run(outs[0]))
     for _ in range(2):
         x.normal_(generator=generator)
         replay()

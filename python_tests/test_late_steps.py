@@ -324,6 +324,23 @@ def test_graphs_take_a_small_part_of_a_budget(model: PreTrainedModel, monkeypatc
             assert torch.equal(greedy(model, batch((9,)), 20), greedy(model, batch((9,)), 20))
 
 
+@pytest.mark.parametrize(("operators", "kept"), [(100, 8), (1000, 4), (1500, 2), (5000, 0)])
+def test_a_budget_keeps_few_recordings(
+    operators: int, kept: int, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recordings take at most a tenth of a budget; none are made if a quarter of them takes more."""
+    monkeypatch.setattr(plan, "count_results", lambda *_: operators)
+    ids = batch((9, 12, 5, 3, 8, 4))
+    expected = greedy(model, ids, 30, eos_token_id=[3, 4, 5, 6], pad_token_id=0)
+    with sk.patch(model, random_heads(model), tree=6, memory_budget="40MiB") as handle:
+        assert torch.equal(greedy(model, ids, 30, eos_token_id=[3, 4, 5, 6], pad_token_id=0), expected)
+        steps = handle._pools.steps
+        assert handle.plan.kept_steps == kept
+        assert handle.graphs.wanted == (steps is not None) == (kept > 0)
+        assert handle.plan.parts.get("graphs", 0) <= 4 << 20
+        assert steps is None or 0 < len(steps._steps) <= kept
+
+
 def test_what_patch_says(model: PreTrainedModel) -> None:
     """On by default; impossible with ``graph=True``: an error; otherwise a reason."""
     with sk.patch(model, random_heads(model)) as handle:

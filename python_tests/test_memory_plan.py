@@ -230,7 +230,7 @@ def test_plans_are_json_and_text(budget: int | None) -> None:
     assert data == {
         "max_sequences": plan.max_sequences, "page_size": 16, "max_pages": plan.max_pages,
         "prefill_chunk": plan.prefill_chunk, "budget": budget, "parts": plan.parts,
-        "pass_bytes": pass_bytes(SHAPE, size),
+        "pass_bytes": pass_bytes(SHAPE, size), "kept_steps": SHAPE.kept_steps,
     }  # fmt: skip
     text = str(plan)
     assert "at most 8 sequences at once" in text

@@ -128,6 +128,7 @@ class _Recorder(TorchDispatchMode):
         self._calls: list[Call] = []
         self._variables: dict[int, View] = {}  # by storage
         self._storages: list[StorageWeakRef] = []  # references keep the addresses of variables from being used again
+        self._constants: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor, so that its id isn't used again
         self.kernels: Any = None  # the backend of our operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -171,13 +172,13 @@ class _Recorder(TorchDispatchMode):
         return getattr(self.kernels, func._schema.name.split("::")[1]), args[:-1]
 
     def _recorded(self, value: Any) -> Any:
-        """Tensors of the step as views of variables; others are constants, which the program keeps."""
+        """Tensors of the step as views of variables; others are constants, whose memory is kept."""
         if isinstance(value, (list, tuple)):
             return [self._recorded(x) for x in value]
         if not isinstance(value, Tensor):
             return value
         if (base := self._variables.get(_storage(value))) is None:
-            return value
+            return self._constants.setdefault(id(value), (value, value.detach()))[1]
         if value.dtype != base.dtype:
             raise RuntimeError(f"a {value.dtype} view of {base.dtype} memory can't be recorded")
         return View.of(value, base.name)
