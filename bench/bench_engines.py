@@ -179,6 +179,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="batches that each engine writes")] = 5,
     threads: Annotated[int, typer.Option(help="of every engine")] = torch.get_num_threads(),
     memory_budget: Annotated[str | None, typer.Option(help="of this package's engines, such as 20MiB")] = None,
+    prefill_chunk: Annotated[int, typer.Option(help="of this package's engines, in tokens")] = 256,
     vllm_python: Annotated[str | None, typer.Option(help="a Python with vLLM")] = None,
     json_: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
 ) -> None:
@@ -189,7 +190,16 @@ def main(
             gguf = any(engine.startswith("llama.cpp") for engine in pythons)
             folder, texts = make_model(name, getattr(torch, dtype), Path(temporary), context, 16, gguf)
             for size in map(int, batch.split(",")):
-                setup = Setup(str(folder), dtype, size, context + new_tokens, threads, name != BUNDLED, memory_budget)
+                setup = Setup(
+                    str(folder),
+                    dtype,
+                    size,
+                    context + new_tokens,
+                    threads,
+                    name != BUNDLED,
+                    memory_budget,
+                    prefill_chunk,
+                )
                 workers = [
                     Worker(engine, setup, python)
                     for engine, python in pythons.items()
@@ -203,7 +213,14 @@ def main(
     print_rows(rows, list(dict.fromkeys(key for row in rows for key in row)))
     write_result(
         json_,
-        {"context": context, "new_tokens": new_tokens, "rounds": rounds, "memory_budget": memory_budget, "rows": rows},
+        {
+            "context": context,
+            "new_tokens": new_tokens,
+            "rounds": rounds,
+            "memory_budget": memory_budget,
+            "prefill_chunk": prefill_chunk,
+            "rows": rows,
+        },
     )
 
 

@@ -28,7 +28,8 @@ Tokens = list[list[int]]
 @dataclass(frozen=True)
 class Setup:
     """What an engine runs: a model folder with ``model.gguf``, a dtype, at most ``batch`` prompts of ``slots`` tokens
-    (new ones included), whether acceptance is replayed, and this package's ``memory_budget``."""
+    (new ones included), whether acceptance is replayed, and this package's ``memory_budget`` and
+    ``prefill_chunk``."""
 
     folder: str
     dtype: str
@@ -37,6 +38,7 @@ class Setup:
     threads: int
     replay: bool
     budget: str | None = None
+    chunk: int = 256
 
 
 class Engine:
@@ -120,7 +122,7 @@ class Ours(Transformers):
             heads = f"{self.setup.folder}/eagle3"
         self.handle = self.patch(
             self.model, heads, tree=self.tree, max_batch_size=self.setup.batch, reuse_prefix=False,
-            memory_budget=self.setup.budget, **self.patch_options,
+            memory_budget=self.setup.budget, prefill_chunk=self.setup.chunk, **self.patch_options,
         )  # fmt: skip
         self.own_bytes = self.handle.compressed.nbytes
         self.model_bytes -= self.handle.compressed.saved_bytes
