@@ -158,12 +158,7 @@ def _with_kept_steps(shape: GenerationShape, tree: Trees, limits: PlanLimits) ->
     """
     for part in (1, 2, 4):
         fewer = dataclasses.replace(shape, kept_steps=shape.kept_steps // part)
-        try:
-            plan = divide_budget(fewer, tree, **vars(limits))
-        except BudgetError:
-            if part == 4 or not shape.kept_steps:
-                raise
-            continue
+        plan = divide_budget(fewer, tree, **vars(limits))
         if limits.budget is None or plan.parts.get("graphs", 0) <= GRAPH_SHARE * limits.budget:
             break
     return plan
