@@ -266,13 +266,18 @@ def fixed_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
         parts["graphs"] += size.nodes * (
             shape.state_bytes // KEPT_STATES
         )  # hidden states of a pass that the host verifies
-        operator = shape.kept_steps * _KEPT_OPERATOR_BYTES + _RECORDING_OPERATOR_BYTES
-        parts["graphs"] += max(0, (shape.step_operators + shape.draft_operators) * operator - _UNCOUNTED_BYTES)
+        parts["graphs"] += recorded_bytes(shape)
     if shape.graphs:
         splits = -(-size.nodes // shape.split_size) + 1 if shape.split_size else 0
         step = max(shape.forward.at(size.nodes) + shape.logits.at(size.nodes), shape.draft.at(size.sequences))
         parts["graphs"] += step + size.nodes * (splits * shape.split_row_bytes + _ROW_BYTES) + _GRAPH_BYTES
     return parts
+
+
+def recorded_bytes(shape: GenerationShape) -> int:
+    """Bytes of the objects of recorded steps beyond those that aren't counted."""
+    operator = shape.kept_steps * _KEPT_OPERATOR_BYTES + _RECORDING_OPERATOR_BYTES
+    return max(0, (shape.step_operators + shape.draft_operators) * operator - _UNCOUNTED_BYTES)
 
 
 def page_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:

@@ -40,7 +40,7 @@ from specmemo_kernels.integrations.hf.target import ModelFacts
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.device_probe import kernel_target, profile_of
 from specmemo_kernels.planning.drafter_spec import CHAIN_ACCURACY, DrafterSpec, HeadsSpec
-from specmemo_kernels.planning.footprint import KEPT_STATES, GenerationShape, draw_bytes
+from specmemo_kernels.planning.footprint import KEPT_STATES, GenerationShape, draw_bytes, recorded_bytes
 from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan, chunk_sizes, divide_budget, format_bytes
 from specmemo_kernels.planning.model_config import DTYPE_BYTES
 from specmemo_kernels.planning.model_spec import ModelSpec
@@ -158,7 +158,12 @@ def _with_kept_steps(shape: GenerationShape, tree: Trees, limits: PlanLimits) ->
     """
     for part in (1, 2, 4):
         fewer = dataclasses.replace(shape, kept_steps=shape.kept_steps // part)
-        plan = divide_budget(fewer, tree, **vars(limits))
+        try:
+            plan = divide_budget(fewer, tree, **vars(limits))
+        except BudgetError:
+            if part == 4 or not recorded_bytes(fewer):
+                raise
+            continue
         if limits.budget is None or plan.parts.get("graphs", 0) <= GRAPH_SHARE * limits.budget:
             break
     return plan
