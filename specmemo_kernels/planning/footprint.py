@@ -31,7 +31,7 @@ _TABLE_BYTES = 2 * 4
 #: the capturing stream.
 _GRAPH_BYTES = (2 + 20 + 32) << 20
 #: Objects of a recorded step per operator: while it is kept, and more while it is recorded. Measured with 24 layers
-#: (Llama with heads and EAGLE-3, Qwen3-MoE): 480 to 1050 bytes and 1970 to 2900. So many bytes of them aren't counted:
+#: (Llama with heads and EAGLE-3, Qwen3-MoE): 480 to 1050 bytes and 1970 to 2900. The third is not counted:
 #: a process's own objects vary by as much.
 _KEPT_OPERATOR_BYTES, _RECORDING_OPERATOR_BYTES, _UNCOUNTED_BYTES = 550, 2200, 1 << 20
 #: Bytes per token of the vocabulary to draw from one row of logits: copies in float32, sorted scores.
