@@ -106,33 +106,36 @@ class Ours(Transformers):
 
     def __init__(self, setup: Setup, drafter: str, tree: Any = None, **options: Any) -> None:
         super().__init__(setup)
+        import replay
+        import shapes
+
         import specmemo_kernels as sk
 
-        self.sk, self.patch = sk, sk.patch  # loads the modules, as the other engines do before memory is counted
+        # All modules are loaded, as the other engines do, before memory is counted.
+        self.sk, self.patch, self.shapes, self.replay = sk, sk.patch, shapes, replay
         self.drafter, self.tree, self.patch_options = drafter, tree, options
 
     def start(self) -> None:
         heads: Any = self.drafter
         if heads == "heads":
-            from shapes import random_heads
-
             random = self.setup.replay
-            heads = random_heads(self.model, 4, own_lm_head=False) if random else f"{self.setup.folder}/heads"
+            heads = (
+                self.shapes.random_heads(self.model, 4, own_lm_head=False) if random else f"{self.setup.folder}/heads"
+            )
         if heads == "eagle3":
             heads = f"{self.setup.folder}/eagle3"
         self.handle = self.patch(
             self.model, heads, tree=self.tree, max_batch_size=self.setup.batch, reuse_prefix=False,
-            memory_budget=self.setup.budget, prefill_chunk=self.setup.chunk, **self.patch_options,
+            memory_budget=self.setup.budget, context=self.setup.slots, prefill_chunk=self.setup.chunk,
+            **self.patch_options,
         )  # fmt: skip
         self.own_bytes = self.handle.compressed.nbytes
         self.model_bytes -= self.handle.compressed.saved_bytes
         self.target: Any = None
         self.texts = 0  # each has draws of its own
         if self.setup.replay and self.tree != 1:
-            from replay import Published, PublishedChain, ReplayedTarget
-
-            published = PublishedChain() if self.drafter == "eagle3" else Published()
-            self.target, self.ranks = ReplayedTarget(self.handle.target), published.ranks
+            published = self.replay.PublishedChain() if self.drafter == "eagle3" else self.replay.Published()
+            self.target, self.ranks = self.replay.ReplayedTarget(self.handle.target), published.ranks
             self.handle.target = self.target
 
     def generate(self, prompts: Tokens, new_tokens: int, first: Callable[[], None]) -> Tokens:

@@ -46,6 +46,7 @@ problems = st.fixed_dictionaries(
         "page_size": st.sampled_from([1, 7, 16, 64]),
         "max_sequences": st.integers(1, 20),
         "prefill_chunk": st.integers(1, 600),
+        "slots": st.one_of(st.just(1), st.integers(1, 3000)),
     }
 )
 budgets = st.integers(0, 40).flatmap(lambda power: st.integers(2**power, 2 ** (power + 1)))
@@ -99,10 +100,10 @@ def test_a_plan_stays_within_its_budget(problem: dict[str, object], budget: int)
         assert format_bytes(budget) in refusal
         enough = parse_bytes(re.search(r"give at least ([\d.]+ \w+)", refusal)[1])
         assert enough > budget
-        assert divide_budget(**problem, budget=enough).max_pages >= 1
+        assert divide_budget(**problem, budget=enough).max_tokens >= problem["slots"]
         return
     check_parts(plan, problem)
-    assert plan.max_pages >= 1
+    assert plan.max_tokens >= problem["slots"]
     assert sum(plan.parts.values()) <= budget == plan.budget
     assert 1 <= plan.max_sequences <= problem["max_sequences"]
     assert 1 <= plan.prefill_chunk <= problem["prefill_chunk"]
@@ -207,6 +208,17 @@ def test_exact_edge() -> None:
     assert (plan.max_pages, plan.max_sequences, plan.prefill_chunk) == (1, 1, 32)
     with pytest.raises(BudgetError, match=r"memory_budget 1\.2 MiB is too small for one page.*: 1 B missing"):
         divide_budget(SHAPE, TREES[1], budget=least - 1, page_size=16)
+
+
+def test_chunk_and_sequences_make_room() -> None:
+    """A longer sequence costs the chunk first, then sequences; the refusal names the pages and a shorter context."""
+    kept = [divide_budget(SHAPE, TREES[1], budget=2 << 20, page_size=16, slots=slots) for slots in (1, 500, 600, 750)]
+    assert all(plan.max_tokens >= slots for plan, slots in zip(kept, (1, 500, 600, 750), strict=True))
+    sizes = [(plan.max_sequences, plan.prefill_chunk) for plan in kept]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) > 2
+    with pytest.raises(BudgetError, match=r"too small for 63 pages of 16 tokens .*give at least .*, a shorter context"):
+        divide_budget(SHAPE, TREES[1], budget=2 << 20, page_size=16, slots=1000)
 
 
 def test_a_refusal_names_the_largest_part() -> None:

@@ -150,3 +150,24 @@ def test_compiled_step_is_the_step(backend: str) -> None:
         assert all(torch.equal(inputs[name], reference[name]) for name in ("k_pages", "v_pages"))
     assert [pool.data_ptr() for pool in pools] == places
     assert not any(torch.equal(pool, old) for pool, old in zip(pools, before, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("problem", ["append", "append_int8", "commit", "commit_int8"])
+def test_autograd_notices_written_pages(problem: str, backend: str) -> None:
+    """Pages and scales have a new version, other arguments don't; pages of inference mode have none."""
+    name, arguments = PROBLEMS[problem]
+    operator, arguments = getattr(torch.ops.specmemo, name).default, [*arguments, backend]
+    written = [argument.alias_info is not None for argument in operator._schema.arguments]
+    before = [x._version if isinstance(x, Tensor) else None for x in arguments]
+    operator(*arguments)
+    for x, old, changed in zip(arguments, before, written, strict=True):
+        if isinstance(x, Tensor):
+            assert (x._version > old) == changed
+    with torch.inference_mode():
+        pages = [
+            x.clone() if isinstance(x, Tensor) and changed else x for x, changed in zip(arguments, written, strict=True)
+        ]
+        operator(*pages)
+    if backend != "reference":  # torch's own operators refuse them
+        operator(*pages)

@@ -71,6 +71,30 @@ def test_a_budget_too_small_for_the_fastest_tree(monkeypatch: pytest.MonkeyPatch
     assert sizes == [64, 32, 4, 2]
 
 
+@pytest.mark.parametrize("longer", [0, 40, 400])
+def test_a_context_that_the_budget_must_hold(longer: int, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    """The tree gives way to it; a text of that length is then generated. A context too long is refused."""
+    monkeypatch.setattr(hf_plan, "profile_of", lambda _, **__: FREE_ROWS)
+    model = tiny_model("llama", seed=40, vocab_size=3000)
+    heads, options = sk.MedusaHeads(32, 3000, 5), {"memory_budget": 1_650_000, "max_batch_size": 1}
+    with sk.patch(model, heads, **options) as handle:
+        without = handle.plan, handle.max_length
+    context = without[1] + longer
+    ids = torch.randint(3, 3000, (1, 8))
+    generate = {"attention_mask": torch.ones_like(ids), "max_new_tokens": context - 8, "do_sample": False}
+    expected = model.generate(ids, **generate)
+    with sk.patch(model, heads, context=context, **options) as handle:
+        assert handle.max_length >= context
+        assert handle.plan.total_bytes <= 1_650_000
+        assert handle.plan.tree.size <= without[0].tree.size
+        assert longer or handle.plan == without[0]
+        assert torch.equal(model.generate(ids, **generate), expected)
+    with pytest.raises(sk.BudgetError, match=r"too small for \d+ pages of 16 tokens .*a shorter context"):
+        sk.patch(model, heads, context=20_000, **options)
+    with pytest.raises(ValueError, match="context is 1, it must be at least 2"):
+        sk.patch(model, heads, context=1)
+
+
 def test_same_tokens_whatever_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.randint(3, VOCAB, (1, 20))
     model = tiny_model("llama", seed=40)

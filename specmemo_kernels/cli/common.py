@@ -136,7 +136,7 @@ def check_head_bits(bits: int | None) -> None:
 
 def patch_arguments(options: PatchOptions) -> dict[str, Any]:
     """Keyword arguments of ``patch``, for one sequence at a time."""
-    names = ("memory_budget", "tree", "backend", "kv_dtype")
+    names = ("memory_budget", "context", "tree", "backend", "kv_dtype")
     return {name: getattr(options, name) for name in names} | {"max_batch_size": 1}
 
 

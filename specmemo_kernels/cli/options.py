@@ -31,6 +31,10 @@ class PatchOptions:
         str | None,
         Option(help="Memory for generation, without the model's weights: 64MiB, 2GiB, ... (default: no limit)."),
     ] = None
+    context: Annotated[
+        int | None,
+        Option(help="Longest text, prompt and reply together, that the budget must hold (default: what fits).", min=2),
+    ] = None
     kv_dtype: KVDtype = None
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from specmemo_kernels.ops import checks
 from specmemo_kernels.ops.dispatch import implementation
@@ -119,6 +120,19 @@ def _no_gradient(name: str) -> Callable[..., Any]:
     return backward
 
 
+def _count_changes(name: str) -> Callable[..., Any]:
+    """The kernel that counts a new version of each tensor that the operator writes to, so that autograd notices."""
+    operator = operator_packet(name).default
+    written = [i for i, argument in enumerate(operator._schema.arguments) if argument.alias_info is not None]
+
+    def run(keys: Any, *args: Any) -> Any:
+        changed = (args[i] for i in written if i < len(args) and args[i] is not None)
+        increment_version([tensor for tensor in changed if not tensor.is_inference()])
+        return operator.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args)
+
+    return run
+
+
 _Library: Any = torch.library.Library  # torch gives it no types
 library = _Library(NAMESPACE, "DEF")
 for _name, _schema in SCHEMAS.items():
@@ -128,3 +142,5 @@ for _name, _schema in SCHEMAS.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", FAKES[_name], lib=library)
 for _name in _WITHOUT_GRADIENT:
     torch.library.register_autograd(f"{NAMESPACE}::{_name}", _no_gradient(_name), lib=library)
+for _name in ("append_paged_kv", "commit_paged_kv"):
+    library.impl(_name, _count_changes(_name), "ADInplaceOrView", with_keyset=True)

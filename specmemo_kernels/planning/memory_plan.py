@@ -163,6 +163,7 @@ def divide_budget(
     max_sequences: int = 8,
     prefill_chunk: int = 256,
     kv_dtype: str | None = None,
+    slots: int = 1,
 ) -> MemoryPlan:
     """Divide ``budget`` bytes: heads, scratch and a forward pass first, the rest for pages.
 
@@ -170,7 +171,7 @@ def divide_budget(
     the number of sequences. A chunk isn't longer than the cache. ``kv_dtype`` must be that of ``shape``.
 
     Raises:
-        BudgetError: not a single page fits.
+        BudgetError: the pages for one sequence of ``slots`` tokens don't fit.
     """
     if budget is None:
         size = StepSize(tree.size, max_sequences, prefill_chunk, page_size)
@@ -191,18 +192,21 @@ def divide_budget(
         quarter = (budget - shape.workspace_bytes - shape.libraries.at(sizes[-1].rows)) // 4
         pages = left // page_bytes
         fits = pages * page_size >= size.chunk or size.chunk == sizes[-1].chunk
-        if pages >= 1 and ((left >= quarter and fits) or size == sizes[-1]):
+        if pages * page_size >= slots and ((left >= quarter and fits) or size == sizes[-1]):
             parts = {name: parts.get(name, 0) + pages * page.get(name, 0) for name in parts | page}
             return MemoryPlan(
                 tree, size.sequences, page_size, pages, size.chunk, budget, parts, kv_dtype=kv_dtype,
                 pass_bytes=pass_bytes(shape, size), kept_steps=shape.kept_steps,
             )  # fmt: skip
-    raise BudgetError(_too_small(budget, page_size, parts, page_bytes, shape))
+    raise BudgetError(_too_small(budget, -(-slots // page_size), page_size, parts, page_bytes, shape))
 
 
-def _too_small(budget: int, page_size: int, parts: dict[str, int], page_bytes: int, shape: GenerationShape) -> str:
-    """The parts of the smallest plan, the missing bytes, and what would fit."""
-    least = sum(parts.values()) + page_bytes
+def _too_small(
+    budget: int, pages: int, page_size: int, parts: dict[str, int], page_bytes: int, shape: GenerationShape
+) -> str:
+    """The parts of the smallest plan with ``pages`` pages, the missing bytes, and what would fit."""
+    least = sum(parts.values()) + pages * page_bytes
+    held, shorter = ("one page", "") if pages == 1 else (f"{pages} pages", ", a shorter context")
     needed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
     largest = max(parts, key=lambda name: parts[name])
     instead = ", or heads='prompt-lookup', which has no weights" if parts["heads"] else ""
@@ -212,9 +216,9 @@ def _too_small(budget: int, page_size: int, parts: dict[str, int], page_bytes: i
     if products.layer:
         instead += f". Each product of a {products.layer} takes up to {format_bytes(products.peak)} while it runs"
     return (
-        f"memory_budget {format_bytes(budget)} is too small for one page of {page_size} tokens "
-        f"({format_bytes(page_bytes)}) beside {needed}: {format_bytes(least - budget)} missing, the largest part is "
-        f"{largest}; give at least {format_at_least(least)}, or a smaller tree or fewer heads{instead}"
+        f"memory_budget {format_bytes(budget)} is too small for {held} of {page_size} tokens "
+        f"({format_bytes(pages * page_bytes)}) beside {needed}: {format_bytes(least - budget)} missing, the largest "
+        f"part is {largest}; give at least {format_at_least(least)}{shorter}, or a smaller tree or fewer heads{instead}"
     )
 
 

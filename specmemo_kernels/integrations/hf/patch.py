@@ -44,7 +44,7 @@ from specmemo_kernels.integrations.hf.handle import SpecMemo, Unpatched
 from specmemo_kernels.integrations.hf.invariance import check_invariance, check_invariant_arguments
 from specmemo_kernels.integrations.hf.linears import by_operators
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
-from specmemo_kernels.integrations.hf.plan import PlanLimits, make_chooser, make_plan
+from specmemo_kernels.integrations.hf.plan import LEAST_CONTEXT, PlanLimits, make_chooser, make_plan
 from specmemo_kernels.integrations.hf.pool import graph_use
 from specmemo_kernels.integrations.hf.probe import probe
 from specmemo_kernels.integrations.hf.target import ModelFacts, attach, lm_head_hook
@@ -97,6 +97,7 @@ def patch(
     heads: str | Path | nn.Module | dict[str, torch.Tensor] | Drafter | DraftModel,
     *,
     memory_budget: int | str | None = None,
+    context: int | None = None,
     tree: DraftTree | TreeBudget | Sequence[Sequence[int]] | int | None = None,
     backend: str | None = None,
     page_size: int | None = None,
@@ -123,6 +124,9 @@ def patch(
             :class:`DraftModel`; or any :class:`Drafter`.
         memory_budget: bytes (or ``"2GiB"``) of generation memory: everything but the model's own weights.
             ``None``: no limit, each call allocates for its lengths.
+        context: tokens of the longest sequence, prompt and new tokens together, that the budget must hold. The plan
+            makes room with a shorter prefill chunk, fewer sequences at once and a smaller tree. ``None``: what is left.
+            Without a budget any length is held.
         tree: a :class:`DraftTree`, a list of rank paths (as Medusa publishes them), or a number of nodes. Drafters
             that read hidden states make a tree of their own for each sequence in each step (a :class:`TreeBudget`, or a
             number of nodes), unless a tree is given. ``None``: the best tree for the heads' accuracies and the device.
@@ -184,6 +188,7 @@ def patch(
         raise ValueError("the model is patched already; call specmemo_kernels.unpatch(model) first")
     page_size = None if page_size is None else integer("page_size", page_size)
     prefill_chunk = integer("prefill_chunk", prefill_chunk)
+    context = LEAST_CONTEXT if context is None else integer("context", context, LEAST_CONTEXT)
     max_batch_size, tree = integer("max_batch_size", max_batch_size), tree_argument(tree)
     flag("reuse_prefix", reuse_prefix)
     flag("graph", graph, or_none=True)
@@ -199,7 +204,7 @@ def patch(
     check_modules(model)
     budget = None if memory_budget is None else parse_bytes(memory_budget)
     free = None if keep_free is None else parse_bytes(keep_free, "keep_free")
-    limits = PlanLimits(budget, page_size, prefill_chunk, max_batch_size, kv_dtype)
+    limits = PlanLimits(budget, page_size, prefill_chunk, max_batch_size, kv_dtype, context)
     page_dtype(kv_dtype)
     check_bits(head_bits)
     device = model.get_input_embeddings().weight.device

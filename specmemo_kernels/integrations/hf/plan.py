@@ -17,6 +17,7 @@ from specmemo_kernels.backends.kernel_config import (
 from specmemo_kernels.cache.kv_storage import LayerKV, page_dtype
 from specmemo_kernels.drafting.base import AnyDrafter, FeatureDrafter, PagedDrafter, prefers_chain
 from specmemo_kernels.drafting.medusa import MedusaDrafter
+from specmemo_kernels.engine.overlap import slots_ahead
 from specmemo_kernels.engine.step_graph import max_steps, may_pad, padded_sequences
 from specmemo_kernels.integrations.hf.draft import HFDraftModel, Setup
 from specmemo_kernels.integrations.hf.feature_drafter import (
@@ -66,19 +67,25 @@ GRAPH_SIZES = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64))
 PADDED_SIZES = frozenset((1, 2, 4, 8, 16, 32, 64))
 #: Context length of the predicted step. Attention is a small part of the step up to there.
 _CONTEXT = 1024
+#: A token of a prompt and a new one, where ``patch`` is given no ``context``.
+LEAST_CONTEXT = 2
 #: Maximum nodes where no speed can be predicted: an unsupported device or dtype, or unknown model sizes.
 _UNKNOWN_TREE = 12
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanLimits:
-    """Arguments of ``patch`` that limit the plan; ``page_size`` ``None``: as the kernels prefer."""
+    """Arguments of ``patch`` that limit the plan; ``page_size`` ``None``: as the kernels prefer.
+
+    ``slots``: the KV slots that one sequence must be able to have, first without those behind its last token.
+    """
 
     budget: int | None
     page_size: int | None
     prefill_chunk: int
     max_sequences: int
     kv_dtype: str | None
+    slots: int = LEAST_CONTEXT
 
 
 #: A tree to plan for, and the plan's fields that describe it (predicted speed, reasons).
@@ -95,7 +102,7 @@ def make_plan(
         they would take more than :data:`GRAPH_SHARE` of the budget and ``graph=True`` wasn't given.
 
     Raises:
-        BudgetError: not even one page fits.
+        BudgetError: not even the least pages fit.
     """
     budget = limits.budget
     if limits.page_size is None:
@@ -140,8 +147,9 @@ def _first_that_fits(
                 count = count_draft_results(setup.drafter, setup.facts, candidate)
                 shape = dataclasses.replace(shape, draft_operators=count)
         shape = setup.ranks.max_over_ranks(shape)
+        slots = limits.slots + slots_ahead(candidate, graphs.in_flight)
         try:
-            plan = _with_kept_steps(shape, candidate, limits)
+            plan = _with_kept_steps(shape, candidate, dataclasses.replace(limits, slots=slots))
             kernels = _kernel_blocks(setup.facts, setup.backend, limits.kv_dtype)
             bits = _head_bits(setup.drafter)
             return setup, dataclasses.replace(plan, kernels=kernels, head_bits=bits, **fields)
@@ -154,7 +162,7 @@ def _with_kept_steps(shape: GenerationShape, tree: Trees, limits: PlanLimits) ->
     """The plan with as many cached steps as take at most :data:`GRAPH_SHARE` of the budget, at least a quarter of all.
 
     Raises:
-        BudgetError: not even one page fits.
+        BudgetError: not even the least pages fit.
     """
     for part in (1, 2, 4):
         fewer = dataclasses.replace(shape, kept_steps=shape.kept_steps // part)
