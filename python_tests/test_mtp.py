@@ -231,3 +231,14 @@ def test_the_planned_sizes(family: str, tmp_path: Path) -> None:
     data = plan_json("--model", tmp_path, "--device", "h100", "--heads", "mtp", "--context", "64")
     assert data["plan"]["drafter"] == "MTP"
     assert data["plan"]["parts"]["heads"] == planned.nbytes(spec, 4)
+
+
+def test_a_recurrent_layer_is_refused() -> None:
+    """transformers builds an MTP layer of any kind."""
+    model = hybrid_model("olmo_hybrid")
+    with _mtp_settings(model):
+        mtp = MtpModel(model, 1).eval()
+    before = type(model), dict(vars(model))
+    with pytest.raises(sk.UnsupportedModel, match="can't run a pass over packed nodes"):
+        sk.patch(model, mtp, tree=4)
+    assert (type(model), dict(vars(model))) == before

@@ -20,7 +20,9 @@ from specmemo_kernels.forward.batch import DraftedTrees, TreeBatch
 from specmemo_kernels.forward.step_attention import AttentionParams, StepAttention
 from specmemo_kernels.integrations.hf.attention import AttentionCall
 from specmemo_kernels.integrations.hf.cache_argument import CACHE_ARGUMENT
+from specmemo_kernels.integrations.hf.checks import unsupported_errors
 from specmemo_kernels.integrations.hf.fuse import FUSED_BACKENDS, FusedLeaves, find_leaves
+from specmemo_kernels.integrations.hf.mask import UnsupportedModel
 from specmemo_kernels.integrations.hf.target import ModelFacts, attach_views, step_mask
 from specmemo_kernels.planning.cost import OPERATORS_BESIDE, OPERATORS_PER_LAYER
 from specmemo_kernels.planning.feature_drafter_spec import BEAM, DEPTH, DrafterPart, FeatureDrafterSpec
@@ -126,7 +128,10 @@ class MtpDrafter:
 
         token = torch.zeros(1, dtype=torch.int64, device=facts.device)
         features = torch.zeros(1, facts.hidden_size, dtype=facts.dtype, device=facts.device)
-        self._run(token, features, token, record)
+        with unsupported_errors(self._layer):
+            self._run(token, features, token, record)
+        if not layers:
+            raise UnsupportedModel(f"the MTP layer of {type(self.mtp).__name__} doesn't use the attention interface")
         return tuple(layers), heads
 
     @property
