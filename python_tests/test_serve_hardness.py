@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import socket
@@ -20,6 +21,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import specmemo_kernels as sk
 from specmemo_kernels.engine.decode import SpecDecoder
+from specmemo_kernels.integrations.hf.generation import Generation
+from specmemo_kernels.integrations.serve import responses
 from specmemo_kernels.integrations.serve.answers import Model
 from specmemo_kernels.integrations.serve.app import ServerLimits
 
@@ -173,6 +176,42 @@ def test_unexpected_errors_are_json(
     assert message(response) == "the server failed with KeyError; its log has the details"
     assert response.headers["x-request-id"] in caplog.text
     assert "Traceback" in caplog.text
+
+
+def test_a_number_that_is_cut_at_a_space(address: str) -> None:
+    """A header can't end with a space, so the response couldn't be sent."""
+    response = httpx.get(f"{address}/health", headers={"x-request-id": "a" * 63 + " b"})
+    assert response.headers["x-request-id"] == "a" * 63
+
+
+def test_streams_that_fail_inside(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error behind the first piece is an event, and the stream ends properly."""
+    add, added = responses._Answers.add, itertools.count()
+
+    def failing(*arguments: Any) -> Any:
+        if next(added):
+            raise KeyError("secret text")
+        return add(*arguments)
+
+    monkeypatch.setattr(responses._Answers, "add", failing)
+    *_, last = events(complete(address, prompt="a", max_tokens=40, ignore_eos=True, temperature=0, stream=True))
+    assert last["error"]["message"] == "the server failed with KeyError; its log has the details"
+
+
+def test_requests_behind_a_dead_engine(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without memory even for the end of a request: both that request and later ones are answered."""
+    deliver, delivered = Generation.deliver, itertools.count()
+
+    def failing(generation: Generation) -> None:
+        if generation.request.max_new_tokens == 3 and next(delivered) < 2:
+            raise MemoryError
+        deliver(generation)
+
+    monkeypatch.setattr(Generation, "deliver", failing)
+    with serving(model, make_tokenizer(None)) as address:
+        assert complete(address, prompt="a", max_tokens=3).status_code == 500
+        assert complete(address, prompt="a").status_code == 503
+        assert httpx.get(f"{address}/health").status_code == 503
 
 
 def test_fields_that_are_null(address: str) -> None:

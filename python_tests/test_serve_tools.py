@@ -142,3 +142,40 @@ def test_broken_calls_are_text(text: str, size: int) -> None:
     for begin in range(0, len(text), size):
         parser.feed(text[begin : begin + size], last=begin + size >= len(text))
     assert parser.message == {"content": text}
+
+
+def answer_of(text: str, prompt: str = "", **fields: Any) -> dict[str, Any]:
+    """The message of an answer that comes in pieces of seven characters."""
+    tokenizer = tokenizer_with(RESPONSES)
+    request = ChatRequest(messages=[{"role": "user", "content": "?"}], **{"tools": [TOOL]} | fields)
+    parser = MessageParser.of(None, tokenizer, tokenizer(prompt)["input_ids"], request)
+    for begin in range(0, len(text), 7):
+        parser.feed(text[begin : begin + 7], last=begin + 7 >= len(text))
+    return parser.message
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": None}, {"tools": []}])
+def test_calls_that_the_request_forbids_are_text(fields: dict[str, Any]) -> None:
+    text = f"<think>x</think>A\n{CALL}B{CALL}"
+    assert answer_of(text, **fields) == {"content": f"A\n{CALL}B{CALL}", "reasoning_content": "x"}
+
+
+@pytest.mark.parametrize("end", ["", "</tool_call> and more"])
+@pytest.mark.parametrize(
+    "call", ['{"name": 5, "arguments": {}}', '{"name": null, "arguments": {}}', '{"name": "\\ud83d", "arguments": {}}',
+             '{"name": "add", "arguments": {"a": ' + "[" * 2000, "[" * 2000 + "]" * 2000],
+)  # fmt: skip
+def test_calls_that_json_allows_only(call: str, end: str) -> None:
+    """Names that aren't text, and JSON that is too deep for Python's parser."""
+    text = f"A<tool_call>{call}{end}"
+    message = answer_of(text)
+    assert message == {"content": text}
+    json.dumps(message, ensure_ascii=False).encode()
+
+
+def test_a_prompt_that_is_no_answer() -> None:
+    """Without the template's anchor transformers parses the whole prompt."""
+    assert answer_of("hi", "<tool_call>no JSON</tool_call>") == {"content": "hi"}

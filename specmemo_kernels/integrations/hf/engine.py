@@ -116,6 +116,11 @@ class Engine:
         running = self._running
         return 0 if running is None else len(running.scheduler.active)
 
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs that generates."""
+        return self._thread.is_alive()
+
     def close(self, timeout: float = 30.0) -> None:
         """Take no more requests, finish the others within ``timeout`` seconds, and abort what runs then.
 
@@ -156,9 +161,9 @@ class Engine:
                     raise
                 except BaseException as error:
                     self._fail(error)
-        except RankError as error:
+        except BaseException as error:  # of a rank; or requests couldn't be ended, as without memory
             with self._changed:
-                self._closed = True
+                self._closed = True  # so that later requests are refused; nobody would generate them
                 self._open |= {generation.index: generation for generation in self._arrived}
             self._fail(error)
 

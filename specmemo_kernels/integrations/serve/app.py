@@ -50,8 +50,10 @@ def make_app(model: Model, limits: ServerLimits) -> FastAPI:
     app.add_middleware(Access, api_key=limits.api_key)
 
     @app.api_route("/health", methods=["GET", "HEAD"])
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
+    async def health() -> Response:
+        if not model.engine.alive:
+            return JSONResponse({"status": "the engine has ended"}, 503)
+        return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -23,6 +23,11 @@ Result = TypeVar("Result")
 STOPPED = "the server stopped before the answer was complete; send the request again"
 
 
+def failure(error: BaseException) -> str:
+    """What clients are told about an unexpected error."""
+    return f"the server failed with {type(error).__name__}; its log has the details"
+
+
 class Access:
     """Checks the API key of paths below ``/v1``, numbers requests, and logs them without their contents.
 
@@ -38,7 +43,7 @@ class Access:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers, path, started = Headers(scope=scope), scope["path"], time.monotonic()
-        number = headers.get("x-request-id", "")[:64] or uuid.uuid4().hex
+        number = headers.get("x-request-id", "")[:64].rstrip() or uuid.uuid4().hex
 
         begun = False
 
@@ -60,7 +65,7 @@ class Access:
             status, text = 503, STOPPED
         except Exception as error:
             _log.exception("%r failed", number)
-            status, text = 500, f"the server failed with {type(error).__name__}; its log has the details"
+            status, text = 500, failure(error)
         if not begun:
             await JSONResponse(error_body(text, "server_error"), status)(scope, receive, sending)
 

@@ -18,6 +18,8 @@ from transformers.cli.serving.utils import (
 from specmemo_kernels.integrations.serve.protocol import ChatRequest
 
 _log = logging.getLogger("specmemo.serve")
+#: What parsers raise for text that isn't as the template says; RecursionError is of deeply nested JSON.
+_PARSER_ERRORS = (KeyError, RecursionError, TypeError, ValueError)
 
 
 def has_template(model: Any, tokenizer: Any) -> bool:
@@ -43,6 +45,19 @@ def template_messages(request: ChatRequest) -> list[dict[str, Any]]:
     return messages
 
 
+def _check_names(parts: list[Any]) -> None:
+    """Check that names of functions are text that UTF-8 has; JSON has others.
+
+    Raises:
+        TypeError, ValueError: one isn't.
+    """
+    for part in parts:
+        if isinstance(part, ToolCall):
+            if not isinstance(part.name, str):
+                raise TypeError(f"the name of a function is {type(part.name).__name__}")
+            part.name.encode()
+
+
 def _object(arguments: str) -> Any:
     try:
         return json.loads(arguments)
@@ -57,17 +72,24 @@ class MessageParser:
     Without a response template, or from the first text on that doesn't fit it, all text is content.
 
     Attributes:
+        calls: tool calls are such; otherwise their text is content, as the request has no tools, or forbids them.
         message: OpenAI's message so far, without a role.
     """
 
     parser: Any = None
+    calls: bool = True
     message: dict[str, Any] = field(default_factory=lambda: {"content": None})
     _held: str = ""  # text that is in no part yet, such as the beginning of a tool call
 
     @staticmethod
     def of(model: Any, tokenizer: Any, prompt: list[int], request: ChatRequest) -> MessageParser:
         """For the answer to ``prompt``."""
-        return MessageParser(build_response_parser(tokenizer, model, prompt, request.template_tools))
+        try:
+            parser = build_response_parser(tokenizer, model, prompt, request.template_tools)
+        except _PARSER_ERRORS as error:  # without the template's anchor the whole prompt is parsed
+            _log.warning("a prompt doesn't fit the response template: %s", type(error).__name__)
+            parser = None
+        return MessageParser(parser, request.uses_tools)
 
     def feed(self, text: str, *, last: bool) -> dict[str, Any]:
         """The changes of the message by more ``text``, as the ``delta`` of a stream."""
@@ -87,10 +109,12 @@ class MessageParser:
         try:
             if self.parser is not None:
                 parts = response_events_to_chunks(self.parser.finalize()[1] if last else self.parser.feed(text))
-        except (ValueError, TypeError, KeyError) as error:
+                _check_names(parts)
+        except _PARSER_ERRORS as error:
             _log.warning("an answer doesn't fit the response template: %s", type(error).__name__)
-            self.parser = None
-        if self.parser is None and self._held:
+            self.parser, parts = None, []
+        forbidden = not self.calls and any(isinstance(part, ToolCall) for part in parts)
+        if self._held and (self.parser is None or forbidden):
             parts = [self._held]
         if parts:
             self._held = ""

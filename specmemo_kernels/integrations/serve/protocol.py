@@ -10,12 +10,30 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator, model_validator
 
 from specmemo_kernels.arguments import shown
 from specmemo_kernels.engine.sampling import Sampling
 
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+
+def _number(value: Any) -> Any:
+    """Pydantic takes ``true`` as 1 and ``"5"`` as 5."""
+    if isinstance(value, bool | str):
+        raise ValueError(f"expected a number, got {shown(value)}")
+    return value
+
+
+def _digits(key: Any) -> Any:
+    """Keys of JSON are texts; pydantic takes ``" 5 "`` and ``"5_0"`` too."""
+    if isinstance(key, str) and not (key.isascii() and key.isdigit()):
+        raise ValueError(f"expected a token id, got {shown(key)}")
+    return key
+
+
+Integer = Annotated[int, BeforeValidator(_number)]
+Real = Annotated[float, BeforeValidator(_number)]
+Flag = Annotated[bool, Field(strict=True)]
+TokenIds = Annotated[list[Annotated[Integer, Field(ge=0)]], Field(fail_fast=True)]
 StopString = Annotated[str, Field(max_length=1000)]
 _Several = Field(max_length=10_000, fail_fast=True)
 
@@ -44,7 +62,7 @@ class _Fields(BaseModel):
 
 
 class StreamOptions(_Fields):
-    include_usage: bool = False
+    include_usage: Flag = False
 
 
 class ResponseFormat(_Fields):
@@ -57,23 +75,23 @@ class _Generation(_Fields):
     """What both kinds of request have. ``user`` and ``metadata`` have no effect on the tokens."""
 
     model: str | None = None
-    n: int = Field(1, ge=1, le=128)
+    n: Integer = Field(1, ge=1, le=128)
     stop: Annotated[
         StopString | Annotated[list[StopString], Field(max_length=16)] | None,
         _expecting("a text or at most 16 texts, of at most 1000 characters each"),
     ] = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    temperature: float | None = Field(1.0, ge=0, le=100, allow_inf_nan=False)
-    top_p: float | None = Field(1.0, gt=0, le=1)
-    top_k: int | None = Field(0, ge=-1)
-    min_p: float | None = Field(0.0, ge=0, le=1)
-    repetition_penalty: float | None = Field(1.0, gt=0, allow_inf_nan=False)
-    presence_penalty: float | None = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] | None = None
-    max_tokens: int | None = Field(None, ge=0)
-    ignore_eos: bool = False
-    stream: bool | None = False
+    seed: Integer | None = Field(None, ge=-(2**63), lt=2**63)
+    temperature: Real | None = Field(1.0, ge=0, le=100, allow_inf_nan=False)
+    top_p: Real | None = Field(1.0, gt=0, le=1)
+    top_k: Integer | None = Field(0, ge=-1)
+    min_p: Real | None = Field(0.0, ge=0, le=1)
+    repetition_penalty: Real | None = Field(1.0, gt=0, allow_inf_nan=False)
+    presence_penalty: Real | None = Field(0.0, ge=-2, le=2)
+    frequency_penalty: Real | None = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[Annotated[int, BeforeValidator(_digits)], Annotated[Real, Field(ge=-100, le=100)]] | None = None
+    max_tokens: Integer | None = Field(None, ge=0)
+    ignore_eos: Flag = False
+    stream: Flag | None = False
     stream_options: StreamOptions | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -129,8 +147,8 @@ class CompletionRequest(_Generation):
         str | TokenIds | Annotated[list[str], _Several] | Annotated[list[TokenIds], _Several],
         _expecting("a text, token ids, or a list of at most 10000 texts or token ids"),
     ]
-    echo: bool | None = False
-    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: Flag | None = False
+    logprobs: Integer | None = Field(None, ge=0, le=20)
     best_of: Literal[1] | None = None
 
     @model_validator(mode="after")
@@ -221,13 +239,13 @@ class ChatRequest(_Generation):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: Integer | None = Field(None, ge=1)
+    max_completion_tokens: Integer | None = Field(None, ge=1)
     response_format: Annotated[
         ResponseFormat | None, _expecting('{"type": "text"} (structured output isn\'t supported)')
     ] = None
-    logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    logprobs: Flag | None = False
+    top_logprobs: Integer | None = Field(None, ge=0, le=20)
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Literal[True] | None = None

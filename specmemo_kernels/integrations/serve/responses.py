@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -15,10 +16,12 @@ from fastapi.responses import JSONResponse
 from specmemo_kernels.integrations.hf.engine import EngineClosed
 from specmemo_kernels.integrations.hf.generation import GenerationFailed
 from specmemo_kernels.integrations.serve.answers import Model, TextPiece, TookTooLong
-from specmemo_kernels.integrations.serve.limits import STOPPED, EventStream, unless_gone
+from specmemo_kernels.integrations.serve.limits import STOPPED, EventStream, failure, unless_gone
 from specmemo_kernels.integrations.serve.logprobs import chat_logprobs, completion_logprobs
 from specmemo_kernels.integrations.serve.messages import MessageParser
 from specmemo_kernels.integrations.serve.protocol import ChatRequest, CompletionRequest, error_body, usage
+
+_log = logging.getLogger("specmemo.serve")
 
 
 async def respond(
@@ -117,6 +120,9 @@ class _Answers:
                 yield _event(head | {"choices": [], "usage": self._usage()})
         except (GenerationFailed, TookTooLong) as error:
             yield _event(error_body(str(error), "server_error"))
+        except Exception as error:
+            _log.exception("%s failed", self._head["id"])
+            yield _event(error_body(failure(error), "server_error"))
         finally:
             await pieces.aclose()
         yield b"data: [DONE]\n\n"
