@@ -149,17 +149,18 @@ $(BIN)/python:
 	$(PIP) install --quiet --upgrade pip
 
 # torch comes first and without its dependencies, so that only this one look-up goes to TORCH_INDEX; the second call
-# finds it there and adds the rest. Nothing outside $(VENV) changes.
+# finds it there and adds the rest. Nothing outside $(VENV) changes. pip would compile modules on one core.
 $(STAMP): $(BUILT_FROM) | $(BIN)/python
 	rm -f $(VENV)/installed-*
 ifeq ($(strip $(TORCH)),)
 	cp constraints-cpu.txt $(VENV)/constraints.txt
-	$(PIP) install --no-deps --timeout 15 --retries 1 --extra-index-url $(TORCH_INDEX) -c $(VENV)/constraints.txt torch
+	$(PIP) install --no-compile --no-deps --timeout 15 --retries 1 --extra-index-url $(TORCH_INDEX) -c $(VENV)/constraints.txt torch
 else
 	echo '$(TORCH)' > $(VENV)/constraints.txt
-	$(PIP) install --no-deps '$(TORCH)'
+	$(PIP) install --no-compile --no-deps '$(TORCH)'
 endif
-	$(PIP) install -c $(VENV)/constraints.txt -e '.[test]'
+	$(PIP) install --no-compile -c $(VENV)/constraints.txt -e '.[test]'
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib || true  # some packages have templates that aren't Python
 	touch $@
 
 build/asan/installed: $(STAMP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from specmemo_kernels import MedusaHeads
 from specmemo_kernels.cli import app
+from specmemo_kernels.cli import probe as cli_probe
 from specmemo_kernels.drafting import head_files
 from specmemo_kernels.planning.device import DeviceProfile
 from specmemo_kernels.planning.memory_plan import parse_bytes
@@ -251,6 +253,28 @@ def test_probe_and_plan_for_what_it_found(vicuna: Path, tmp_path: Path) -> None:
     big.save(file)
     data = plan_json("--model", vicuna, "--device", file, "--context", 256)
     assert data["model"]["dtype"] == "float32", "float16 products weren't measured here"
+
+
+def test_a_result_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full halfway leaves an earlier profile as it was, and no file where there was none."""
+    profile = DeviceProfile("x", 1 << 34, 1e10, {"float32": 1e12}, 1e-6)
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    profile.save(old)
+    before = old.read_bytes()
+    write_text = Path.write_text
+
+    def full(path: Path, text: str) -> int:
+        write_text(path, text[: len(text) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cli_probe, "probe", lambda *_: profile)
+    monkeypatch.setattr(Path, "write_text", full)
+    for file in (old, new):
+        result = run("probe", "--output", file)
+        assert result.exit_code == 2
+        assert "No space left on device" in result.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["old.json"]
+    assert old.read_bytes() == before
 
 
 def test_probe_of_no_device() -> None:

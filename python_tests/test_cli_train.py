@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 import specmemo_kernels as sk
 import specmemo_kernels.training.loop as loop
-from specmemo_kernels.cli import app
+from specmemo_kernels.cli import app, train_scaling
 from specmemo_kernels.planning.scaling_law import ScalingLaw
 from specmemo_kernels.training.answers import read_answers, read_prompts, write_answers
 from specmemo_kernels.training.checkpoint import Progress, TrainingError, load_state, save_state
@@ -265,7 +266,7 @@ def test_training_on_own_answers(model: Path, tmp_path: Path) -> None:
         ((), "give text by --data, or prompts by --self-generate"),
         (("--data", "DATA", "--drafter", "hydra"), "--drafter hydra: expected one of medusa, clover2, eagle3"),
         (("--data", "DATA", "--dtype", "int8"), "--dtype int8: expected one of"),
-        (("--data", "DATA", "--length", 16, "--depth", 8, "--memory-budget", "10KiB"), "--memory-budget is 10.0 KiB"),
+        (("--data", "DATA", "--length", 17, "--depth", 8, "--memory-budget", "10KiB"), "--memory-budget is 10.0 KiB"),
         (("--data", "DATA", "--memory-budget", "much"), "--memory-budget is 'much'"),
         (("--data", "DATA", "--length", 100000), "less than a window of 100000 tokens"),
         (("--data", "DATA", "--drafter", "medusa", "--intermediate-size", 8), "--intermediate-size 8: Medusa heads"),
@@ -305,6 +306,45 @@ def test_a_grid_has_one_process(model: Path, data: Path, tmp_path: Path, monkeyp
     result = run("train", "--model", model, "--out", tmp_path / "out", "--data", data, "--scaling")
     assert result.exit_code == 2
     assert "--scaling: a grid of runs has one process" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(("refused", "right"), [("--memory-budget 1KiB", "--memory-budget 1GiB"),
+                                                ("--feature-layer 7", "--feature-layer 6")])  # fmt: skip
+def test_a_refused_option_can_be_corrected(refused: str, right: str, model: Path, data: Path, tmp_path: Path) -> None:
+    """An option that is refused after the text was read leaves no run that refuses the corrected command."""
+    args = ("train", "--model", model, "--out", tmp_path / "out", *SMALL, "--data", data)
+    result = run(*args, *refused.split())
+    assert result.exit_code == 2
+    assert refused.split()[1] in result.stderr or "1.0 KiB" in result.stderr
+    assert not (tmp_path / "out" / "training").exists()
+    corrected = run(*args, *right.split())
+    assert corrected.exit_code == 0, corrected.output
+
+
+def test_windows_without_a_place_for_all_depths(model: Path, data: Path, tmp_path: Path) -> None:
+    """No loss would be computed: 16 tokens have no place that heads 1 to 8 all predict."""
+    args = ("train", "--model", model, "--out", tmp_path / "out", "--data", data, "--drafter", "medusa", "--depth", 8)
+    result = run(*args, "--length", 16)
+    assert result.exit_code == 2
+    assert "windows need more than 2 * --depth = 16 tokens" in " ".join(result.stderr.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_grid_run_without_measurements_is_not_finished(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk or Ctrl-C before the measurements are written leaves a run that the repeated command continues."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    sizes = ("--drafter", "medusa", *SMALL[:-2])
+    args = ("train", "--scaling", "--model", model, "--out", tmp_path, "--data", data, *sizes)
+    monkeypatch.setattr(train_scaling, "store_runs", full)
+    for _ in range(2):
+        result = run(*args)
+        assert result.exit_code == 2
+        assert "No space left on device" in " ".join(result.stderr.split())
 
 
 @pytest.mark.slow

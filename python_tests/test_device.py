@@ -303,6 +303,15 @@ def test_probe_agrees_with_a_clock() -> None:
     pytest.fail(f"predicted over measured is {ratio}")
 
 
+@pytest.mark.parametrize("points", [5, [1, 2], [[1, None]]])
+def test_curves_without_points(tmp_path: Path, points: object) -> None:
+    profile = DeviceProfile("x", 1 << 34, 1e10, {"float32": 1e12}, 1e-6)
+    file = tmp_path / "device.json"
+    file.write_text(json.dumps(profile.to_json() | {"curves": {"float32": points}}))
+    with pytest.raises(ValueError, match=r"device\.json: not a device profile"):
+        DeviceProfile.load(file)
+
+
 def test_probe_of_nothing() -> None:
     with pytest.raises(ValueError, match="device 'gpu7'"):
         probe("gpu7")

@@ -143,3 +143,11 @@ def test_plan_refuses_laws_of_another_model(tmp_path: Path) -> None:
     result = run("plan", "--model", model, "--scaling", tmp_path / "other.json", "--device", "h100", "--context", 64)
     assert result.exit_code == 2
     assert "isn't a file of specmemo train --scaling" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("option", [("--json",), ("--plot", "x.png"), ("--head-bits", 4), ("--heads", "prompt-lookup")])
+def test_options_that_the_tables_leave_unread(tmp_path: Path, option: tuple[object, ...]) -> None:
+    made().save(tmp_path / "law.json", {"date": "today"})
+    result = run("plan", "--model", "llama-3.1-8b", "--device", "h100", "--scaling", tmp_path / "law.json", *option)
+    assert result.exit_code == 2
+    assert f"leave out {option[0]}" in " ".join(result.stderr.split())

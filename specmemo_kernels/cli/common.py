@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from specmemo_kernels.cli.errors import UserError
 from specmemo_kernels.cli.options import ModelOptions, PatchOptions
 from specmemo_kernels.drafting.base import PROMPT_LOOKUP
 from specmemo_kernels.drafting.head_files import HUB_ID
+from specmemo_kernels.drafting.replaced_file import replace_file
 from specmemo_kernels.engine.pressure import is_out_of_memory
 from specmemo_kernels.ops.weight_codes import CODE_BITS
 from specmemo_kernels.planning.memory_plan import parse_bytes
@@ -110,6 +111,19 @@ def writing(option: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{option} {path}: {error.strerror or error}") from error
+
+
+def write_result(option: str, path: Path, write: Callable[[Path], object]) -> None:
+    """Call ``write`` with ``path`` or a file beside it that then replaces it: an error leaves the old file, or none.
+
+    Raises:
+        UserError: it can't be written.
+    """
+    with writing(option, path):
+        if (path.exists() and not path.is_file()) or (path.parent.exists() and not os.access(path.parent, os.W_OK)):
+            write(path)  # a pipe, or a file in a folder that takes no other one
+        else:
+            replace_file(path.resolve(), write)
 
 
 def check_options(options: PatchOptions, dtype: torch.dtype | str) -> torch.device:

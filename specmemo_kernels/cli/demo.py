@@ -21,7 +21,7 @@ from specmemo_kernels.cli.common import (
     hide_loading_bars,
     setting_up,
     terminal,
-    writing,
+    write_result,
 )
 from specmemo_kernels.cli.demo_data import is_held_out, library_files, library_root
 from specmemo_kernels.cli.demo_runs import SIDES, DemoResult, Pair, Prompt, measure, measure_memory
@@ -140,7 +140,7 @@ def run_demo(options: DemoOptions) -> None:
     result = DemoResult(timed, memory, longest.ids.shape[1], pair.handle.plan.tree.size, options.rounds)
     show_result(console, result)
     if options.json_out is not None:
-        with writing("--json", options.json_out):
-            options.json_out.write_text(json.dumps(result.to_json(), indent=1) + "\n")
+        text = json.dumps(result.to_json(), indent=1) + "\n"
+        write_result("--json", options.json_out, lambda path: path.write_text(text))
     if result.equal != len(prompts):
         raise typer.Exit(1)

@@ -42,6 +42,8 @@ def run_plan(options: PlanOptions) -> None:
         UserError: an unknown model or device, or an impossible workload.
         BudgetError: no plan fits the budget; the message names the smallest budget that works.
     """
+    if options.scaling is not None:
+        check_scaling(options)
     if options.plot is not None:
         check_plot(options.plot)
     model = existing_or_hub(options.model, MODEL_HELP, files=True)
@@ -76,6 +78,22 @@ def run_plan(options: PlanOptions) -> None:
         show(terminal(), request, choices, plan, rows)
     if options.plot is not None:
         draw(options.plot, request, choices, plan, rows)
+
+
+def check_scaling(options: PlanOptions) -> None:
+    """Check that no option is given that ``--scaling``, whose answer is tables for drafters of the laws, leaves unread.
+
+    Raises:
+        UserError: one is.
+    """
+    given = {
+        "--json": options.as_json, "--plot": options.plot is not None, "--heads": options.heads != "5",
+        "--shared-lm-head": options.shared_lm_head, "--head-bits": options.head_bits is not None,
+    }  # fmt: skip
+    if unread := [name for name, is_given in given.items() if is_given]:
+        raise UserError(
+            f"--scaling {options.scaling} prints tables for the drafters of its laws; leave out {', '.join(unread)}"
+        )
 
 
 def load_spec(model: str, weight_bits: float | None) -> ModelSpec:

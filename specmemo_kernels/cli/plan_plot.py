@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specmemo_kernels.cli.common import check_output, writing
+from specmemo_kernels.cli.common import check_output, write_result
 from specmemo_kernels.cli.errors import UserError
 from specmemo_kernels.cli.plan_report import RETAIN, Row
 from specmemo_kernels.planning.footprint import weight_bytes
@@ -55,8 +55,7 @@ def draw(path: Path, request: PlanRequest, choices: list[PlanCandidate], plan: M
     axes.legend(fontsize=8, loc="lower right")
     figure.tight_layout()
     try:
-        with writing("--plot", path):
-            figure.savefig(path, dpi=150)
+        write_result("--plot", path, lambda file: figure.savefig(file, dpi=150, format=path.suffix[1:].lower()))
     finally:
         plt.close(figure)
 

@@ -6,7 +6,7 @@ import time
 
 from rich.table import Table
 
-from specmemo_kernels.cli.common import check_output, setting_up, terminal, torch_device, writing
+from specmemo_kernels.cli.common import check_output, setting_up, terminal, torch_device, write_result
 from specmemo_kernels.cli.options import ProbeOptions
 from specmemo_kernels.planning.device import DeviceProfile
 from specmemo_kernels.planning.device_probe import cache_file, probe
@@ -22,8 +22,7 @@ def run_probe(options: ProbeOptions) -> None:
     with console.status(f"measuring {name}"), setting_up():
         profile = probe(name, options.seconds)
     elapsed = time.perf_counter() - started
-    with writing("--output", path):
-        profile.save(path)
+    write_result("--output", path, profile.save)
     console.print(profile_table(profile))
     console.print(f"measured in {elapsed:.1f} s, written to {path}", soft_wrap=True)
 

@@ -108,7 +108,7 @@ def run_train(options: TrainOptions) -> None:
             tokenizer, model = load_tokenizer(name), _load(name, options.dtype, device)
         if (positions := table_positions(model)) and options.length > positions:
             raise UserError(f"--length {options.length}: {name} has {positions} positions; lower it to them or fewer")
-        with ProgressBars(console) as bars:
+        with ProgressBars(console) as bars, run.refusals_leave_nothing():
             windows = _windows(options, run, model, tokenizer, accelerator, bars)
             console.print(
                 f"{windows.training.numel():,} tokens of text, {windows.held_out.numel():,} held out, in windows of "
@@ -135,8 +135,8 @@ def _check(options: TrainOptions) -> None:
         raise UserError(f"--dtype {options.dtype}: expected one of {', '.join(DTYPES)}")
     if bool(options.data) == bool(options.self_generate):
         raise UserError("give text by --data, or prompts by --self-generate, and not both")
-    if options.depth + 2 > options.length:
-        raise UserError(f"--length {options.length}: windows need more than --depth + 2 = {options.depth + 2} tokens")
+    if 2 * options.depth >= options.length:  # the loss has a row for each place that all depths predict
+        raise UserError(f"--length {options.length}: windows need more than 2 * --depth = {2 * options.depth} tokens")
     if options.memory_budget is not None:
         with setting_up():
             parse_bytes(options.memory_budget, "--memory-budget")

@@ -34,12 +34,14 @@ class Grid:
             run = RunFolder(folder, arguments)
             run.begin()
             prefixed = _Prefixed(self._reporter, number)
-            trained = train_drafter(
-                self._model, windows, each.recipe, folder, run.state, self._verifier, self._accelerator, prefixed
-            )
+            with run.refusals_leave_nothing():
+                trained = train_drafter(
+                    self._model, windows, each.recipe, folder, run.state, self._verifier, self._accelerator, prefixed
+                )
             results = measured(self._model, folder, each, windows, trained.tokens, trained.parameters)
-            run.finish({**arguments, "tokens": trained.tokens, "seconds": trained.seconds})
+            # Before the summary, with which the folder counts as finished.
             store_runs(folder / _MEASURED, results)
+            run.finish({**arguments, "tokens": trained.tokens, "seconds": trained.seconds})
         results = stored_runs(folder / _MEASURED)
         return results, described(folder, results[0].tokens, results[0].parameters)
 

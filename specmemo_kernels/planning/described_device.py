@@ -55,8 +55,8 @@ def described_device(text: str) -> DeviceProfile:
             raise ValueError(f"device {text!r}: {part!r} has a unit that doesn't exist; an example: {_EXAMPLE}")
         factor = 1024.0 ** (" KMGTP".index(scale.upper())) if binary else _SCALES[scale.upper()]
         value = float(number) * factor
-        if value >= 1 << 63:
-            raise ValueError(f"device {text!r}: {part!r} is too large")
+        if not 1 <= value < 1 << 63:
+            raise ValueError(f"device {text!r}: {part!r} is too {'small' if value < 1 else 'large'}")
         if "flop" not in unit.lower():
             if dtype is not None:
                 raise ValueError(f"device {text!r}: {part!r} has a dtype, which only rates have")

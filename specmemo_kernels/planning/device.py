@@ -152,11 +152,11 @@ class DeviceProfile:
         Raises:
             ValueError: a field is missing, unknown or out of range.
         """
-        curves: dict[str, Any] = {
-            name: {k: tuple((int(n), float(s)) for n, s in points) for k, points in data.get(name, {}).items()}
-            for name in ("curves", "matrix_seconds", "operator_curves", "operator_matrix_seconds", "code_curves")
-        }
         try:
+            curves: dict[str, Any] = {
+                name: {k: tuple((int(n), float(s)) for n, s in points) for k, points in data.get(name, {}).items()}
+                for name in ("curves", "matrix_seconds", "operator_curves", "operator_matrix_seconds", "code_curves")
+            }
             if "backend" not in data:  # files of earlier versions
                 curves["backend"] = "triton" if data.get("kernel_target") else "cpu"
             return cls(**{**data, **curves})

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -150,10 +151,24 @@ class RunFolder:
             replace_file(path, made.save)
         return Windows.load(path)
 
+    @contextlib.contextmanager
+    def refusals_leave_nothing(self) -> Iterator[None]:
+        """Remove the run's files if options are refused before there is work to keep: others may use the folder."""
+        try:
+            yield
+        except ValueError:
+            if self._main_process and not self.state.exists() and not _has_text(self.answers):
+                shutil.rmtree(self.files, ignore_errors=True)
+            raise
+
     def finish(self, summary: dict[str, Any]) -> None:
         """Write the summary, and remove the run's files."""
         replace_file(self.folder / SUMMARY, lambda path: path.write_text(json.dumps(summary, indent=1) + "\n"))
         shutil.rmtree(self.files)
+
+
+def _has_text(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
 
 
 def train_drafter(

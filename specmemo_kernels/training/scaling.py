@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from specmemo_kernels.drafting.published import open_drafter
+from specmemo_kernels.drafting.replaced_file import replace_file
 from specmemo_kernels.integrations.hf.batch import generate_batch
 from specmemo_kernels.integrations.hf.patch import patch
 from specmemo_kernels.planning.scaling_law import ScalingRun, TrainedDrafter
@@ -100,4 +101,4 @@ def stored_runs(path: Path) -> list[ScalingRun]:
 
 def store_runs(path: Path, runs: Sequence[ScalingRun]) -> None:
     """Write a run's measurements."""
-    path.write_text(json.dumps([vars(run) for run in runs], indent=1) + "\n")
+    replace_file(path, lambda fresh: fresh.write_text(json.dumps([vars(run) for run in runs], indent=1) + "\n"))
