@@ -110,9 +110,11 @@ class Ours(Transformers):
         import shapes
 
         import specmemo_kernels as sk
+        from specmemo_kernels import ops
 
         # All modules are loaded, as the other engines do, before memory is counted.
-        self.sk, self.patch, self.shapes, self.replay = sk, sk.patch, shapes, replay
+        ops.kernels(None, self.model.device)
+        self.patch, self.stream_batch, self.shapes, self.replay = sk.patch, sk.stream_batch, shapes, replay
         self.drafter, self.tree, self.patch_options = drafter, tree, options
 
     def start(self) -> None:
@@ -145,7 +147,7 @@ class Ours(Transformers):
         tokens: Tokens = [[] for _ in prompts]
         waiting = set(range(len(prompts)))
         self.handle.stats.reset()
-        with self.sk.stream_batch(self.model, prompts, max_new_tokens=new_tokens, eos_token_ids=[]) as run:
+        with self.stream_batch(self.model, prompts, max_new_tokens=new_tokens, eos_token_ids=[]) as run:
             for piece in run:
                 tokens[piece.index] += piece.tokens
                 if waiting:
