@@ -191,7 +191,7 @@ auto by_storage(bool compressed, Function function) {
   return function(StoredAs<PlainWeights<T>>{});
 }
 
-// Bytes of prepared input. More than kPassRows rows are in panels.
+// Bytes of prepared input.
 template <class T, class Dot>
 int64_t prepared_bytes(int64_t rows, int64_t inputs) {
   ProductArgs args{};
@@ -199,7 +199,7 @@ int64_t prepared_bytes(int64_t rows, int64_t inputs) {
   const int64_t dense = Outputs<T, RowProducts<T, Dot>>(args).shared_bytes();
   const int64_t codes = Outputs<T, CodeProducts<T, Dot>>(args).shared_bytes();
   args.rows = rows;
-  const int64_t panels = rows > kPassRows ? Outputs<T, PanelProducts<T, Dot>>(args).shared_bytes() : 0;
+  const int64_t panels = rows_in_panels(rows) > 0 ? Outputs<T, PanelProducts<T, Dot>>(args).shared_bytes() : 0;
   return std::max({dense, codes, panels});
 }
 
