@@ -232,7 +232,7 @@ def rows_for(
     """One row for each combination, measured on iteration."""
     for dtype in dtypes:
         kind = DTYPES[dtype]
-        yard = Yardstick(kind)
+        yard = Yardstick(kind, huge=True)
         if "lm_head_argmax" in operators:
             for tree in trees:
                 head = {"model": "4096x32000", "dtype": dtype, "context": 0, "batch": 1, "tree": tree}

@@ -57,7 +57,7 @@ def rows_for(models: list[str], dtypes: dict[str, torch.dtype], rows: list[int],
     """
     linear = ops.kernels("cpu", torch.device("cpu")).linear
     for dtype, kind in dtypes.items():
-        yard = Yardstick(kind)
+        yard = Yardstick(kind, huge=True)
         for model in models:
             layer = matrices(model)
             weights = {shape: (torch.randn(shape) * shape[1] ** -0.5).to(kind) for shape in layer}
