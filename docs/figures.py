@@ -876,6 +876,7 @@ def figures() -> dict[str, str]:
         "engines.long": engines("engines_long_cpu"),
         "engines.compressed": engines("engines_compressed_cpu"),
         "engines.compressed.long": engines("engines_compressed_long_cpu"),
+        "engines.compressed.within": engines("engines_compressed_within_cpu"),
         "engines.compressed.tied": engines("engines_tied_cpu"),
         "engines.avx512": engines("engines_avx512_cpu"),
         "engines.avx512.1b": engines("engines_avx512_1b_cpu"),
