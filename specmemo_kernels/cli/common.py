@@ -104,26 +104,19 @@ def check_output(option: str, path: Path, *, make_folders: bool = False) -> None
         raise UserError(f"{option} {path}: no permission to write to {target}")
 
 
-@contextlib.contextmanager
-def writing(option: str, path: Path) -> Iterator[None]:
-    """Add the option's name to errors of writing ``path``."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{option} {path}: {error.strerror or error}") from error
-
-
 def write_result(option: str, path: Path, write: Callable[[Path], object]) -> None:
     """Call ``write`` with ``path`` or a file beside it that then replaces it: an error leaves the old file, or none.
 
     Raises:
         UserError: it can't be written.
     """
-    with writing(option, path):
+    try:
         if (path.exists() and not path.is_file()) or (path.parent.exists() and not os.access(path.parent, os.W_OK)):
             write(path)  # a pipe, or a file in a folder that takes no other one
         else:
             replace_file(path.resolve(), write)
+    except OSError as error:
+        raise UserError(f"{option} {path}: {error.strerror or error}") from error
 
 
 def check_options(options: PatchOptions, dtype: torch.dtype | str) -> torch.device:

@@ -142,5 +142,6 @@ for _name, _schema in SCHEMAS.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", FAKES[_name], lib=library)
 for _name in _WITHOUT_GRADIENT:
     torch.library.register_autograd(f"{NAMESPACE}::{_name}", _no_gradient(_name), lib=library)
-for _name in ("append_paged_kv", "commit_paged_kv"):
-    library.impl(_name, _count_changes(_name), "ADInplaceOrView", with_keyset=True)
+for _name in SCHEMAS:
+    if operator_packet(_name).default._schema.is_mutable:
+        library.impl(_name, _count_changes(_name), "ADInplaceOrView", with_keyset=True)
