@@ -324,9 +324,12 @@ int64_t linear_workspace(int64_t inputs, int64_t middle, bool by_input, int thre
   const int64_t shared = by_input ? ColumnProducts<T>::memory_bytes(kPassRows, inputs)
                                   : MlpMemory<T, Dot>(kMostRows, inputs, middle).bytes;
   const int64_t exponentials = kPassRows * 2 * static_cast<int64_t>(sizeof(VecF));  // of an lm_head
-  const int64_t each = std::max({thread_bytes<T, RowProducts<T, Dot>>(kPassRows) + exponentials,
-                                 kPanelsPay ? thread_bytes<T, PanelProducts<T, Dot>>(kMostRows) : 0,
-                                 ColumnProducts<T>::thread_bytes(kPassRows)});
+  const int64_t few_rows = by_storage<T>(true, [](auto stored) {
+    return thread_bytes<T, RowProducts<T, Dot, typename decltype(stored)::type>>(kPassRows);
+  });
+  const int64_t each =
+      std::max({few_rows + exponentials, kPanelsPay ? thread_bytes<T, PanelProducts<T, Dot>>(kMostRows) : 0,
+                ColumnProducts<T>::thread_bytes(kPassRows)});
   return round_up(shared, kPage) + threads * round_up(each, kPage);
 }
 
