@@ -220,7 +220,7 @@ def test_pictures(vicuna: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("args", "message"),
-    [(("--device", "gtx-970"), "unknown device 'gtx-970'"), (("--memory-budget", "lots"), "'lots'"),
+    [(("--device", "gtx-970"), "unknown device 'gtx-970'"), (("--memory-budget", "lots"), "--memory-budget is 'lots'"),
      (("--memory-budget", "4GiB"), "the largest part is weights"), (("--tp", "5"), "tp is 5"),
      (("--context", "100", "--prompt", "100"), "prompt < context"), (("--device", "none.json"), "none.json"),
      (("--devices", "h100"), "as in mi250:8"), (("--devices", "h100:2"), "give one or the other"),

@@ -50,6 +50,8 @@ def run_plan(options: PlanOptions) -> None:
     if model.endswith(WEIGHTS) and Path(model).is_file():
         raise UserError(f"--model {options.model} is a weights file; give its folder or config.json")
     with setting_up():
+        if options.memory_budget is not None:
+            parse_bytes(options.memory_budget, "--memory-budget")
         device, tp = devices_of(options)
         spec = load_spec(model, options.weight_bits)
         if spec.recurrent:
@@ -120,7 +122,7 @@ def chosen_plan(request: PlanRequest, choices: list[PlanCandidate], budget: str 
         return choose(request, choices, budget)
     except BudgetError as error:
         device = request.device
-        if budget is None or parse_bytes(budget, "--memory-budget") <= device.memory:
+        if budget is None or parse_bytes(budget) <= device.memory:
             raise
         raise BudgetError(
             f"--memory-budget is {budget}, but the device has {format_bytes(device.memory)}: {error}"
