@@ -77,7 +77,7 @@ _UNKNOWN_TREE = 12
 class PlanLimits:
     """Arguments of ``patch`` that limit the plan; ``page_size`` ``None``: as the kernels prefer.
 
-    ``slots``: the KV slots that one sequence must be able to have, first without those behind its last token.
+    ``context``: tokens that one sequence must be able to have.
     """
 
     budget: int | None
@@ -85,7 +85,7 @@ class PlanLimits:
     prefill_chunk: int
     max_sequences: int
     kv_dtype: str | None
-    slots: int = LEAST_CONTEXT
+    context: int = LEAST_CONTEXT
 
 
 #: A tree to plan for, and the plan's fields that describe it (predicted speed, reasons).
@@ -147,9 +147,9 @@ def _first_that_fits(
                 count = count_draft_results(setup.drafter, setup.facts, candidate)
                 shape = dataclasses.replace(shape, draft_operators=count)
         shape = setup.ranks.max_over_ranks(shape)
-        slots = limits.slots + slots_ahead(candidate, graphs.in_flight)
+        slots = limits.context + slots_ahead(candidate, graphs.in_flight)
         try:
-            plan = _with_kept_steps(shape, candidate, dataclasses.replace(limits, slots=slots))
+            plan = _with_kept_steps(shape, candidate, limits, slots)
             kernels = _kernel_blocks(setup.facts, setup.backend, limits.kv_dtype)
             bits = _head_bits(setup.drafter)
             return setup, dataclasses.replace(plan, kernels=kernels, head_bits=bits, **fields)
@@ -158,16 +158,17 @@ def _first_that_fits(
     raise failure
 
 
-def _with_kept_steps(shape: GenerationShape, tree: Trees, limits: PlanLimits) -> MemoryPlan:
+def _with_kept_steps(shape: GenerationShape, tree: Trees, limits: PlanLimits, slots: int) -> MemoryPlan:
     """The plan with as many cached steps as take at most :data:`GRAPH_SHARE` of the budget, at least a quarter of all.
 
     Raises:
         BudgetError: not even the least pages fit.
     """
+    sizes = {name: value for name, value in vars(limits).items() if name != "context"}
     for part in (1, 2, 4):
         fewer = dataclasses.replace(shape, kept_steps=shape.kept_steps // part)
         try:
-            plan = divide_budget(fewer, tree, **vars(limits))
+            plan = divide_budget(fewer, tree, slots=slots, **sizes)
         except BudgetError:
             if part == 4 or not recorded_bytes(fewer):
                 raise
