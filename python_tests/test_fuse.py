@@ -26,6 +26,7 @@ from specmemo_kernels.integrations.hf.attention import LeafOperators, attention_
 from specmemo_kernels.integrations.hf.fuse import FusedLeaves, Leaf, _faster, find_leaves
 from specmemo_kernels.integrations.hf.probe import like_attention
 from specmemo_kernels.integrations.hf.target import run_packed
+from specmemo_kernels.planning.memory_tracker import MemoryTracker
 
 LAYER = {
     "self_attn.q_proj": "linear", "self_attn.k_proj": "linear", "self_attn.v_proj": "linear",
@@ -419,7 +420,7 @@ def test_rows_of_another_dtype_run_the_module_itself() -> None:
         leaf for leaf in find_leaves(model, torch.bfloat16, "cpu", False).leaves if leaf.kind.operator == "rms_norm"
     )
     x = torch.randn(3, 32)
-    operators = LeafOperators(frozenset(("rms_norm",)), ops.kernels("cpu", x.device))
+    operators = LeafOperators(ops.kernels("cpu", x.device))
     with attention_call(lambda *_, **__: x, operators=operators):
         assert torch.equal(leaf.forward(x), leaf.module(x))
         assert leaf.forward(x).dtype == torch.float32
@@ -452,7 +453,20 @@ def test_a_fused_pass_is_the_models_within_rounding(rows: int, products: bool) -
         fused = run_packed(model, tokens, tokens, like_attention, None, leaves=leaves, products=products)
     torch.testing.assert_close(fused, own, rtol=1e-4, atol=1e-4)
     called = {operator for operator, _ in found.values()}
-    assert called == ({"linear", "gated_mlp", "rms_norm"} if products else {"rms_norm"})
+    assert called == {"linear", "gated_mlp", "rms_norm"}
+
+
+def test_products_of_many_rows_are_seen_by_a_tracker() -> None:
+    """A pass as of more rows than our products compute: torch's operators, whose temporaries are counted."""
+    model = tiny_model("llama", intermediate_size=4000)
+    leaves, tokens = sk.patch(model, "prompt-lookup").facts.leaves, torch.arange(9) + 3
+    peaks = {}
+    for products in (True, False):
+        with torch.inference_mode(), MemoryTracker() as tracker:
+            run_packed(model, tokens, tokens, like_attention, None, leaves=leaves, products=products)
+        peaks[products] = tracker.peak
+    gates = 9 * 4000 * 4
+    assert peaks[True] < gates < 2 * gates <= peaks[False] < 3 * gates
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -208,7 +208,7 @@ def test_only_kept_rows_are_multiplied(kept: list[int], monkeypatch: pytest.Monk
     multiply = cpu.grouped_linear
     monkeypatch.setattr(cpu, "grouped_linear", lambda x, *others: counts.append(len(x)) or multiply(x, *others))
     rows = torch.tensor(kept, dtype=torch.int64)
-    operators = LeafOperators(frozenset(("grouped_linear",)), ops.kernels("cpu", CPU), rows, 10)
+    operators = LeafOperators(ops.kernels("cpu", CPU), rows, 10)
     with attention_call(lambda *_, **__: x, operators=operators):
         result = leaf.forward(x, chosen, scores)
     assert counts == [2 * len(kept)] * 2

@@ -179,8 +179,7 @@ def gated_mlp(
 ) -> Tensor:
     """``down(activation(gate(x)) * up(x))``; by torch for more than :func:`few_rows`."""
     if not invariant and _many_rows(x):
-        gates = ACTIVATION_FUNCTIONS[activation](_by_torch(x, gate, gate_bias))
-        return _by_torch(gates.mul_(_by_torch(x, up, up_bias)), down, down_bias)
+        return _gated_mlp_by_torch(x, gate, up, down, gate_bias, up_bias, down_bias, activation)
     return _cpu.gated_mlp(_rows(x), gate, up, down, gate_bias, up_bias, down_bias, _ACTIVATIONS[activation], invariant)
 
 
@@ -224,8 +223,8 @@ def linear_workspace(dtype: torch.dtype, inputs: int, middle: int = 0, transpose
 def few_rows(dtype: torch.dtype, transposed: bool = False) -> int | None:
     """Rows up to which :func:`linear` is at least as fast as torch's product; ``None``: any number.
 
-    Without 16-bit instructions torch converts element by element: with AVX2 its product of 64 rows takes three times as
-    long as in float32, and 4 to 6 times as long as ours (``bench/results/linear_avx2_cpu.json``); with AVX512 alone,
+    Without 16-bit instructions torch converts element by element: with AVX2 its product of 64 rows takes 2.6 to 5 times
+    as long as in float32, and 6 to 7 times as long as ours (``bench/results/linear_avx2_cpu.json``); with AVX512 alone,
     four times and 4.5 times as long, although oneDNN lists bfloat16 as supported.
     """
     if slow_in_torch(dtype) or _cpu.zen() >= _ANY_ROWS_FROM_ZEN.get((dtype, transposed), sys.maxsize):
@@ -282,7 +281,28 @@ def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             torch.addmm(bias, rows[:count], weight.t(), out=out[:count])
     if count < len(rows):
         out[count:] = _cpu.linear(rows[count:], weight, bias, None, False)
-    return out.view(*x.shape[:-1], -1)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def _gated_mlp_by_torch(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+) -> Tensor:
+    gates = ACTIVATION_FUNCTIONS[activation](_by_torch(x, gate, gate_bias))
+    return _by_torch(gates.mul_(_by_torch(x, up, up_bias)), down, down_bias)
+
+
+#: The operators that more rows than :func:`few_rows` are multiplied by, for any number of rows, not invariant.
+TORCH_PRODUCTS = {
+    "linear": lambda x, weight, bias, *_: _by_torch(x, weight, bias),
+    "gated_mlp": lambda *arguments: _gated_mlp_by_torch(*arguments[:-1]),
+}
 
 
 def _by_torch_in_slices(x: Tensor, compressed: Tensor, bias: Tensor | None) -> Tensor:

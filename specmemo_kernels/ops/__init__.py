@@ -52,6 +52,7 @@ from specmemo_kernels.ops.dispatch import (
     kernels,
     linear_workspace,
     split_workspace,
+    torch_products,
     unavailable,
     unsuited,
 )
@@ -81,6 +82,7 @@ __all__ = [
     "rms_norm",
     "schema",
     "split_workspace",
+    "torch_products",
     "tree_attention",
     "unavailable",
     "unsuited",

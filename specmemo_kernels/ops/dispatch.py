@@ -190,6 +190,17 @@ def kernels(backend: str | None, device: torch.device) -> Kernels:
     return _dispatched(backend) if dispatcher_active() else implementation(backend, device)
 
 
+def torch_products(name: str, calls: Kernels) -> Kernels:
+    """``calls`` of backend ``name``, with the products of more rows than :func:`few_rows` for any number of rows.
+
+    These are operators of torch, whose memory a dispatch mode sees.
+    """
+    products: dict[str, Callable[..., Any]] = getattr(_load(name), "TORCH_PRODUCTS", {})
+    operators = {operator: getattr(calls, operator) for operator in Kernels.__annotations__}
+    result: Any = SimpleNamespace(**operators | products)
+    return result  # type: ignore[no-any-return]
+
+
 def dispatcher_active() -> bool:
     """Whether a dispatch or function mode, a tracer or a profiler is active in this thread."""
     return bool(

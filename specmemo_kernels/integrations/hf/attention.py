@@ -64,12 +64,11 @@ class LeafOperators:
     """Operators that compute leaf modules in a pass (:mod:`specmemo_kernels.integrations.hf.fuse`).
 
     Attributes:
-        names: the operators in use. kernels: a backend's functions.
+        kernels: a backend's functions.
         kept: ``[K]`` int64; of inputs ``[1, rows, inputs]`` only these rows are computed, the others' results are zero.
             ``None``: all rows.
     """
 
-    names: frozenset[str]
     kernels: Kernels
     kept: torch.Tensor | None = None
     rows: int = 0

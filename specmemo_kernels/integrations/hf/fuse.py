@@ -8,7 +8,7 @@ models have the model's own modules.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,9 +85,7 @@ class Leaf:
         return some.new_zeros(*x.shape[:-1], some.shape[-1]).index_copy_(dim, kept, some)
 
     def _computed(self, operators: LeafOperators, *args: Tensor) -> Any:
-        if self.kind.operator in operators.names or self.compressed:
-            return self.call(operators.kernels, *args)
-        return type(self.module).forward(self.module, *args)
+        return self.call(operators.kernels, *args)
 
 
 class _Part:
@@ -145,7 +143,7 @@ class FusedLeaves:
             submodules.
         backend: computes the operators.
         invariant: a row's result doesn't depend on the other rows.
-        max_rows: in passes over more rows, the operators take as much memory as the modules; ``None``: never.
+        max_rows: in passes over more rows, torch computes products of linear layers and MLPs; ``None``: never.
         workspace: bytes that the operators keep between calls.
     """
 
@@ -160,8 +158,6 @@ class FusedLeaves:
         self.leaves, self.backend, self.invariant = tuple(leaves), backend, invariant
         self.max_rows, self.workspace = max_rows, workspace
         self.names: Mapping[str, str] = {leaf.name: leaf.kind.operator for leaf in leaves}
-        self._operators = frozenset(self.names.values())
-        self._compressed = any(leaf.compressed for leaf in leaves)
         self.modules = frozenset(module for leaf in leaves for module in leaf.module.modules())
         self._forwards = ReplacedForwards()
 
@@ -187,21 +183,21 @@ class FusedLeaves:
         Args:
             last: the last layer with attention, and the rows ``[K]`` whose results are used: behind its attention
                 nothing mixes rows, so that the others aren't computed.
-            products: compute linear layers and MLPs without compressed weights by operators too.
+            products: compute linear layers and MLPs as up to ``max_rows`` rows; ``False``: as more rows.
         """
         if not self.leaves:
             with attention_call(call, windows):
                 yield
             return
         kernels = ops.kernels(self.backend, device)
-        names = self._operators if products else self._operators & _WITHOUT_PRODUCTS
-        operators = LeafOperators(names, kernels)
+        if not products:
+            kernels = ops.torch_products(self.backend, kernels)
+        operators = LeafOperators(kernels)
         behind = None
         if last is not None and len(last[1]) < rows:  # so that the lm_head's input has another number of rows
             layer, kept = last
-            behind = layer, LeafOperators(names, kernels, kept, rows)
-        installed = self._forwards.installed(self._replacements) if names or self._compressed else nullcontext()
-        with attention_call(call, windows, operators, behind), installed:
+            behind = layer, LeafOperators(kernels, kept, rows)
+        with attention_call(call, windows, operators, behind), self._forwards.installed(self._replacements):
             yield
 
     def _replacements(self) -> list[OurForward]:

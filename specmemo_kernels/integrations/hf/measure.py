@@ -64,7 +64,7 @@ def measure_passes(model: Any, facts: ModelFacts, chunks: Sequence[int]) -> tupl
 
 
 def _measure_passes(model: Any, facts: ModelFacts, products: bool, chunks: Sequence[int]) -> Iterator[PassBytes]:
-    """The same with or without operators for linear layers and MLPs."""
+    """The same with the products of few rows or, without ``products``, of many (:meth:`FusedLeaves.running`)."""
     if facts.mixers.mixers:
         yield from _measure_chunks(model, facts, products, chunks)
         return
@@ -175,7 +175,7 @@ def measure_libraries(model: Any, facts: ModelFacts, max_rows: int) -> PassBytes
 
 
 def _library_bytes(model: Any, facts: ModelFacts, max_rows: int, products: bool) -> int:
-    """The same with or without operators for linear layers and MLPs.
+    """The same with the products of few rows or of many.
 
     The maximum of two measurements. A pass over few rows, for speed, shows the buffers of all libraries. MKL's buffers
     grow with the rows, so each kind of matrix is also multiplied with ``max_rows`` rows: 3.9 MiB instead of 3.2 MiB
