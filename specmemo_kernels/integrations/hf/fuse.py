@@ -80,12 +80,9 @@ class Leaf:
             return type(self.module).forward(self.module, x, *args, **kwargs)
         kept, dim = operators.kept, x.ndim - 2  # experts take [rows, inputs], other modules [1, rows, inputs]
         if kept is None or dim != (0 if args else 1) or x.numel() != operators.rows * self.kind.inputs:
-            return self._computed(operators, x, *args)
-        some = self._computed(operators, *(rows.index_select(dim, kept) for rows in (x, *args)))
+            return self.call(operators.kernels, x, *args)
+        some = self.call(operators.kernels, *(rows.index_select(dim, kept) for rows in (x, *args)))
         return some.new_zeros(*x.shape[:-1], some.shape[-1]).index_copy_(dim, kept, some)
-
-    def _computed(self, operators: LeafOperators, *args: Tensor) -> Any:
-        return self.call(operators.kernels, *args)
 
 
 class _Part:
