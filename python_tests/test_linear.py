@@ -136,28 +136,35 @@ def test_numbers_of_rows_leave_no_compiled_kernels(
 
 
 @pytest.mark.parametrize(
-    ("listed", "avx512", "bf16", "zen", "expected"),
+    ("capability", "listed", "bf16", "zen", "expected", "in_float32"),
     [
-        (False, False, False, 0, None),
-        (True, True, True, 0, 32),
-        (True, True, True, 4, None),
-        (True, True, True, 5, None),
-        (True, True, False, 0, None),
-        (True, False, False, 0, 32),
+        ("AVX2", False, False, 0, None, None),
+        ("AVX512", True, True, 0, 32, 128),
+        ("AVX512", True, True, 4, None, None),
+        ("AVX512", True, True, 5, None, None),
+        ("AVX512", True, False, 0, None, 128),
+        ("DEFAULT", True, False, 0, 32, 128),
     ],
     ids=["avx2", "avx512bf16", "zen4", "zen5", "avx512", "arm"],
 )
 def test_few_rows(
-    listed: bool, avx512: bool, bf16: bool, zen: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
+    capability: str,
+    listed: bool,
+    bf16: bool,
+    zen: int,
+    expected: int | None,
+    in_float32: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where torch has a fast product, its product of many rows is used."""
     monkeypatch.setattr(cpu._cpu, "zen", lambda: zen)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: listed)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: capability == "AVX512")
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
     few_rows = cpu.few_rows.__wrapped__
     assert few_rows(torch.bfloat16) == expected
-    assert few_rows(torch.float32) == (None if zen else 128)
+    assert few_rows(torch.float32) == in_float32
     assert few_rows(torch.float32, transposed=True) == (None if zen == 5 else 32)
     assert few_rows(torch.bfloat16, transposed=True) == (None if expected is None and not zen else 32)
     assert ops.few_rows("reference", torch.float32) == 0

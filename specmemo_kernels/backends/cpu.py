@@ -27,7 +27,8 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}  # csrc/kernels.h
 
 #: Rows up to which :func:`linear` replaces torch's product, where torch has a fast one. Ratios are of Llama matrices
-#: (125M to 8B) on EPYCs. In float32 with AVX2, 128 rows are 0.96 to 1.6 times as fast, 512 rows 0.8 to 1.1 times.
+#: (125M to 8B) on EPYCs. In float32 with AVX2 it replaces any number: 128 rows are 0.98 to 1.8 times as fast, 256 rows
+#: 0.91 to 1.4 times, 512 rows 0.86 to 1.2 times.
 _FEW_ROWS = {torch.float32: 128, torch.bfloat16: 32, torch.float16: 32}
 #: From this Zen generation on it replaces torch's product of any number, by dtype and whether the weight is transposed.
 #: On Zen 4, 64 to 256 rows of float32 are 1.1 to 1.7 times as fast; of bfloat16 64 rows 1.2 to 1.6 times, 256 and 1024
@@ -228,6 +229,8 @@ def few_rows(dtype: torch.dtype, transposed: bool = False) -> int | None:
     four times and 4.5 times as long, although oneDNN lists bfloat16 as supported.
     """
     if slow_in_torch(dtype) or _cpu.zen() >= _ANY_ROWS_FROM_ZEN.get((dtype, transposed), sys.maxsize):
+        return None
+    if dtype == torch.float32 and not transposed and torch.backends.cpu.get_cpu_capability() == "AVX2":
         return None
     limit = _FEW_ROWS.get(dtype)
     return min(limit, _FEW_ROWS_TRANSPOSED) if limit is not None and transposed else limit
