@@ -55,7 +55,9 @@ def test_a_budget_too_small_for_the_fastest_tree(monkeypatch: pytest.MonkeyPatch
     """Nodes and then heads are dropped until it fits; a given tree is never changed. Each thread has a workspace."""
     monkeypatch.setattr(hf_plan, "profile_of", lambda _, **__: FREE_ROWS)
     sizes = []
-    for budget in (3_000_000, 1_450_000, 1_250_000, 770_000):
+    with sk.patch(tiny_model("llama", seed=40, vocab_size=3000), sk.MedusaHeads(32, 3000, 5), tree=2) as handle:
+        workspace = handle.plan.parts["workspace"]  # it depends on the instruction set
+    for budget in (workspace + others for others in (2_900_000, 1_425_000, 1_100_000, 600_000)):
         model = tiny_model("llama", seed=40, vocab_size=3000)
         handle = sk.patch(model, sk.MedusaHeads(32, 3000, 5), memory_budget=budget, max_batch_size=1)
         plan = handle.plan
@@ -68,9 +70,7 @@ def test_a_budget_too_small_for_the_fastest_tree(monkeypatch: pytest.MonkeyPatch
         if plan.tree.size < 64:
             with pytest.raises(sk.BudgetError):
                 sk.patch(model, sk.MedusaHeads(32, 3000, 5), memory_budget=budget, max_batch_size=1, tree=64)
-    assert (sizes[0], sizes[-1]) == (64, 2)
-    assert sizes == sorted(sizes, reverse=True)
-    assert len(set(sizes)) >= 3
+    assert sizes == [64, 32, 4, 2]
 
 
 @pytest.mark.parametrize("longer", [0, 40, 400])

@@ -180,7 +180,7 @@ def gated_mlp(
 ) -> Tensor:
     """``down(activation(gate(x)) * up(x))``; by torch for more than :func:`few_rows`."""
     if not invariant and _many_rows(x):
-        return _gated_mlp_by_torch(x, gate, up, down, gate_bias, up_bias, down_bias, activation)
+        return _gated_mlp_by_torch(x, (gate, up, down, gate_bias, up_bias, down_bias), activation)
     return _cpu.gated_mlp(_rows(x), gate, up, down, gate_bias, up_bias, down_bias, _ACTIVATIONS[activation], invariant)
 
 
@@ -287,24 +287,17 @@ def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
-def _gated_mlp_by_torch(
-    x: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    down: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    activation: str,
-) -> Tensor:
-    gates = ACTIVATION_FUNCTIONS[activation](_by_torch(x, gate, gate_bias))
-    return _by_torch(gates.mul_(_by_torch(x, up, up_bias)), down, down_bias)
+def _gated_mlp_by_torch(x: Tensor, parameters: Sequence[Any], activation: str) -> Tensor:
+    """``parameters``: gate, up and down, then their biases, as of :func:`gated_mlp`."""
+    gate, up, down = zip(parameters[:3], parameters[3:], strict=True)
+    gates = ACTIVATION_FUNCTIONS[activation](_by_torch(x, *gate))
+    return _by_torch(gates.mul_(_by_torch(x, *up)), *down)
 
 
-#: The operators that more rows than :func:`few_rows` are multiplied by, for any number of rows, not invariant.
+#: The operators for more rows than :func:`few_rows`, which take any number of rows. They aren't invariant.
 TORCH_PRODUCTS = {
     "linear": lambda x, weight, bias, *_: _by_torch(x, weight, bias),
-    "gated_mlp": lambda *arguments: _gated_mlp_by_torch(*arguments[:-1]),
+    "gated_mlp": lambda x, *rest: _gated_mlp_by_torch(x, rest[:6], rest[6]),
 }
 
 
