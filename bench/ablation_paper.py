@@ -19,10 +19,8 @@ from specmemo_kernels.planning.footprint import (
     equal_length_metadata,
     fixed_parts,
     page_parts,
-    page_token_bytes,
-    pass_row_bytes,
-    predicted_shape,
 )
+from specmemo_kernels.planning.predicted_shape import page_token_bytes, pass_row_bytes, predicted_shape
 from specmemo_kernels.planning.search import PlanCandidate, PlanRequest, candidates, parts_of, tree_paths
 from specmemo_kernels.tree.acceptance import expected_tokens_per_step, extrapolated
 from specmemo_kernels.tree.draft_tree import DraftTree

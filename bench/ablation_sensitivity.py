@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specmemo_kernels.planning.baselines import Workload
-from specmemo_kernels.planning.footprint import weight_bytes
 from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.planning.planner import plan_request
+from specmemo_kernels.planning.predicted_shape import weight_bytes
 from specmemo_kernels.planning.search import PlanCandidate, PlanRequest, candidates, fastest
 
 Row = dict[str, Any]

@@ -10,13 +10,8 @@ from hypothesis import strategies as st
 
 from specmemo_kernels.drafting import base
 from specmemo_kernels.forward import batch
-from specmemo_kernels.planning.footprint import (
-    GenerationShape,
-    PassBytes,
-    StepSize,
-    fixed_parts,
-    page_parts,
-)
+from specmemo_kernels.planning.footprint import GenerationShape, StepSize, fixed_parts, page_parts
+from specmemo_kernels.planning.pass_bytes import PassBytes
 
 moments = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**5)), min_size=1, max_size=20)
 rows = st.integers(1, 600)

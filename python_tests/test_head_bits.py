@@ -25,9 +25,9 @@ from specmemo_kernels.ops import weight_codes
 from specmemo_kernels.planning.baselines import Workload, medusa_parts
 from specmemo_kernels.planning.cost import Pass, medusa_speed, pass_seconds
 from specmemo_kernels.planning.drafter_spec import HeadsSpec
-from specmemo_kernels.planning.footprint import weight_bytes
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
 from specmemo_kernels.planning.planner import plan_memory, plan_request
+from specmemo_kernels.planning.predicted_shape import weight_bytes
 from specmemo_kernels.planning.search import candidates, tree_paths
 from specmemo_kernels.tree.acceptance import expected_tokens_per_step
 

@@ -11,15 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from selection import examples
 
-from specmemo_kernels.planning.footprint import (
-    GenerationShape,
-    PassBytes,
-    StepSize,
-    fixed_parts,
-    page_parts,
-    pass_bytes,
-)
+from specmemo_kernels.planning.footprint import GenerationShape, StepSize, fixed_parts, page_parts, pass_bytes
 from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan, divide_budget, format_bytes, parse_bytes
+from specmemo_kernels.planning.pass_bytes import PassBytes
 from specmemo_kernels.tree.draft_tree import DraftTree
 
 TREES = [

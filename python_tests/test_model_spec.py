@@ -19,9 +19,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from specmemo_kernels.integrations.hf.probe import probe
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.drafter_spec import HeadsSpec
-from specmemo_kernels.planning.footprint import page_token_bytes, predicted_shape, weight_bytes
 from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.planning.planner import plan_memory
+from specmemo_kernels.planning.predicted_shape import page_token_bytes, predicted_shape, weight_bytes
 
 LLAMA8 = CONFIG_MAPPING["llama"](**CONFIGS["Llama-3.1-8B"], dtype="bfloat16")
 

@@ -10,7 +10,7 @@ import torch
 from tiny_models import VOCAB, OracleDrafter, tiny_model
 
 import specmemo_kernels as sk
-from specmemo_kernels.integrations.hf import plan as hf_plan
+from specmemo_kernels.integrations.hf import candidate_trees
 from specmemo_kernels.ops import dispatch
 from specmemo_kernels.planning.device import GIB, DeviceProfile
 
@@ -22,7 +22,7 @@ COSTLY_ROWS = replace(
 
 
 def patched(profile: DeviceProfile, monkeypatch: pytest.MonkeyPatch, heads: object = None) -> sk.SpecMemo:
-    monkeypatch.setattr(hf_plan, "profile_of", lambda _, **__: profile)
+    monkeypatch.setattr(candidate_trees, "profile_of", lambda _, **__: profile)
     model = tiny_model("llama", seed=40)
     return sk.patch(model, sk.MedusaHeads(32, VOCAB, 5) if heads is None else heads)
 
@@ -53,7 +53,7 @@ def test_heads_that_the_tree_does_not_use_are_dropped(monkeypatch: pytest.Monkey
 @pytest.mark.slow
 def test_a_budget_too_small_for_the_fastest_tree(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     """Nodes and then heads are dropped until it fits; a given tree is never changed. Each thread has a workspace."""
-    monkeypatch.setattr(hf_plan, "profile_of", lambda _, **__: FREE_ROWS)
+    monkeypatch.setattr(candidate_trees, "profile_of", lambda _, **__: FREE_ROWS)
     sizes = []
     with sk.patch(tiny_model("llama", seed=40, vocab_size=3000), sk.MedusaHeads(32, 3000, 5), tree=2) as handle:
         workspace = handle.plan.parts["workspace"]  # it depends on the instruction set
@@ -76,7 +76,7 @@ def test_a_budget_too_small_for_the_fastest_tree(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("longer", [0, 40, 400])
 def test_a_context_that_the_budget_must_hold(longer: int, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     """The tree gives way to it; a text of that length is then generated. A context too long is refused."""
-    monkeypatch.setattr(hf_plan, "profile_of", lambda _, **__: FREE_ROWS)
+    monkeypatch.setattr(candidate_trees, "profile_of", lambda _, **__: FREE_ROWS)
     model = tiny_model("llama", seed=40, vocab_size=3000)
     heads, options = sk.MedusaHeads(32, 3000, 5), {"memory_budget": 1_650_000, "max_batch_size": 1}
     with sk.patch(model, heads, **options) as handle:
@@ -118,7 +118,7 @@ def test_a_drafter_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_dtypes_without_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """bfloat16 on a device whose profile lacks it uses the slowest rate and isn't refused."""
-    monkeypatch.setattr(hf_plan, "profile_of", lambda _, **__: FREE_ROWS)
+    monkeypatch.setattr(candidate_trees, "profile_of", lambda _, **__: FREE_ROWS)
     with sk.patch(tiny_model("llama").to(torch.bfloat16), sk.MedusaHeads(32, VOCAB, 2).to(torch.bfloat16)) as handle:
         assert handle.plan.tree.size > 2
 
@@ -145,7 +145,7 @@ def test_this_machine() -> None:
     with sk.patch(tiny_model("llama"), sk.MedusaHeads(32, VOCAB, 3)) as handle:
         assert 2 <= handle.plan.tree.size <= 64
         assert handle.plan.tokens_per_second > 0
-    assert hf_plan.profile_of("cpu") is hf_plan.profile_of("cpu")
+    assert candidate_trees.profile_of("cpu") is candidate_trees.profile_of("cpu")
 
 
 #: Compute catches up with the launches at 11 rows.

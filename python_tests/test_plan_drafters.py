@@ -28,10 +28,11 @@ from specmemo_kernels.planning.cost import prefill_seconds
 from specmemo_kernels.planning.device import GIB, DeviceProfile
 from specmemo_kernels.planning.drafter_spec import DrafterSpec, Drafts, DraftWork, HeadsSpec, PromptLookupSpec
 from specmemo_kernels.planning.feature_drafter_spec import FeatureDrafterSpec
-from specmemo_kernels.planning.footprint import StepSize, fixed_parts, page_parts, predicted_shape
+from specmemo_kernels.planning.footprint import StepSize, fixed_parts, page_parts
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
 from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.planning.planner import plan_memory
+from specmemo_kernels.planning.predicted_shape import predicted_shape
 from specmemo_kernels.tree.acceptance import (
     DEFAULT_ACCURACY,
     RECURRENT_ACCURACY,

@@ -18,11 +18,12 @@ from specmemo_kernels.planning.baselines import Workload, medusa_parts
 from specmemo_kernels.planning.cost import Pass, medusa_speed, pass_seconds, plain_speed
 from specmemo_kernels.planning.device import GIB, DeviceProfile
 from specmemo_kernels.planning.drafter_spec import HeadsSpec
-from specmemo_kernels.planning.footprint import StepSize, fixed_parts, page_parts, predicted_shape
+from specmemo_kernels.planning.footprint import StepSize, fixed_parts, page_parts
 from specmemo_kernels.planning.known_devices import KNOWN_DEVICES, known_device
 from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan, parse_bytes
 from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.planning.planner import choose, minimum_budget, plan_memory, plan_request, smallest_budget
+from specmemo_kernels.planning.predicted_shape import predicted_shape
 from specmemo_kernels.planning.search import candidates, frontier
 from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, best_first_paths, expected_tokens_per_step, extrapolated
 from specmemo_kernels.tree.draft_tree import DraftTree

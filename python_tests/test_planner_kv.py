@@ -12,10 +12,10 @@ from specmemo_kernels.backends.kernel_config import attention_configs
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.cost import Pass, pass_seconds
 from specmemo_kernels.planning.drafter_spec import HeadsSpec
-from specmemo_kernels.planning.footprint import page_token_bytes
 from specmemo_kernels.planning.known_devices import known_device
 from specmemo_kernels.planning.memory_plan import BudgetError, parse_bytes
 from specmemo_kernels.planning.planner import plan_memory
+from specmemo_kernels.planning.predicted_shape import page_token_bytes
 
 
 @pytest.mark.slow

@@ -15,17 +15,10 @@ from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.integrations.hf.cache_argument import CACHE_ARGUMENT
 from specmemo_kernels.planning.baselines import MedusaRun, Workload, medusa_parts, plain_parts
 from specmemo_kernels.planning.drafter_spec import HeadsSpec
-from specmemo_kernels.planning.footprint import (
-    StepSize,
-    fixed_parts,
-    page_parts,
-    page_token_bytes,
-    pass_row_bytes,
-    predicted_shape,
-    weight_bytes,
-)
+from specmemo_kernels.planning.footprint import StepSize, fixed_parts, page_parts
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
 from specmemo_kernels.planning.model_spec import ModelSpec
+from specmemo_kernels.planning.predicted_shape import page_token_bytes, pass_row_bytes, predicted_shape, weight_bytes
 
 MIB = 2**20
 

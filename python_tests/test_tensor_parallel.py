@@ -30,8 +30,8 @@ from transformers import AutoConfig
 
 from specmemo_kernels.planning.cost import CHECKSUM_BYTES, Pass, step_messages
 from specmemo_kernels.planning.drafter_spec import HeadsSpec
-from specmemo_kernels.planning.footprint import weight_bytes
 from specmemo_kernels.planning.model_spec import ModelSpec
+from specmemo_kernels.planning.predicted_shape import weight_bytes
 
 SCRIPT = Path(__file__).with_name("tensor_parallel_session.py")
 #: Length at which the session's criteria end a sequence.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from specmemo_kernels.cli.common import check_output, write_result
 from specmemo_kernels.cli.errors import UserError
 from specmemo_kernels.cli.plan_report import RETAIN, Row
-from specmemo_kernels.planning.footprint import weight_bytes
 from specmemo_kernels.planning.memory_plan import MemoryPlan
+from specmemo_kernels.planning.predicted_shape import weight_bytes
 from specmemo_kernels.planning.search import PlanCandidate, PlanRequest, frontier
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from rich.text import Text
 from specmemo_kernels.planning.baselines import medusa_parts, plain_parts
 from specmemo_kernels.planning.cost import Message, Speed, decode_pass, medusa_speed, plain_speed, step_messages
 from specmemo_kernels.planning.drafter_spec import HeadsSpec
-from specmemo_kernels.planning.footprint import weight_bytes
 from specmemo_kernels.planning.memory_plan import MemoryPlan, format_bytes
 from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.planning.planner import smallest_budget
+from specmemo_kernels.planning.predicted_shape import weight_bytes
 from specmemo_kernels.planning.search import (
     MAX_NODES,
     PlanCandidate,

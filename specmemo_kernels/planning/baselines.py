@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from specmemo_kernels.planning.drafter_spec import HeadsSpec
-from specmemo_kernels.planning.footprint import page_token_bytes, pass_row_bytes
 from specmemo_kernels.planning.model_spec import ModelSpec
+from specmemo_kernels.planning.predicted_shape import page_token_bytes, pass_row_bytes
 
 
 @dataclass(frozen=True)

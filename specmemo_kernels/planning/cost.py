@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.device import DeviceProfile
 from specmemo_kernels.planning.drafter_spec import RANKS, DrafterSpec, Drafts, DraftWork, HeadsSpec
-from specmemo_kernels.planning.footprint import page_token_bytes
 from specmemo_kernels.planning.model_spec import MixerSizes, ModelSpec
+from specmemo_kernels.planning.predicted_shape import page_token_bytes
 
 #: Operators of a patched Llama of transformers 5, per layer and outside of layers, views included; counted by a
 #: dispatch mode.

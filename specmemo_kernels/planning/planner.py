@@ -14,7 +14,6 @@ from specmemo_kernels.backends.kernel_target import TARGETS
 from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.device import DeviceProfile
 from specmemo_kernels.planning.drafter_spec import DrafterSpec, HeadsSpec
-from specmemo_kernels.planning.footprint import check_ranks, page_token_bytes, weight_bytes
 from specmemo_kernels.planning.known_devices import known_device
 from specmemo_kernels.planning.memory_plan import (
     BudgetError,
@@ -25,6 +24,7 @@ from specmemo_kernels.planning.memory_plan import (
     parse_bytes,
 )
 from specmemo_kernels.planning.model_spec import ModelSpec, ranks_share
+from specmemo_kernels.planning.predicted_shape import check_ranks, page_token_bytes, weight_bytes
 from specmemo_kernels.planning.search import (
     MAX_NODES,
     PlanCandidate,

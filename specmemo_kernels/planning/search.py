@@ -10,16 +10,10 @@ from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.cost import Speed, decode_pass, generation_speed, pass_seconds, prefill_seconds
 from specmemo_kernels.planning.device import DeviceProfile
 from specmemo_kernels.planning.drafter_spec import DrafterSpec, HeadsSpec
-from specmemo_kernels.planning.footprint import (
-    StepSize,
-    equal_length_metadata,
-    fixed_parts,
-    page_parts,
-    predicted_shape,
-    weight_bytes,
-)
+from specmemo_kernels.planning.footprint import StepSize, equal_length_metadata, fixed_parts, page_parts
 from specmemo_kernels.planning.memory_plan import format_bytes
 from specmemo_kernels.planning.model_spec import ModelSpec
+from specmemo_kernels.planning.predicted_shape import predicted_shape, weight_bytes
 from specmemo_kernels.tree.acceptance import (
     DEFAULT_ACCURACY,
     Accuracy,

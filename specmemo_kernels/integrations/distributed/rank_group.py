@@ -30,7 +30,8 @@ from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.integrations.distributed.gloo import use_one_worker
 from specmemo_kernels.integrations.distributed.ranks import RankError, SingleRank, Stop
 from specmemo_kernels.planning.cost import CHECKSUM_BYTES
-from specmemo_kernels.planning.footprint import GenerationShape, PassBytes, ProductBytes
+from specmemo_kernels.planning.footprint import GenerationShape
+from specmemo_kernels.planning.pass_bytes import PassBytes, ProductBytes
 
 #: Kinds of messages.
 _STEP, _DONE, _VALUE, _TALK, _GUESS, _FAILED = range(6)

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from specmemo_kernels.integrations.hf.compressed import compressed_matrices, stored_weight
 from specmemo_kernels.integrations.hf.target import local_part
-from specmemo_kernels.planning.footprint import PassBytes, ProductBytes
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
+from specmemo_kernels.planning.pass_bytes import PassBytes, ProductBytes
 from specmemo_kernels.planning.resident import peak_of
 
 Tensor = torch.Tensor

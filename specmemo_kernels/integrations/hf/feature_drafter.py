@@ -19,8 +19,8 @@ from specmemo_kernels.integrations.hf.coded import plain_weight
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
 from specmemo_kernels.integrations.hf.measure import least_seconds
 from specmemo_kernels.integrations.hf.target import ModelFacts
-from specmemo_kernels.planning.footprint import PassBytes
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
+from specmemo_kernels.planning.pass_bytes import PassBytes
 from specmemo_kernels.tree.acceptance import Accuracy
 from specmemo_kernels.tree.choice import PassSeconds
 from specmemo_kernels.tree.tree_budget import Trees

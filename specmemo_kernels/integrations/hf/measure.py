@@ -20,9 +20,9 @@ from specmemo_kernels.integrations.hf.mixers import Mixer, PackedPass
 from specmemo_kernels.integrations.hf.probe import like_attention
 from specmemo_kernels.integrations.hf.recurrence import FEW_TOKENS
 from specmemo_kernels.integrations.hf.target import ModelFacts, run_packed, tapped
-from specmemo_kernels.planning.footprint import PassBytes, ProductBytes
 from specmemo_kernels.planning.host_allocator import allocated_bytes, free_library_buffers
 from specmemo_kernels.planning.memory_tracker import MemoryTracker
+from specmemo_kernels.planning.pass_bytes import PassBytes, ProductBytes
 from specmemo_kernels.tree.choice import PassSeconds
 from specmemo_kernels.tree.draft_tree import DraftTree
 from specmemo_kernels.tree.tree_budget import Trees
