@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 
 import specmemo_kernels as sk
 from specmemo_kernels import ops
-from specmemo_kernels.drafting.head_files import HeadsError
 from specmemo_kernels.drafting.published import PublishedDrafter, open_drafter
+from specmemo_kernels.drafting.source_files import HeadsError
 from specmemo_kernels.ops.weight_codes import pack, unpack
 from specmemo_kernels.planning.drafter_spec import Drafts
 from specmemo_kernels.planning.feature_drafter_spec import FeatureDrafterSpec

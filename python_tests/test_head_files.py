@@ -26,7 +26,7 @@ from head_cases import (
 from safetensors.torch import load_file, save_file
 from selection import sample
 
-from specmemo_kernels.drafting import head_files
+from specmemo_kernels.drafting import head_files, source_files
 from specmemo_kernels.drafting.load_heads import HeadsError, describe_heads, load_heads
 from specmemo_kernels.drafting.medusa_heads import MedusaHeads
 
@@ -48,7 +48,7 @@ def test_layouts(layout: str, heads: int, layers: int, own: bool, tmp_path: Path
 
 class TestFiles:
     def test_safetensors_before_pickle_and_heads_before_models(self, tmp_path: Path) -> None:
-        for seed, name in reversed(list(enumerate(head_files.CANDIDATES))):
+        for seed, name in reversed(list(enumerate(source_files.CANDIDATES))):
             state = medusa_state(seed=seed)
             if name.endswith("index.json"):
                 write_shards(tmp_path, with_prefix(state), "safetensors" if name.startswith("model") else "bin")
@@ -115,7 +115,7 @@ class TestFiles:
             with pytest.raises(HeadsError, match=r"config\.json"):
                 load_heads(tmp_path, HIDDEN, VOCAB)
 
-    @pytest.mark.parametrize("name", head_files.CANDIDATES)
+    @pytest.mark.parametrize("name", source_files.CANDIDATES)
     def test_garbage(self, name: str, tmp_path: Path) -> None:
         for content in (b"", b"\x00" * 100, b"version https://git-lfs.github.com/spec/v1\n", b"PK\x03\x04 cut off"):
             (tmp_path / name).write_bytes(content)
@@ -225,7 +225,7 @@ class TestPlaces:
         monkeypatch.chdir(tmp_path)
         assert_same(load_heads("org/heads", HIDDEN, VOCAB), state)
         shards = {file.name for file in remote.glob("*-of-*")}
-        weights = {file.name for file in remote.iterdir() if file.name in head_files.CANDIDATES} | {
+        weights = {file.name for file in remote.iterdir() if file.name in source_files.CANDIDATES} | {
             name for name in shards if "-00003-of-" not in name
         }
         assert {file.name for file in cache.iterdir()} == weights | {"config.json"}

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from selection import examples
 
 from specmemo_kernels.drafting import head_files
-from specmemo_kernels.drafting.head_files import HeadsError
 from specmemo_kernels.drafting.published import PublishedDrafter, check_target, open_drafter
 from specmemo_kernels.drafting.published_config import CloverConfig, DFlashConfig, Eagle3Config, EagleConfig, LayerSpec
+from specmemo_kernels.drafting.source_files import HeadsError
 
 HIDDEN, TARGET, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB, DRAFT_VOCAB = 8, 10, 12, 4, 2, 6, 21, 9
 Config = dict[str, Any]

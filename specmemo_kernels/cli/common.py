@@ -17,8 +17,8 @@ from specmemo_kernels import ops
 from specmemo_kernels.cli.errors import UserError
 from specmemo_kernels.cli.options import ModelOptions, PatchOptions
 from specmemo_kernels.drafting.base import PROMPT_LOOKUP
-from specmemo_kernels.drafting.head_files import HUB_ID
 from specmemo_kernels.drafting.replaced_file import replace_file
+from specmemo_kernels.drafting.source_files import HUB_ID
 from specmemo_kernels.engine.pressure import is_out_of_memory
 from specmemo_kernels.ops.weight_codes import CODE_BITS
 from specmemo_kernels.planning.memory_plan import parse_bytes

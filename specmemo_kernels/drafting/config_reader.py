@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specmemo_kernels.arguments import shown
-from specmemo_kernels.drafting.head_files import HeadsError
+from specmemo_kernels.drafting.source_files import HeadsError
 
 LARGEST = 2**31 - 1
 

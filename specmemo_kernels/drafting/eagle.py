@@ -15,8 +15,8 @@ from specmemo_kernels.drafting import matrices
 from specmemo_kernels.drafting.base import POST_NORM, DraftRows
 from specmemo_kernels.drafting.decoder_layer import Attention, BeamAttention, Rotary
 from specmemo_kernels.drafting.growth import grow_recurrent
-from specmemo_kernels.drafting.head_files import HeadsError
 from specmemo_kernels.drafting.published_config import Eagle3Config, EagleConfig
+from specmemo_kernels.drafting.source_files import HeadsError
 from specmemo_kernels.drafting.tensor_drafter import TensorDrafter
 from specmemo_kernels.forward.batch import DraftedTrees, TreeBatch
 from specmemo_kernels.forward.step_attention import StepAttention

@@ -10,16 +10,8 @@ from typing import Any
 import torch
 
 from specmemo_kernels.drafting.config_reader import accuracy_rows
-from specmemo_kernels.drafting.head_files import (
-    CONFIG_NAME,
-    FLOATING,
-    MEDUSA,
-    VLLM,
-    HeadsError,
-    Stored,
-    first_few,
-    layout_of,
-)
+from specmemo_kernels.drafting.head_files import FLOATING, MEDUSA, VLLM, Stored, first_few, layout_of
+from specmemo_kernels.drafting.source_files import CONFIG_NAME, HeadsError
 from specmemo_kernels.ops.weight_codes import CODE_BITS, GROUP, groups_of
 
 _BYTES = re.compile(r"U8|torch\.uint8")

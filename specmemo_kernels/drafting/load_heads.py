@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from specmemo_kernels.drafting.head_files import HeadsError, HeadsSource, open_path, open_source
+from specmemo_kernels.drafting.head_files import HeadsSource, open_path, open_source
 from specmemo_kernels.drafting.head_tensors import StoredHeads, stored_heads
 from specmemo_kernels.drafting.medusa_heads import MedusaHeads, build_heads
+from specmemo_kernels.drafting.source_files import HeadsError
 from specmemo_kernels.ops.weight_codes import check_bits
 
 __all__ = ["HeadsError", "HeadsSource", "describe_heads", "load_heads"]

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from specmemo_kernels.arguments import integer
-from specmemo_kernels.drafting.head_files import CONFIG_NAME, WEIGHTS_NAME, open_path
+from specmemo_kernels.drafting.head_files import open_path
 from specmemo_kernels.drafting.head_tensors import StoredHeads, accuracy_of, stored_heads
 from specmemo_kernels.drafting.replaced_file import replace_file
+from specmemo_kernels.drafting.source_files import CONFIG_NAME, WEIGHTS_NAME
 from specmemo_kernels.ops.weight_codes import GROUP, check_bits, groups_of, packed_bytes, unpack
 
 

@@ -13,18 +13,7 @@ import torch
 
 from specmemo_kernels.arguments import shown
 from specmemo_kernels.drafting.config_reader import accuracy_rows
-from specmemo_kernels.drafting.head_files import (
-    CONFIG_NAME,
-    Entry,
-    HeadsError,
-    find_files,
-    first_few,
-    has_heads,
-    read_file,
-    read_index,
-    read_json,
-    read_shards,
-)
+from specmemo_kernels.drafting.head_files import Entry, first_few, has_heads, read_file, read_shards
 from specmemo_kernels.drafting.published_config import (
     CloverConfig,
     DFlashConfig,
@@ -36,6 +25,7 @@ from specmemo_kernels.drafting.published_config import (
     eagle_config,
 )
 from specmemo_kernels.drafting.published_tensors import check_tensors, location
+from specmemo_kernels.drafting.source_files import CONFIG_NAME, HeadsError, find_files, read_index, read_json
 
 Tensor = torch.Tensor
 Kind = Literal["eagle3", "eagle", "clover2", "dflash"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specmemo_kernels.drafting.config_reader import LARGEST, ConfigReader
-from specmemo_kernels.drafting.head_files import HeadsError
+from specmemo_kernels.drafting.source_files import HeadsError
 from specmemo_kernels.planning.model_config import MOST_LAYERS
 
 #: Hugging Face's name of an activation -> :func:`specmemo_kernels.ops.gated_mlp`'s.

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 import torch
 
-from specmemo_kernels.drafting.head_files import CONFIG_NAME, FLOATING, Entry, HeadsError, first_few
+from specmemo_kernels.drafting.head_files import FLOATING, Entry, first_few
 from specmemo_kernels.drafting.published_config import DFlashConfig, DrafterConfig, Eagle3Config, EagleConfig
+from specmemo_kernels.drafting.source_files import CONFIG_NAME, HeadsError
 
 _Shapes = dict[str, tuple[int, ...]]
 _INTEGER = re.compile(r"[IU](8|16|32|64)|torch\.u?int(8|16|32|64)")

@@ -11,9 +11,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from specmemo_kernels.drafting.head_files import CONFIG_NAME
 from specmemo_kernels.drafting.published_config import LayerSpec
 from specmemo_kernels.drafting.replaced_file import replace_file
+from specmemo_kernels.drafting.source_files import CONFIG_NAME
 from specmemo_kernels.training.objective import HeldOut
 from specmemo_kernels.training.trainable import Trainable, TrainableClover, TrainableEagle3, TrainableMedusa
 

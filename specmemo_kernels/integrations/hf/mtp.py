@@ -14,7 +14,7 @@ from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting.base import MTP, POST_NORM, DraftRows
 from specmemo_kernels.drafting.decoder_layer import Attention, BeamAttention
 from specmemo_kernels.drafting.growth import grow_recurrent
-from specmemo_kernels.drafting.head_files import HeadsError
+from specmemo_kernels.drafting.source_files import HeadsError
 from specmemo_kernels.drafting.vocabulary import TargetVocabulary
 from specmemo_kernels.forward.batch import DraftedTrees, TreeBatch
 from specmemo_kernels.forward.step_attention import AttentionParams, StepAttention
