@@ -144,7 +144,7 @@ struct Kernels {
   void (*rotary)(const RotaryArgs&, int threads);
   // Rows of bfloat16 [outputs, inputs] of compressed ones.
   void (*decompress)(const uint8_t* rows, int64_t outputs, int64_t inputs, uint16_t* out, int threads);
-  // Bytes kept, for any rows.
+  // Bytes that these and lm_head_topk keep, for any rows.
   int64_t (*linear_workspace)(DType, int64_t inputs, int64_t middle, bool by_input, int threads);
   // Writes row i of each sequence to position seq_lens + i.
   void (*append_rows)(const PagedRows& rows, const CopySide& side);

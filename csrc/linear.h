@@ -19,6 +19,10 @@ namespace {
 constexpr int64_t kPassRows = 32;                                                 // but for PanelProducts
 constexpr int64_t kMostRows = kPanelsPay ? kPassPanels * kPanelRows : kPassRows;  // of all products
 
+// An lm_head's pieces of the vocabulary for each thread, and bytes of a piece's results: of the best logits of a pass,
+// or of the ten best of eight rows. Of more of them it keeps more memory.
+constexpr int64_t kPieces = 8, kPieceBytes = 1024;
+
 // Outputs x @ weight^T + bias of some rows, a group at a time. `Products` computes the sums: of weights in dtype
 // (RowProducts, or PanelProducts for many rows) or in 4-bit codes (CodeProducts).
 template <class T, class Products>
@@ -316,8 +320,8 @@ int64_t thread_bytes(int64_t rows) {
   return outputs.sums_bytes() + outputs.value_count() * 8;
 }
 
-// Bytes that linear layers keep for any number of rows: of a gated MLP of these sizes (middle 0: of one product), and
-// of every thread.
+// Bytes that linear layers and lm_heads keep for any number of rows: of a gated MLP of these sizes (middle 0: of one
+// product), and of every thread.
 template <class T, class Dot>
 int64_t linear_workspace(int64_t inputs, int64_t middle, bool by_input, int threads) {
   constexpr int64_t kPage = 4096;  // arenas are rounded up to it
@@ -330,7 +334,7 @@ int64_t linear_workspace(int64_t inputs, int64_t middle, bool by_input, int thre
   const int64_t each =
       std::max({few_rows + exponentials, kPanelsPay ? thread_bytes<T, PanelProducts<T, Dot>>(kMostRows) : 0,
                 ColumnProducts<T>::thread_bytes(kPassRows)});
-  return round_up(shared, kPage) + threads * round_up(each, kPage);
+  return round_up(shared, kPage) + threads * (round_up(each, kPage) + kPieces * kPieceBytes);
 }
 
 }  // namespace

@@ -151,7 +151,7 @@ class LmHead {
 
 template <class T, class Products>
 void run_pieces(const LmHeadArgs& args, int threads) {
-  const int64_t max_pieces = 8 * static_cast<int64_t>(threads);
+  const int64_t max_pieces = kPieces * threads;
   Parts pieces = Parts::at_most(args.product.outputs, 4 * kGroup);
   if (pieces.count > max_pieces) pieces = Parts(args.product.outputs, max_pieces);
   struct Context {
@@ -171,12 +171,19 @@ void run_pieces(const LmHeadArgs& args, int threads) {
 }
 
 template <class T, class Dot>
-void run_lm_head(const LmHeadArgs& args, int threads) {
-  if (args.product.rows == 0) return;
-  if (args.product.scales != nullptr) return run_pieces<T, CodeProducts<T, Dot>>(args, threads);
-  by_storage<T>(args.product.compressed, [&](auto stored) {
-    run_pieces<T, RowProducts<T, Dot, typename decltype(stored)::type>>(args, threads);
-  });
+void run_lm_head(const LmHeadArgs& all, int threads) {
+  LmHeadArgs args = all;
+  for (int64_t row = 0; row < all.product.rows; row += args.product.rows) {
+    args.product = pass_of<T>(all.product, row, 0);
+    args.tokens = all.tokens + row * all.k, args.values = all.values + row * all.k;
+    if (all.lse != nullptr) args.lse = all.lse + row;
+    if (args.product.scales != nullptr)
+      run_pieces<T, CodeProducts<T, Dot>>(args, threads);
+    else
+      by_storage<T>(args.product.compressed, [&](auto stored) {
+        run_pieces<T, RowProducts<T, Dot, typename decltype(stored)::type>>(args, threads);
+      });
+  }
 }
 
 }  // namespace

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import specmemo_kernels as sk
-from specmemo_kernels.integrations.hf import compressed
+from specmemo_kernels.integrations.hf import compressed, patch
 from specmemo_kernels.integrations.hf.compressed import is_plain_linear
 from specmemo_kernels.integrations.hf.compressed_matrix import CompressedMatrix
 from specmemo_kernels.ops import compressed_weights
@@ -340,6 +341,35 @@ def test_a_failure_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -
     assert same_weights(model, state)
     assert plain_classes(model)
     sk.patch(model, "prompt-lookup", compress=True).undo()
+
+
+@pytest.mark.parametrize("again", [sk.unpatch, lambda model: sk.patch(model, "prompt-lookup").undo()])
+def test_a_failed_patch_is_undone_later(again: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some steps fail for lack of memory: the others run, the error is ``patch``'s own, and the next call goes on."""
+    model = wide_model()
+    before, own, calls = weights(model), CompressedMatrix.decompressed, iter(range(99))
+
+    def decompress(*args: Any) -> Tensor:
+        if next(calls) in (1, 3):
+            raise MemoryError("no memory left")
+        return own(*args)
+
+    def no_plan(*_: object, **__: object) -> None:
+        patched.setattr(CompressedMatrix, "decompressed", decompress)
+        raise ValueError("no plan")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(patch, "make_plan", no_plan)
+        with pytest.raises(ValueError, match="no plan") as raised:
+            sk.patch(model, "prompt-lookup", compress=True)
+    assert len(raised.value.__notes__) == 2
+    assert "unpatch(model)" in raised.value.__notes__[0]
+    compressed_ones = [m for m in model.modules() if "_matrices" in vars(m)]
+    assert len(compressed_ones) == 2
+    again(model)
+    assert plain_classes(model)
+    assert same_weights(model, before)
+    assert not [name for name in vars(model) if "specmemo" in name]
 
 
 def test_unpatching_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

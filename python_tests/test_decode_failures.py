@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from selection import sample
-from toy_model import PROMPTS, TARGET, VOCAB, ToyDrafter, ToyTarget, decoder, empty, finish, plain, same_as_plain
+from toy_model import PROMPTS, TARGET, VOCAB, ToyDrafter, ToyTarget, decoder, empty, finish, plain, same_as_plain, start
 
 from specmemo_kernels.cache.paged_kv import OutOfPages
 from specmemo_kernels.drafting import DraftInput
@@ -116,7 +116,7 @@ class Shaped(ToyDrafter):
 def test_drafts_of_another_shape_are_refused(make: Callable[[torch.Tensor], torch.Tensor], what: str) -> None:
     """The message names the drafter, its result and the expected shape; the loop can be ended and used again."""
     spec = decoder(TREE, Shaped(make))
-    spec.start(requests())
+    start(spec, requests())
     with pytest.raises(ValueError, match=rf"Shaped.propose returned {what}, expected \(4, 6\) torch.int64"):
         spec.step()
     works_again(spec)
@@ -126,7 +126,7 @@ def test_drafts_are_not_written_to() -> None:
     """A drafter may return a tensor that it keeps."""
     kept = torch.full((1, TREE.size), VOCAB + 3)
     spec = decoder(TREE, Shaped(lambda _: kept))
-    spec.start([SequenceState(PROMPTS[0], 12)])
+    start(spec, [SequenceState(PROMPTS[0], 12)])
     spec.step()
     assert kept.unique().tolist() == [VOCAB + 3]
 
@@ -179,11 +179,11 @@ def test_an_exception_in_a_prefill_leaves_others_running() -> None:
     target = Failing()
     spec = decoder(TREE, "half", target=target)
     early, late = requests()[:2], requests()[2:]
-    spec.start(early)
+    start(spec, early)
     spec.step()
     target.when = 1
     with pytest.raises(KeyboardInterrupt):
-        spec.start(late)
+        start(spec, late)
     spec.pool.check_integrity()
     assert spec.sequences == early
     finish(spec, [])
@@ -200,7 +200,7 @@ def test_roots_alone_wait_for_no_verdict(when: int) -> None:
     spec = decoder(DraftTree.chain(0), target=target)
     spec.pool.resize_scratch(0)
     states = requests()
-    spec.start(states[:1])
+    start(spec, states[:1])
     spec.admit(states[1:])
     target.when = when
     failures = 0
@@ -221,10 +221,10 @@ def test_a_prompt_that_does_not_fit() -> None:
     """No sequence of the call starts, not even one that would fit; running sequences continue."""
     spec = decoder(TREE, num_pages=10, page_size=4)
     running = SequenceState(PROMPTS[0], 12)
-    spec.start([running])
+    start(spec, [running])
     free = spec.pool.free_pages
     with pytest.raises(OutOfPages, match="40 tokens need 10 more pages of 4 tokens, 7 of 10 are free"):
-        spec.start([SequenceState([1], 5), SequenceState([2] * 40, 5)])
+        start(spec, [SequenceState([1], 5), SequenceState([2] * 40, 5)])
     spec.pool.check_integrity()
     assert spec.sequences == [running]
     assert spec.pool.free_pages == free
@@ -235,7 +235,7 @@ def test_a_prompt_that_does_not_fit() -> None:
 def test_more_sequences_than_rows() -> None:
     spec = decoder(TREE, sequences=2)
     with pytest.raises(OutOfPages, match="all 2 sequences of the pool are in use"):
-        spec.start(requests()[:3])
+        start(spec, requests()[:3])
     empty(spec.pool)
 
 
@@ -243,7 +243,7 @@ def test_a_pool_that_runs_full() -> None:
     """A step that may not fit raises and emits nothing, once no other sequence can free pages."""
     spec = decoder(DraftTree.chain(3), num_pages=10, page_size=4)
     short, long = SequenceState(PROMPTS[0], 3), SequenceState(PROMPTS[2], 40)
-    spec.start([short, long])
+    start(spec, [short, long])
     before: list[int] = []
 
     def run() -> None:

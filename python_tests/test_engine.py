@@ -221,6 +221,35 @@ def test_close_aborts_what_takes_too_long(model: PreTrainedModel, handle: SpecMe
     assert handle.pool.free_pages == handle.pool.num_pages
 
 
+@pytest.mark.usefixtures("handle")
+def test_requests_end_while_another_generation_holds_the_model(model: PreTrainedModel) -> None:
+    """One is aborted, one is cut off by ``close`` in the thread of that generation."""
+    with sk.stream_batch(model, PROMPTS[:1], max_new_tokens=20, eos_token_ids=[]) as run:
+        with sk.Engine(model) as engine:
+            aborted, cut = engine.submit(request(1)), engine.submit(request(2))
+            aborted.abort()
+            assert aborted.result(WAIT).finish_reason == "aborted"
+            assert not cut.done
+            engine.close(0.2)
+            assert cut.result(0).finish_reason == "aborted"
+        assert sum(len(piece.tokens) for piece in run) == 20
+        assert list(run.completions()[0].tokens) == wanted(0, 20)
+
+
+@pytest.mark.usefixtures("handle")
+def test_requests_wait_for_another_generation(model: PreTrainedModel) -> None:
+    with sk.Engine(model) as engine:
+        with sk.stream_batch(model, PROMPTS[:1], max_new_tokens=20, eos_token_ids=[]) as run:
+            first = engine.submit(request(1))
+            with pytest.raises(TimeoutError):
+                first.result(0.2)
+            second = engine.submit(request(2))
+            assert sum(len(piece.tokens) for piece in run) == 20
+            assert list(run.completions()[0].tokens) == wanted(0, 20)
+        assert first.result(WAIT).tokens == wanted(1, 40)
+        assert second.result(WAIT).tokens == wanted(2, 40)
+
+
 def test_errors_of_a_request_are_its_own(model: PreTrainedModel, handle: SpecMemo) -> None:
     def stop(tokens: list[int]) -> bool:
         if len(tokens) == len(PROMPTS[0]) + 9:

@@ -132,6 +132,34 @@ def test_a_run_holds_the_model(model: PreTrainedModel, drafter: OracleDrafter) -
         assert alone(model, PROMPTS[2], 10) == expected
 
 
+def test_stop_iteration_is_an_error(model: PreTrainedModel, drafter: OracleDrafter) -> None:
+    """Of a stop function it would end the batch as if all requests were finished."""
+    expected = alone(model, PROMPTS[0], 10)
+    allowed = iter([False] * 3)
+    with sk.patch(model, drafter, tree=CHAIN):
+        used_up = sk.Request(PROMPTS[1], 10, [], stop=lambda _: next(allowed))
+        with pytest.raises(RuntimeError, match="StopIteration") as raised:
+            sk.generate_batch(model, [sk.Request(PROMPTS[0], 10, []), used_up])
+        assert isinstance(raised.value.__cause__, StopIteration)
+        [done] = sk.generate_batch(model, [sk.Request(PROMPTS[0], 10, [])])
+        assert done.tokens == expected
+
+
+def test_a_stop_function_that_asks_for_a_piece(model: PreTrainedModel, drafter: OracleDrafter) -> None:
+    expected = alone(model, PROMPTS[0], 10)
+
+    def stop(_: list[int]) -> bool:
+        with pytest.raises(RuntimeError, match="return first"):
+            next(run)
+        return False
+
+    with (
+        sk.patch(model, drafter, tree=CHAIN),
+        sk.stream_batch(model, [sk.Request(PROMPTS[0], 10, [], stop=stop)]) as run,
+    ):
+        assert [token for piece in run for token in piece.tokens] == expected
+
+
 def test_what_can_not_be(model: PreTrainedModel, drafter: OracleDrafter) -> None:
     with pytest.raises(ValueError, match="isn't patched"):
         sk.generate_batch(model, PROMPTS)

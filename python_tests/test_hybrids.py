@@ -6,7 +6,7 @@ import random
 import re
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -228,6 +228,23 @@ def test_low_memory(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", sample(HYBRIDS, ["lfm2"]))
+def test_low_memory_while_sequences_are_swapped_out(family: str) -> None:
+    """A smaller tree leaves fewer rows than a sequence on the host has accepted under the larger one."""
+    model, prompts, expected = texts(family)
+    options: dict[str, Any] = {"tree": TREES[24], "page_size": 4, "prefill_chunk": 16, "max_batch_size": 3}
+    with sk.patch(model, oracle(family, 1.0), **options) as handle:
+        few_pages(handle, 16)
+        pressure = handle.memory_pressure
+        pressure.swap = True
+        with sk.stream_batch(model, prompts, max_new_tokens=NEW, eos_token_ids=[]) as run:
+            for _ in run:
+                if handle.stats.swaps and pressure.level.max_tree > 1:
+                    pressure.shrink(3)
+            assert [completion.tokens for completion in run.completions()] == expected
+        assert pressure.shrunk > 0
+
+
+@pytest.mark.parametrize("family", sample(HYBRIDS, ["lfm2"]))
 def test_sampling(family: str) -> None:
     """A seed gives the same tokens with drafts and without."""
     model, prompts, _ = texts(family)
@@ -429,6 +446,67 @@ def test_the_pool_of_states() -> None:
             pass
         raise MemoryError
     assert pool.lost == {2}
+
+
+def test_copied_states_get_more_rows() -> None:
+    """A smaller tree leaves fewer rows than sequences on the host have accepted under a larger one."""
+    spec = MixerSpec((((3,), torch.float32),), 2, torch.float32, torch.device("cpu"))
+    pool = StatePool([spec, spec], 3, 10)
+    for rows in pool.rows:
+        rows.copy_(torch.arange(20.0).view(10, 2))
+    with pool.during_pass([0, 1, 2], []) as accepted:
+        accepted |= {0: [0, 1, 2, 3], 1: [5, 7], 2: [9]}
+    copies = [pool.copy_out(0), pool.copy_out(1)]
+    for slot in (0, 1):
+        pool.close(slot)
+    pool.resize_rows(2)
+    for slot, copy in zip((1, 0), copies, strict=True):
+        pool.open(slot)
+        pool.copy_in(slot, copy)
+    for mixer, rows in enumerate(pool.rows):
+        missing = pool.missing(mixer)
+        assert [rows[missing[slot], 0].tolist() for slot in (1, 0, 2)] == [[0, 2, 4, 6], [10, 14], [18]]
+        assert len({row for held in missing.values() for row in held}) == 7
+
+
+def test_a_copy_that_fails_leaves_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A closed sequence's state would be reused without the rows that couldn't be copied."""
+    spec = MixerSpec((((3,), torch.float32),), 2, torch.float32, torch.device("cpu"))
+    pool = StatePool([spec], 1, 1)
+    with pool.during_pass([0], []) as accepted:
+        accepted |= {0: [0]}
+    copy = replace(pool.copy_out(0), rows=(torch.ones(3, 2),))
+    pool.close(0)
+    for target, name in ((pool, "_new_rows"), (torch.Tensor, "to")):
+        pool.open(0)
+        with monkeypatch.context() as patched:
+            patched.setattr(target, name, _no_memory)
+            with pytest.raises(MemoryError):
+                pool.copy_in(0, copy)
+        assert pool.close(0, range(20)) == []
+        assert not pool.accepted
+
+
+def test_a_closed_sequence_has_no_included_rows() -> None:
+    """Rows of the slot's next sequence aren't in its states yet."""
+    spec = MixerSpec((((3,), torch.float32),), 2, torch.float32, torch.device("cpu"))
+    pool = StatePool([spec], 2, 4)
+    with pool.during_pass([0, 1], []) as accepted:
+        accepted |= {0: [0], 1: [1, 2]}
+    copy = pool.copy_out(1)
+    with suppress(MemoryError), pool.during_pass([0, 1], []):
+        with pool.including(0, [0]):
+            pass
+        raise MemoryError
+    for slot in (0, 1):
+        pool.close(slot)
+    pool.open(0)
+    pool.copy_in(0, copy)
+    assert len(pool.missing(0)[0]) == 2
+
+
+def _no_memory(*_: object, **__: object) -> None:
+    raise MemoryError
 
 
 @dataclass

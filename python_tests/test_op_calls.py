@@ -185,3 +185,30 @@ def test_no_gradient_is_lost_silently(backend: str) -> None:
     with pytest.raises(NotImplementedError, match="specmemo::lm_head_topk has no gradient"):
         (values.sum() + (hidden @ weight.T).sum()).backward()
     assert hidden.grad is None
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("needs", ["rows", "pages"])
+def test_writes_refuse_gradients(backend: str, needs: str) -> None:
+    """Rows that are copied to pages would lose theirs; pages would be changed beside it."""
+    rows, pages = torch.randn(2, 1, 8), torch.zeros(2, 4, 1, 8)
+    (rows if needs == "rows" else pages).requires_grad_()
+    table, lengths = torch.tensor([[0, 1]], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    indptr, path, length = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2], [[0, 1]], [1]))
+
+    def append() -> None:
+        other = pages.detach().clone()
+        ops.append_paged_kv(rows, rows.detach(), pages, other, table, lengths, indptr, backend=backend)
+
+    def commit() -> None:
+        other = pages.detach().clone()
+        arguments = rows[None], rows.detach()[None], pages[None], other[None], table, lengths, indptr, path, length
+        ops.commit_paged_kv(*arguments, backend=backend)
+
+    for name, write in (("append", append), ("commit", commit)):
+        with pytest.raises(NotImplementedError, match=f"specmemo::{name}_paged_kv has no gradient"):
+            write()
+        assert not pages.any()
+    with torch.no_grad():
+        append()
+    assert torch.equal(pages[0, :2], rows)

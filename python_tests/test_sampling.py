@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from selection import examples, sample
 from test_decode import BUSHY, trees
-from toy_model import PROMPTS, TARGET, VOCAB, ToyDrafter, decoder, plain, same_as_plain
+from toy_model import PROMPTS, TARGET, VOCAB, ToyDrafter, decoder, plain, same_as_plain, start
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -273,7 +273,7 @@ def test_drafts_are_accepted_when_sampling() -> None:
     sampling = Sampling(temperature=0.3, seed=4)
     spec.verifier = SampledVerifier(TARGET, "reference")
     state = SequenceState(PROMPTS[0], 40, sampling=sampling)
-    spec.start([state])
+    start(spec, [state])
     while spec.sequences:
         spec.step()
     assert state.new_tokens != plain(TARGET, state.prompt, 40)

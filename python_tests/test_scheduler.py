@@ -308,6 +308,7 @@ def test_abort_from_a_stop_function() -> None:
     submit_all(scheduler, [killer, victim, third])
     scheduler.run()
     assert killer.aborted
+    assert len(killer.tokens) == 9, "also where the step has more tokens"
     assert victim.aborted
     same_beginning(victim)
     assert killer.new_tokens == plain(TARGET, killer.prompt, 30)[: killer.emitted]

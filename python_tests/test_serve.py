@@ -593,6 +593,23 @@ def test_long_stop_strings_are_cheap() -> None:
     assert time.monotonic() - started < 5
 
 
+def test_half_characters_are_cheap() -> None:
+    """A text that never ends at a whole character isn't decoded again from its beginning, and comes on the way."""
+    tokenizer, half = make_tokenizer(None), encode("ä")[0]
+    decoded: list[int] = []
+
+    class Counting:
+        def decode(self, ids: list[int], **options: Any) -> str:
+            decoded.append(len(ids))
+            return tokenizer.decode(ids, **options)
+
+    stream = TextStream(Counting(), [])
+    parts = [stream.feed([half]) for _ in range(1000)]
+    assert sum(map(bool, parts)) > 10
+    assert "".join(parts) + stream.end() == tokenizer.decode([half] * 1000)
+    assert sum(decoded) < 1000 * 200
+
+
 def test_a_stop_string_at_the_very_end(address: str, model: PreTrainedModel) -> None:
     """In text that only the end completes: half a character."""
     half = encode("ä")[0]

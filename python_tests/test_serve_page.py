@@ -113,6 +113,26 @@ def test_a_long_answer_is_stopped(page: Any, server: ServedProcess) -> None:
     assert float(page.inner_text("#speculation").split()[0]) > 1
 
 
+def test_a_conversation_cleared_during_an_answer(page: Any) -> None:
+    """The next conversation has its own message alone."""
+    page.evaluate("document.querySelector('#key-label').hidden = false")
+    page.fill("#key", "sesame")
+    page.fill("#tokens", "900")
+    page.fill("#text", "import os\n")
+    page.focus("#text")
+    page.keyboard.press("Enter")
+    wait_until(page, "document.querySelector('.assistant')?.textContent.length > 20")
+    page.click("#clear")
+    wait_until(page, "document.querySelector('#send').textContent == 'Send'")
+    assert page.input_value("#text") == ""
+    page.fill("#tokens", "2")
+    page.fill("#text", PROMPT)
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.keyboard.press("Enter")
+    assert sent.value.post_data_json["messages"] == [{"role": "user", "content": PROMPT}]
+    wait_until(page, "document.querySelector('#send').textContent == 'Send'")
+
+
 def test_it_fits_the_screen(page: Any) -> None:
     """Nothing is wider than the window, the field and its button are in it, and every control can be tabbed to."""
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

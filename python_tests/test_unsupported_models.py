@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from family_models import family_model
+from family_models import family_model, small_settings
 from selection import sample
 from tiny_models import VOCAB, OracleDrafter, tiny_model
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 import specmemo_kernels as sk
 
@@ -146,6 +146,28 @@ def test_window_of_the_cache_alone() -> None:
         assert handle.stats.steps == steps
         with pytest.raises(ValueError, match="cache keeps only 14 tokens"):
             sk.generate_batch(model, [PROMPT[0]], max_new_tokens=20)
+
+
+def test_positions_that_generate_leaves_to_the_model() -> None:
+    """They must be 0, 1, 2, ...: those of Kosmos-2.5 begin behind the padding id, if it isn't given any."""
+    kind = CONFIG_MAPPING["kosmos-2.5"]
+    torch.manual_seed(0)
+    config = kind(**small_settings(kind()))
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    refused(model, r"generate passes no position_ids")
+    llama = tiny_model("llama")
+    own, expected = type(llama).prepare_inputs_for_generation, greedy(llama)
+
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = own(self, *args, **kwargs)
+        inputs.pop("position_ids", None)
+        return inputs
+
+    with pytest.MonkeyPatch.context() as patched:
+        prepare.__module__ = own.__module__
+        patched.setattr(type(llama), "prepare_inputs_for_generation", prepare)
+        with sk.patch(llama, OracleDrafter(expected.tolist(), 0.5), tree=3):
+            assert torch.equal(greedy(llama), expected)
 
 
 def test_tokens_that_mix_outside_of_attention() -> None:

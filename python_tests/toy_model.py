@@ -203,12 +203,23 @@ def decoder(
     return SpecDecoder(target, guesses, tree, pool, verifier, prefill_chunk=prefill_chunk, backend=backend)
 
 
+def start(spec: SpecDecoder, sequences: list[SequenceState]) -> None:
+    """Admit sequences and compute their contexts, without a step of the running ones."""
+    spec.admit(sequences)
+    try:
+        while spec.prefilling:
+            spec._forward(None)
+    except BaseException:
+        spec.release(sequences)
+        raise
+
+
 def finish(spec: SpecDecoder, waves: list[list[SequenceState]]) -> None:
     """Start a wave of sequences before each step and run all to their end; checks the pool after each step."""
     waves = list(waves)
     for _ in range(1000):
         if waves:
-            spec.start(waves.pop(0))
+            start(spec, waves.pop(0))
             spec.pool.check_integrity()
         if spec.sequences:
             running = list(spec.sequences)

@@ -110,7 +110,7 @@ def decompress(rows: Tensor, columns: int) -> Tensor:
 
 def dequantise(codes: Tensor, scales: Tensor, like: Tensor) -> Tensor:
     """Rows of 4-bit codes as ``(code - 8) * scale`` in ``like``'s width and dtype."""
-    groups = codes.view(*scales.shape, codes.shape[1] // scales.shape[1])
+    groups = codes.view(*scales.shape, codes.shape[1] // max(1, scales.shape[1]))
     values = torch.cat([groups & 15, groups >> 4], 2).to(scales.dtype) - 8
     wide = torch.promote_types(like.dtype, torch.float32)  # the product is exact in it
     return (values.to(wide) * scales.to(wide)[:, :, None]).flatten(1)[:, : like.shape[-1]].to(like.dtype)

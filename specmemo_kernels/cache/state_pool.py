@@ -147,7 +147,7 @@ class StatePool:
         whole = slot in self._started and slot not in self.lost | self._changed
         whole = whole and not (missing and any(slot in included for included in self._included))
         known = list(labels[: len(labels) - missing]) if whole else []
-        for slots in (self._started, self._changed, self.lost):
+        for slots in (self._started, self._changed, self.lost, *self._included):
             slots.discard(slot)
         if known:
             self.cached[slot] = known
@@ -224,21 +224,25 @@ class StatePool:
         return HostState(states, rows, slot in self._started)
 
     def copy_in(self, slot: int, copy: HostState) -> None:
-        """Write the result of :meth:`copy_out` to an open sequence."""
+        """Write the result of :meth:`copy_out` to an open sequence, with more rows if too few are free.
+
+        After a failure (of an allocation) the sequence has no state that :meth:`close` would keep.
+        """
+        count = max((len(rows) for rows in copy.rows), default=0)
+        held = sum(map(len, self.accepted.values()))
+        if count > len(self.rows[0]) - held:  # as after resize_rows, whose nodes may be fewer than the accepted rows
+            self.resize_rows(held + count)
         for states, parts in zip(self.states, copy.states, strict=True):
             for state, part in zip(states, parts, strict=True):
                 state[slot].copy_(part)
+        if count:
+            used = {row for rows in self.accepted.values() for row in rows}
+            free = [row for row in range(len(self.rows[0])) if row not in used][:count]
+            for mixer, (rows, kept) in enumerate(zip(self.rows, copy.rows, strict=True)):
+                if len(kept):
+                    rows[free] = kept.to(rows.device)
+                else:
+                    self._included[mixer].add(slot)
+            self.accepted[slot] = free
         if copy.started:
             self._started.add(slot)
-        count = max((len(rows) for rows in copy.rows), default=0)
-        if not count:
-            return
-        used = {row for rows in self.accepted.values() for row in rows}
-        free = [row for row in range(len(self.rows[0])) if row not in used][:count]
-        assert len(free) == count, f"{count} rows are needed, {len(free)} of {len(self.rows[0])} are free"
-        for mixer, (rows, kept) in enumerate(zip(self.rows, copy.rows, strict=True)):
-            if len(kept):
-                rows[free] = kept.to(rows.device)
-            else:
-                self._included[mixer].add(slot)
-        self.accepted[slot] = free

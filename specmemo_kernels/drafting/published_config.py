@@ -123,7 +123,7 @@ class DFlashConfig:
 DrafterConfig = Eagle3Config | EagleConfig | CloverConfig | DFlashConfig
 
 
-def _rope(config: ConfigReader, head_dim: int, max_position_embeddings: int) -> dict[str, Any]:
+def _rope(config: ConfigReader, max_position_embeddings: int) -> dict[str, Any]:
     """transformers 5's ``rope_parameters``, also of the older ``rope_theta`` and ``rope_scaling``."""
     name = "rope_parameters" if config.object("rope_parameters") else "rope_scaling"
     stored = config.object(name)
@@ -190,7 +190,7 @@ def _layer_spec(config: ConfigReader, keys: Collection[str], num_layers: int) ->
         attention_bias=biased,
         mlp_bias=config.flag("mlp_bias"),
         qk_norm="layers.0.self_attn.q_norm.weight" in keys,
-        rope=_rope(config, head_dim, length),
+        rope=_rope(config, length),
         max_position_embeddings=length,
     )
 

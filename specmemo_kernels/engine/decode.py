@@ -142,20 +142,6 @@ class SpecDecoder:
         tokens = sequence.computed if sequence.hidden is None else len(sequence.context)
         sequence.swap_out(self.pool.swap_out(sequence.slot, tokens))
 
-    def start(self, sequences: Sequence[SequenceState]) -> None:
-        """Admit sequences and compute their whole contexts now; they join the next steps.
-
-        Raises:
-            OutOfPages: a prompt doesn't fit; no sequence of this call was started.
-        """
-        self.admit(sequences)
-        try:
-            while self.prefilling:
-                self._forward(None)
-        except BaseException:
-            self.release(sequences)
-            raise
-
     def reserve(self, sequence: SequenceState) -> None:
         """Reserve the pages that a running sequence may fill in the next step.
 

@@ -100,9 +100,10 @@ class Scheduler:
                 f"the pool has {demand.max_pages * demand.page_size}; shorten the prompt or max_new_tokens, or raise "
                 "memory_budget"
             )
-        self._arrivals += 1
-        sequence.queue(self._arrivals)
-        self._waiting.append(sequence)
+        with self._lock:  # an abort of another thread replaces the list
+            self._arrivals += 1
+            sequence.queue(self._arrivals)
+            self._waiting.append(sequence)
 
     @property
     def waiting(self) -> tuple[SequenceState, ...]:
@@ -143,7 +144,9 @@ class Scheduler:
             self._aborting.popleft().abort()
 
     def step(self) -> list[SequenceState]:
-        """Admit the sequences that fit, then run one forward pass; returns the finished and aborted sequences.
+        """Admit the sequences that fit, then run one forward pass; returns the sequences that ended in it.
+
+        Those that :meth:`abort` ended between two steps aren't among them.
 
         After an exception (of the model, the drafter or a ``stop``, or of an allocation at the lowest degradation
         level) the scheduler can only be closed.

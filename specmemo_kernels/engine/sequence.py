@@ -169,7 +169,8 @@ class SequenceState:
     def _take(self, emitted: Sequence[int]) -> int:
         for count, token in enumerate(emitted, start=1):
             self.tokens.append(token)
-            if self._stopped(self.tokens) or token in self.eos_token_ids or self.remaining <= 0:
+            # A stop that aborts its own sequence ends it, whatever it returns.
+            if self._stopped(self.tokens) or self.finished or token in self.eos_token_ids or self.remaining <= 0:
                 self.finished = True
                 return count
         return len(emitted)

@@ -111,21 +111,30 @@ _WITHOUT_GRADIENT = (
 )  # fmt: skip
 
 
+def _raise_no_gradient(name: str) -> None:
+    raise NotImplementedError(
+        f"{NAMESPACE}::{name} has no gradient; use torch's own operators for training, or detach its inputs"
+    )
+
+
 def _no_gradient(name: str) -> Callable[..., Any]:
     def backward(*_: Any) -> Any:
-        raise NotImplementedError(
-            f"{NAMESPACE}::{name} has no gradient; use torch's own operators for training, or detach its inputs"
-        )
+        _raise_no_gradient(name)
 
     return backward
 
 
 def _count_changes(name: str) -> Callable[..., Any]:
-    """The kernel that counts a new version of each tensor that the operator writes to, so that autograd notices."""
+    """The kernel that counts a new version of each tensor that the operator writes to, so that autograd notices.
+
+    It refuses tensors that require a gradient: what the operator writes wouldn't have one.
+    """
     operator = operator_packet(name).default
     written = [i for i, argument in enumerate(operator._schema.arguments) if argument.alias_info is not None]
 
     def run(keys: Any, *args: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            _raise_no_gradient(name)
         changed = (args[i] for i in written if i < len(args) and args[i] is not None)
         increment_version([tensor for tensor in changed if not tensor.is_inference()])
         return operator.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args)

@@ -27,6 +27,9 @@ _GRAPH_BYTES = (2 + 20 + 32) << 20
 #: (Llama with heads and EAGLE-3, Qwen3-MoE): 480 to 1050 bytes and 1970 to 2900. The third is not counted:
 #: a process's own objects vary by as much.
 _KEPT_OPERATOR_BYTES, _RECORDING_OPERATOR_BYTES, _UNCOUNTED_BYTES = 550, 2200, 1 << 20
+#: Objects of a page that is kept for prefix reuse (``PrefixIndex``) and of a token in it. Measured with pages of 1 to
+#: 64 tokens: 314 bytes and 7.8, more where dicts have just grown. The third is not counted.
+_PAGE_OBJECT_BYTES, _LABEL_BYTES, _UNCOUNTED_LABELS = 500, 8, 1 << 20
 #: Bytes per token of the vocabulary to draw from one row of logits: copies in float32, sorted scores.
 _DRAW_BYTES = 32
 #: Hidden states that a sequence keeps: of its last step, of its prompt in prefill, and of the previous chunk.
@@ -62,6 +65,7 @@ class GenerationShape:
         kept_steps: number of steps whose tensors are cached (``step_graph.max_steps``, or fewer).
         step_operators, draft_operators: operators of the pass of a step that is recorded on a CPU, and of its drafting.
         graphs: whether cached steps are graphs, which own all tensors of a step.
+        page_objects: whether the objects of pages are in the memory that is divided, as on a CPU.
     """
 
     kv_bytes_per_token: int
@@ -83,6 +87,7 @@ class GenerationShape:
     step_operators: int = 0
     draft_operators: int = 0
     graphs: bool = False
+    page_objects: bool = False
     coded_head_bytes: int | None = None
     mixer_state_bytes: int = 0
     mixers: PassBytes = PassBytes()
@@ -190,6 +195,19 @@ def page_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
         step = -(-size.nodes * tokens * shape.split_row_bytes // shape.split_size) if shape.split_size else 0
         parts["graphs"] = step + size.sequences * _TABLE_BYTES
     return parts
+
+
+def pages_within(shape: GenerationShape, size: StepSize, room: int, page_bytes: int) -> tuple[int, int]:
+    """The number of pages of ``page_bytes`` that ``room`` bytes hold with their objects, and the objects' bytes.
+
+    Objects count beyond :data:`_UNCOUNTED_LABELS`.
+    """
+    pages = room // page_bytes
+    if not shape.page_objects:
+        return pages, 0
+    objects = _PAGE_OBJECT_BYTES + size.page_size * _LABEL_BYTES
+    pages = min(pages, (room + _UNCOUNTED_LABELS) // (page_bytes + objects))
+    return pages, max(0, pages * objects - _UNCOUNTED_LABELS)
 
 
 def equal_length_metadata(size: StepSize, pages: int) -> int:

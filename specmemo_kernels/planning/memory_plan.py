@@ -11,7 +11,14 @@ import re
 from dataclasses import asdict, dataclass, field
 
 from specmemo_kernels.backends.kernel_config import KernelConfig
-from specmemo_kernels.planning.footprint import GenerationShape, StepSize, fixed_parts, page_parts, pass_bytes
+from specmemo_kernels.planning.footprint import (
+    GenerationShape,
+    StepSize,
+    fixed_parts,
+    page_parts,
+    pages_within,
+    pass_bytes,
+)
 from specmemo_kernels.tree.tree_budget import TreeBudget, Trees
 
 _UNITS = {"": 1, "B": 1} | {
@@ -190,10 +197,11 @@ def divide_budget(
         # At least a quarter for pages, so that a large chunk or batch doesn't starve the cache; of the bytes that a
         # smaller one can have.
         quarter = (budget - shape.workspace_bytes - shape.libraries.at(sizes[-1].rows)) // 4
-        pages = left // page_bytes
+        pages, objects = pages_within(shape, size, left, page_bytes)
         fits = pages * page_size >= size.chunk or size.chunk == sizes[-1].chunk
         if pages * page_size >= slots and ((left >= quarter and fits) or size == sizes[-1]):
             parts = {name: parts.get(name, 0) + pages * page.get(name, 0) for name in parts | page}
+            parts["metadata"] += objects
             return MemoryPlan(
                 tree, size.sequences, page_size, pages, size.chunk, budget, parts, kv_dtype=kv_dtype,
                 pass_bytes=pass_bytes(shape, size), kept_steps=shape.kept_steps,

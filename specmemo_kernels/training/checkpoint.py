@@ -65,7 +65,8 @@ def load_state(path: Path, parameters: Mapping[str, Tensor], optimizer: torch.op
             for name, value in parameters.items():
                 value.copy_(file.get_tensor(f"parameter.{name}"))
                 state = {moment: file.get_tensor(f"{moment}.{name}").to(value.device) for moment in _MOMENTS}
-                optimizer.state[value] = {"step": torch.tensor(float(progress.step)), **state}
+                # The fused kernel reads the step where the parameter is.
+                optimizer.state[value] = {"step": torch.tensor(float(progress.step), device=value.device), **state}
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise TrainingError(f"{path} is damaged ({error}); remove it, and the run starts again") from error
     return progress

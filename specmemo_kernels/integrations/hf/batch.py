@@ -111,12 +111,17 @@ class BatchRun:
     @torch.no_grad()
     def __next__(self) -> Piece:
         with self._scheduler_lock:
+            if self._stepping:
+                raise RuntimeError("a stop function or drafter of this batch asks for its next piece; return first")
             while not self._ready:
                 running = self._running
                 if running is None or self._closing:
                     raise StopIteration
                 try:
                     self._step(running)
+                except StopIteration as error:  # would end the iteration as if the requests were finished
+                    self.close()
+                    raise RuntimeError("a stop function, drafter or model raised StopIteration") from error
                 except BaseException:
                     self.close()
                     raise

@@ -160,7 +160,7 @@ def check_equivalence(
 ) -> tuple[dict[int, int | None], int | None]:
     """Compare the lm_head's input in the model's own pass over a short prompt and in a packed pass.
 
-    Runs three passes over 8 tokens. The model must be attached.
+    Runs three or four passes over 8 tokens. The model must be attached.
 
     Args:
         device: device of the tokens. vocab_size: the tokens are below it.
@@ -177,11 +177,15 @@ def check_equivalence(
     tokens = _prompt(model.config, vocab_size).to(device)
     positions = torch.arange(len(tokens), device=device)
     inputs = {"input_ids": tokens[None], "position_ids": positions[None], "use_cache": False, "return_dict": True}
+    mask = torch.ones_like(tokens)[None]
     with unsupported_errors(model):
+        prepared = model.prepare_inputs_for_generation(attention_mask=mask, is_first_iteration=True, **inputs)
         windows = _observe_masks(model, inputs, cut)
         cached_tokens = _cached_tokens(model, windows)
         with tapped(cut) as own_tap:
-            model(attention_mask=torch.ones_like(tokens)[None], **inputs)
+            model(attention_mask=mask, **inputs)
+        if "position_ids" not in prepared:
+            _check_own_positions(model, inputs | {"attention_mask": mask}, own_tap.hidden, cut)
         order = torch.tensor(_ORDER, device=device)
         with tapped(cut) as tap, mixers.running(tree_pass(mixers, order.argsort())):
             run_packed(model, tokens[order], positions[order], _dense_attention(order), None, windows)
@@ -195,6 +199,21 @@ def check_equivalence(
             f"distance {distance:.2g}, at most {limit} by rounding); an operation besides attention mixes tokens"
         )
     return windows, cached_tokens
+
+
+def _check_own_positions(model: Any, inputs: dict[str, Any], expected: Tensor, cut: bool) -> None:
+    """Compare a pass in which the model computes the positions, as those of its ``generate``.
+
+    Raises:
+        UnsupportedModel: it doesn't count them from 0.
+    """
+    with tapped(cut) as tap:
+        model(**{name: value for name, value in inputs.items() if name != "position_ids"})
+    if not torch.equal(tap.hidden.nan_to_num(), expected.nan_to_num()):
+        raise UnsupportedModel(
+            f"{type(model).__name__}.generate passes no position_ids, and the positions that the model computes aren't "
+            "0, 1, 2 and so on, which packed nodes need"
+        )
 
 
 def _prompt(config: Any, vocab_size: int) -> Tensor:

@@ -23,6 +23,9 @@ from specmemo_kernels.integrations.hf.generation import Generation
 from specmemo_kernels.integrations.hf.run import Piece, SequenceRun
 from specmemo_kernels.ops.dispatch import release_threads
 
+#: Between two looks at arrived and aborted requests, while another generation holds the model.
+_LOCK_SECONDS = 0.05
+
 
 class QueueFull(RuntimeError):
     """As many requests wait as the engine's ``max_waiting``; submit again later."""
@@ -227,19 +230,37 @@ class Engine:
         self._deliver()  # those aborted before they began
         if not self._open:
             return
-        with handle.locked(), ranks.guarded():
-            verifier = SampledVerifier(handle.target, handle.backend)
-            running = self._running = SequenceRun(handle, self._sequences(), verifier, admitting=True)
-            try:
-                self._submit(running, list(self._open.values()))
-                while not running.scheduler.idle:
-                    running.step(self._sequences())
-                    self._deliver()
-                    self._submit(running, self._take_arrived())
-                    self._deliver()
-            finally:
-                self._running = None
-                running.close()
+        try:
+            if not self._lock():
+                return
+            with ranks.guarded():
+                verifier = SampledVerifier(handle.target, handle.backend)
+                running = self._running = SequenceRun(handle, self._sequences(), verifier, admitting=True)
+                try:
+                    self._submit(running, list(self._open.values()))
+                    while not running.scheduler.idle:
+                        running.step(self._sequences())
+                        self._deliver()
+                        self._submit(running, self._take_arrived())
+                        self._deliver()
+                finally:
+                    self._running = None
+                    running.close()
+        finally:
+            if handle.held:
+                handle.unlock()
+
+    def _lock(self) -> bool:
+        """Lock the model on every rank; requests arrive and end meanwhile. ``False``: all have ended."""
+        handle, ranks = self.handle, self.handle.ranks
+        while not ranks.broadcast_input(lambda: handle.lock(timeout=_LOCK_SECONDS)):
+            self._take_arrived()
+            self._deliver()
+            if not self._open:
+                return False
+        if ranks.rank:
+            handle.lock()
+        return True
 
     def _sequences(self) -> list[SequenceState]:
         return [generation.sequence for generation in self._open.values()]

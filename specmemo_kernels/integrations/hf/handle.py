@@ -157,35 +157,42 @@ class SpecMemo:
         return self._pools.pages_for(lengths)
 
     @property
-    def _held_here(self) -> bool:
+    def held(self) -> bool:
+        """Whether this thread holds the lock."""
         return self._lock.locked() and self._owner_thread == threading.get_ident()
 
     @property
     def nested(self) -> bool:
         """Whether this code runs inside of this thread's call of generate."""
-        return self._held_here and self._run is None
+        return self.held and self._run is None
 
-    def lock(self, run: BatchRun | None = None) -> None:
+    def lock(self, run: BatchRun | None = None, timeout: float = -1.0) -> bool:
         """Wait for another thread's generation, then block other threads until :meth:`unlock`.
 
         Args:
             run: the batch that holds the lock.
+            timeout: most seconds to wait; -1: without a limit.
+
+        Returns:
+            Whether the lock is held now.
 
         Raises:
             RuntimeError: this thread holds the lock already.
             Unpatched: the model isn't patched any more.
         """
-        if self._held_here:
+        if self.held:
             raise RuntimeError(
                 "this thread's generation with the same model isn't over; finish it first, or close the batch "
                 "(BatchRun.close)"
             )
-        self._lock.acquire()
+        if not self._lock.acquire(timeout=timeout):
+            return False
         if self._unpatched:
             self._lock.release()
             raise Unpatched("the model was unpatched before this call could start; patch it again")
         self._owner_thread = threading.get_ident()
         self._run = None if run is None else weakref.ref(run)
+        return True
 
     def unlock(self) -> None:
         """Release the lock."""

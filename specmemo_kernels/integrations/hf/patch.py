@@ -54,6 +54,9 @@ from specmemo_kernels.planning.memory_plan import parse_bytes
 from specmemo_kernels.tree.draft_tree import DraftTree
 from specmemo_kernels.tree.tree_budget import TreeBudget, tree_argument
 
+#: An attribute of a model whose ``patch`` couldn't be undone: the steps that are left.
+_UNDO = "_specmemo_undo"
+
 
 class PatchedGeneration:
     """Mixin of a patched model's class: ``generate`` runs the speculative loop."""
@@ -181,11 +184,13 @@ def patch(
 
     Raises:
         UnsupportedModel, HeadsError, BudgetError, RankError, BackendUnavailable, TypeError, ValueError: with the value
-            and the limit; the model is as before.
+            and the limit; the model is as before. Only a lack of memory may keep compressed weights as they are, until
+            :func:`unpatch`: the error has a note then.
     """
     wrapped, model = model, without_wrapper(model)
     if isinstance(getattr(model, "specmemo", None), SpecMemo):
         raise ValueError("the model is patched already; call specmemo_kernels.unpatch(model) first")
+    _finish_undo(model)
     page_size = None if page_size is None else integer("page_size", page_size)
     prefill_chunk = integer("prefill_chunk", prefill_chunk)
     context = LEAST_CONTEXT if context is None else integer("context", context, LEAST_CONTEXT)
@@ -268,9 +273,8 @@ def patch(
             handle = SpecMemo(
                 setup, plan, target, graphs, chooser, undo_steps, keep_free=free, reuse_prefix=reuse_prefix
             )
-    except BaseException:
-        for step in (*undo, ranks.close):
-            step()
+    except BaseException as error:
+        _undo_failed(model, [*undo, ranks.close], error)
         raise
     cls = type(model)
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
@@ -311,11 +315,37 @@ def _make_plain(model: Any) -> None:
 def unpatch(model: Any) -> None:
     """Undo :func:`patch`; does nothing if the model isn't patched.
 
-    Waits for another thread's generation. Queued calls of ``generate`` then run the model's own method.
+    Waits for another thread's generation. Queued calls of ``generate`` then run the model's own method. Also finishes
+    the undoing of a ``patch`` that failed for lack of memory.
 
     Raises:
         RuntimeError: a generation of this thread isn't over.
     """
-    handle = getattr(without_wrapper(model), "__dict__", {}).get("specmemo")
+    model = without_wrapper(model)
+    handle = getattr(model, "__dict__", {}).get("specmemo")
     if isinstance(handle, SpecMemo):
         handle.undo()
+    _finish_undo(model)
+
+
+def _undo_failed(model: Any, steps: list[Callable[[], None]], error: BaseException) -> None:
+    """Run the steps that undo a failed ``patch``; those that fail too stay with the model, for :func:`unpatch`."""
+    left = []
+    for step in steps:
+        try:
+            step()
+        except Exception as failure:
+            error.add_note(f"{failure} (while patch was undone: free memory and call specmemo_kernels.unpatch(model))")
+            left.append(step)
+    if left:
+        vars(model)[_UNDO] = left
+
+
+def _finish_undo(model: Any) -> None:
+    """Run the steps that :func:`_undo_failed` has left."""
+    steps = getattr(model, "__dict__", {}).get(_UNDO)
+    while steps:
+        steps[0]()
+        del steps[0]
+    if steps is not None:
+        del vars(model)[_UNDO]

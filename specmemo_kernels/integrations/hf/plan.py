@@ -272,4 +272,5 @@ def _generation_shape(setup: Setup, graphs: GraphUse, limits: PlanLimits) -> Gen
         kept_steps=max_steps(facts.device, limits.max_sequences) if graphs.wanted else 0,
         step_operators=count_results(model, facts) if recorded else 0,
         graphs=captured,
+        page_objects=facts.device.type == "cpu",
     )

@@ -10,6 +10,9 @@ from typing import Any
 _CONTEXT = 6
 #: What decoders write for bytes that aren't a whole character yet.
 _INCOMPLETE = "\ufffd"
+#: Most tokens whose text is held back because it ends inside a character: each of them decodes all of them. Text of
+#: whole characters has a boundary in every few tokens.
+_LONGEST = 64
 
 
 class TextStream:
@@ -56,7 +59,8 @@ class TextStream:
     def _extend(self, incomplete: str) -> None:
         """Decode what isn't in the text yet, unless it ends with ``incomplete``."""
         known, text = self._decode(self._to), self._decode(len(self._ids))
-        if len(text) <= len(known) or (incomplete and text.endswith(incomplete)):
+        unknown = len(text) <= len(known) or (incomplete and text.endswith(incomplete))
+        if unknown and len(self._ids) - self._to < _LONGEST:
             return
         self._text += text[len(known) :]
         self._from, self._to = self._to, len(self._ids)

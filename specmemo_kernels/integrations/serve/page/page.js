@@ -37,7 +37,8 @@ async function* events(response) {
 
 /** Ask for an answer to the conversation, and show it as it comes. */
 async function send(text) {
-  messages.push({ role: "user", content: text });
+  const message = { role: "user", content: text };
+  messages.push(message);
   const asked = entry("user", text);
   const reasoning = entry("reasoning", "");
   const reply = entry("assistant", "");
@@ -63,8 +64,9 @@ async function send(text) {
   } catch (error) {
     if (error.name !== "AbortError") entry("error", error.message);
   } finally {
-    if (reply.textContent) messages.push({ role: "assistant", content: reply.textContent });
-    else { // there is no answer: the message goes back to its field
+    const cleared = messages.at(-1) !== message;
+    if (!cleared && reply.textContent) messages.push({ role: "assistant", content: reply.textContent });
+    else if (!cleared) { // there is no answer: the message goes back to its field
       messages.pop();
       reply.remove();
       reasoning.remove();
