@@ -296,6 +296,13 @@ def test_a_context_above_the_models_is_noted(model: Path) -> None:
     assert plan_of(model).stderr == ""
 
 
+def test_a_plan_without_a_drafter_assumes_no_acceptance(model: Path) -> None:
+    with_heads, without = (run("plan", "--model", model, "--device", "h100", "--heads", n) for n in ("2", "0"))
+    assert "acceptance is assumed" in with_heads.output
+    assert without.exit_code == 0
+    assert "acceptance is assumed" not in without.output
+
+
 def test_memory_that_can_not_be_kept_free(model: Path) -> None:
     serve = ("serve", "--model", model, "--heads", model / "heads", "--keep-free")
     assert the_line(run(*serve, "100000GiB")).startswith("--keep-free 100000GiB: cpu has ")

@@ -207,10 +207,11 @@ def test_answers(tmp_path: Path, model: Path, temperature: float) -> None:
 
     def write(path: Path) -> int:
         ticks: list[int] = []
-        write_answers(
+        skipped = write_answers(
             target, prompts, path, max_new_tokens=9, temperature=temperature, seed=1, memory_budget=None,
             tick=ticks.append,
         )  # fmt: skip
+        assert skipped == 1
         return sum(ticks)
 
     assert write(tmp_path / "a") == 4
@@ -233,10 +234,11 @@ def test_prompts_that_a_budget_does_not_hold(tmp_path: Path, model: Path) -> Non
     with pytest.raises(sk.BudgetError, match=r"at least [0-9.]+ KiB") as caught:
         sk.patch(target, "prompt-lookup", memory_budget=1, max_batch_size=8)
     least = float(str(caught.value).split("at least ")[1].split(" KiB")[0]) * 1024
-    write_answers(
+    skipped = write_answers(
         target, [[5, 6, 7], [8] * 300, [9, 10]], tmp_path / "a", max_new_tokens=9, temperature=0, seed=1,
         memory_budget=int(1.3 * least), tick=ticks.append,
     )  # fmt: skip
+    assert skipped == 1
     assert [row[:2] for row in read_answers(tmp_path / "a")] == [[5, 6], [9, 10]]
     assert sum(ticks) == 3
 
@@ -258,6 +260,27 @@ def test_training_on_own_answers(model: Path, tmp_path: Path) -> None:
     )
     assert "writing answers" in output
     assert (tmp_path / "out" / "medusa_lm_head.safetensors").exists()
+
+
+def test_prompts_that_are_skipped(model: Path, tmp_path: Path) -> None:
+    """Too long with the answers behind them: their number is printed; an error if none is left."""
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    rows = [{"prompt": TEXT}] * 8 + [{"prompt": "a" * 400}] * 3
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ("train", "--model", model, "--out", out, "--drafter", "medusa", *SMALL[:-2])
+    result = run(*arguments, "--self-generate", prompts, "--answer-tokens", 600)
+    assert result.exit_code == 2
+    assert "11 of 11 prompts are skipped" in (said := " ".join(result.stderr.split()))
+    assert "--answer-tokens 600 longer than the model's 512 positions" in said
+    assert not out.exists()
+    output = train(model, out, "medusa", "--self-generate", prompts, "--answer-tokens", 120)
+    assert "3 of 11 prompts are skipped" in " ".join(output.split())
+
+
+def test_windows_longer_than_the_model_was_made_for(model: Path, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT * 100)
+    output = train(model, tmp_path / "out", "medusa", "--data", tmp_path / "text.txt", "--length", 600)
+    assert "--length 600 is above the 512 positions" in " ".join(output.split())
 
 
 @pytest.mark.parametrize(
@@ -316,7 +339,7 @@ def test_a_refused_option_can_be_corrected(refused: str, right: str, model: Path
     result = run(*args, *refused.split())
     assert result.exit_code == 2
     assert refused.split()[1] in result.stderr or "1.0 KiB" in result.stderr
-    assert not (tmp_path / "out" / "training").exists()
+    assert not (tmp_path / "out").exists()
     corrected = run(*args, *right.split())
     assert corrected.exit_code == 0, corrected.output
 

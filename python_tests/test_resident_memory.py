@@ -107,3 +107,43 @@ def test_random_settings(seed: int) -> None:
             break
         budget = 2 * (budget or 16)
     check(found)
+
+
+LABELS = """
+import gc, torch, specmemo_kernels as sk
+from resident_generation import MIB, peak_of, resident
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(
+    vocab_size=2000, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1,
+    num_key_value_heads=1, pad_token_id=0, eos_token_id=None,
+)
+model = LlamaForCausalLM(config).eval()
+handle = sk.patch(model, "prompt-lookup", memory_budget=16 * MIB, page_size=1, max_batch_size=2, tree=4)
+
+def texts(count, size):
+    return [sk.Request(torch.randint(300, 2000, (size,)).tolist(), 4, []) for _ in range(count)]
+
+def fill():
+    with sk.Engine(model) as engine:
+        for request in texts(handle.plan.max_tokens // 1004 + 2, 1000):
+            engine.submit(request).result()
+
+sk.generate_batch(model, texts(1, 50))
+handle.release()
+gc.collect()
+start = resident()["own"]
+for _ in range(2):
+    print(peak_of(fill) - start, handle.pool.cached_pages, handle.plan.max_pages)
+"""
+
+
+@pytest.mark.slow
+def test_labels_of_kept_pages_stay_within_the_budget() -> None:
+    """Pages of one token, all of them kept for prefix reuse: their labels take as much as they do."""
+    paths = os.pathsep.join([str(PROGRAM.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | THREADS | {"PYTHONPATH": paths}
+    run = subprocess.run([sys.executable, "-c", LABELS], capture_output=True, text=True, check=True, env=environment)
+    for line in run.stdout.splitlines()[-2:]:
+        peak, cached, pages = map(int, line.split())
+        assert pages - cached < 10 < pages / 100
+        assert peak <= 20 * MIB, run.stdout

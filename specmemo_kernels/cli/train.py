@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import date, timedelta
 from pathlib import Path
@@ -34,6 +34,7 @@ from specmemo_kernels.cli.env import collect_env
 from specmemo_kernels.cli.errors import UserError
 from specmemo_kernels.cli.options import TrainOptions
 from specmemo_kernels.cli.train_scaling import LAW, Grid, fit_laws, show_laws
+from specmemo_kernels.integrations.hf.chat import longest_text
 from specmemo_kernels.integrations.hf.checks import table_positions
 from specmemo_kernels.planning.memory_plan import format_bytes, parse_bytes
 from specmemo_kernels.planning.scaling_law import ScalingLaw
@@ -42,7 +43,7 @@ from specmemo_kernels.training.checkpoint import TrainingError
 from specmemo_kernels.training.curves import draw_curves, expected_tokens
 from specmemo_kernels.training.recipes import LAYERS, DrafterSizes
 from specmemo_kernels.training.run import Recipe, RunFolder, Trained, train_drafter
-from specmemo_kernels.training.windows import Windows, cut_windows, read_documents
+from specmemo_kernels.training.windows import DataError, Windows, cut_windows, read_documents
 
 #: What options mean that weren't given: tokens of EAGLE-3's vocabulary matrix, and answers to prompts.
 _DRAFT_VOCAB, _ANSWER_TOKENS, _TEMPERATURE = 32000, 256, 0.8
@@ -108,8 +109,10 @@ def run_train(options: TrainOptions) -> None:
             tokenizer, model = load_tokenizer(name), _load(name, options.dtype, device)
         if (positions := table_positions(model)) and options.length > positions:
             raise UserError(f"--length {options.length}: {name} has {positions} positions; lower it to them or fewer")
+        if options.length > (longest := longest_text(model)):
+            console.print(f"--length {options.length} is above the {longest} positions that {name} was made for")
         with ProgressBars(console) as bars, run.refusals_leave_nothing():
-            windows = _windows(options, run, model, tokenizer, accelerator, bars)
+            windows = _windows(options, run, model, tokenizer, accelerator, bars, console.print)
             console.print(
                 f"{windows.training.numel():,} tokens of text, {windows.held_out.numel():,} held out, in windows of "
                 f"{windows.length}"
@@ -184,8 +187,9 @@ def _load(name: str, dtype: str, device: torch.device) -> Any:
 
 
 def _windows(
-    options: TrainOptions, run: RunFolder, model: Any, tokenizer: Any, accelerator: Any, bars: ProgressBars
-) -> Windows:
+    options: TrainOptions, run: RunFolder, model: Any, tokenizer: Any, accelerator: Any, bars: ProgressBars,
+    note: Callable[[str], None],
+) -> Windows:  # fmt: skip
     """The text in windows; the main process reads or writes it first, the others read its file."""
     end, length = tokenizer.eos_token_id, options.length
     vocab_size = int(model.get_input_embeddings().weight.shape[0])
@@ -197,11 +201,20 @@ def _windows(
         prompts = list(read_prompts(options.self_generate or (), tokenizer))
         run.begin()
         bars.phase("writing answers (prompts)", len(prompts))
-        write_answers(
-            model, prompts, run.answers, max_new_tokens=options.answer_tokens or _ANSWER_TOKENS,
+        answer_tokens = options.answer_tokens or _ANSWER_TOKENS
+        skipped = write_answers(
+            model, prompts, run.answers, max_new_tokens=answer_tokens,
             temperature=_TEMPERATURE if options.temperature is None else options.temperature, seed=options.seed,
             memory_budget=options.memory_budget, tick=lambda count: bars.advance(count=count),
         )  # fmt: skip
+        if skipped:
+            why = (
+                f"{skipped} of {len(prompts)} prompts are skipped: empty, or with --answer-tokens {answer_tokens} "
+                f"longer than the model's {longest_text(model)} positions or what --memory-budget holds"
+            )
+            if skipped == len(prompts):
+                raise DataError(f"{why}; lower --answer-tokens, or give other prompts")
+            note(why)
         return cut_windows(iter(read_answers(run.answers)), held_out, length, None)
 
     with accelerator.main_process_first():

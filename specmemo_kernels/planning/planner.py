@@ -99,6 +99,8 @@ def plan_request(
 def _assumed_accuracy(drafter: DrafterSpec) -> tuple[Accuracy, str]:
     """Accuracies of a drafter without known ones, and a sentence about them."""
     accuracy = drafter.assumed_accuracy
+    if not drafter.max_depth:
+        return accuracy, ""
     if len(accuracy) == 1:
         return accuracy, f"acceptance is assumed: {accuracy[0][0]:.0%} of the guesses behind right ones are right"
     deeper = "" if isinstance(drafter, HeadsSpec) else ", the last row repeated for deeper nodes"

@@ -65,23 +65,30 @@ def write_answers(
     seed: int,
     memory_budget: int | str | None,
     tick: Callable[[int], None],
-) -> None:
+) -> int:
     """Append a line ``{"index": i, "tokens": [...]}`` to ``path`` for every prompt that has none yet.
 
-    The tokens are the prompt and its answer. Prompts too long for the model or for the budget are skipped.
+    The tokens are the prompt and its answer. Empty prompts are skipped, and those that are too long for the model or
+    for the budget with ``max_new_tokens`` behind them.
 
     Args:
         temperature: 0 for greedy answers. seed: with a prompt's index, of its sampling.
         memory_budget: of generation, see :func:`specmemo_kernels.patch`. tick: called with the number of finished ones.
+
+    Returns:
+        The number of skipped prompts.
     """
     done = {json.loads(line)["index"] for line in _whole_lines(path)}
     room = longest_text(model) - max_new_tokens
     waiting = [i for i, prompt in enumerate(prompts) if i not in done and 0 < len(prompt) <= room]
+    skipped = len(prompts) - len(done) - len(waiting)
     if not waiting:
-        return tick(len(prompts))
+        tick(len(prompts))
+        return skipped
     with patch(model, "prompt-lookup", memory_budget=memory_budget, max_batch_size=_BATCH) as handle:
         if handle.max_length is not None:
-            waiting = [i for i in waiting if len(prompts[i]) + max_new_tokens <= handle.max_length]
+            fitting = [i for i in waiting if len(prompts[i]) + max_new_tokens <= handle.max_length]
+            skipped, waiting = skipped + len(waiting) - len(fitting), fitting
         tick(len(prompts) - len(waiting))
         for first in range(0, len(waiting), _REQUESTS):
             part = waiting[first : first + _REQUESTS]
@@ -96,6 +103,7 @@ def write_answers(
                         file.write(json.dumps({"index": part[piece.index], "tokens": texts[piece.index]}) + "\n")
                         file.flush()
                         tick(1)
+    return skipped
 
 
 def read_answers(path: Path) -> list[list[int]]:

@@ -105,7 +105,7 @@ class RunFolder:
         if (folder / SUMMARY).exists():
             raise TrainingError(f"{folder} has a trained drafter; name another folder with --out, or remove this one")
         self._noted, self._given = self.files / "arguments.json", json.loads(json.dumps(arguments))
-        self._main_process = main_process
+        self._main_process, self._makes_folder = main_process, not folder.exists()
         if self._noted.exists():
             self._check_arguments(self._noted, self._given)
         elif model_files := [path.name for pattern in _MODEL_FILES for path in sorted(folder.glob(pattern))]:
@@ -159,6 +159,9 @@ class RunFolder:
         except ValueError:
             if self._main_process and not self.state.exists() and not _has_text(self.answers):
                 shutil.rmtree(self.files, ignore_errors=True)
+                if self._makes_folder:
+                    with contextlib.suppress(OSError):  # something else is in it
+                        self.folder.rmdir()
             raise
 
     def finish(self, summary: dict[str, Any]) -> None:
