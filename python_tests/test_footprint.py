@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from specmemo_kernels.drafting import base
 from specmemo_kernels.forward import batch
-from specmemo_kernels.planning.footprint import GenerationShape, StepSize, fixed_parts, page_parts, pages_within
+from specmemo_kernels.planning.footprint import (
+    GenerationShape,
+    StepSize,
+    fixed_parts,
+    object_bytes,
+    page_parts,
+    pages_within,
+)
 from specmemo_kernels.planning.pass_bytes import PassBytes
 
 moments = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**5)), min_size=1, max_size=20)
@@ -135,13 +142,14 @@ def test_layouts_that_are_kept_are_counted() -> None:
 def test_objects_of_pages(room: int, page_bytes: int, page_size: int) -> None:
     """As many pages as fit with their objects, of which a MiB isn't counted."""
     shape = GenerationShape(1, 0, PassBytes(), page_objects=True)
-    size = StepSize(1, 1, 1, page_size)
-    pages, counted = pages_within(shape, size, room, page_bytes)
-    objects = 500 + 8 * page_size
+    pages = pages_within(shape, page_size, room, page_bytes)
 
     def needed(pages: int) -> int:
-        return pages * page_bytes + max(0, pages * objects - 2**20)
+        objects = max(0, pages * (500 + 8 * page_size) - 2**20)
+        assert object_bytes(shape, page_size, pages) == objects
+        return pages * page_bytes + objects
 
-    assert counted == needed(pages) - pages * page_bytes
     assert needed(pages) <= room < needed(pages + 1)
-    assert pages_within(replace(shape, page_objects=False), size, room, page_bytes) == (room // page_bytes, 0)
+    elsewhere = replace(shape, page_objects=False)
+    assert pages_within(elsewhere, page_size, room, page_bytes) == room // page_bytes
+    assert object_bytes(elsewhere, page_size, pages) == 0

@@ -197,17 +197,18 @@ def page_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
     return parts
 
 
-def pages_within(shape: GenerationShape, size: StepSize, room: int, page_bytes: int) -> tuple[int, int]:
-    """The number of pages of ``page_bytes`` that ``room`` bytes hold with their objects, and the objects' bytes.
+def object_bytes(shape: GenerationShape, page_size: int, pages: int) -> int:
+    """Bytes of the objects of so many pages, beyond those that aren't counted."""
+    each = _PAGE_OBJECT_BYTES + page_size * _LABEL_BYTES
+    return max(0, pages * each - _UNCOUNTED_LABELS) if shape.page_objects else 0
 
-    Objects count beyond :data:`_UNCOUNTED_LABELS`.
-    """
+
+def pages_within(shape: GenerationShape, page_size: int, room: int, page_bytes: int) -> int:
+    """The number of pages of ``page_bytes`` that ``room`` bytes hold, with :func:`object_bytes`."""
     pages = room // page_bytes
-    if not shape.page_objects:
-        return pages, 0
-    objects = _PAGE_OBJECT_BYTES + size.page_size * _LABEL_BYTES
-    pages = min(pages, (room + _UNCOUNTED_LABELS) // (page_bytes + objects))
-    return pages, max(0, pages * objects - _UNCOUNTED_LABELS)
+    if object_bytes(shape, page_size, pages):
+        pages = (room + _UNCOUNTED_LABELS) // (page_bytes + _PAGE_OBJECT_BYTES + page_size * _LABEL_BYTES)
+    return pages
 
 
 def equal_length_metadata(size: StepSize, pages: int) -> int:

@@ -15,6 +15,7 @@ from specmemo_kernels.planning.footprint import (
     GenerationShape,
     StepSize,
     fixed_parts,
+    object_bytes,
     page_parts,
     pages_within,
     pass_bytes,
@@ -197,11 +198,11 @@ def divide_budget(
         # At least a quarter for pages, so that a large chunk or batch doesn't starve the cache; of the bytes that a
         # smaller one can have.
         quarter = (budget - shape.workspace_bytes - shape.libraries.at(sizes[-1].rows)) // 4
-        pages, objects = pages_within(shape, size, left, page_bytes)
+        pages = pages_within(shape, page_size, left, page_bytes)
         fits = pages * page_size >= size.chunk or size.chunk == sizes[-1].chunk
         if pages * page_size >= slots and ((left >= quarter and fits) or size == sizes[-1]):
             parts = {name: parts.get(name, 0) + pages * page.get(name, 0) for name in parts | page}
-            parts["metadata"] += objects
+            parts["metadata"] += object_bytes(shape, page_size, pages)
             return MemoryPlan(
                 tree, size.sequences, page_size, pages, size.chunk, budget, parts, kv_dtype=kv_dtype,
                 pass_bytes=pass_bytes(shape, size), kept_steps=shape.kept_steps,
@@ -213,7 +214,7 @@ def _too_small(
     budget: int, pages: int, page_size: int, parts: dict[str, int], page_bytes: int, shape: GenerationShape
 ) -> str:
     """The parts of the smallest plan with ``pages`` pages, the missing bytes, and what would fit."""
-    least = sum(parts.values()) + pages * page_bytes
+    least = sum(parts.values()) + pages * page_bytes + object_bytes(shape, page_size, pages)
     held, shorter = ("one page", "") if pages == 1 else (f"{pages} pages", ", a shorter context")
     needed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
     largest = max(parts, key=lambda name: parts[name])

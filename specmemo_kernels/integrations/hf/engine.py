@@ -20,6 +20,7 @@ from specmemo_kernels.engine.verify import SampledVerifier
 from specmemo_kernels.integrations.distributed.ranks import RankError
 from specmemo_kernels.integrations.hf.batch import Request, patched_handle, sequence_of
 from specmemo_kernels.integrations.hf.generation import Generation
+from specmemo_kernels.integrations.hf.handle import Unpatched
 from specmemo_kernels.integrations.hf.run import Piece, SequenceRun
 from specmemo_kernels.ops.dispatch import release_threads
 
@@ -252,13 +253,20 @@ class Engine:
 
     def _lock(self) -> bool:
         """Lock the model on every rank; requests arrive and end meanwhile. ``False``: all have ended."""
-        handle, ranks = self.handle, self.handle.ranks
-        while not ranks.broadcast_input(lambda: handle.lock(timeout=_LOCK_SECONDS)):
+        handle = self.handle
+
+        def attempt() -> bool:
+            try:
+                return handle.lock(timeout=_LOCK_SECONDS)
+            except Unpatched:  # on every rank: raised below
+                return True
+
+        while not handle.ranks.broadcast_input(attempt):
             self._take_arrived()
             self._deliver()
             if not self._open:
                 return False
-        if ranks.rank:
+        if not handle.held:
             handle.lock()
         return True
 
