@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -24,12 +25,13 @@ def completion_logprobs(
     """
     tokens = [*prompt, *(score.token for score in scores)]
     every = [*([None] * min(1, len(prompt))), *prompt_scores, *scores]
-    texts = [model.decode([token]) for token in tokens]
+    decode = _decoder(model)
+    texts = [decode(token) for token in tokens]
     offsets, end = _offsets([_bytes(model, *item) for item in zip(tokens, texts, strict=True)], start)
     logprobs = {
         "tokens": texts,
         "token_logprobs": [None if score is None else _finite(score.logprob) for score in every],
-        "top_logprobs": [None if score is None else _top(model, score) for score in every],
+        "top_logprobs": [None if score is None else _top(decode, score) for score in every],
         "text_offset": offsets,
     }
     return logprobs, end
@@ -46,11 +48,16 @@ def _offsets(pieces: Sequence[bytes], start: int) -> tuple[list[int], int]:
     return [max(0, count - within) for count, within in zip(before, inside, strict=True)], end
 
 
-def _top(model: Model, score: TokenScore) -> dict[str, float]:
+def _decoder(model: Model) -> Callable[[int], str]:
+    """The text of one token, decoded once: the scores of a prompt list some tokens again and again."""
+    return cache(lambda token: model.decode([token]))
+
+
+def _top(decode: Callable[[int], str], score: TokenScore) -> dict[str, float]:
     """The best tokens by text, and the token itself; of tokens with the same text, the best."""
     found: dict[str, float] = {}
     for token, value in (*score.top, (score.token, score.logprob)):
-        found.setdefault(model.decode([token]), _finite(value))
+        found.setdefault(decode(token), _finite(value))
     return found
 
 
@@ -62,8 +69,10 @@ def _finite(logprob: float) -> float:
 def chat_logprobs(model: Model, scores: Sequence[TokenScore]) -> dict[str, Any]:
     """The ``logprobs`` of a message."""
 
+    decode = _decoder(model)
+
     def entry(token: int, value: float) -> dict[str, Any]:
-        text = model.decode([token])
+        text = decode(token)
         return {"token": text, "logprob": _finite(value), "bytes": list(_bytes(model, token, text))}
 
     content = [
