@@ -140,7 +140,7 @@ MUTANTS = (
     Mutant(f"{PACKAGE}/training/objective.py", "alive & own[:, d : d + rows]", "alive", "training test_the_objective"),
     Mutant(f"{PACKAGE}/training/attention.py", ".triu(1)", ".triu(2)", "training test_unrolled"),
     Mutant(f"{PACKAGE}/training/trainable.py", "positions + step", "positions", "training test_unrolled"),
-    Mutant(f"{PACKAGE}/training/checkpoint.py", "torch.tensor(float(progress.step))", "torch.tensor(0.0)",
+    Mutant(f"{PACKAGE}/training/checkpoint.py", "torch.tensor(float(progress.step),", "torch.tensor(0.0,",
            "training test_an_interrupted"),
     Mutant(f"{PACKAGE}/training/windows.py", "_mixed(seed, epoch)", "seed", "training test_an_epoch"),
 )  # fmt: skip

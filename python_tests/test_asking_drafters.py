@@ -7,7 +7,7 @@ import random
 import pytest
 from selection import sample
 from test_drafters import toy_draft
-from toy_model import PROMPTS, decoder, empty, finish, same_as_plain
+from toy_model import PROMPTS, decoder, empty, finish, same_as_plain, start
 
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.tree.acceptance import RunningAcceptance
@@ -143,7 +143,7 @@ def test_a_draft_model_that_is_asked_late() -> None:
     spec = decoder(CHAIN, drafter)
     drafter.allocate(64, 4, 4, 7)
     states = [SequenceState(prompt, 40) for prompt in PROMPTS]
-    spec.start(states)
+    start(spec, states)
     for step in range(200):
         if not spec.sequences:
             break

@@ -362,8 +362,8 @@ for dtype in (torch.bfloat16, torch.float32):
             ops.linear(x, w, invariant=invariant, backend="cpu")
             ops.gated_mlp(x, w, w, w.T.contiguous(), activation="silu", invariant=invariant, backend="cpu")
         ops.lm_head_argmax(x, w, backend="cpu")
-        ops.lm_head_log_probs(x, w, 1, backend="cpu")
-        ops.lm_head_topk(x[:8], w, 10, backend="cpu")
+        ops.lm_head_log_probs(x, w, k=1, backend="cpu")
+        ops.lm_head_topk(x[:8], w, k=10, backend="cpu")
     # Each thread rounds both buffers up to pages.
     limit = max(ops.linear_workspace("cpu", dtype, 300), ops.linear_workspace("cpu", dtype, 300, 500)) + 4 * 4096
     assert 0 < _cpu.arena_bytes() <= limit, (_cpu.arena_bytes(), limit)
