@@ -141,3 +141,8 @@ def test_what_codes_cannot_hold(bad: float) -> None:
 def test_other_widths_are_refused(bits: Any) -> None:
     with pytest.raises(ValueError, match=f"head_bits is {bits!r}, expected 4 or None"):
         check_bits(bits)
+
+
+def test_codes_of_no_inputs(backend: str) -> None:
+    codes, scales = pack(torch.zeros(4, 0))
+    assert torch.equal(ops.linear(torch.randn(2, 0), codes, scales=scales, backend=backend), torch.zeros(2, 4))
