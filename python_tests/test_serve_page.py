@@ -63,6 +63,17 @@ def texts(page: Any, kind: str) -> list[str]:
     return page.locator(f"#messages .{kind}").all_inner_texts()
 
 
+def begin_a_long_answer(page: Any) -> None:
+    """Returns when some of its text is on the page."""
+    page.evaluate("document.querySelector('#key-label').hidden = false")
+    page.fill("#key", "sesame")
+    page.fill("#tokens", "900")
+    page.fill("#text", "import os\n")
+    page.focus("#text")
+    page.keyboard.press("Enter")
+    wait_until(page, "document.querySelector('.assistant')?.textContent.length > 20")
+
+
 def test_a_conversation(page: Any) -> None:
     """Typed and sent by keyboard: a wrong key gives the message back, the right one the unpatched model's answer."""
     assert page.evaluate("document.activeElement.id") == "text"
@@ -92,13 +103,7 @@ def test_a_conversation(page: Any) -> None:
 
 def test_a_long_answer_is_stopped(page: Any, server: ServedProcess) -> None:
     """It grows on the page while it is generated; the memory and the requests are those of the server."""
-    page.evaluate("document.querySelector('#key-label').hidden = false")
-    page.fill("#key", "sesame")
-    page.fill("#tokens", "900")
-    page.fill("#text", "import os\n")
-    page.focus("#text")
-    page.keyboard.press("Enter")
-    wait_until(page, "document.querySelector('.assistant')?.textContent.length > 20")
+    begin_a_long_answer(page)
     first = page.evaluate("document.querySelector('.assistant').textContent.length")
     wait_until(page, f"document.querySelector('.assistant').textContent.length > {first}")
     wait_until(page, "document.querySelector('#requests').textContent.startsWith('1 running')")
@@ -115,13 +120,7 @@ def test_a_long_answer_is_stopped(page: Any, server: ServedProcess) -> None:
 
 def test_a_conversation_cleared_during_an_answer(page: Any) -> None:
     """The next conversation has its own message alone."""
-    page.evaluate("document.querySelector('#key-label').hidden = false")
-    page.fill("#key", "sesame")
-    page.fill("#tokens", "900")
-    page.fill("#text", "import os\n")
-    page.focus("#text")
-    page.keyboard.press("Enter")
-    wait_until(page, "document.querySelector('.assistant')?.textContent.length > 20")
+    begin_a_long_answer(page)
     page.click("#clear")
     wait_until(page, "document.querySelector('#send').textContent == 'Send'")
     assert page.input_value("#text") == ""

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
-_LABEL_BYTES = 8  # of a token; a drafter's pages have pairs of tokens
+LABEL_BYTES = 8  # of a token; a drafter's pages have pairs of tokens
 
 
 class PrefixIndex:
@@ -42,7 +42,7 @@ class PrefixIndex:
             start = len(matches) * size
             rest = _packed(tokens[start : start + size])
             known = [(self._labels[page][1], page) for page in self._by_prefix.get(prefix, ())]
-            matching = [(len(label) // _LABEL_BYTES, page) for label, page in known if rest.startswith(label)]
+            matching = [(len(label) // LABEL_BYTES, page) for label, page in known if rest.startswith(label)]
             length, page = max(matching, default=(0, -1))
             if length < size:
                 end = min(start + length, last)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specmemo_kernels.cache.prefix_index import LABEL_BYTES
 from specmemo_kernels.forward.batch import CACHED_LAYOUTS
 from specmemo_kernels.forward.target import LOGIT_ROWS
 from specmemo_kernels.planning.pass_bytes import PassBytes, ProductBytes
@@ -27,9 +28,9 @@ _GRAPH_BYTES = (2 + 20 + 32) << 20
 #: (Llama with heads and EAGLE-3, Qwen3-MoE): 480 to 1050 bytes and 1970 to 2900. The third is not counted:
 #: a process's own objects vary by as much.
 _KEPT_OPERATOR_BYTES, _RECORDING_OPERATOR_BYTES, _UNCOUNTED_BYTES = 550, 2200, 1 << 20
-#: Objects of a page that is kept for prefix reuse (``PrefixIndex``) and of a token in it. Measured with pages of 1 to
-#: 64 tokens: 314 bytes and 7.8, more where dicts have just grown. The third is not counted.
-_PAGE_OBJECT_BYTES, _LABEL_BYTES, _UNCOUNTED_LABELS = 500, 8, 1 << 20
+#: Objects of a page that is kept for prefix reuse (``PrefixIndex``), without its labels. Measured with pages of 1 to
+#: 64 tokens: 314 bytes and 7.8 per token, more where dicts have just grown. The second is not counted.
+_PAGE_OBJECT_BYTES, _UNCOUNTED_LABELS = 500, 1 << 20
 #: Bytes per token of the vocabulary to draw from one row of logits: copies in float32, sorted scores.
 _DRAW_BYTES = 32
 #: Hidden states that a sequence keeps: of its last step, of its prompt in prefill, and of the previous chunk.
@@ -199,15 +200,18 @@ def page_parts(shape: GenerationShape, size: StepSize) -> dict[str, int]:
 
 def object_bytes(shape: GenerationShape, page_size: int, pages: int) -> int:
     """Bytes of the objects of so many pages, beyond those that aren't counted."""
-    each = _PAGE_OBJECT_BYTES + page_size * _LABEL_BYTES
-    return max(0, pages * each - _UNCOUNTED_LABELS) if shape.page_objects else 0
+    return max(0, pages * _page_objects(page_size) - _UNCOUNTED_LABELS) if shape.page_objects else 0
+
+
+def _page_objects(page_size: int) -> int:
+    return _PAGE_OBJECT_BYTES + page_size * LABEL_BYTES
 
 
 def pages_within(shape: GenerationShape, page_size: int, room: int, page_bytes: int) -> int:
     """The number of pages of ``page_bytes`` that ``room`` bytes hold, with :func:`object_bytes`."""
     pages = room // page_bytes
     if object_bytes(shape, page_size, pages):
-        pages = (room + _UNCOUNTED_LABELS) // (page_bytes + _PAGE_OBJECT_BYTES + page_size * _LABEL_BYTES)
+        pages = (room + _UNCOUNTED_LABELS) // (page_bytes + _page_objects(page_size))
     return pages
 
 

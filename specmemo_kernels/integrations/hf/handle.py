@@ -247,9 +247,7 @@ class SpecMemo:
             self._unpatched = True  # first, so that calls of other threads don't take it for a change
             try:
                 self._pools.release()
-                while self.undo_steps:
-                    self.undo_steps[0]()
-                    del self.undo_steps[0]
+                run_steps(self.undo_steps)
                 unregister(self)
             except BaseException:  # the next call goes on
                 self._unpatched = False
@@ -267,3 +265,10 @@ class SpecMemo:
 
     def __repr__(self) -> str:
         return f"SpecMemo({type(self.model).__name__}, {self.plan})"
+
+
+def run_steps(steps: list[Callable[[], None]]) -> None:
+    """Run steps in order, and remove those that have run: after an error the next call goes on."""
+    while steps:
+        steps[0]()
+        del steps[0]

@@ -40,7 +40,7 @@ from specmemo_kernels.integrations.hf.draft import (
 )
 from specmemo_kernels.integrations.hf.features import find_taps
 from specmemo_kernels.integrations.hf.fuse import FUSED_BACKENDS, find_leaves
-from specmemo_kernels.integrations.hf.handle import SpecMemo, Unpatched
+from specmemo_kernels.integrations.hf.handle import SpecMemo, Unpatched, run_steps
 from specmemo_kernels.integrations.hf.invariance import check_invariance, check_invariant_arguments
 from specmemo_kernels.integrations.hf.linears import by_operators
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
@@ -344,8 +344,6 @@ def _undo_failed(model: Any, steps: list[Callable[[], None]], error: BaseExcepti
 def _finish_undo(model: Any) -> None:
     """Run the steps that :func:`_undo_failed` has left."""
     steps = getattr(model, "__dict__", {}).get(_UNDO)
-    while steps:
-        steps[0]()
-        del steps[0]
     if steps is not None:
+        run_steps(steps)
         del vars(model)[_UNDO]
