@@ -24,6 +24,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from specmemo_kernels.training.windows import cut_windows, read_documents
 
 EOS, VOCAB = "<|endoftext|>", 8192
+#: 29.4M parameters.
+SIZES = {
+    "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 64,
+}  # fmt: skip
 
 
 def train_tokenizer(file: Path) -> PreTrainedTokenizerFast:
@@ -42,11 +47,10 @@ def train_tokenizer(file: Path) -> PreTrainedTokenizerFast:
 
 
 def build_model() -> LlamaForCausalLM:
-    """29.4M parameters."""
+    """A model of these sizes with random weights."""
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCAB, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8,
-            num_key_value_heads=4, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=0,
+            vocab_size=VOCAB, **SIZES, max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=0,
             eos_token_id=0, pad_token_id=0, attn_implementation="sdpa",
         )
     )  # fmt: skip
