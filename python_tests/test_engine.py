@@ -276,6 +276,27 @@ def test_errors_of_a_request_are_its_own(model: PreTrainedModel, handle: SpecMem
         assert other.result(WAIT).tokens == wanted(2, 40)
 
 
+def test_failed_requests_hold_no_pages(model: PreTrainedModel, handle: SpecMemo) -> None:
+    """Nor a step's tensors: tracebacks of their errors, and of the errors' causes, refer to the engine's calls."""
+
+    def failing(_: object) -> bool:
+        try:
+            raise KeyError("cause")
+        except KeyError as error:
+            raise OSError("gone") from error
+
+    with sk.Engine(model) as engine:
+        failed = [engine.submit(request(0, stop=failing)), engine.submit(request(1), on_piece=failing)]
+        for generation in failed:
+            with pytest.raises(sk.GenerationFailed, match="OSError: gone"):
+                generation.result(WAIT)
+        assert engine.submit(request(2, 20)).result(WAIT).tokens == wanted(2, 20)
+    pool = weakref.ref(handle.pool)
+    handle.release()
+    gc.collect()
+    assert pool() is None
+
+
 class NoTruthValue:
     def __bool__(self) -> bool:
         raise ValueError("neither")

@@ -32,7 +32,9 @@ import specmemo_kernels as sk
 from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting import dflash, growth
 from specmemo_kernels.drafting.base import POST_NORM, DraftRows, FeatureDrafter
+from specmemo_kernels.forward import batch as layouts
 from specmemo_kernels.forward.batch import DraftedTrees, TreeBatch
+from specmemo_kernels.integrations.hf.feature_drafter import count_draft_results, measure_draft
 from specmemo_kernels.tree.draft_tree import DraftTree
 from specmemo_kernels.tree.tree_budget import TreeBudget, Trees
 
@@ -179,6 +181,20 @@ def test_static_trees(kind: str, model: PreTrainedModel, tmp_path: Path, monkeyp
         assert torch.equal(greedy(model, inputs, 16), expected)
     assert {type(tree) for _, tree, _ in recorder.calls} == {DraftTree}
     assert check_trees(model, handle.drafter, plain, recorder.calls, texts_of(inputs, expected)) > 12
+
+
+@pytest.mark.parametrize("kind", sample(MAIN, ["eagle3", "dflash"]))
+@pytest.mark.parametrize("tree", [6, [[0], [0, 1], [1]]], ids=["dynamic", "static"])
+def test_measured_bytes_ignore_caches(kind: str, tree: Any, model: PreTrainedModel, tmp_path: Path) -> None:
+    """Whether a tree's layout is cached already: otherwise a refusal's least budget may be too small."""
+    write_drafter(kind, model, tmp_path)
+    with sk.patch(model, str(tmp_path), tree=tree) as handle:
+        arguments, found = (handle.drafter, handle.facts, handle.plan.tree), []
+        for measure in (measure_draft, count_draft_results):
+            for function in [*vars(growth).values(), *vars(layouts).values()]:
+                getattr(function, "cache_clear", bool)()
+            found.append((measure(*arguments), measure(*arguments)))
+    assert all(first == second for first, second in found)
 
 
 @pytest.mark.parametrize("kind", sample(MAIN, ["eagle3"]))

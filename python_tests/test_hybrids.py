@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import re
 from collections import Counter
@@ -34,6 +35,7 @@ from specmemo_kernels.engine.tree_pass import _part
 from specmemo_kernels.forward.tree_paths import paths_to_leaves, tree_paths
 from specmemo_kernels.integrations.hf import find_mixers
 from specmemo_kernels.integrations.hf.hybrid_sizes import recurrent_spec
+from specmemo_kernels.integrations.hf.measure import measure_passes
 from specmemo_kernels.integrations.hf.mixer_pass import MixerPass
 from specmemo_kernels.integrations.hf.mixers import Mixer
 from specmemo_kernels.planning.baselines import Workload
@@ -297,6 +299,21 @@ def test_the_plan(family: str) -> None:
         assert handle.pool is not None
         assert handle.bytes_by_part["states"] == handle.pool.states.nbytes == plan.max_sequences * states
         assert peak <= plan.total_bytes - plan.parts["workspace"]
+
+
+@each_family
+def test_measured_bytes_ignore_the_collector(family: str) -> None:
+    """A pass leaves no tensors to Python's garbage collector, so that a refusal's least budget is enough."""
+    model = texts(family)[0]
+    with sk.patch(model, "prompt-lookup", tree=4, prefill_chunk=32) as handle:
+        found, before = [], gc.get_threshold()
+        try:
+            for threshold in (1, 0):  # at every allocation, and never
+                gc.set_threshold(threshold)
+                found.append(measure_passes(model, handle.facts, [32]))
+        finally:
+            gc.set_threshold(*before)
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow

@@ -114,6 +114,22 @@ def test_the_least_budget_is_enough(family: str) -> None:
         assert peak_of(handle, inputs, new) + handle.drafter.nbytes <= sum(plan.parts.values())
 
 
+def test_a_chain_gives_way() -> None:
+    """A budget that a chain of few nodes needs is enough without a given tree too."""
+    model, options = wide_model("llama", seed=30), {"context": 128, "max_batch_size": 1, "prefill_chunk": 32}
+    for drafter in ("prompt-lookup", sk.DraftModel(tiny_model("llama", 3), tokens=8)):
+        with pytest.raises(sk.BudgetError) as refusal:
+            sk.patch(model, drafter, memory_budget=1000, tree=3, **options)
+        least = re.search(r"give at least ([\d.]+ \w+)", str(refusal.value))
+        assert least is not None
+        with sk.patch(model, drafter, memory_budget=least[1], **options) as handle:
+            assert handle.max_length >= 128
+            assert handle.plan.tree in (sk.DraftTree.chain(1), sk.DraftTree.chain(2))
+            assert "fewer than would be fastest" in handle.plan.reasons[0]
+        with sk.patch(model, drafter, memory_budget=2**25, **options) as handle:
+            assert handle.plan.tree == sk.DraftTree.chain(handle.drafter.max_depth)
+
+
 @pytest.mark.parametrize(
     "changes", [{}, {"hidden_size": 256}, {"num_attention_heads": 16}, {"intermediate_size": 2000}]
 )

@@ -31,22 +31,34 @@ Candidate = tuple[Trees, dict[str, Any]]
 def tree_candidates(setup: Setup, tree: Trees | int | None, kv_dtype: str | None, recorded: bool) -> list[Candidate]:
     """The trees of which the memory plan takes the first that the budget holds.
 
-    There is one candidate for a ``tree`` given to ``patch`` and for drafters that prefer chains. Else the candidates
-    suit the device: the largest tree that a step may verify, the tree that is predicted to be the fastest, then half as
-    many nodes each, down to 2. :class:`TreeChooser` later selects the part of the tree for each step. Predictions use
-    :mod:`specmemo_kernels.planning.cost`, :func:`profile_of` and a context of 1024 tokens, or the model's maximum.
+    There is one candidate for a ``tree`` given to ``patch``. Else the first is the chain of a drafter that prefers
+    chains, or trees that suit the device: the largest that a step may verify, and the one that is predicted to be the
+    fastest. Trees of half as many nodes each follow, down to 2. :class:`TreeChooser` later selects the part of the tree
+    for each step. Predictions use :mod:`specmemo_kernels.planning.cost`, :func:`profile_of` and a context of 1024
+    tokens, or the model's maximum.
 
     Raises:
         ValueError: the given tree is deeper than the drafter, or wider than the vocabulary.
     """
-    if tree is None and not prefers_chain(setup.drafter):
-        candidates: list[Candidate] = setup.ranks.broadcast_result(lambda: _device_trees(setup, kv_dtype, recorded))
-        return candidates
-    return [(_given_tree(tree, setup), {})]
+    if tree is not None:
+        return [(_given_tree(tree, setup), {})]
+    if prefers_chain(setup.drafter):
+        return _with_smaller([(DraftTree.chain(setup.drafter.max_depth), {})])
+    return _with_smaller(setup.ranks.broadcast_result(lambda: _device_trees(setup, kv_dtype, recorded)))
 
 
-def _given_tree(tree: Trees | int | None, setup: Setup) -> Trees:
-    """The given tree, the best tree of that many nodes, or (``None``) a chain of the drafter's depth."""
+def _with_smaller(candidates: list[Candidate]) -> list[Candidate]:
+    """The candidates, and trees of half as many nodes as the last one each, down to 2."""
+    candidates = list(candidates)
+    while (size := candidates[-1][0].size) > 2:
+        smaller = candidates[0][0].pruned(max(2, size // 2))
+        reason = f"the budget holds a tree of {smaller.size} nodes, fewer than would be fastest"
+        candidates.append((smaller, {"reasons": (reason,)}))
+    return candidates
+
+
+def _given_tree(tree: Trees | int, setup: Setup) -> Trees:
+    """The given tree, or the best tree of that many nodes."""
     drafter = setup.drafter
     vocab_size = drafter.vocab_size if isinstance(drafter, FeatureDrafter) else setup.facts.vocab_size
     if isinstance(tree, TreeBudget) and not isinstance(drafter, FeatureDrafter):
@@ -55,8 +67,8 @@ def _given_tree(tree: Trees | int | None, setup: Setup) -> Trees:
         )
     if isinstance(tree, int) and isinstance(drafter, FeatureDrafter):
         return drafter.spec.budget(tree, drafter.max_depth)
-    if tree is None or (isinstance(tree, int) and prefers_chain(drafter)):
-        return DraftTree.chain(drafter.max_depth if tree is None else min(drafter.max_depth, tree - 1))
+    if isinstance(tree, int) and prefers_chain(drafter):
+        return DraftTree.chain(min(drafter.max_depth, tree - 1))
     if isinstance(tree, int):
         return DraftTree.from_paths(best_first_paths(setup.accuracy[: drafter.max_depth], tree - 1))
     if tree.max_depth > drafter.max_depth:
@@ -74,14 +86,8 @@ def _given_tree(tree: Trees | int | None, setup: Setup) -> Trees:
 
 def _device_trees(setup: Setup, kv_dtype: str | None, recorded: bool) -> list[Candidate]:
     tree, fastest, fields = _largest_tree(setup, kv_dtype, recorded)
-    candidates = [(tree, fields)]
-    if fastest < tree.size:
-        candidates.append((tree.pruned(fastest), fields))
-    while (size := candidates[-1][0].size) > 2:
-        smaller = tree.pruned(max(2, size // 2))
-        reason = f"the budget holds a tree of {smaller.size} nodes, fewer than would be fastest"
-        candidates.append((smaller, {"reasons": (reason,)}))
-    return candidates
+    sizes = [tree.size, fastest] if fastest < tree.size else [tree.size]
+    return [(tree.pruned(size), fields) for size in sizes]
 
 
 def _largest_tree(setup: Setup, kv_dtype: str | None, recorded: bool) -> tuple[Trees, int, dict[str, Any]]:

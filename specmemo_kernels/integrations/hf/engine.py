@@ -6,7 +6,6 @@ import atexit
 import itertools
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -179,7 +178,6 @@ class Engine:
 
     def _fail(self, error: BaseException) -> None:
         """End the open requests with an error."""
-        traceback.clear_frames(error.__traceback__)  # they hold the failed pass's tensors
         for generation in self._open.values():
             generation.fail(error)
             generation.sequence.finish()
@@ -247,6 +245,7 @@ class Engine:
                 finally:
                     self._running = None
                     running.close()
+                    del running  # tracebacks of callbacks' errors may keep this call's variables
         finally:
             if handle.held:
                 handle.unlock()
@@ -288,4 +287,6 @@ class Engine:
         """Deliver new tokens; requests that have ended are no longer open."""
         for generation in self._open.values():
             generation.deliver()
+            if generation.done:
+                generation.clear_frames()
         self._open = {index: generation for index, generation in self._open.items() if not generation.done}

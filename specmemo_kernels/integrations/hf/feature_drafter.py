@@ -95,16 +95,27 @@ def measure_advance(drafter: FeatureDrafter, facts: ModelFacts) -> PassBytes:
     return PassBytes.fitted(*traces)
 
 
+def _tracked(run: Callable[[], object]) -> MemoryTracker:
+    """The second of two runs: the first one fills caches, whose tensors are a part of the plan's metadata."""
+    tracker = MemoryTracker(trace=True)
+    with torch.inference_mode():
+        run()
+        with tracker:
+            run()
+    return tracker
+
+
 def _trace(drafter: FeatureDrafter, facts: ModelFacts, rows: int) -> list[int]:
     pool = _pool(drafter, facts, 1, rows)
     lengths = torch.zeros(1, dtype=torch.int32, device=facts.device)
     tokens = torch.zeros(1, rows, dtype=torch.int64, device=facts.device)
-    tracker = MemoryTracker(trace=True)
-    with torch.inference_mode(), tracker:
+
+    def advance() -> None:
         features = torch.zeros(rows, _feature_size(drafter, facts), dtype=facts.dtype, device=facts.device)
         batch = continued_batch(tokens, lengths, pool.block_table, 0)
         drafter.advance(batch, features, lengths.long(), pool)
-    return tracker.trace
+
+    return _tracked(advance).trace
 
 
 def measure_draft(drafter: FeatureDrafter, facts: ModelFacts, tree: Trees) -> PassBytes:
@@ -116,34 +127,32 @@ def measure_draft(drafter: FeatureDrafter, facts: ModelFacts, tree: Trees) -> Pa
 
 def _drafting_trace(drafter: FeatureDrafter, facts: ModelFacts, tree: Trees, sequences: int) -> list[int]:
     """Bytes held after each operator of :meth:`FeatureDrafter.draft`."""
-    rows, tracker = _draft_rows(drafter, facts, sequences), MemoryTracker(trace=True)
-    with torch.inference_mode(), tracker:
-        drafter.draft(rows, tree).layout(tree.max_depth)
-    return tracker.trace
+    rows = _draft_rows(drafter, facts, sequences)
+    return _tracked(lambda: drafter.draft(rows, tree).layout(tree.max_depth)).trace
 
 
 def count_draft_results(drafter: FeatureDrafter, facts: ModelFacts, tree: Trees) -> int:
     """Number of tensors that the operators of :meth:`FeatureDrafter.draft` allocate."""
     rows = _draft_rows(drafter, facts, 1)
-    with torch.inference_mode(), MemoryTracker() as tracker:
-        drafter.draft(rows, tree)
-    return int(tracker.count)
+    return _tracked(lambda: drafter.draft(rows, tree)).count
 
 
 def _reading_trace(drafter: FeatureDrafter, facts: ModelFacts, tree: Trees, sequences: int) -> list[int]:
     """Bytes held after each operator of :meth:`FeatureDrafter.advance` beside the states of all nodes of a step."""
-    path, device, tracker = tree.max_depth + 1, facts.device, MemoryTracker(trace=True)
+    path, device = tree.max_depth + 1, facts.device
     pool = _pool(drafter, facts, sequences, path)
     tokens = torch.zeros(sequences, path, dtype=torch.int64, device=device)
     last = torch.arange(sequences, device=device)
-    with torch.inference_mode(), tracker:
-        size = facts.hidden_size + _feature_size(drafter, facts)
+    size = facts.hidden_size + _feature_size(drafter, facts)
+
+    def read() -> None:
         states = torch.zeros(sequences * tree.size, size, dtype=facts.dtype, device=device)
         features = torch.zeros(tokens.numel(), size - facts.hidden_size, dtype=facts.dtype, device=device)
         batch = continued_batch(tokens, torch.zeros_like(tokens[:, 0]).int(), pool.block_table, 0)
         drafter.advance(batch, features, last, pool)
         del states
-    return tracker.trace
+
+    return _tracked(read).trace
 
 
 def time_draft(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -28,7 +30,7 @@ class _End:
     """The end of a request, and the error that caused it.
 
     The sequence refers to it, not to the :class:`Generation`, which refers to the sequence: in a cycle, both would
-    stay in memory until the garbage collector visits old objects. An error's traceback may still close one.
+    stay in memory until the garbage collector visits old objects.
     """
 
     def __init__(self) -> None:
@@ -39,6 +41,20 @@ class _End:
         """Remember the first error before the end."""
         if self.error is None and not self.reached.is_set():
             self.error = error
+
+    def clear_frames(self) -> None:
+        """Clear the variables of finished calls in the error's tracebacks: they hold a step's tensors and the pages."""
+        errors, seen = [self.error], set[int]()
+        while errors:
+            error = errors.pop()
+            if error is None or id(error) in seen:
+                continue
+            seen.add(id(error))
+            errors += [error.__cause__, error.__context__]
+            for frame, _ in traceback.walk_tb(error.__traceback__):
+                for caller, _ in traceback.walk_stack(frame):
+                    with suppress(RuntimeError):  # it still runs
+                        caller.clear()
 
     def guarded(self, stop: Callable[[list[int]], bool], tokens: list[int]) -> bool:
         """``stop``, whose exceptions end this request only."""
@@ -121,6 +137,10 @@ class Generation(Iterator[Piece]):
     def fail(self, error: BaseException) -> None:
         """Remember the error that ends the request."""
         self._end.fail(error)
+
+    def clear_frames(self) -> None:
+        """Free what the error of a request that has ended refers to."""
+        self._end.clear_frames()
 
     def deliver(self) -> None:
         """Pass on the tokens since the last call, and the end."""

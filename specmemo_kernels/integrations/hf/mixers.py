@@ -193,15 +193,15 @@ def with_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[T
 
 def arguments_of_rows(others: Mapping[str, Any], count: int, index: Tensor) -> dict[str, Any]:
     """The other arguments of a mixer for rows ``index`` of ``count``."""
+    return {name: _of_rows(value, count, index) for name, value in others.items()}
 
-    def of_rows(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(of_rows, value))
-        if isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == (1, count):
-            return value[0][index]
-        return value
 
-    return {name: of_rows(value) for name, value in others.items()}
+def _of_rows(value: Any, count: int, index: Tensor) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_of_rows(part, count, index) for part in value)
+    if isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == (1, count):
+        return value[0][index]
+    return value
 
 
 class PackedPass(Protocol):
