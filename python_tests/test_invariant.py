@@ -9,7 +9,7 @@ import torch
 from selection import sample
 from test_families import batch
 from tiny_models import OracleDrafter, random_heads, tiny_model
-from transformers import PreTrainedModel
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel
 
 import specmemo_kernels as sk
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
@@ -118,4 +118,24 @@ def test_an_operation_that_compares_rows_is_refused() -> None:
     model = bf16_model()
     model.model.norm.__class__ = Centred
     with pytest.raises(UnsupportedModel, match=r"computes other bits for|an operation besides attention mixes tokens"):
+        sk.patch(model, "prompt-lookup", invariant=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("activation", ["gelu", "silu", "relu"])
+def test_elementwise_operators_that_depend_on_the_place_are_refused(activation: str, dtype: torch.dtype) -> None:
+    """torch's activation rounds otherwise behind the last whole vector, on this CPU or not."""
+    config = GPTNeoXConfig(
+        hidden_size=72, intermediate_size=50, num_hidden_layers=1, num_attention_heads=4, vocab_size=61,
+        hidden_act=activation,
+    )  # fmt: skip
+    model: Any = GPTNeoXForCausalLM(config).to(dtype).eval()
+    function, size = getattr(torch.nn.functional, activation), torch.finfo(dtype).bits // 8
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32)
+    values = (bits.short() if size == 2 else bits * 2**16 + 2**15 + 1).view(dtype)
+    parts = torch.cat([function(part) for part in values.split(3)])
+    if torch.equal(function(values).nan_to_num(), parts.nan_to_num()):
+        assert written(model, "prompt-lookup") == written(model, OracleDrafter([], 1.0), tree=1, batch_size=1)
+        return
+    with pytest.raises(UnsupportedModel, match=rf"computes aten\.{activation}\.default in {str(dtype)[6:]} outside of"):
         sk.patch(model, "prompt-lookup", invariant=True)
