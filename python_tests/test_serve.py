@@ -139,6 +139,14 @@ def test_streams(plain: PreTrainedModel, client: openai.OpenAI) -> None:
     assert stream[-1].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
+def test_events_are_one_line_each(address: str) -> None:
+    """Also for clients whose lines end as those of ``str.splitlines``."""
+    prompt = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\x1dh\x1ei\rj\nk"
+    lines = post(address, prompt=prompt, max_tokens=1, echo=True, stream=True).text.splitlines()
+    assert [line[:6] for line in lines] == ["data: ", ""] * (len(lines) // 2)
+    assert json.loads(lines[0].removeprefix("data: "))["choices"][0]["text"].startswith(prompt)
+
+
 @pytest.mark.slow
 def test_seeds_alone_and_under_load(plain: PreTrainedModel, address: str, model: PreTrainedModel) -> None:
     """100 mixed requests from 32 connections: greedy ones as generate, sampled ones as alone."""

@@ -144,4 +144,5 @@ class _Answers:
 
 
 def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    """In ASCII: some clients end a line at U+2028 and others that JSON has in texts."""
+    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
