@@ -186,6 +186,8 @@ def test_stop_strings(plain: PreTrainedModel, client: openai.OpenAI) -> None:
         assert (done.usage.completion_tokens < 60) == (end < len(text))
         pieces = [chunk.choices[0].text for chunk in client.completions.create(**options, stream=True)]
         assert "".join(pieces) == text[:end]
+    for none in (None, []):
+        assert client.completions.create(**options | {"stop": none}).choices[0].text == text
 
 
 def test_logit_bias(client: openai.OpenAI) -> None:
@@ -343,14 +345,16 @@ def test_clients_that_vanish(address: str, model: PreTrainedModel) -> None:
         (
             {"prompt": "a", "stop": 5},
             400,
-            "stop: expected a text or at most 16 texts, of at most 1000 characters",
+            "stop: expected a text or at most 16 texts, of 1 to 1000 characters",
         ),
         ({}, 400, "prompt: Field required"),
         ({"prompt": "a", "temperature": -1}, 400, "temperature: Input should be greater than or equal to 0"),
         ({"prompt": "a", "logprobs": 21}, 400, "logprobs: "),
         ({"prompt": "a", "best_of": 3}, 400, "best_of: Input should be 1"),
         ({"prompt": "a", "suffix": "b"}, 400, "unknown field 'suffix'"),
-        ({"prompt": "a", "stop": "x" * 1001}, 400, "of at most 1000 characters each, got 'xxxx"),
+        ({"prompt": "a", "stop": "x" * 1001}, 400, "of 1 to 1000 characters each, got 'xxxx"),
+        ({"prompt": "a", "stop": ""}, 400, "of 1 to 1000 characters each, got ''"),
+        ({"prompt": "a", "stop": ["b", ""]}, 400, "of 1 to 1000 characters each, got ['b', '']"),
         ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens is 0, which needs echo"),
         ({"prompt": "a", "logit_bias": {"999": 1}}, 400, "logit_bias has the token 999, the last one is 256"),
         ({"prompt": "a", "logit_bias": {"-1": 1}}, 400, "expected a token id, got '-1'"),

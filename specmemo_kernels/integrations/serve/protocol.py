@@ -34,7 +34,7 @@ Integer = Annotated[int, BeforeValidator(_number)]
 Real = Annotated[float, BeforeValidator(_number)]
 Flag = Annotated[bool, Field(strict=True)]
 TokenIds = Annotated[list[Annotated[Integer, Field(ge=0)]], Field(fail_fast=True)]
-StopString = Annotated[str, Field(max_length=1000)]
+StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 _Several = Field(max_length=10_000, fail_fast=True)
 
 
@@ -78,7 +78,7 @@ class _Generation(_Fields):
     n: Integer = Field(1, ge=1, le=128)
     stop: Annotated[
         StopString | Annotated[list[StopString], Field(max_length=16)] | None,
-        _expecting("a text or at most 16 texts, of at most 1000 characters each"),
+        _expecting("a text or at most 16 texts, of 1 to 1000 characters each"),
     ] = None
     seed: Integer | None = Field(None, ge=-(2**63), lt=2**63)
     temperature: Real | None = Field(1.0, ge=0, le=100, allow_inf_nan=False)

@@ -22,7 +22,7 @@ class TextStream:
 
     Args:
         prompt: tokens before the first one.
-        stop: strings that end the text; they aren't part of it.
+        stop: strings that end the text, none of them empty; they aren't part of it.
         special: special tokens are part of the text.
 
     Attributes:
@@ -33,7 +33,7 @@ class TextStream:
     def __init__(
         self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = (), *, special: bool = False
     ) -> None:
-        self._tokenizer, self._stop, self._special = tokenizer, [text for text in stop if text], special
+        self._tokenizer, self._stop, self._special = tokenizer, list(stop), special
         self._ids = list(prompt[-_CONTEXT:])
         # The ids from `_from` to `_to` are decoded as the beginning of what follows them.
         self._from, self._to = 0, len(self._ids)
