@@ -84,6 +84,11 @@ def post(address: str, path: str = "/v1/completions", **fields: Any) -> httpx.Re
     return httpx.post(f"{address}{path}", json=fields, timeout=WAIT)
 
 
+def post_body(address: str, body: bytes, path: str = "/v1/completions") -> httpx.Response:
+    headers = {"content-type": "application/json"}
+    return httpx.post(f"{address}{path}", content=body, headers=headers, timeout=WAIT)
+
+
 def test_completions(plain: PreTrainedModel, client: openai.OpenAI) -> None:
     """Texts and token ids, several prompts and answers each, and their counts."""
     done = client.completions.create(model="tiny", prompt=PROMPTS, max_tokens=20, temperature=0, n=2)
@@ -348,9 +353,9 @@ def test_clients_that_vanish(address: str, model: PreTrainedModel) -> None:
             "stop: expected a text or at most 16 texts, of 1 to 1000 characters",
         ),
         ({}, 400, "prompt: Field required"),
-        ({"prompt": "a", "temperature": -1}, 400, "temperature: Input should be greater than or equal to 0"),
+        ({"prompt": "a", "temperature": -1}, 400, "temperature: Input should be greater than or equal to 0, got -1"),
         ({"prompt": "a", "logprobs": 21}, 400, "logprobs: "),
-        ({"prompt": "a", "best_of": 3}, 400, "best_of: Input should be 1"),
+        ({"prompt": "a", "best_of": 3}, 400, "best_of: Input should be 1, got 3"),
         ({"prompt": "a", "suffix": "b"}, 400, "unknown field 'suffix'"),
         ({"prompt": "a", "stop": "x" * 1001}, 400, "of 1 to 1000 characters each, got 'xxxx"),
         ({"prompt": "a", "stop": ""}, 400, "of 1 to 1000 characters each, got ''"),
@@ -360,13 +365,16 @@ def test_clients_that_vanish(address: str, model: PreTrainedModel) -> None:
         ({"prompt": "a", "logit_bias": {"-1": 1}}, 400, "expected a token id, got '-1'"),
         ({"prompt": "a", "n": 0}, 400, "n: "),
         ({"prompt": "a", "max_tokens": True}, 400, "max_tokens: expected a number, got True"),
-        ({"prompt": "a", "max_tokens": 1.5}, 400, "max_tokens: Input should be a valid integer"),
+        ({"prompt": "a", "max_tokens": 1.5}, 400, "max_tokens: Input should be a valid integer, got 1.5"),
         ({"prompt": "a", "temperature": "0.5"}, 400, "temperature: expected a number, got '0.5'"),
         ({"prompt": "a", "logprobs": True}, 400, "logprobs: expected a number, got True"),
         ({"prompt": "a", "echo": "yes"}, 400, "echo: Input should be a valid boolean"),
         ({"prompt": [True, False]}, 400, "prompt: expected a text, token ids"),
         ({"prompt": "a", "logit_bias": {" 5 ": 1}}, 400, "expected a token id, got ' 5 '"),
         ({"prompt": "a", "logit_bias": {"5": "1"}}, 400, "logit_bias.5: expected a number, got '1'"),
+        ({"prompt": "a", "seed": 2**63}, 400, "less than or equal to 9223372036854775807, got 9223372036854775808"),
+        ({"prompt": "a", "min_p": 2}, 400, "min_p: Input should be less than or equal to 1, got 2"),
+        ({"prompt": "a", "logit_bias": {"5": 200}}, 400, "5: Input should be less than or equal to 100, got 200"),
         ({"prompt": "a", "model": "gpt-4"}, 404, "the model 'gpt-4' isn't served, 'tiny' is"),
     ],
 )
@@ -377,6 +385,36 @@ def test_wrong_requests(address: str, fields: dict[str, Any], status: int, says:
     assert says in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"prompt": [10**4000]}, "prompt"),
+        ({"prompt": "a" * 513}, "prompt"),
+        ({"prompt": "a", "max_tokens": 600}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": 10**4000}, "max_tokens"),
+        ({"prompt": "a", "n": 10**4000}, "n"),
+        ({"prompt": "a", "logit_bias": {"999": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"9" * 4000: 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "logit_bias.999999999999...9999999999999.[key]"),
+        ({"prompt": "a", "x" * 5000: 1}, "xxxxxxxxxxxx...xxxxxxxxxxxxx"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "a" * 600}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 600}, "max_completion_tokens"),
+    ],
+)
+def test_fields_of_errors(address: str, fields: dict[str, Any], param: str) -> None:
+    """Errors name the field, and show long values and names shortened."""
+    path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+    response = post_body(address, json.dumps(fields).encode(), path)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert len(error["message"]) < 250
+
+
 def test_wrong_messages(address: str) -> None:
     path = "/v1/chat/completions"
     user = {"role": "user", "content": "hi"}
@@ -385,7 +423,7 @@ def test_wrong_messages(address: str) -> None:
         ({"messages": [{"role": "robot", "content": "hi"}]}, "messages.0.role"),
         ({"messages": [user], "response_format": {"type": "json_object"}}, "structured output isn't supported"),
         ({"messages": [user], "max_tokens": 5, "max_completion_tokens": 6}, "max_tokens and max_completion_tokens are"),
-        ({"messages": [user], "tool_choice": "required"}, "tool_choice: "),
+        ({"messages": [user], "tool_choice": "required"}, "tool_choice: Input should be 'none' or 'auto', got 'req"),
         ({"messages": [user], "tools": [{"type": "function"}]}, "tools.0.function: Field required"),
         ({"messages": [{"role": "user"}]}, "messages.0: content is missing"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "images, audio and"),
@@ -400,13 +438,29 @@ def test_wrong_messages(address: str) -> None:
     [b"{", b'{"prompt": "a",', b"", b"\xff\xfe", b'{"prompt": "\xc3\x28"}', b'{"prompt": "\\ud800"}', b"[]", b"NaN"],
 )
 def test_bodies_of_nonsense(address: str, body: bytes) -> None:
-    headers = {"content-type": "application/json"}
-    response = httpx.post(f"{address}/v1/completions", content=body, headers=headers, timeout=WAIT)
+    response = post_body(address, body)
     assert response.status_code == 400
     error = response.json()["error"]
-    assert (error["type"], error["param"]) == ("invalid_request_error", None)
+    assert (error["type"], error["param"]) == ("invalid_request_error", "prompt" if b"ud800" in body else None)
     if body == b'{"prompt": "a",':
         assert "the body isn't JSON (at character 15)" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b'{"prompt": "\xc3\x28"}', "'utf-8' codec can't decode byte 0xc3 in position 12: invalid continuation byte"),
+        (b'{"seed": ' + b"1" * 5000 + b"}", "integer string conversion: value has 5000 digits"),
+        (b"[" * 100_000, "recursion"),
+    ],
+    ids=["utf-8", "digits", "depth"],
+)
+def test_bodies_that_can_not_be_parsed(address: str, body: bytes, reason: str) -> None:
+    response = post_body(address, body)
+    assert response.status_code == 400
+    assert "There was an error parsing the body: " in response.json()["error"]["message"]
+    assert reason in response.json()["error"]["message"]
+    assert "sys." not in response.json()["error"]["message"]
 
 
 def test_values_that_sampling_refuses_are_a_400(address: str, monkeypatch: pytest.MonkeyPatch) -> None:

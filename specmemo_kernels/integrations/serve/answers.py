@@ -12,12 +12,14 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from specmemo_kernels.arguments import shown
 from specmemo_kernels.engine.scores import TokenScore
 from specmemo_kernels.integrations.hf.batch import Request
 from specmemo_kernels.integrations.hf.chat import longest_text
 from specmemo_kernels.integrations.hf.engine import Engine, EngineClosed
 from specmemo_kernels.integrations.hf.generation import Generation
 from specmemo_kernels.integrations.hf.run import Piece
+from specmemo_kernels.integrations.serve.errors import BadRequest
 from specmemo_kernels.integrations.serve.messages import has_template, template_messages
 from specmemo_kernels.integrations.serve.metrics import Metrics
 from specmemo_kernels.integrations.serve.protocol import ChatRequest, CompletionRequest, sampling_defaults
@@ -27,10 +29,6 @@ from specmemo_kernels.integrations.serve.text import TextStream, text_of
 _TEMPLATE_ERRORS = (
     TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
 )  # fmt: skip
-
-
-class BadRequest(ValueError):
-    """A request that can't be answered; the message has the value and the limit."""
 
 
 class TookTooLong(RuntimeError):
@@ -103,7 +101,7 @@ class Model:
         def encoded() -> list[list[int]]:
             if isinstance(request, ChatRequest):
                 return [self.chat_prompt(request)]
-            return [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in given]
+            return [self.encode(prompt, field="prompt") if isinstance(prompt, str) else prompt for prompt in given]
 
         return await asyncio.get_running_loop().run_in_executor(self._encoders, encoded)
 
@@ -115,18 +113,18 @@ class Model:
         """
         if not getattr(self.tokenizer, "chat_template", None):
             if request.uses_tools:
-                raise BadRequest("tools: the model has no chat template, so it can't be told about them")
-            return self.encode("\n".join(message.text for message in request.messages))
+                raise BadRequest("tools: the model has no chat template, so it can't be told about them", "tools")
+            return self.encode("\n".join(message.text for message in request.messages), field="messages")
         try:
             text = self.tokenizer.apply_chat_template(
                 template_messages(request), tools=request.template_tools, tokenize=False, add_generation_prompt=True
             )
         except _TEMPLATE_ERRORS as error:
-            raise BadRequest(f"messages: the model's chat template refuses them: {error}") from error
-        return self.encode(text, special=False)
+            raise BadRequest(f"messages: the model's chat template refuses them: {error}", "messages") from error
+        return self.encode(text, field="messages", special=False)
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The tokens of a text.
+    def encode(self, text: str, *, field: str, special: bool = True) -> list[int]:
+        """The tokens of a text of this field.
 
         Raises:
             BadRequest: it is longer than any prompt, or has half of a surrogate pair, which JSON allows and UTF-8
@@ -135,12 +133,13 @@ class Model:
         if len(text) > self._most_characters:
             raise BadRequest(
                 f"a text has {len(text)} characters, the {self.longest} tokens of prompt and answer have at most "
-                f"{self._most_characters}; shorten it"
+                f"{self._most_characters}; shorten it",
+                field,
             )
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise BadRequest(f"the text is no Unicode: {error}") from error
+            raise BadRequest(f"the text is no Unicode: {error}", field) from error
         ids: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         return ids
 
@@ -154,16 +153,16 @@ class Model:
             BadRequest: a wrong value, or a prompt that leaves no room for new tokens; the message has the numbers.
         """
         if not prompts:
-            raise BadRequest("prompt is an empty list; give a text or token ids")
+            raise BadRequest("prompt is an empty list; give a text or token ids", "prompt")
         try:
             sampling = request.sampling(self.defaults)
         except (TypeError, ValueError) as error:
             raise BadRequest(str(error)) from error
         last, requests = self.engine.handle.facts.vocab_size - 1, []
         if (token := max(sampling.logit_bias, default=0)) > last:
-            raise BadRequest(f"logit_bias has the token {token}, the last one is {last}")
+            raise BadRequest(f"logit_bias has the token {shown(token)}, the last one is {last}", "logit_bias")
         for i, prompt in enumerate(prompts):
-            limit = self._new_tokens("the prompt" if len(prompts) == 1 else f"prompt[{i}]", prompt, request.limit)
+            limit = self._new_tokens("the prompt" if len(prompts) == 1 else f"prompt[{i}]", prompt, request)
             requests += [
                 Request(
                     prompt,
@@ -177,23 +176,26 @@ class Model:
             ]
         return requests
 
-    def _new_tokens(self, name: str, prompt: list[int], limit: int | None) -> int:
-        """Most new tokens behind a prompt, which is called ``name`` in messages. For ``limit`` 0 one, not returned.
+    def _new_tokens(self, name: str, prompt: list[int], request: CompletionRequest | ChatRequest) -> int:
+        """Most new tokens behind a prompt, which is called ``name`` in messages. For a limit of 0 one, not returned.
 
         Raises:
             BadRequest: an empty or too long prompt, or one with an unknown token.
         """
+        limit, field = request.limit, request.prompt_field
         if not prompt:
-            raise BadRequest(f"{name} is empty; give at least one token")
+            raise BadRequest(f"{name} is empty; give at least one token", field)
         if max(prompt) >= self.vocab_size:
-            raise BadRequest(f"{name} has the token {max(prompt)}, the last one is {self.vocab_size - 1}")
+            raise BadRequest(f"{name} has the token {shown(max(prompt))}, the last one is {self.vocab_size - 1}", field)
+        limit_name = "max_completion_tokens" if "max_completion_tokens" in request.model_fields_set else "max_tokens"
         room = self.longest - len(prompt)
         new = max(1, room if limit is None else limit)
         if new > room:
-            remedy = "; shorten the prompt or lower max_tokens" if limit else ", one of them new; shorten the prompt"
+            remedy = f"; shorten the prompt or lower {limit_name}" if limit else ", one of them new; shorten the prompt"
             raise BadRequest(
-                f"{name} has {len(prompt)} tokens and max_tokens is {new if limit is None else limit}, together they "
-                f"may be {self.longest}{remedy}"
+                f"{name} has {len(prompt)} tokens and {limit_name} is {shown(new if limit is None else limit)}, "
+                f"together they may be {self.longest}{remedy}",
+                limit_name if room > 0 else field,
             )
         return new
 

@@ -15,10 +15,11 @@ from starlette.exceptions import HTTPException
 
 from specmemo_kernels.integrations.hf.engine import EngineClosed, QueueFull
 from specmemo_kernels.integrations.hf.generation import GenerationFailed
-from specmemo_kernels.integrations.serve.answers import BadRequest, Model, TookTooLong
+from specmemo_kernels.integrations.serve.answers import Model, TookTooLong
+from specmemo_kernels.integrations.serve.errors import BadRequest, error_body, field_error
 from specmemo_kernels.integrations.serve.limits import Access, BodyLimit, ClientGone
 from specmemo_kernels.integrations.serve.page import add_page
-from specmemo_kernels.integrations.serve.protocol import ChatRequest, CompletionRequest, error_body
+from specmemo_kernels.integrations.serve.protocol import ChatRequest, CompletionRequest
 from specmemo_kernels.integrations.serve.responses import respond
 
 
@@ -100,16 +101,10 @@ def _check_name(model: Model, name: str | None) -> None:
 
 
 def _invalid(details: dict[str, Any]) -> tuple[str, str | None]:
-    """The message of a validation error of pydantic, and the field."""
+    """The message of a validation error of FastAPI, and the field."""
     if details["type"] == "json_invalid":
         return f"the body isn't JSON (at character {details['loc'][-1]}): {details['ctx']['error']}", None
-    place = ".".join(str(part) for part in details["loc"][1:])  # behind "body"
-    if details["type"] == "extra_forbidden":
-        return f"unknown field {place!r}", place
-    message = str(details["msg"]).removeprefix("Value error, ")
-    if details["type"] == "value_error" and not place:  # a sentence about several fields
-        return message, None
-    return f"{place or 'the body'}: {message}", place or None
+    return field_error(details | {"loc": details["loc"][1:]})  # behind "body"
 
 
 def _handle_errors(app: FastAPI) -> None:
@@ -117,7 +112,7 @@ def _handle_errors(app: FastAPI) -> None:
 
     def refused(status: int, kind: str, code: str | None = None, headers: dict[str, str] | None = None) -> Any:
         async def handler(_: Request, error: Exception) -> JSONResponse:
-            return JSONResponse(error_body(str(error), kind, code=code), status, headers)
+            return JSONResponse(error_body(str(error), kind, getattr(error, "param", None), code), status, headers)
 
         return handler
 
@@ -132,6 +127,8 @@ def _handle_errors(app: FastAPI) -> None:
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {error.detail}"
+        if isinstance(error.__cause__, ValueError | RecursionError):  # of parsing; Python's advice follows ";"
+            message += f": {str(error.__cause__).partition(';')[0]}"
         return JSONResponse(error_body(message, "invalid_request_error"), error.status_code, error.headers)
 
     async def gone(_: Request, __: Exception) -> Response:

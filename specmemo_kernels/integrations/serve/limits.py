@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specmemo_kernels.integrations.serve.protocol import error_body
+from specmemo_kernels.integrations.serve.errors import error_body
 
 _log = logging.getLogger("specmemo.serve")
 Result = TypeVar("Result")

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's completions and chat completions, and the parts of their responses.
+"""Requests of OpenAI's completions and chat completions, and the token counts of their responses.
 
 Field names, defaults and limits are those of OpenAI's API reference; ``top_k``, ``min_p``, ``repetition_penalty`` and
 ``ignore_eos`` those of vLLM. Fields that aren't implemented are refused.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator, model_validator
 
@@ -72,15 +72,19 @@ class ResponseFormat(_Fields):
 
 
 class _Generation(_Fields):
-    """What both kinds of request have. ``user`` and ``metadata`` have no effect on the tokens."""
+    """What both kinds of request have. ``user`` and ``metadata`` have no effect on the tokens.
 
+    ``prompt_field``: the field that has the prompt.
+    """
+
+    prompt_field: ClassVar[str]
     model: str | None = None
     n: Integer = Field(1, ge=1, le=128)
     stop: Annotated[
         StopString | Annotated[list[StopString], Field(max_length=16)] | None,
         _expecting("a text or at most 16 texts, of 1 to 1000 characters each"),
     ] = None
-    seed: Integer | None = Field(None, ge=-(2**63), lt=2**63)
+    seed: Integer | None = Field(None, ge=-(2**63), le=2**63 - 1)
     temperature: Real | None = Field(1.0, ge=0, le=100, allow_inf_nan=False)
     top_p: Real | None = Field(1.0, gt=0, le=1)
     top_k: Integer | None = Field(0, ge=-1)
@@ -143,6 +147,7 @@ def sampling_defaults(config: Any) -> dict[str, Any]:
 class CompletionRequest(_Generation):
     """``POST /v1/completions``."""
 
+    prompt_field = "prompt"
     prompt: Annotated[
         str | TokenIds | Annotated[list[str], _Several] | Annotated[list[TokenIds], _Several],
         _expecting("a text, token ids, or a list of at most 10000 texts or token ids"),
@@ -238,6 +243,7 @@ class Message(_Fields):
 class ChatRequest(_Generation):
     """``POST /v1/chat/completions``."""
 
+    prompt_field = "messages"
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Integer | None = Field(None, ge=1)
     max_completion_tokens: Integer | None = Field(None, ge=1)
@@ -285,8 +291,3 @@ class ChatRequest(_Generation):
 def usage(prompt: int, completion: int) -> dict[str, int]:
     """Token counts of a response."""
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's form of an error."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

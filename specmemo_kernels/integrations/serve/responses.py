@@ -16,10 +16,11 @@ from fastapi.responses import JSONResponse
 from specmemo_kernels.integrations.hf.engine import EngineClosed
 from specmemo_kernels.integrations.hf.generation import GenerationFailed
 from specmemo_kernels.integrations.serve.answers import Model, TextPiece, TookTooLong
+from specmemo_kernels.integrations.serve.errors import error_body
 from specmemo_kernels.integrations.serve.limits import STOPPED, EventStream, failure, unless_gone
 from specmemo_kernels.integrations.serve.logprobs import chat_logprobs, completion_logprobs
 from specmemo_kernels.integrations.serve.messages import MessageParser
-from specmemo_kernels.integrations.serve.protocol import ChatRequest, CompletionRequest, error_body, usage
+from specmemo_kernels.integrations.serve.protocol import ChatRequest, CompletionRequest, usage
 
 _log = logging.getLogger("specmemo.serve")
 
