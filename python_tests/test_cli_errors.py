@@ -319,6 +319,13 @@ def test_empty_keys() -> None:
         assert the_line(line).startswith("--api-key or SPECMEMO_API_KEY is empty")
 
 
+def test_wrong_defaults_of_a_served_model(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"top_p": 3.0}')
+    line = the_line(run("serve", "--model", tmp_path / "model", "--heads", model / "heads", "--tree", 4))
+    assert line == "generation_config.json: top_p: Input should be less than or equal to 1, got 3.0"
+
+
 def test_addresses_that_can_not_be_listened_on(model: Path) -> None:
     serve = ("serve", "--model", model, "--heads", model / "heads", "--tree", 4)
     assert the_line(run(*serve, "--host", "999.1.1.1")).startswith("--host 999.1.1.1 --port 8000 can't be listened on")

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -31,7 +32,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 import specmemo_kernels as sk
 from specmemo_kernels.integrations.serve.app import ServerLimits
-from specmemo_kernels.integrations.serve.protocol import CompletionRequest
+from specmemo_kernels.integrations.serve.protocol import CompletionRequest, sampling_defaults
 from specmemo_kernels.integrations.serve.text import TextStream, text_of
 
 WAIT = 60.0
@@ -504,6 +505,22 @@ def test_defaults_of_the_model(plain: PreTrainedModel, model: PreTrainedModel) -
     assert (left_out.top_k, left_out.temperature, left_out.top_p) == (3, 0.5, 1.0)
     given = CompletionRequest(prompt="a", top_k=0, temperature=1.0).sampling({"top_k": 3, "temperature": 0.5})
     assert (given.top_k, given.temperature) == (0, 1.0)
+
+
+def test_wrong_defaults_of_the_model() -> None:
+    """They have the limits of a request's fields, and its forms: 20.0 is an integer, -1 all tokens."""
+    for config, says in (
+        ({"top_p": 3.0}, "top_p: Input should be less than or equal to 1, got 3.0"),
+        ({"temperature": "hot"}, "temperature: expected a number, got 'hot'"),
+        ({"temperature": -1}, "temperature: Input should be greater than or equal to 0, got -1"),
+        ({"repetition_penalty": 0}, "repetition_penalty: Input should be greater than 0, got 0"),
+        ({"top_k": -5}, "top_k: Input should be greater than or equal to -1, got -5"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"generation_config.json: {says}")):
+            sampling_defaults(SimpleNamespace(**config))
+    defaults = sampling_defaults(SimpleNamespace(top_k=20.0, top_p=None, do_sample=True))
+    assert defaults == {"top_k": 20}
+    assert CompletionRequest(prompt="a").sampling(sampling_defaults(SimpleNamespace(top_k=-1))).top_k == 0
 
 
 @pytest.mark.slow

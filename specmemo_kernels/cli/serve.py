@@ -92,7 +92,8 @@ def _serve(options: ServeOptions) -> None:
             signal.signal(each, signal.SIG_IGN)  # rank 0 has it too, and finishes running requests first
         engine.join()
         return
-    model = Model(name, engine, loaded.tokenizer, Metrics(engine), options.max_seconds)
+    with setting_up():
+        model = Model(name, engine, loaded.tokenizer, Metrics(engine), options.max_seconds)
     app = make_app(model, ServerLimits(options.api_key, options.max_body, options.shutdown_seconds))
     config = uvicorn.Config(app, options.host, options.port, http=Connection, log_config=None, access_log=False)
     try:

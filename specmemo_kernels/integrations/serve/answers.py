@@ -69,6 +69,9 @@ class Model:
 
     Args:
         max_seconds: how long an answer may take, waiting included; ``None``: no limit.
+
+    Raises:
+        ValueError: the model's generation configuration or the tokenizer's response template is wrong.
     """
 
     def __init__(

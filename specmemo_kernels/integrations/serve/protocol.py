@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from specmemo_kernels.arguments import shown
 from specmemo_kernels.engine.sampling import Sampling
+from specmemo_kernels.integrations.serve.errors import field_error
 
 
 def _number(value: Any) -> Any:
@@ -139,9 +140,16 @@ _SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def sampling_defaults(config: Any) -> dict[str, Any]:
-    """The values of a model's generation configuration for fields that a request leaves out."""
-    found = {name: getattr(config, name, None) for name in _SETTINGS}
-    return {name: value for name, value in found.items() if value is not None}
+    """The values of a model's generation configuration for fields that a request leaves out.
+
+    Raises:
+        ValueError: a value that a request can't have.
+    """
+    try:
+        checked = _Generation.model_validate({name: getattr(config, name, None) for name in _SETTINGS})
+    except ValidationError as error:
+        raise ValueError(f"generation_config.json: {field_error(error.errors()[0])[0]}") from error
+    return checked.model_dump(exclude_unset=True)
 
 
 class CompletionRequest(_Generation):
