@@ -2,9 +2,11 @@
 // name and the compiler's flags for it. All included code is in anonymous namespaces, so that no function compiled for
 // a newer machine is linked into the code for an older one.
 #include "attention_run.h"
+#include "gated_mlp.h"
 #include "lm_head.h"
 #include "norm.h"
 #include "paged_copy.h"
+#include "product_memory.h"
 #include "rotary.h"
 
 #define SPECMEMO_TEXT(x) #x

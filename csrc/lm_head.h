@@ -9,6 +9,10 @@
 namespace specmemo {
 namespace {
 
+// An lm_head's pieces of the vocabulary for each thread, and bytes of a piece's results: of the best logits of a pass,
+// or of the ten best of eight rows. Of more of them it keeps more memory.
+constexpr int64_t kPieces = 8, kPieceBytes = 1024;
+
 // The k best of all inserted values, best first; ties keep their insertion order. NaN is the largest value, as in
 // torch.
 struct Best {

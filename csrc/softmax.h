@@ -3,6 +3,7 @@
 
 #include "kernels.h"
 #include "pack.h"
+#include "vec_math.h"
 
 namespace specmemo {
 namespace {
