@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -24,10 +25,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 import specmemo_kernels as sk
 import specmemo_kernels.training.loop as loop
 from specmemo_kernels.cli import app, train_scaling
-from specmemo_kernels.planning.scaling_law import ScalingLaw
+from specmemo_kernels.planning.scaling_law import ScalingLaw, ScalingRun
 from specmemo_kernels.training.answers import read_answers, read_prompts, write_answers
 from specmemo_kernels.training.checkpoint import Progress, TrainingError, load_state, save_state
 from specmemo_kernels.training.run import RunFolder
+from specmemo_kernels.training.scaling import GridRun
 from specmemo_kernels.training.windows import DataError, Windows, read_documents, read_rows
 
 TEXT = "def f(x):\n    return x + 1\n\n\nfor i in range(10):\n    print(f(i))\n"
@@ -368,6 +370,77 @@ def test_a_grid_run_without_measurements_is_not_finished(
         result = run(*args)
         assert result.exit_code == 2
         assert "No space left on device" in " ".join(result.stderr.split())
+
+
+def made_up(_: Any, folder: Path, each: GridRun, windows: Windows, tokens: int, parameters: int) -> list[ScalingRun]:
+    """Measurements without generation."""
+    return [ScalingRun(tokens, parameters, batch, 32 // batch, 1.5) for batch in each.batches]
+
+
+def test_a_grid_has_runs_of_the_same_arguments(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error behind finished runs keeps the grid's arguments; without them, each result is beside its own."""
+
+    def fails_at_the_third(*args: Any) -> list[ScalingRun]:
+        if args[1].name == "1-1000":
+            raise ValueError("no measurement")
+        return made_up(*args)
+
+    out, other = tmp_path / "laws", tmp_path / "other.txt"
+    other.write_text(TEXT[::-1] * 20)
+    args = ("train", "--scaling", "--model", model, "--out", out, "--drafter", "medusa", *SMALL[:-2], "--data")
+    monkeypatch.setattr(train_scaling, "measured", fails_at_the_third)
+    for command, says in (
+        ((*args, data), "no measurement"),
+        ((*args, other, "--seed", 7), "laws has an unfinished run with other arguments (data, seed)"),
+        ((*args, data), "no measurement"),
+    ):
+        result = run(*command)
+        assert result.exit_code == 2, result.output
+        assert says in " ".join(result.stderr.split())
+    results = sorted(out.glob("*/measured.json"))
+    assert [file.parent.name for file in results] == ["1-250", "1-500"]
+    shutil.rmtree(out / "training")
+    for command, says in (
+        ((*args, other), "1-250 has an unfinished run with other arguments (text)"),
+        ((*args, data, "--rate", 0.1), "1-250 has an unfinished run with other arguments (rate)"),
+        ((*args, data), "no measurement"),
+    ):
+        shutil.rmtree(out / "training", ignore_errors=True)
+        assert says in " ".join(run(*command).stderr.split())
+    shutil.rmtree(out / "training")
+    weights = AutoModelForCausalLM.from_pretrained(model)
+    weights.lm_head.weight.data[0] += 1
+    with monkeypatch.context() as patched:
+        patched.setattr("specmemo_kernels.cli.train._load", lambda *_: weights)
+        assert "other arguments (model)" in " ".join(run(*args, data).stderr.split())
+    for content in ("", "[]", "{}", '{"arguments": {}, "runs": [1]}'):
+        results[0].write_text(content)
+        assert "measured.json is damaged" in " ".join(run(*args, data).stderr.split())
+
+
+def test_a_grid_whose_largest_run_needs_more_memory(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused before the first run."""
+    out, layers, needs = tmp_path / "laws", list[int](), list[int]()
+    args = ("train", "--scaling", "--model", model, "--out", out, "--drafter", "medusa", *SMALL[:-2], "--data", data)
+
+    def record(budget: int, most: int, objective: Any, *rest: Any) -> int:
+        layers.append(objective.drafter.heads.num_layers)
+        needs.append(16 * sum(p.numel() for p in objective.parameters()))
+        raise DataError("recorded")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("specmemo_kernels.training.run.windows_within", record)
+        assert "recorded" in run(*args).stderr
+    assert layers == [4]
+    result = run(*args, "--memory-budget", needs[0])
+    assert result.exit_code == 2, result.output
+    assert "raise the budget" in " ".join(result.stderr.split())
+    assert "run 1 of" not in result.output
+    assert not out.exists()
 
 
 @pytest.mark.slow

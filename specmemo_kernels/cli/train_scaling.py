@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,20 @@ from rich.console import Console
 from rich.table import Table
 
 from specmemo_kernels.planning.scaling_law import ScalingLaw, ScalingRun, TrainedDrafter
-from specmemo_kernels.training.run import Recipe, Reporter, RunFolder, train_drafter
-from specmemo_kernels.training.scaling import ROWS, GridRun, described, grid, measured, store_runs, stored_runs
+from specmemo_kernels.training.run import MEASURED, Recipe, Reporter, RunFolder, prepare, train_drafter
+from specmemo_kernels.training.scaling import (
+    ROWS,
+    GridRun,
+    described,
+    grid,
+    measured,
+    run_arguments,
+    store_runs,
+    stored_runs,
+)
 from specmemo_kernels.training.windows import Windows
 
 LAW = "scaling.json"
-_MEASURED = "measured.json"
 
 
 class Grid:
@@ -26,11 +35,18 @@ class Grid:
         self._out, self._model, self._verifier, self._windows = out, model, verifier, windows
         self._accelerator, self._reporter = accelerator, reporter
 
+    def check_memory(self, runs: Sequence[GridRun]) -> None:
+        """Raise a BudgetError before the first run if the largest unfinished one doesn't fit the memory budget."""
+        recipes = [each.recipe for each in runs if not (self._out / each.name / MEASURED).exists()]
+        if recipes:
+            largest = max(recipes, key=lambda recipe: (recipe.sizes.layers, recipe.sizes.intermediate_size or 0))
+            prepare(self._model, self._windows, largest, self._accelerator)
+
     def run(self, number: str, each: GridRun) -> tuple[list[ScalingRun], TrainedDrafter]:
         """Train and measure a run, or read its results."""
         folder, windows = self._out / each.name, self._windows
-        if not (folder / _MEASURED).exists():
-            arguments = {"recipe": repr(each.recipe), "length": windows.length}
+        arguments = run_arguments(each.recipe, self._model, self._verifier, windows)
+        if not (folder / MEASURED).exists():
             run = RunFolder(folder, arguments)
             run.begin()
             prefixed = _Prefixed(self._reporter, number)
@@ -40,9 +56,9 @@ class Grid:
                 )
             results = measured(self._model, folder, each, windows, trained.tokens, trained.parameters)
             # Before the summary, with which the folder counts as finished.
-            store_runs(folder / _MEASURED, results)
-            run.finish({**arguments, "tokens": trained.tokens, "seconds": trained.seconds})
-        results = stored_runs(folder / _MEASURED)
+            store_runs(folder / MEASURED, results, arguments)
+            run.finish({"arguments": arguments, "tokens": trained.tokens, "seconds": trained.seconds})
+        results = stored_runs(folder / MEASURED, arguments)
         return results, described(folder, results[0].tokens, results[0].parameters)
 
 
@@ -66,6 +82,7 @@ def fit_laws(grid_runs: Grid, recipe: Recipe, sizes: tuple[int, int], intermedia
     runs: dict[bool, list[ScalingRun]] = {False: [], True: []}
     drafters: list[TrainedDrafter] = []
     wanted = grid(recipe, intermediate_size)
+    grid_runs.check_memory(wanted)
     for i, each in enumerate(wanted, start=1):
         results, drafter = grid_runs.run(f"{i} of {len(wanted)}", each)
         runs[each.held_out] += results

@@ -26,6 +26,8 @@ from specmemo_kernels.training.windows import Windows
 #: The folder of a run's files inside the drafter's; it is removed at the end.
 RUN_FOLDER = "training"
 SUMMARY = "training.json"
+#: Results of a grid's finished run, in its folder inside the grid's.
+MEASURED = "measured.json"
 #: Files that a drafter's would replace, or that would be loaded with it.
 _MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.pt")
 #: Most windows of the measurement at the end.
@@ -56,6 +58,11 @@ class Recipe:
     rate: float
     seed: int
     memory_budget: int | None = None
+
+    def portions(self, length: int, processes: int = 1) -> tuple[int, int]:
+        """Optimiser steps with windows of ``length`` tokens, and windows per step."""
+        per_step = max(processes, round(self.batch_tokens / length / processes) * processes)
+        return max(1, round(self.tokens / (per_step * length))), per_step
 
 
 @dataclass(frozen=True)
@@ -104,10 +111,10 @@ class RunFolder:
         self.folder, self.files = folder, folder / RUN_FOLDER
         if (folder / SUMMARY).exists():
             raise TrainingError(f"{folder} has a trained drafter; name another folder with --out, or remove this one")
-        self._noted, self._given = self.files / "arguments.json", json.loads(json.dumps(arguments))
+        self._noted, self._given = self.files / "arguments.json", arguments
         self._main_process, self._makes_folder = main_process, not folder.exists()
         if self._noted.exists():
-            self._check_arguments(self._noted, self._given)
+            check_arguments(folder, self._stored_arguments(), arguments)
         elif model_files := [path.name for pattern in _MODEL_FILES for path in sorted(folder.glob(pattern))]:
             raise TrainingError(f"{folder} has {model_files[0]} of another model; name another folder with --out")
 
@@ -117,20 +124,14 @@ class RunFolder:
             self.files.mkdir(parents=True, exist_ok=True)
             replace_file(self._noted, lambda path: path.write_text(json.dumps(self._given, indent=1) + "\n"))
 
-    def _check_arguments(self, noted: Path, given: dict[str, Any]) -> None:
+    def _stored_arguments(self) -> dict[str, Any]:
         try:
-            stored = dict(json.loads(noted.read_text()))
+            return dict(json.loads(self._noted.read_text()))
         except (TypeError, ValueError) as error:
             raise TrainingError(
-                f"{noted} doesn't hold a run's arguments ({error}); name another folder with --out, or remove "
+                f"{self._noted} doesn't hold a run's arguments ({error}); name another folder with --out, or remove "
                 f"{self.folder}"
             ) from error
-        if stored != given:
-            changed = [name for name in given if stored.get(name) != given[name]]
-            raise TrainingError(
-                f"{self.folder} has an unfinished run with other arguments ({', '.join(changed) or 'fewer of them'}); "
-                "repeat its arguments to continue it, name another folder with --out, or remove this one"
-            )
 
     @property
     def state(self) -> Path:
@@ -157,17 +158,36 @@ class RunFolder:
         try:
             yield
         except ValueError:
-            if self._main_process and not self.state.exists() and not _has_text(self.answers):
+            if self._main_process and not self._has_work():
                 shutil.rmtree(self.files, ignore_errors=True)
                 if self._makes_folder:
                     with contextlib.suppress(OSError):  # something else is in it
                         self.folder.rmdir()
             raise
 
+    def _has_work(self) -> bool:
+        """Whether there is a checkpoint, an answer, or a finished run of a grid."""
+        return self.state.exists() or _has_text(self.answers) or any(self.folder.glob(f"*/{MEASURED}"))
+
     def finish(self, summary: dict[str, Any]) -> None:
         """Write the summary, and remove the run's files."""
         replace_file(self.folder / SUMMARY, lambda path: path.write_text(json.dumps(summary, indent=1) + "\n"))
         shutil.rmtree(self.files)
+
+
+def check_arguments(folder: Path, stored: dict[str, Any], arguments: dict[str, Any]) -> None:
+    """Compare the stored arguments of the run in ``folder`` with those of a command.
+
+    Raises:
+        TrainingError: they differ.
+    """
+    given = json.loads(json.dumps(arguments))
+    if stored != given:
+        changed = [name for name in given if stored.get(name) != given[name]]
+        raise TrainingError(
+            f"{folder} has an unfinished run with other arguments ({', '.join(changed) or 'fewer of them'}); "
+            "repeat its arguments to continue it, name another folder with --out, or remove this one"
+        )
 
 
 def _has_text(path: Path) -> bool:
@@ -188,21 +208,10 @@ def train_drafter(
         BudgetError: the budget is too small for one window. TrainingError: the loss isn't finite.
         UnsupportedModel: the model has no floating-point lm_head, or no list of layers.
     """
-    layers = model.config.get_text_config().num_hidden_layers
-    target = FrozenTarget(model, feature_ids(recipe.drafter, recipe.sizes, layers))
-    drafter = new_drafter(recipe.drafter, target, recipe.sizes, windows.training, recipe.seed)
-    objective = Objective(drafter)
-    length, processes = windows.length, accelerator.num_processes
-    per_step = max(processes, round(recipe.batch_tokens / length / processes) * processes)
-    steps = max(1, round(recipe.tokens / (per_step * length)))
-    budget = recipe.memory_budget or int(_FREE_SHARE * free_bytes(target.device))
-    most = per_step // processes
-    if target.device.type == "cpu":
-        most = min(most, max(1, _CPU_TOKENS // length))
-    micro = windows_within(budget, most, objective, target.states, length, processes)
-    schedule = Schedule(steps, per_step, micro, recipe.rate, recipe.seed)
+    target, objective, schedule = prepare(model, windows, recipe, accelerator)
     training = Training(accelerator, target, objective, windows, schedule, state)
-    reporter.phase(f"training (steps of {per_step * length:,} tokens)", steps, training.progress.step)
+    length, step_tokens = windows.length, schedule.windows * windows.length
+    reporter.phase(f"training (steps of {step_tokens:,} tokens)", schedule.steps, training.progress.step)
     training.run(lambda losses: reporter.advance(f"loss {losses[0]:.3f}"))
     if accelerator.is_main_process:
         training.save()
@@ -210,6 +219,27 @@ def train_drafter(
     reporter.phase(f"measuring acceptance (windows of {length:,} tokens)", len(chosen))
     held_out = evaluate(objective, windows.held_out[chosen], target.states, reporter.advance)
     if accelerator.is_main_process:
-        save_drafter(drafter, folder, held_out, verifier)
+        save_drafter(objective.drafter, folder, held_out, verifier)
     parameters = sum(parameter.numel() for parameter in objective.parameters())
-    return Trained(held_out, asdict(training.progress), steps * per_step * length, parameters, micro)
+    return Trained(held_out, asdict(training.progress), schedule.steps * step_tokens, parameters, schedule.micro)
+
+
+def prepare(
+    model: Any, windows: Windows, recipe: Recipe, accelerator: Any
+) -> tuple[FrozenTarget, Objective, Schedule]:  # fmt: skip
+    """The target, a new drafter's objective, and the schedule, whose passes fit the memory budget.
+
+    Raises:
+        BudgetError, UnsupportedModel: as :func:`train_drafter`.
+    """
+    layers = model.config.get_text_config().num_hidden_layers
+    target = FrozenTarget(model, feature_ids(recipe.drafter, recipe.sizes, layers))
+    objective = Objective(new_drafter(recipe.drafter, target, recipe.sizes, windows.training, recipe.seed))
+    length, processes = windows.length, accelerator.num_processes
+    steps, per_step = recipe.portions(length, processes)
+    budget = recipe.memory_budget or int(_FREE_SHARE * free_bytes(target.device))
+    most = per_step // processes
+    if target.device.type == "cpu":
+        most = min(most, max(1, _CPU_TOKENS // length))
+    micro = windows_within(budget, most, objective, target.states, length, processes)
+    return target, objective, Schedule(steps, per_step, micro, recipe.rate, recipe.seed)

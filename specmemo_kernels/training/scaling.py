@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from specmemo_kernels.drafting.replaced_file import replace_file
 from specmemo_kernels.integrations.hf.batch import generate_batch
 from specmemo_kernels.integrations.hf.patch import patch
 from specmemo_kernels.planning.scaling_law import ScalingRun, TrainedDrafter
+from specmemo_kernels.training.checkpoint import TrainingError
 from specmemo_kernels.training.recipes import DrafterSizes
-from specmemo_kernels.training.run import Recipe
+from specmemo_kernels.training.run import Recipe, check_arguments
+from specmemo_kernels.training.target_states import FrozenTarget
 from specmemo_kernels.training.windows import Windows
 
 #: Rows that a step verifies at every batch size: a sequence's tree has ROWS / batch nodes.
@@ -94,11 +97,34 @@ def described(folder: Path, tokens: int, parameters: int) -> TrainedDrafter:
     return TrainedDrafter(tokens, parameters, accuracy, config, published.elements if published else {})
 
 
-def stored_runs(path: Path) -> list[ScalingRun]:
-    """The measurements that a finished run of the grid has in its folder."""
-    return [ScalingRun(**row) for row in json.loads(path.read_text())]
+def run_arguments(recipe: Recipe, model: Any, name: str, windows: Windows) -> dict[str, Any]:
+    """What decides a run's results: its recipe, and the model and text by checksums."""
+    return {
+        **asdict(recipe), "model": [name, _checksum(FrozenTarget(model, ()).weight)],
+        "text": [windows.length, _checksum(windows.training), _checksum(windows.held_out)],
+    }  # fmt: skip
 
 
-def store_runs(path: Path, runs: Sequence[ScalingRun]) -> None:
-    """Write a run's measurements."""
-    replace_file(path, lambda fresh: fresh.write_text(json.dumps([vars(run) for run in runs], indent=1) + "\n"))
+def _checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def stored_runs(path: Path, arguments: dict[str, Any]) -> list[ScalingRun]:
+    """The measurements that a finished run of the grid has in its folder.
+
+    Raises:
+        TrainingError: they were made with other arguments, or are damaged.
+    """
+    try:
+        stored = json.loads(path.read_text())
+        made_with, runs = dict(stored["arguments"]), [ScalingRun(**row) for row in stored["runs"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise TrainingError(f"{path} is damaged ({error}); remove {path.parent}, and the run is repeated") from error
+    check_arguments(path.parent, made_with, arguments)
+    return runs
+
+
+def store_runs(path: Path, runs: Sequence[ScalingRun], arguments: dict[str, Any]) -> None:
+    """Write a run's measurements beside its arguments."""
+    stored = {"arguments": arguments, "runs": [vars(run) for run in runs]}
+    replace_file(path, lambda fresh: fresh.write_text(json.dumps(stored, indent=1) + "\n"))
