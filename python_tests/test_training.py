@@ -234,15 +234,22 @@ def test_training_lowers_the_loss(model: PreTrainedModel, kind: str, tmp_path: P
     assert all(not p.requires_grad and p.grad is None for p in model.parameters())
 
 
-def run_steps(model: PreTrainedModel, kind: str, state: Path, stops: list[int], micro: int = 3) -> dict[str, Tensor]:
-    """The weights after 12 steps, interrupted behind each of ``stops``: a checkpoint, then a step that is lost."""
+def run_steps(
+    model: PreTrainedModel, kind: str, state: Path, stops: list[int], micro: int = 3, then: int = 3
+) -> dict[str, Tensor]:
+    """The weights after 12 steps, interrupted behind each of ``stops``: a checkpoint, then a step that is lost.
+
+    Args:
+        micro: windows that fit a pass. then: the same after the first interruption.
+    """
     windows = Windows(text(10, 20), text(1, 20, seed=1))
-    for stop in [*stops, None]:
+    for start, stop in enumerate([*stops, None]):
         target = FrozenTarget(model, feature_ids(kind.split(",")[0], KINDS[kind], LAYERS))
         drafter = new_drafter(kind.split(",")[0], target, KINDS[kind], windows.training, 0)
         training = Training(
-            Accelerator(cpu=True), target, Objective(drafter), windows, Schedule(12, 3, micro, 1e-3, 7), state
-        )
+            Accelerator(cpu=True), target, Objective(drafter), windows,
+            Schedule(12, 3, then if start else micro, 1e-3, 7), state,
+        )  # fmt: skip
 
         def interrupt(_: list[float], training: Training = training, stop: int | None = stop) -> None:
             if training.progress.step == stop:
@@ -262,6 +269,13 @@ def test_an_interrupted_run_ends_with_the_same_weights(model: PreTrainedModel, k
     plain = run_steps(model, kind, tmp_path / "plain", [])
     resumed = run_steps(model, kind, tmp_path / "resumed", [3, 4, 9])
     assert plain.keys() == resumed.keys()
+    assert all(torch.equal(plain[name], resumed[name]) for name in plain)
+
+
+def test_a_run_resumed_with_less_memory_ends_with_the_same_weights(model: PreTrainedModel, tmp_path: Path) -> None:
+    """Its passes have the windows of the first start."""
+    plain = run_steps(model, "eagle3", tmp_path / "plain", [])
+    resumed = run_steps(model, "eagle3", tmp_path / "resumed", [3, 4], then=1)
     assert all(torch.equal(plain[name], resumed[name]) for name in plain)
 
 

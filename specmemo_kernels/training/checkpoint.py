@@ -32,12 +32,14 @@ class Progress:
         losses: each step's cross-entropy by depth.
         evaluations: steps with their held-out losses and accuracies.
         seconds: spent in training, over all starts.
+        micro: windows of a forward pass; others round differently. 0: not stored, as by earlier versions.
     """
 
     step: int = 0
     losses: list[list[float]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
+    micro: int = 0
 
 
 def save_state(

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,20 +57,22 @@ class Training:
 
     Args:
         accelerator: of accelerate; it has one process, or torchrun's.
-        state: the file of checkpoints; an existing one is resumed.
+        state: the file of checkpoints; an existing one is resumed, with its windows of a forward pass.
     """
 
     def __init__(
         self, accelerator: Any, target: FrozenTarget, objective: Objective, windows: Windows, schedule: Schedule,
         state: Path,
     ) -> None:  # fmt: skip
-        self.target, self.objective, self.windows, self.schedule = target, objective, windows, schedule
+        self.target, self.objective, self.windows = target, objective, windows
         self._accelerator, self._state = accelerator, state
         self.parameters = dict(objective.named_parameters())
         self._optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=schedule.rate, betas=BETAS, weight_decay=0.0, fused=True
         )
         self.progress = load_state(state, self.parameters, self._optimizer) if state.exists() else Progress()
+        self.progress.micro = self.progress.micro or schedule.micro
+        self.schedule = replace(schedule, micro=self.progress.micro)
         self._parallel: nn.Module = accelerator.prepare_model(objective) if accelerator.num_processes > 1 else objective
 
     def run(self, report: Callable[[list[float]], None]) -> None:

@@ -221,7 +221,9 @@ def train_drafter(
     if accelerator.is_main_process:
         save_drafter(objective.drafter, folder, held_out, verifier)
     parameters = sum(parameter.numel() for parameter in objective.parameters())
-    return Trained(held_out, asdict(training.progress), schedule.steps * step_tokens, parameters, schedule.micro)
+    return Trained(
+        held_out, asdict(training.progress), schedule.steps * step_tokens, parameters, training.schedule.micro
+    )
 
 
 def prepare(
@@ -241,5 +243,7 @@ def prepare(
     most = per_step // processes
     if target.device.type == "cpu":
         most = min(most, max(1, _CPU_TOKENS // length))
-    micro = windows_within(budget, most, objective, target.states, length, processes)
+    fitting = windows_within(budget, most, objective, target.states, length, processes)
+    # The least of all processes: a checkpoint has one number.
+    micro = int(accelerator.gather(torch.tensor([fitting], device=target.device)).min())
     return target, objective, Schedule(steps, per_step, micro, recipe.rate, recipe.seed)
