@@ -300,6 +300,10 @@ def test_windows_longer_than_the_model_was_made_for(model: Path, data: Path, tmp
         (("--data", "DATA", "--temperature", 0), "--temperature 0.0: only answers have it"),
         (("--data", "DATA", "--answer-tokens", 9), "--answer-tokens 9: only answers have it"),
         (("--data", "DATA", "--feature-layer", 7), "feature layers [7] don't exist"),
+        (
+            ("--data", "DATA", "--scaling", "--tokens", 64, "--batch-tokens", 512),
+            "are 1, 1, 1, 1 training steps, which",
+        ),
         (("--data", "DATA", "--device", "meta"), "--device meta: its tensors hold no data; expected cpu"),
     ],
 )

@@ -18,7 +18,7 @@ from test_cli import run, save_model
 from specmemo_kernels.planning.scaling_law import LogLinear, ScalingLaw, ScalingRun, TrainedDrafter
 from specmemo_kernels.training.recipes import DrafterSizes
 from specmemo_kernels.training.run import Recipe
-from specmemo_kernels.training.scaling import BATCHES, ROWS, grid
+from specmemo_kernels.training.scaling import BATCHES, ROWS, GridRun, grid
 
 SLOPE = st.floats(-2, 2)
 
@@ -109,7 +109,7 @@ def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
 @pytest.mark.parametrize("kind", ["medusa", "clover2", "eagle3"])
 def test_the_grid(kind: str) -> None:
     """At least twelve runs with three sizes and four volumes, and three held-out ones that are none of them."""
-    runs = grid(Recipe(kind, DrafterSizes(4, 1), 800_000, 4096, 1e-3, 0), 768)
+    runs = grid(Recipe(kind, DrafterSizes(4, 1), 800_000, 4096, 1e-3, 0), 768, 512)
     fitted, held_out = ([run for run in runs if run.held_out is kind_] for kind_ in (False, True))
     assert len(fitted) == 12
     assert len(held_out) == 3
@@ -118,6 +118,23 @@ def test_the_grid(kind: str) -> None:
     assert len({sizes for _, sizes in points}) == 3
     assert not points & {(run.recipe.tokens, run.recipe.sizes) for run in held_out}
     assert len({run.name for run in runs}) == 15
+
+
+@pytest.mark.parametrize(("batch_tokens", "length"), [(64, 64), (100, 64), (4096, 512), (40, 64)])
+def test_volumes_of_a_grid_are_different_steps(batch_tokens: int, length: int) -> None:
+    """Fewer tokens than the error names are refused, as many make a grid; with one volume no law is determined."""
+
+    def tried(tokens: int) -> list[GridRun]:
+        return grid(Recipe("medusa", DrafterSizes(4, 1), tokens, batch_tokens, 1e-3, 0), 768, length)
+
+    step = max(1, round(batch_tokens / length)) * length
+    for tokens in (1, batch_tokens, 4 * step, 5 * step):
+        with pytest.raises(ValueError, match=f"^--tokens {tokens} with --batch-tokens {batch_tokens} ") as caught:
+            tried(tokens)
+        least = int(str(caught.value).split("at least ")[1].split(",")[0])
+        assert least == 6 * step
+    fitted = [run.recipe.portions(length)[0] for run in tried(least) if not run.held_out]
+    assert fitted == [1, 2, 3, 6] * 3
 
 
 @pytest.mark.slow

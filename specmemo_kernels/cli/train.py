@@ -247,7 +247,8 @@ def _fitted(
     config = model.config.get_text_config()
     sizes = config.hidden_size, config.vocab_size
     inner = options.intermediate_size or getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    return fit_laws(Grid(options.out, model, name, windows, accelerator, bars), recipe, sizes, inner)
+    grid_runs = Grid(options.out, model, name, windows, accelerator, bars)
+    return fit_laws(grid_runs, recipe, sizes, inner, windows.length)
 
 
 def _finish(console: Console, options: TrainOptions, run: RunFolder, trained: Trained) -> None:

@@ -73,15 +73,18 @@ class _Prefixed:
         self._inner.phase(f"run {self._number}: {name}", total, done)
 
 
-def fit_laws(grid_runs: Grid, recipe: Recipe, sizes: tuple[int, int], intermediate_size: int) -> ScalingLaw:
+def fit_laws(
+    grid_runs: Grid, recipe: Recipe, sizes: tuple[int, int], intermediate_size: int, length: int
+) -> ScalingLaw:
     """Run the grid and fit the laws.
 
     Args:
         sizes: the model's hidden and vocabulary size. intermediate_size: of the middle capacity.
+        length: of the text's windows.
     """
     runs: dict[bool, list[ScalingRun]] = {False: [], True: []}
     drafters: list[TrainedDrafter] = []
-    wanted = grid(recipe, intermediate_size)
+    wanted = grid(recipe, intermediate_size, length)
     grid_runs.check_memory(wanted)
     for i, each in enumerate(wanted, start=1):
         results, drafter = grid_runs.run(f"{i} of {len(wanted)}", each)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import zlib
 from collections.abc import Sequence
@@ -42,14 +43,18 @@ class GridRun:
     held_out: bool
 
 
-def grid(recipe: Recipe, intermediate_size: int) -> list[GridRun]:
+def grid(recipe: Recipe, intermediate_size: int, length: int) -> list[GridRun]:
     """The runs for a recipe: its tokens are the largest volume, its sizes the middle capacity.
 
     Capacity is the width of the drafter's MLPs, or a Medusa head's number of blocks.
 
     Args:
-        intermediate_size: of the middle capacity.
+        intermediate_size: of the middle capacity. length: of the text's windows.
+
+    Raises:
+        ValueError: volumes that are the same number of training steps.
     """
+    _check_volumes(recipe, length)
     runs = []
     points: list[tuple[float, float, tuple[int, ...], bool]] = [
         *((v, c, BATCHES, False) for c in CAPACITIES for v in VOLUMES),
@@ -58,10 +63,32 @@ def grid(recipe: Recipe, intermediate_size: int) -> list[GridRun]:
     for volume, capacity, batches, held_out in points:
         sizes = scaled(recipe.drafter, recipe.sizes, capacity, intermediate_size)
         size = sizes.layers if recipe.drafter == "medusa" else sizes.intermediate_size
-        tokens = max(recipe.batch_tokens, round(volume * recipe.tokens))
-        name = f"{size}-{tokens}" + ("-held-out" if held_out else "")
-        runs.append(GridRun(name, replace(recipe, tokens=tokens, sizes=sizes), batches, held_out))
+        part = _part(recipe, volume)
+        name = f"{size}-{part.tokens}" + ("-held-out" if held_out else "")
+        runs.append(GridRun(name, replace(part, sizes=sizes), batches, held_out))
     return runs
+
+
+def _part(recipe: Recipe, volume: float) -> Recipe:
+    """The recipe with a share of its tokens."""
+    return replace(recipe, tokens=max(recipe.batch_tokens, round(volume * recipe.tokens)))
+
+
+def _check_volumes(recipe: Recipe, length: int) -> None:
+    def steps(tokens: int) -> list[int]:
+        return [_part(replace(recipe, tokens=tokens), volume).portions(length)[0] for volume in VOLUMES]
+
+    def differ(tokens: int) -> bool:
+        return len(set(steps(tokens))) == len(VOLUMES)
+
+    if not differ(recipe.tokens):
+        step_tokens = recipe.portions(length)[1] * length
+        least = next(tokens for tokens in itertools.count(step_tokens, step_tokens) if differ(tokens))
+        raise ValueError(
+            f"--tokens {recipe.tokens} with --batch-tokens {recipe.batch_tokens} and --length {length}: the volumes of "
+            f"--scaling are {', '.join(map(str, steps(recipe.tokens)))} training steps, which must differ; raise "
+            f"--tokens to at least {least}, or lower --batch-tokens"
+        )
 
 
 def scaled(kind: str, sizes: DrafterSizes, capacity: float, intermediate_size: int) -> DrafterSizes:
