@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -391,6 +392,23 @@ def test_patch_finds_weights_and_accuracy(model: PreTrainedModel, kind: str, tmp
         assert published.kind == name
         accuracy = published.accuracy
     assert [list(row) for row in accuracy] == [list(row) for row in trained.held_out.accuracy]
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+def test_a_saved_drafter_can_be_read_by_whom_the_umask_lets(model: PreTrainedModel, kind: str, tmp_path: Path) -> None:
+    """All files; a replaced one keeps its permissions."""
+    drafter = made(model, kind)[1]
+    umask = os.umask(0o027)
+    try:
+        save_drafter(drafter, tmp_path, evaluate_nothing(drafter), "model")
+        weights = next(tmp_path.glob("*.safetensors"))
+        assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o640}
+        weights.chmod(0o604)
+        save_drafter(drafter, tmp_path, evaluate_nothing(drafter), "model")
+        assert weights.stat().st_mode & 0o777 == 0o604
+        assert os.umask(0o027) == 0o027
+    finally:
+        os.umask(umask)
 
 
 @pytest.mark.parametrize("kind", sample(["medusa", "eagle3"], ["medusa"]))
