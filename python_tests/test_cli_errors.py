@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import shutil
@@ -17,12 +18,15 @@ import pytest
 import torch
 import typer
 from interpreter import INTERPRETING
+from rich.console import Console
+from rich.table import Table
 from test_cli import TEMPLATE, save_model
 from typer.testing import CliRunner, Result
 
 import specmemo_kernels
 from specmemo_kernels.cli import app
 from specmemo_kernels.cli.chat import Chat
+from specmemo_kernels.cli.common import show_tables
 from specmemo_kernels.integrations.hf.chat import ChatSession
 from specmemo_kernels.planning.model_spec import ModelSpec
 
@@ -212,6 +216,19 @@ def test_broken_files_of_a_model(model: Path, tmp_path: Path, name: str) -> None
     assert "broken can't be loaded" in the_line(chat_with(folder, "hello\n"))
 
 
+def test_a_model_file_without_permission(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' error is that the file is missing."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no file named model.safetensors")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
+    assert "no file named" in the_line(chat_with(model, ""))
+    file, access = model / "model.safetensors", os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: access(path, mode) and (path != file or mode != os.R_OK))
+    assert the_line(chat_with(model, "")).endswith(f"can't be loaded: no permission to read {file}")
+
+
 def test_a_broken_template_ends_no_conversation(model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path / "m")
     (tmp_path / "m" / "chat_template.jinja").write_text("{% for m in %}")
@@ -370,6 +387,17 @@ def test_outputs_are_checked_before_the_work(
         assert f"--output {output}" in the_line(run("probe", "--output", output))
 
 
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of a probe without --output has what to do instead."""
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: access(path, mode) and mode != os.W_OK)
+    line = the_line(run("probe", XDG_CACHE_HOME=str(tmp_path)))
+    assert line.startswith(f"the profile {tmp_path}/specmemo_kernels/device-cpu.json: no permission to write to ")
+    assert line.endswith("; give --output FILE, or set XDG_CACHE_HOME")
+    line = the_line(run("probe", "--output", tmp_path / "x.json"))
+    assert line == f"--output {tmp_path}/x.json: no permission to write to {tmp_path}"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_full_disk(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,6 +498,32 @@ def test_memory_that_runs_out(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
         monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
         assert the_line(chat_with(model, "hello\n")) in (str(error), "MemoryError")
+
+
+def test_narrow_terminals_lose_no_value(model: Path) -> None:
+    args = ("plan", "--model", model, "--device", "rtx-4090", "--context", 256)
+    wide = run(*args, COLUMNS="300")
+    assert wide.exit_code == 0, wide.output
+    words = {word for word in wide.stdout.split() if any(map(str.isalnum, word))}
+    for columns in (1, 20, 40, 60, 80, 100):
+        assert words <= set(run(*args, COLUMNS=str(columns)).stdout.split()), columns
+
+
+@pytest.mark.parametrize("no_wrap", [False, True])
+def test_tables(no_wrap: bool) -> None:
+    """Side by side where there is room, otherwise below each other; values keep their words, or their line."""
+
+    def lines(width: int) -> list[str]:
+        console, tables = Console(width=width, file=io.StringIO()), [Table(box=None), Table(box=None)]
+        for table, value in zip(tables, ("two words", "1,234,567"), strict=True):
+            table.add_column("name", no_wrap=no_wrap)
+            table.add_row(value)
+        show_tables(console, *tables)
+        return [line.strip() for line in console.file.getvalue().splitlines()]
+
+    assert [line.split() for line in lines(40)] == [["name", "name"], ["two", "words", "1,234,567"]]
+    first = ["two words"] if no_wrap else ["two", "words"]
+    assert lines(4) == ["name", *first, "name", "1,234,567"]
 
 
 @pytest.mark.slow

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 
 from specmemo_kernels import ops
 from specmemo_kernels.cli.errors import UserError
@@ -30,6 +32,8 @@ DTYPES: dict[str, torch.dtype | str] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+#: Columns of a terminal on which every table fits.
+_UNLIMITED = 10_000
 #: Endings of file names, which no hub id has.
 FILES = (".json", ".safetensors", ".pt", ".pth", ".bin", ".gguf")
 
@@ -48,15 +52,19 @@ def setting_up() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def loading(name: str) -> Iterator[None]:
-    """Convert any error of loading to a UserError: broken files raise errors of every type."""
+def loading(kind: str, source: str | Path) -> Iterator[None]:
+    """Convert any error of loading ``source`` to a UserError: broken files raise errors of every type."""
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
-        raise UserError(f"{name} can't be loaded: {kind}{error}") from error
+        folder = Path(source)
+        reason = f"{error}" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
+        files = [file for file in (folder, *sorted(folder.glob("*"))) if os.access(file, os.F_OK)]
+        if closed := [file for file in files if not os.access(file, os.R_OK)]:  # transformers calls them missing
+            reason = f"no permission to read {closed[0]}"
+        raise UserError(f"{kind} {source} can't be loaded: {reason}") from error
 
 
 def terminal(**options: Any) -> Console:
@@ -85,8 +93,31 @@ def existing_or_hub(name: str, advice: str, *, files: bool = False, hub: bool = 
     return name
 
 
-def check_output(option: str, path: Path, *, make_folders: bool = False) -> None:
+def show_tables(console: Console, *tables: Table) -> None:
+    """Print tables side by side, or below each other where the terminal has too few columns.
+
+    No value is cut off: a table that is still too wide has longer lines than the terminal.
+    """
+    unlimited = console.options.update(width=_UNLIMITED)
+    row = Table.grid(padding=(0, 2))
+    row.add_row(*tables)
+    if Measurement.get(console, unlimited, row).maximum <= console.width:
+        console.print(row)
+        return
+    for table in tables:
+        for column in table.columns:
+            cells = [Measurement.get(console, unlimited, cell) for cell in (column.header, *column.cells)]
+            column.min_width = max(cell.maximum if column.no_wrap else cell.minimum for cell in cells)
+        if (least := Measurement.get(console, unlimited, table).minimum) > console.width:
+            table.width = least
+        console.print(table, crop=False)
+
+
+def check_output(option: str, path: Path, *, make_folders: bool = False, advice: str = "") -> None:
     """Check before the work that its result can be written to ``path``.
+
+    Args:
+        advice: what else the user can do, for the message.
 
     Raises:
         UserError: ``path`` is a folder, its folder is missing, or the permission is.
@@ -94,14 +125,17 @@ def check_output(option: str, path: Path, *, make_folders: bool = False) -> None
     target = path if path.exists() else path.parent
     while make_folders and not target.exists():
         target = target.parent
+    problem = None
     if path.is_dir():
-        raise UserError(f"{option} {path}: it is a folder, name a file")
-    if not target.exists():
-        raise UserError(f"{option} {path}: there is no folder {target}")
-    if target != path and not target.is_dir():
-        raise UserError(f"{option} {path}: {target} is no folder")
-    if not os.access(target, os.W_OK):
-        raise UserError(f"{option} {path}: no permission to write to {target}")
+        problem = "it is a folder, name a file"
+    elif not target.exists():
+        problem = f"there is no folder {target}"
+    elif target != path and not target.is_dir():
+        problem = f"{target} is no folder"
+    elif not os.access(target, os.W_OK):
+        problem = f"no permission to write to {target}"
+    if problem is not None:
+        raise UserError(f"{option} {path}: {problem}{advice}")
 
 
 def write_result(option: str, path: Path, write: Callable[[Path], object]) -> None:
@@ -212,12 +246,12 @@ def load_model(folder: str | Path, dtype: torch.dtype | str, device: torch.devic
     from transformers import AutoModelForCausalLM
 
     if world_size() == 1:
-        with loading(f"the model {folder}"):
+        with loading("the model", folder):
             model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
         return model.to(device).eval()
     with warnings.catch_warnings():  # newer versions replace tp_plan by an argument that older ones lack
         warnings.simplefilter("ignore", FutureWarning)
-        with loading(f"the model {folder}"):
+        with loading("the model", folder):
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False, tp_plan="auto")
     if model.device.type != device.type:
         raise UserError(f"--device {device}: under torchrun this machine's models are on {model.device.type}")
@@ -272,5 +306,5 @@ def hide_loading_bars() -> None:
 def load_tokenizer(folder: str | Path) -> Any:
     from transformers import AutoTokenizer
 
-    with loading(f"the tokenizer of {folder}"):
+    with loading("the tokenizer of", folder):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers.generation.streamers import BaseStreamer
 
+from specmemo_kernels.cli.common import show_tables
 from specmemo_kernels.cli.demo_runs import SAMPLING, SIDES, DemoResult, Pair, Prompt
 from specmemo_kernels.planning.memory_plan import format_bytes
 
@@ -165,7 +166,7 @@ def show_result(console: Console, result: DemoResult) -> None:
     _memory_rows(table, result.memory)
     verdict = Text("yes" if equal == count else "NO", style="bold green" if equal == count else "bold red")
     table.add_row("same tokens", "", verdict, f"{equal} of {count} prompts")
-    console.print(table)
+    show_tables(console, table)
     console.print(
         f"Prompts: {count}; timed runs of each per side: {result.rounds}, alternating, prompt included; medians. "
         "The timed runs are greedy; the text above is sampled (temperature "

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from specmemo_kernels.cli.common import show_tables
 from specmemo_kernels.planning.baselines import medusa_parts, plain_parts
 from specmemo_kernels.planning.cost import Message, Speed, decode_pass, medusa_speed, plain_speed, step_messages
 from specmemo_kernels.planning.drafter_spec import HeadsSpec
@@ -113,9 +114,7 @@ def show(
     parts.add_section()
     parts.add_row("generation", format_bytes(plan.generation_bytes))
     parts.add_row("all", format_bytes(plan.total_bytes))
-    columns = Table.grid(padding=(0, 2))
-    columns.add_row(chosen, parts)
-    console.print(columns)
+    show_tables(console, chosen, parts)
     if spec.mixers is not None:
         one, each = spec.mixers.state_bytes, plan.tree.size * spec.mixers.state_bytes
         console.print(
@@ -133,7 +132,7 @@ def show(
             format_bytes(row.generation_bytes), f"{row.speed.tokens_per_second:.1f}",
             "yes" if row.total_bytes <= budget else "no",
         )  # fmt: skip
-    console.print(table)
+    show_tables(console, table)
     for line in (*_gains(request, rows), _against_medusa(choices, rows)):
         console.print(line, soft_wrap=True)
 

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from specmemo_kernels.cli.common import show_tables
 from specmemo_kernels.cli.errors import UserError
 from specmemo_kernels.cli.options import PlanOptions
 from specmemo_kernels.drafting.published import config_of
@@ -68,9 +69,9 @@ def show_scaling(console: Console, options: PlanOptions, request: PlanRequest) -
         raise BudgetError("no drafter of these laws fits the budget; raise --memory-budget or lower --context")
     measured = [offer for offer in offers if not offer.extrapolated] or offers
     best = max(measured, key=lambda offer: offer.speed)
-    console.print(_volumes(offers, best))
+    show_tables(console, _volumes(offers, best))
     console.print(_advice(offers, best), soft_wrap=True)
-    console.print(_batches(law, request, options.memory_budget, best.tokens))
+    show_tables(console, _batches(law, request, options.memory_budget, best.tokens))
 
 
 def _offers(law: ScalingLaw, request: PlanRequest, budget: str | None) -> list[_Offer]:

@@ -6,7 +6,7 @@ import time
 
 from rich.table import Table
 
-from specmemo_kernels.cli.common import check_output, setting_up, terminal, torch_device, write_result
+from specmemo_kernels.cli.common import check_output, setting_up, show_tables, terminal, torch_device, write_result
 from specmemo_kernels.cli.options import ProbeOptions
 from specmemo_kernels.planning.device import DeviceProfile
 from specmemo_kernels.planning.device_probe import cache_file, probe
@@ -16,14 +16,16 @@ from specmemo_kernels.planning.memory_plan import format_bytes
 def run_probe(options: ProbeOptions) -> None:
     """Measure a device profile, print it and write it to a file (default: the cache of ``patch`` and ``plan``)."""
     name = str(torch_device(options.device))
-    path = options.output or cache_file(name)
-    check_output("--output", path, make_folders=True)
+    option, path, advice = "--output", options.output, ""
+    if path is None:
+        option, path, advice = "the profile", cache_file(name), "; give --output FILE, or set XDG_CACHE_HOME"
+    check_output(option, path, make_folders=True, advice=advice)
     console, started = terminal(), time.perf_counter()
     with console.status(f"measuring {name}"), setting_up():
         profile = probe(name, options.seconds)
     elapsed = time.perf_counter() - started
-    write_result("--output", path, profile.save)
-    console.print(profile_table(profile))
+    write_result(option, path, profile.save)
+    show_tables(console, profile_table(profile))
     console.print(f"measured in {elapsed:.1f} s, written to {path}", soft_wrap=True)
 
 

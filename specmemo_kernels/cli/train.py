@@ -26,6 +26,7 @@ from specmemo_kernels.cli.common import (
     load_tokenizer,
     loading,
     setting_up,
+    show_tables,
     terminal,
     torch_device,
     world_size,
@@ -181,7 +182,7 @@ def _arguments(options: TrainOptions) -> dict[str, Any]:
 def _load(name: str, dtype: str, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
 
-    with loading(f"the model {name}"):
+    with loading("the model", name):
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[dtype], trust_remote_code=False)
     return model.to(device).eval()
 
@@ -267,7 +268,7 @@ def _finish(console: Console, options: TrainOptions, run: RunFolder, trained: Tr
     }  # fmt: skip
     draw_curves(run.folder / "training.png", options.drafter, trained)
     run.finish(summary)
-    console.print(_table(accuracy))
+    show_tables(console, _table(accuracy))
     console.print(
         "expected tokens per step: " + ", ".join(f"{value:.2f} with {nodes} nodes" for nodes, value in expected.items())
     )

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from specmemo_kernels.cli.common import show_tables
 from specmemo_kernels.planning.scaling_law import ScalingLaw, ScalingRun, TrainedDrafter
 from specmemo_kernels.training.run import MEASURED, Recipe, Reporter, RunFolder, prepare, train_drafter
 from specmemo_kernels.training.scaling import (
@@ -114,4 +115,4 @@ def show_laws(console: Console, law: ScalingLaw) -> None:
             f"{run.tokens:,}", f"{run.parameters:,}", str(run.batch), f"{law.tokens_per_step.at(*run.factors):.3f}",
             f"{run.tokens_per_step:.3f}", f"{law.residual(run):+.1%}",
         )  # fmt: skip
-    console.print(table)
+    show_tables(console, table)
