@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -312,6 +313,42 @@ def test_autocast(model: PreTrainedModel) -> None:
             assert torch.equal(greedy(model, inputs, 20), expected)
         assert torch.equal(greedy(model, inputs, 20), plain)
         assert handle.stats.steps > 0
+
+
+def _mixed(module: Any, enabled: bool = True) -> None:
+    """Wraps ``forward`` as accelerate's mixed precision does."""
+    from accelerate.utils import convert_outputs_to_fp32
+
+    forward = module.forward
+    module.forward = convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(forward) if enabled else forward)
+
+
+@pytest.mark.parametrize("part", sample(["", "model", "model.layers.1", "lm_head"], ["", "model.layers.1"]))
+def test_autocast_inside_of_a_forward(model: PreTrainedModel, part: str) -> None:
+    """Of the model and of a module in it."""
+    inputs, module = batch((9, 6)), model.get_submodule(part)
+    plain = greedy(model, inputs, 20)
+    _mixed(module)
+    expected = greedy(model, inputs, 20)
+    if part != "lm_head":
+        with pytest.raises(sk.UnsupportedModel, match="LlamaForCausalLM runs under autocast for cpu"):
+            patched_right(model, plain, inputs)
+    del module.forward
+    _mixed(module, enabled=False)
+    with patched_right(model, plain, inputs) as handle:
+        assert torch.equal(greedy(model, inputs, 20), plain)
+        steps = handle.stats.steps
+        assert steps > 0
+        _mixed(module)
+        with falls_back(rf"replaced forward on {part or type(model).__name__} \(torch.amp.autocast_mode\)"):
+            assert torch.equal(greedy(model, inputs, 20), expected)
+        assert handle.stats.steps == steps
+
+
+def test_patch_under_autocast(model: PreTrainedModel) -> None:
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(sk.UnsupportedModel, match="without autocast"):
+        sk.patch(model, "prompt-lookup")
+    sk.patch(model, "prompt-lookup")
 
 
 def test_trained_weights_and_adapters_still_speculate(model: PreTrainedModel) -> None:

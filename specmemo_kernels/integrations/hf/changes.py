@@ -29,6 +29,8 @@ from specmemo_kernels.integrations.hf.target import local_part
 
 #: Packages whose hooks and wrappers keep a module's results (device placement, tensor parallel, torch.compile, ours).
 _FRAMEWORKS = frozenset(("torch", "transformers", "accelerate", "specmemo_kernels"))
+#: Defines the wrapper of torch that doesn't, as accelerate's mixed precision puts it around ``forward``.
+_AUTOCAST = "torch.amp.autocast_mode"
 #: Attributes of every module.
 _COMMON = frozenset(vars(nn.Module()))
 #: Settings that decide which layers run, and what they attend to.
@@ -134,8 +136,9 @@ def _head_facts(model: Any) -> HeadFacts:
 def foreign_code(model: Any) -> str:
     """The first hook or replaced method that is neither the model's own nor a framework's, or an empty string.
 
-    Hooks count on every module, because they may change packed rows. A replaced ``forward`` counts on the model and its
-    lm_head only, whose logits a speculative step doesn't compute. In other modules it runs inside the step.
+    Hooks count on every module, because they may change packed rows, and so does autocast around a ``forward``. Another
+    replaced ``forward`` counts on the model and its lm_head only, whose logits a speculative step doesn't compute. In
+    other modules it runs inside the step.
     """
     for name in STEP_METHODS:
         method = vars(model).get(name)
@@ -165,23 +168,29 @@ def _attached(module: nn.Module, check_forward: bool) -> Iterator[tuple[str, Any
     if "_hf_hook" in attributes:  # accelerate's; a sequential hook has a list of hooks
         for hook in getattr(attributes["_hf_hook"], "hooks", (attributes["_hf_hook"],)):
             yield "hook of accelerate", hook
-    if check_forward and "forward" in attributes:
-        yield "replaced forward", attributes["forward"]
+    forward = attributes.get("forward")
+    if forward is not None and (check_forward or _AUTOCAST in _origins(forward, type(module).forward)):
+        yield "replaced forward", forward
 
 
 def _foreign_origin(function: Any, own: Callable[..., Any] | None = None) -> str:
-    """The module that defines a callable, or one that it wraps, if that is no framework's; else an empty string.
+    """The first of :func:`_origins` that may change results, or an empty string."""
+    origins = _origins(function, own)
+    return next((o for o in origins if o.partition(".")[0] not in _FRAMEWORKS or o == _AUTOCAST), "")
 
-    ``own``: the ``forward`` of the module's class, which a framework's wrapper calls.
+
+def _origins(function: Any, own: Callable[..., Any] | None = None) -> Iterator[str]:
+    """The modules that define a callable and the callables that it wraps, from the outside.
+
+    ``own``: the ``forward`` of the module's class, which a framework's wrapper calls; it is left out.
     """
     if own is not None and _function(function) is _function(own):
-        return ""
-    origin = _origin(function)
-    if origin.partition(".")[0] not in _FRAMEWORKS:
-        return origin
+        return
+    yield _origin(function)
     # Decorators (torch.no_grad) and partial objects of frameworks call other functions.
-    inner = (getattr(function, "func", None), getattr(_function(function), "__wrapped__", None))
-    return next((found for each in inner if callable(each) and (found := _foreign_origin(each, own))), "")
+    for inner in (getattr(function, "func", None), getattr(_function(function), "__wrapped__", None)):
+        if callable(inner):
+            yield from _origins(inner, own)
 
 
 def _function(function: Any) -> Any:

@@ -33,8 +33,8 @@ def probe(model: Any) -> ModelFacts:
     ramp has every magnitude up to 1000, where a soft cap or a clamp shows in each dtype.
 
     Raises:
-        UnsupportedModel: an attention layer wasn't called, or was called twice, or packed passes compute other hidden
-            states than the model (:func:`check_equivalence`).
+        UnsupportedModel: an attention layer wasn't called, or was called twice, or under autocast, or packed passes
+            compute other hidden states than the model (:func:`check_equivalence`).
     """
     name = type(model).__name__
     if missing := {"position_ids", "logits_to_keep"} - set(inspect.signature(model.forward).parameters):
@@ -120,6 +120,7 @@ def _recorded_pass(
     ramp = torch.empty(0, device="cpu")
 
     def record_layer(layer: int, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        _refuse_autocast(model, q.device)
         if layer in layers:
             raise UnsupportedModel(f"attention layer {layer} runs twice in one forward pass")
         layers[layer] = LayerKV(k.shape[1], k.shape[2], v.shape[2], k.dtype, k.device), q.shape[1]
@@ -129,6 +130,7 @@ def _recorded_pass(
         nonlocal ramp
         if current_tap() is not tap:  # a pass of another thread
             return None
+        _refuse_autocast(model, output.device)
         steps = torch.linspace(-1, 1, output.shape[-1], device=output.device)
         ramp = (steps * math.asinh(_LARGEST_LOGIT)).sinh().to(output.dtype)
         return ramp.expand_as(output)
@@ -136,6 +138,15 @@ def _recorded_pass(
     with unsupported_errors(model), tapped(cut=False) as tap, head.register_forward_hook(replace_by_ramp):
         logits = run_packed(model, token, token, record_layer, None)[0, 0]
     return layers, ramp, logits, tap.hidden
+
+
+def _refuse_autocast(model: Any, device: torch.device) -> None:
+    """Raise if autocast is on, the caller's or one inside of ``forward``: our operators don't follow it."""
+    if torch.is_autocast_enabled(device.type):
+        raise UnsupportedModel(
+            f"{type(model).__name__} runs under autocast for {device.type}; load it in the wanted dtype instead, and "
+            "patch it without autocast"
+        )
 
 
 def like_attention(_: int, q: Tensor, k: Tensor, v: Tensor, **__: Any) -> Tensor:
