@@ -17,6 +17,7 @@ from test_families import batch, greedy
 from test_patch import snapshot
 from tiny_models import OracleDrafter, random_heads, tiny_model
 from torch import nn
+from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 import specmemo_kernels as sk
@@ -426,6 +427,84 @@ def test_rows_of_another_dtype_run_the_module_itself() -> None:
         assert leaf.forward(x).dtype == torch.float32
         short = x.to(torch.bfloat16)
         assert torch.equal(leaf.forward(short), leaf.call(ops.kernels("cpu", x.device), short))
+
+
+def test_autocast_inside_of_a_pass_runs_the_module_itself() -> None:
+    model = tiny_model("llama")
+    x = torch.randn(1, 3, 32)
+    with attention_call(lambda *_, **__: x, operators=LeafOperators(ops.kernels("cpu", x.device))):
+        for leaf in find_leaves(model, torch.float32, "cpu", False).leaves:
+            with torch.autocast("cpu", torch.bfloat16):
+                own, found = type(leaf.module).forward(leaf.module, x), leaf.forward(x)
+            assert found.dtype == own.dtype
+            assert torch.equal(found, own)
+
+
+class Negative(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return -weight
+
+
+class WithNegative(nn.Module):
+    """Calls a module with a negative parameter, by a parametrization that is there only meanwhile, as some of PEFT."""
+
+    def __init__(self, base: nn.Module, name: str) -> None:
+        super().__init__()
+        self.base, self.name = base, name
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        parametrize.register_parametrization(self.base, self.name, Negative())
+        try:
+            return self.base(*args)  # type: ignore[no-any-return]
+        finally:
+            parametrize.remove_parametrizations(self.base, self.name, leave_parametrized=False)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before patching", "after patching"])
+@pytest.mark.parametrize(
+    ("family", "parent", "part", "parameter"),
+    [
+        ("mixtral", "model.layers.0.mlp", "experts", "gate_up_proj"),
+        ("llama", "model.layers.0.mlp", "up_proj", "weight"),
+        ("llama", "model.layers.0.self_attn", "o_proj", "weight"),
+    ],
+)
+def test_parametrizations_inside_of_a_pass_count(
+    family: str, parent: str, part: str, parameter: str, before: bool
+) -> None:
+    def change(model: PreTrainedModel) -> None:
+        module = model.get_submodule(parent)
+        setattr(module, part, WithNegative(module.get_submodule(part), parameter))
+
+    model, own = tiny_model(family), tiny_model(family)
+    change(own)
+    expected = greedy(own, batch((9,)), 40)
+    assert not torch.equal(expected, greedy(model, batch((9,)), 40))
+    if before:
+        change(model)
+    with sk.patch(model, random_heads(model), tree=6) as handle:
+        if not before:
+            greedy(model, batch((9,)), 40)
+            change(model)
+        steps = handle.stats.steps
+        for _ in range(4):
+            assert torch.equal(greedy(model, batch((9,)), 40), expected)
+        assert handle.stats.steps > steps
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before patching", "after patching"])
+def test_parametrizations_inside_of_an_invariant_pass(before: bool) -> None:
+    model = tiny_model("llama").bfloat16()
+    layer, inputs = model.model.layers[0], batch((9,))
+    if before:
+        layer.mlp.up_proj = WithNegative(layer.mlp.up_proj, "weight")
+        with pytest.raises(sk.UnsupportedModel, match="a pass replaces parameters of model.layers.0.mlp.up_proj.base"):
+            sk.patch(model, "prompt-lookup", invariant=True)
+        return
+    with sk.patch(model, "prompt-lookup", invariant=True):
+        layer.self_attn.o_proj = WithNegative(layer.self_attn.o_proj, "weight")
+        with pytest.raises(sk.UnsupportedModel, match="a pass replaces parameters of model.layers.0.self_attn.o_proj"):
+            greedy(model, inputs, 3)
 
 
 def noted(leaves: FusedLeaves) -> tuple[FusedLeaves, dict[str, tuple[str, int]]]:

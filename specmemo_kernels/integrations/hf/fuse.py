@@ -26,6 +26,7 @@ from specmemo_kernels.integrations.hf.attention import (
 )
 from specmemo_kernels.integrations.hf.compressed import compressed_matrices
 from specmemo_kernels.integrations.hf.leaf_kinds import LeafKind, best_match, leaf_kinds
+from specmemo_kernels.integrations.hf.mask import UnsupportedModel
 from specmemo_kernels.integrations.hf.replaced import OurForward, ReplacedForwards, is_plain
 
 Tensor = torch.Tensor
@@ -51,6 +52,7 @@ class Leaf:
         name: the module's name in the model. kind: what computes it. call: the candidate that matches.
         dtype: of the input's rows.
         parts: the module and those inside of it.
+        invariant: the module's own ``forward`` may not run instead in a pass.
     """
 
     module: nn.Module
@@ -59,6 +61,7 @@ class Leaf:
     call: Callable[..., Tensor]
     dtype: torch.dtype
     parts: tuple[_Part, ...]
+    invariant: bool
 
     @property
     def compressed(self) -> bool:
@@ -73,10 +76,24 @@ class Leaf:
         return all(part.unchanged for part in self.parts)
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the operator, or the module's own ``forward`` outside of our passes and for other inputs."""
+        """Call the operator, or the module's own ``forward`` outside of our passes and for other inputs.
+
+        Raises:
+            UnsupportedModel: the module changes inside of an invariant pass.
+        """
         operators = leaf_operators()
-        supported = type(x) is Tensor and x.dtype == self.dtype and x.shape[-1:] == (self.kind.inputs,)
-        if operators is None or not supported or len(args) != (2 if self.kind.experts else 0) or kwargs:
+        supported = (
+            type(x) is Tensor and x.dtype == self.dtype and x.shape[-1:] == (self.kind.inputs,)
+            and len(args) == (2 if self.kind.experts else 0) and not kwargs
+        )  # fmt: skip
+        # Inside of a pass autocast may begin, and adapters may add parametrizations.
+        changed = torch._C._is_any_autocast_enabled() or not all(map(_Part.has_parameters, self.parts))
+        if operators is not None and changed and self.invariant:
+            raise UnsupportedModel(
+                f"invariant is True, but a pass replaces parameters of {self.name} or runs it under autocast; use "
+                "invariant=False"
+            )
+        if operators is None or not supported or changed:
             return type(self.module).forward(self.module, x, *args, **kwargs)
         kept, dim = operators.kept, x.ndim - 2  # experts take [rows, inputs], other modules [1, rows, inputs]
         if kept is None or dim != (0 if args else 1) or x.numel() != operators.rows * self.kind.inputs:
@@ -96,6 +113,11 @@ class _Part:
         others = (vars(module), _attributes(module)), (module._modules, module._modules)
         self._values = tuple((owner, *item) for owner, values in others for item in values.items())
         self._parameters = tuple((key, id(p), _facts(p)) for key, p in module._parameters.items())
+        self._names = frozenset(module._parameters)
+
+    def has_parameters(self) -> bool:
+        """Whether the module has its class and the names of its parameters; a parametrization changes both."""
+        return type(self._module) is self._kind and self._module._parameters.keys() == self._names
 
     @property
     def unchanged(self) -> bool:
@@ -227,7 +249,7 @@ def find_leaves(model: Any, dtype: torch.dtype, backend: str, invariant: bool) -
                 matches[like] = best_match(module, kind, kernels, dtype)
             if (match := matches[like]) is not None:
                 parts = tuple(map(_Part, module.modules()))
-                leaves.append(Leaf(module, name, kind, kind.calls[match], dtype, parts))
+                leaves.append(Leaf(module, name, kind, kind.calls[match], dtype, parts, invariant))
                 inside.update(module.modules())
                 break
     products = {product for leaf in leaves for product in leaf.kind.products}
