@@ -80,6 +80,27 @@ def test_layers_that_changed(family: str, change: Callable[[Any], None]) -> None
         assert handle.stats.steps == steps
 
 
+@pytest.mark.filterwarnings("ignore:.*quant")
+def test_layers_that_are_quantised_with_their_rows() -> None:
+    """``patch`` would refuse the model, and so does each call."""
+
+    def change(model: PreTrainedModel) -> None:
+        chosen = {f"model.layers.{i}.mlp.up_proj": torch.ao.quantization.default_dynamic_qconfig for i in range(2)}
+        torch.ao.quantization.quantize_dynamic(model, chosen, inplace=True)
+
+    model, own = tiny_model("llama"), tiny_model("llama")
+    with sk.patch(model, "prompt-lookup") as handle:
+        greedy(model, INPUTS, 12)
+        change(model)
+        change(own)
+        expected, steps = greedy(own, INPUTS, 12), handle.stats.steps
+        with falls_back("up_proj is a Linear of torch.ao quantisation"):
+            assert torch.equal(greedy(model, INPUTS, 12), expected)
+        assert handle.stats.steps == steps
+    with pytest.raises(sk.UnsupportedModel, match=r"up_proj is a Linear of torch.ao quantisation"):
+        sk.patch(model, "prompt-lookup")
+
+
 def test_an_attention_class_with_another_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     with sk.patch(model, "prompt-lookup"):

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedConfig
 
 from specmemo_kernels.integrations.hf.attention import ConfigView, attention_modules
-from specmemo_kernels.integrations.hf.checks import STEP_METHODS
+from specmemo_kernels.integrations.hf.checks import STEP_METHODS, refused_module
 from specmemo_kernels.integrations.hf.compressed import stored_weight
 from specmemo_kernels.integrations.hf.target import local_part
 
@@ -54,10 +54,13 @@ class ModelGuard:
     Args:
         name: the model's name in messages.
         mixers: its modules with recurrent states.
+        drafts: its tokens are guesses, which may depend on each other.
     """
 
-    def __init__(self, model: Any, name: str = "the model", mixers: Sequence[nn.Module] = ()) -> None:
-        self.model, self.name = model, name
+    def __init__(
+        self, model: Any, name: str = "the model", mixers: Sequence[nn.Module] = (), drafts: bool = False
+    ) -> None:
+        self.model, self.name, self._drafts = model, name, drafts
         self._head = _head_facts(model)
         self._forward, self._settings = type(model).forward, copy.deepcopy(_settings_of(model))
         tokens = {*map(id, attention_modules(model)), *map(id, mixers)}
@@ -70,11 +73,14 @@ class ModelGuard:
 
     def reason(self) -> str:
         """Why speculative steps would not give the model's own tokens, with the remedy, or an empty string."""
-        if change := self._change():
+        modules = dict(self.model.named_modules())
+        if change := self._change(modules):
             return (
                 f"{change} since patching; to speculate again, call specmemo_kernels.unpatch(model), make the change, "
                 "and patch again"
             )
+        if not self._drafts and (refused := refused_module(modules)):
+            return refused
         if attached := foreign_code(self.model):
             return f"{self.name} has {attached}; to speculate again, remove it"
         device = self.model.get_input_embeddings().weight.device.type
@@ -82,7 +88,7 @@ class ModelGuard:
             return f"autocast is on for {device}; to speculate, load the model in the wanted dtype instead"
         return ""
 
-    def _change(self) -> str:
+    def _change(self, modules: Mapping[str, nn.Module]) -> str:
         head = _head_facts(self.model)
         if head != self._head:
             old, new = _described(self._head), _described(head)
@@ -93,7 +99,6 @@ class ModelGuard:
         if (now := _settings_of(self.model)) != self._settings:
             key = next(key for key in now | self._settings if now.get(key) != self._settings.get(key))
             return f"{key} of {self.name} has changed from {self._settings.get(key)} to {now.get(key)}"
-        modules = dict(self.model.named_modules())
         for key, code in self._token_mixers.items():
             if key not in modules or _code(modules[key]) != code:
                 return f"{key} of {self.name} has been replaced or changed"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -116,18 +116,24 @@ def check_generation(model: Any) -> None:
 
 
 def check_modules(model: Any) -> None:
-    """Refuse dynamic quantisation of ``torch.ao``: it scales the rows of a call together, so tokens depend on drafts.
+    """Raise ``UnsupportedModel`` for modules that :func:`refused_module` names."""
+    if reason := refused_module(dict(model.named_modules())):
+        raise UnsupportedModel(reason)
 
-    Raises:
-        UnsupportedModel: with the module's name.
+
+def refused_module(modules: Mapping[str, nn.Module]) -> str:
+    """Why one of a model's modules rules out speculative steps, or an empty string.
+
+    Dynamic quantisation of ``torch.ao`` scales the rows of a call together, so tokens depend on drafts.
     """
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         if type(module).__module__.startswith(_QUANTISED):
-            raise UnsupportedModel(
+            return (
                 f"{name} is a {type(module).__name__} of torch.ao quantisation, which scales all rows of a call "
                 "together: its tokens would depend on the drafts beside them; patch the model as it was before "
                 "quantize_dynamic, or quantise its weights alone (torchao's weight-only methods, bitsandbytes)"
             )
+    return ""
 
 
 def check_numbers(facts: ModelFacts, backend: str, name: str = "the model") -> None:

@@ -86,7 +86,7 @@ class SpecMemo:
         self._pools = PoolCache(setup, plan, graphs, self.memory_pressure, self.stats, reuse_prefix)
         self._guards = [ModelGuard(self.model, mixers=[mixer.module for mixer in self.facts.mixers.mixers])]
         if isinstance(self.drafter, HFDraftModel):
-            self._guards.append(ModelGuard(self.drafter.hf_model, "the draft model"))
+            self._guards.append(ModelGuard(self.drafter.hf_model, "the draft model", drafts=True))
         self._lock = threading.Lock()
         self._owner_thread: int | None = None
         self._run: weakref.ref[BatchRun] | None = None
