@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from family_models import family_model
 from selection import sample
 from test_families import answers, batch, greedy
 from tiny_models import OracleDrafter, random_heads, tiny_model
+from torch.utils.hooks import RemovableHandle
 from transformers import LlamaForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import BaseStreamer, LogitsProcessor, LogitsProcessorList
 
@@ -122,6 +124,40 @@ def test_copies_and_pickles_are_plain(model: PreTrainedModel, tmp_path: Path) ->
         assert "specmemo" not in (tmp_path / "config.json").read_text()
     again = type(model).from_pretrained(tmp_path)
     assert torch.equal(greedy(again, inputs, 8), expected)
+
+
+def test_copies_of_a_nested_lm_head() -> None:
+    """And of the lm_head alone."""
+    model = family_model("bert")
+    head = model.get_output_embeddings()
+    with sk.patch(model, "prompt-lookup"):
+        data = pickle.dumps(model)
+        assert b"specmemo_kernels" not in data
+        copies = [copy.deepcopy(model), pickle.loads(data)]
+        twins = [copy.deepcopy(head), *(twin.get_output_embeddings() for twin in copies)]
+        assert head._forward_pre_hooks
+        assert not any(twin._forward_pre_hooks for twin in twins)
+    assert not head._forward_pre_hooks
+    assert not vars(head._forward_pre_hooks)
+
+
+def test_hooks_of_the_users_on_the_lm_head(model: PreTrainedModel) -> None:
+    """Copies have them, and their handles remove them, patched or not."""
+    called: list[str] = []
+
+    def hooked(name: str) -> RemovableHandle:
+        return model.lm_head.register_forward_pre_hook(lambda *_: called.append(name))
+
+    first = hooked("first")
+    with sk.patch(model, OracleDrafter([], 0.0)):
+        second = hooked("second")
+        called.clear()
+        copy.deepcopy(model)(**batch((4,)))
+        assert called == ["first", "second"]
+        first.remove()
+        assert len(copy.deepcopy(model.lm_head)._forward_pre_hooks) == 1
+    second.remove()
+    assert not model.lm_head._forward_pre_hooks
 
 
 def test_threads_share_a_model(model: PreTrainedModel) -> None:

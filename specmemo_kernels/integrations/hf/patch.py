@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -47,7 +46,7 @@ from specmemo_kernels.integrations.hf.mask import UnsupportedModel
 from specmemo_kernels.integrations.hf.plan import LEAST_CONTEXT, PlanLimits, make_chooser, make_plan
 from specmemo_kernels.integrations.hf.pool import graph_use
 from specmemo_kernels.integrations.hf.probe import probe
-from specmemo_kernels.integrations.hf.target import ModelFacts, attach, lm_head_hook
+from specmemo_kernels.integrations.hf.target import ModelFacts, attach
 from specmemo_kernels.ops.weight_codes import check_bits
 from specmemo_kernels.planning.host_allocator import release_host_memory, return_large_blocks
 from specmemo_kernels.planning.memory_plan import parse_bytes
@@ -77,16 +76,7 @@ class PatchedGeneration:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle as a plain, unpatched model; loading it doesn't need this package."""
         state = {k: v for k, v in vars(self).items() if k != "specmemo"}
-        head = self.get_output_embeddings()  # type: ignore[attr-defined]
-        state["_modules"] = {k: _without_hook(v) if v is head else v for k, v in state["_modules"].items()}
         return object.__new__, (_plain_class(type(self)),), state
-
-
-def _without_hook(head: nn.Module) -> nn.Module:
-    """A copy of the lm_head with the same parameters, without our hook."""
-    plain, hooks = copy.copy(head), head._forward_pre_hooks
-    plain._forward_pre_hooks = type(hooks)((k, hook) for k, hook in hooks.items() if hook is not lm_head_hook)
-    return plain
 
 
 def _plain_class(cls: type) -> type:

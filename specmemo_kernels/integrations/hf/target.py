@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -332,10 +333,19 @@ def _count_users(
 
 
 def _install_hook(head: nn.Module) -> None:
-    if lm_head_hook not in head._forward_pre_hooks.values():  # copies of a draft model have the hook already
+    hooks = head._forward_pre_hooks  # this dict stays: handles of the user's hooks refer to it
+    if lm_head_hook not in hooks.values():
         head.register_forward_pre_hook(lm_head_hook)
+        vars(hooks)["__reduce_ex__"] = partial(_reduce_others, hooks)
 
 
 def _remove_hook(head: nn.Module) -> None:
-    for key in [key for key, hook in head._forward_pre_hooks.items() if hook is lm_head_hook]:
-        del head._forward_pre_hooks[key]
+    hooks = head._forward_pre_hooks
+    vars(hooks).pop("__reduce_ex__", None)
+    for key in [key for key, hook in hooks.items() if hook is lm_head_hook]:
+        del hooks[key]
+
+
+def _reduce_others(hooks: Mapping[int, Any], protocol: Any) -> Any:
+    """Copy and pickle the hooks of an lm_head without ours."""
+    return OrderedDict((key, hook) for key, hook in hooks.items() if hook is not lm_head_hook).__reduce_ex__(protocol)
