@@ -359,6 +359,33 @@ def test_adapters_that_learn_a_prompt(model: PreTrainedModel) -> None:
     sk.unpatch(wrapper)
 
 
+class Wrapper(nn.Module):
+    """Passes attributes on to the model inside, as those of PEFT do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base = model
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base"), name)
+
+
+@pytest.mark.parametrize("wrap", [Wrapper, functools.partial(torch.compile, backend="eager")])
+def test_wrappers_of_a_patched_model(model: PreTrainedModel, wrap: Callable[[nn.Module], Any]) -> None:
+    sk.patch(model, "prompt-lookup")
+    wrapper = wrap(model)
+    found, expected = (sk.generate_batch(each, [[3, 4, 5]], max_new_tokens=3) for each in (wrapper, model))
+    assert found[0].tokens == expected[0].tokens
+    sk.unpatch(wrapper)
+    assert "specmemo" not in vars(model)
+    sk.unpatch(wrapper)
+    with pytest.raises(ValueError, match="the model isn't patched"):
+        sk.generate_batch(wrapper, [[3, 4, 5]])
+
+
 # ---- interrupts and copies
 
 

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,11 +16,8 @@ from specmemo_kernels.engine.sampling import Sampling
 from specmemo_kernels.engine.scores import TokenScore
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.verify import SampledVerifier
-from specmemo_kernels.integrations.hf.checks import without_wrapper
+from specmemo_kernels.integrations.hf.handle import SpecMemo, handle_of
 from specmemo_kernels.integrations.hf.run import Piece, PieceReader, SequenceRun
-
-if TYPE_CHECKING:
-    from specmemo_kernels.integrations.hf.handle import SpecMemo
 
 Prompt = Sequence[int] | torch.Tensor
 
@@ -265,7 +262,7 @@ def patched_handle(model: Any) -> SpecMemo:
     Raises:
         ValueError: the model isn't patched.
     """
-    handle: SpecMemo | None = getattr(without_wrapper(model), "__dict__", {}).get("specmemo")
+    handle = handle_of(model)
     if handle is None:
         raise ValueError("the model isn't patched; call specmemo_kernels.patch(model, heads) first")
     return handle

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting.base import can_offload
@@ -20,6 +20,7 @@ from specmemo_kernels.engine.stats import DecodeStats
 from specmemo_kernels.engine.verify import Verifier
 from specmemo_kernels.integrations.hf.changes import ModelGuard
 from specmemo_kernels.integrations.hf.chat import longest_text
+from specmemo_kernels.integrations.hf.checks import without_wrapper
 from specmemo_kernels.integrations.hf.compressed import CompressedWeights
 from specmemo_kernels.integrations.hf.draft import HFDraftModel, Setup, unregister
 from specmemo_kernels.integrations.hf.generate import Generator
@@ -265,6 +266,12 @@ class SpecMemo:
 
     def __repr__(self) -> str:
         return f"SpecMemo({type(self.model).__name__}, {self.plan})"
+
+
+def handle_of(model: Any) -> SpecMemo | None:
+    """The handle of a patched model, also through wrappers that pass attributes on (PEFT's, torch.compile's)."""
+    handle = getattr(without_wrapper(model), "specmemo", None)
+    return handle if isinstance(handle, SpecMemo) else None
 
 
 def run_steps(steps: list[Callable[[], None]]) -> None:

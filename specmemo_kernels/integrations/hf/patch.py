@@ -39,7 +39,7 @@ from specmemo_kernels.integrations.hf.draft import (
 )
 from specmemo_kernels.integrations.hf.features import find_taps
 from specmemo_kernels.integrations.hf.fuse import FUSED_BACKENDS, find_leaves
-from specmemo_kernels.integrations.hf.handle import SpecMemo, Unpatched, run_steps
+from specmemo_kernels.integrations.hf.handle import SpecMemo, Unpatched, handle_of, run_steps
 from specmemo_kernels.integrations.hf.invariance import check_invariance, check_invariant_arguments
 from specmemo_kernels.integrations.hf.linears import by_operators
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
@@ -178,7 +178,7 @@ def patch(
             :func:`unpatch`: the error has a note then.
     """
     wrapped, model = model, without_wrapper(model)
-    if isinstance(getattr(model, "specmemo", None), SpecMemo):
+    if handle_of(model) is not None:
         raise ValueError("the model is patched already; call specmemo_kernels.unpatch(model) first")
     _finish_undo(model)
     page_size = None if page_size is None else integer("page_size", page_size)
@@ -311,11 +311,10 @@ def unpatch(model: Any) -> None:
     Raises:
         RuntimeError: a generation of this thread isn't over.
     """
-    model = without_wrapper(model)
-    handle = getattr(model, "__dict__", {}).get("specmemo")
-    if isinstance(handle, SpecMemo):
+    handle = handle_of(model)
+    if handle is not None:
         handle.undo()
-    _finish_undo(model)
+    _finish_undo(without_wrapper(model))
 
 
 def _undo_failed(model: Any, steps: list[Callable[[], None]], error: BaseException) -> None:
@@ -328,12 +327,9 @@ def _undo_failed(model: Any, steps: list[Callable[[], None]], error: BaseExcepti
             error.add_note(f"{failure} (while patch was undone: free memory and call specmemo_kernels.unpatch(model))")
             left.append(step)
     if left:
-        vars(model)[_UNDO] = left
+        vars(model)[_UNDO] = [*left, partial(delattr, model, _UNDO)]
 
 
 def _finish_undo(model: Any) -> None:
     """Run the steps that :func:`_undo_failed` has left."""
-    steps = getattr(model, "__dict__", {}).get(_UNDO)
-    if steps is not None:
-        run_steps(steps)
-        del vars(model)[_UNDO]
+    run_steps(getattr(model, _UNDO, []))
