@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from specmemo_kernels.training.scaling import (
     described,
     grid,
     measured,
-    run_arguments,
+    sources,
     store_runs,
     stored_runs,
 )
@@ -35,6 +36,7 @@ class Grid:
     ) -> None:
         self._out, self._model, self._verifier, self._windows = out, model, verifier, windows
         self._accelerator, self._reporter = accelerator, reporter
+        self._sources = sources(model, verifier, windows)
 
     def check_memory(self, runs: Sequence[GridRun]) -> None:
         """Raise a BudgetError before the first run if the largest unfinished one doesn't fit the memory budget."""
@@ -46,7 +48,7 @@ class Grid:
     def run(self, number: str, each: GridRun) -> tuple[list[ScalingRun], TrainedDrafter]:
         """Train and measure a run, or read its results."""
         folder, windows = self._out / each.name, self._windows
-        arguments = run_arguments(each.recipe, self._model, self._verifier, windows)
+        arguments = asdict(each.recipe) | self._sources
         if not (folder / MEASURED).exists():
             run = RunFolder(folder, arguments)
             run.begin()

@@ -226,9 +226,7 @@ def train_drafter(
     )
 
 
-def prepare(
-    model: Any, windows: Windows, recipe: Recipe, accelerator: Any
-) -> tuple[FrozenTarget, Objective, Schedule]:  # fmt: skip
+def prepare(model: Any, windows: Windows, recipe: Recipe, accelerator: Any) -> tuple[FrozenTarget, Objective, Schedule]:
     """The target, a new drafter's objective, and the schedule, whose passes fit the memory budget.
 
     Raises:

@@ -6,7 +6,7 @@ import itertools
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +124,12 @@ def described(folder: Path, tokens: int, parameters: int) -> TrainedDrafter:
     return TrainedDrafter(tokens, parameters, accuracy, config, published.elements if published else {})
 
 
-def run_arguments(recipe: Recipe, model: Any, name: str, windows: Windows) -> dict[str, Any]:
-    """What decides a run's results: its recipe, and the model and text by checksums."""
+def sources(model: Any, name: str, windows: Windows) -> dict[str, Any]:
+    """The model and text that decide a run's results besides its recipe, by checksums."""
     return {
-        **asdict(recipe), "model": [name, _checksum(FrozenTarget(model, ()).weight)],
+        "model": [name, _checksum(FrozenTarget(model, ()).weight)],
         "text": [windows.length, _checksum(windows.training), _checksum(windows.held_out)],
-    }  # fmt: skip
+    }
 
 
 def _checksum(tensor: torch.Tensor) -> int:

@@ -84,8 +84,8 @@ def check_invariance(model: Any, facts: ModelFacts) -> None:
 class ElementwiseOperators(TorchDispatchMode):
     """Finds the operators of one tensor whose bits for an element depend on its place.
 
-    torch computes whole vectors of a tensor, or of a thread's part of it, and the elements behind the last one one by
-    one. Both needn't round alike.
+    torch computes a tensor, or a thread's part of it, in whole vectors, and the remaining elements one by one. Both
+    needn't round alike.
 
     Attributes:
         dependent: names and dtypes of the operators found.
@@ -121,7 +121,8 @@ class ElementwiseOperators(TorchDispatchMode):
             return result.nan_to_num()
 
         whole = result_of(_sweep(dtype))
-        # Of strided tensors torch computes all elements one by one, in one call; but some operators only of these.
+        # One call computes a strided tensor element by element. Some operators have other code for strided tensors, so
+        # short contiguous ones confirm a difference.
         if torch.equal(whole, result_of(torch.stack([_sweep(dtype)] * 2, dim=1)[:, 0])):
             return
         if not torch.equal(whole, torch.cat([result_of(part) for part in torch.split(_sweep(dtype), _FEW)])):
