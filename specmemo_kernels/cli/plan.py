@@ -28,7 +28,7 @@ from specmemo_kernels.planning.memory_plan import BudgetError, MemoryPlan, forma
 from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.planning.mtp_spec import mtp_spec
 from specmemo_kernels.planning.planner import choose, plan_request
-from specmemo_kernels.planning.search import PlanCandidate, PlanRequest, candidates
+from specmemo_kernels.planning.search import PlanCandidate, PlanRequest, candidates, in_compute_dtype
 from specmemo_kernels.tree.acceptance import DEFAULT_ACCURACY, Accuracy
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
@@ -54,13 +54,13 @@ def run_plan(options: PlanOptions) -> None:
             parse_bytes(options.memory_budget, "--memory-budget")
         device, tp = devices_of(options)
         spec = load_spec(model, options.weight_bits)
+        if options.dtype is not None:
+            spec = spec.with_dtype(options.dtype)
         if spec.recurrent:
             # Imported here, because transformers' caches and models take a second.
             from specmemo_kernels.integrations.hf.hybrid_sizes import recurrent_spec
 
-            spec = recurrent_spec(spec, model)
-        if options.dtype is not None:
-            spec = spec.with_dtype(options.dtype)
+            spec = recurrent_spec(in_compute_dtype(spec, device), model)
         workload = Workload(options.context, options.batch, options.prompt or 0)
         heads, accuracy = heads_of(options, spec)
         request = plan_request(spec, device, workload, heads=heads, accuracy=accuracy, tp=tp, kv_dtype=options.kv_dtype)

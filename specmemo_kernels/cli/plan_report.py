@@ -219,7 +219,8 @@ def to_json(request: PlanRequest, choices: list[PlanCandidate], plan: MemoryPlan
         "communication": _message_totals(request, rows[0]),
         "alternatives": [
             {"name": row.name, "heads": row.heads, "nodes": row.nodes, "generation_bytes": row.generation_bytes,
-             "total_bytes": row.total_bytes, "tokens_per_step": row.tokens_per_step,
+             "total_bytes": row.total_bytes, "chunk": row.chunk, "sequences": row.sequences,
+             "tokens_per_step": row.tokens_per_step,
              "tokens_per_second": row.speed.tokens_per_second, "step_seconds": row.speed.step_seconds}
             for row in rows
         ],

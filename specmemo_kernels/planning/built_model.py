@@ -11,9 +11,12 @@ import torch
 from torch import nn
 
 from specmemo_kernels.planning.decoder_matrices import DecoderWeights, Matrix
+from specmemo_kernels.planning.memory_tracker import MemoryTracker
 
 #: Parts of names of parameters that passes over text don't read.
 _TOWERS = re.compile(r"vision|visual|image|audio|multi_modal_projector")
+#: Names of the feed-forward layers' activation in transformers' configurations.
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act", "activation", "afn")
 _FEED_FORWARD = re.compile(r"mlp|feed_forward|ffn|moe|\.fc\d|intermediate|shared_expert|\d\.output\.|\.(up|down)_proj")
 
 
@@ -64,6 +67,22 @@ def _build(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], DecoderWeights
     names = {"hidden_size", "num_hidden_layers", "num_attention_heads", *text.attribute_map}
     fields = text.to_dict() | {name: getattr(text, name) for name in names if hasattr(text, name)}
     return fields, built_weights(model, text.hidden_size)
+
+
+def activation_tensors(fields: Mapping[str, Any]) -> int:
+    """The most tensors that a text configuration's activation holds beside its input; 0: it is unknown.
+
+    GELU by one operator holds one, ``gelu_new`` three.
+    """
+    from transformers.activations import ACT2FN
+
+    name = next((fields[key] for key in _ACTIVATIONS if isinstance(fields.get(key), str)), None)
+    if name not in ACT2FN:
+        return 0
+    x = torch.zeros(1, device="meta")
+    with MemoryTracker() as tracker:
+        ACT2FN[name](x)
+    return int(tracker.peak // x.nbytes)
 
 
 def built_weights(model: Any, hidden: int) -> DecoderWeights:

@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from specmemo_kernels.planning.built_model import build
+from specmemo_kernels.planning.built_model import activation_tensors, build
 from specmemo_kernels.planning.decoder_matrices import DecoderWeights, llama_weights
 from specmemo_kernels.planning.gguf_file import read_gguf
 from specmemo_kernels.planning.gguf_header import is_gguf
 from specmemo_kernels.planning.known_models import known_model
 from specmemo_kernels.planning.model_config import DTYPE_BYTES, check_counts, check_experts, read_json, read_sizes
+from specmemo_kernels.planning.pass_bytes import PassBytes
 from specmemo_kernels.planning.quantised_weights import UNQUANTISED, QuantisedWeights
 
 
@@ -28,15 +29,19 @@ def ranks_share(queries: int, keys: int, ranks: int) -> bool:
 class MixerSizes:
     """Sizes of a model's recurrent and convolution layers.
 
-    ``weights``, ``matrices``: of all of them. ``state_bytes``: their states of one sequence; ``largest_state``: of one
-    of them. ``row_bytes``: kept input rows of one tree node.
+    ``weights``, ``matrices``: of all of them; ``inputs``: the most input features of a matrix. ``state_bytes``: their
+    states of one sequence. ``row_bytes``: kept input rows of one tree node. ``chunk``: transient bytes of one of them
+    in a prompt's pass, by its rows; ``path``: for a path through a tree, by its tokens; both 0 for a loaded model, of
+    which they are measured.
     """
 
     weights: int
     matrices: int
+    inputs: int
     state_bytes: int
-    largest_state: int
     row_bytes: int
+    chunk: PassBytes = PassBytes()
+    path: PassBytes = PassBytes()
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,9 @@ class ModelSpec:
         gated: whether feed-forward layers have a gate matrix.
         num_experts, experts_per_token, expert_size, shared_size: of the other layers, mixtures of experts.
         ffn_tensors, expert_tensors: tensors of the intermediate width that a dense layer and an expert hold at once.
-            Two; three with a gate (gate, up, product); four with a fused matrix. Experts have four as well; gpt-oss's
-            nine: the fused pair, both clamped, three for the gate, up plus one, the product.
+            Two; three with a gate (gate, up, product); four with a fused matrix; or what the activation's code holds.
+            Experts have four as well; gpt-oss's nine: the fused pair, both clamped, three for the gate, up plus one,
+            and the product.
         attention_weights, feed_forward_weights, experts_weights: matrix elements of all layers, recurrent layers with
             attention, shared experts and routers with feed-forward layers.
         embedding_weights, lm_head_weights: elements. tied: whether the lm_head is the embedding.
@@ -321,7 +327,9 @@ def _sizes(config: Mapping[str, Any], text: Mapping[str, Any], name: str) -> tup
     if not isinstance(built, str):
         fields, weights = built
         sizes = read_sizes(fields, name)
-        return sizes | weights.widths(sizes) | weights.sizes(), weights
+        widths = weights.widths(sizes)
+        widths["ffn_tensors"] = max(widths["ffn_tensors"], 1 + activation_tensors(fields))
+        return sizes | widths | weights.sizes(), weights
     sizes = read_sizes(text, name)
     check_experts(text, name, sizes)
     weights = llama_weights(text, sizes)

@@ -12,6 +12,7 @@ import torch
 from specmemo_kernels.backends.kernel_config import KernelConfig, attention_configs, max_state_bytes
 from specmemo_kernels.backends.kernel_target import TARGETS
 from specmemo_kernels.planning.baselines import Workload
+from specmemo_kernels.planning.cpu_workspace import cpu_workspace
 from specmemo_kernels.planning.device import DeviceProfile
 from specmemo_kernels.planning.drafter_spec import DrafterSpec, HeadsSpec
 from specmemo_kernels.planning.known_devices import known_device
@@ -89,6 +90,9 @@ def plan_request(
         on_device(model, profile), profile, workload, drafter, accuracy, tp, max_nodes, workspace_bytes, kv_dtype,
         assumed, recorded=profile.backend is not None and tp == 1 and model.mixers is None,
     )  # fmt: skip
+    if profile.backend == "cpu":
+        buffers = cpu_workspace(request.spec, drafter, kv_dtype, tp)
+        return replace(request, workspace_bytes=workspace_bytes + buffers)
     kernels, target = _kernels(request), profile.kernel_target
     if kernels is None or target is None:
         return request

@@ -8,6 +8,7 @@ import torch
 
 from specmemo_kernels.cache.kv_storage import LayerKV
 from specmemo_kernels.planning.drafter_spec import DrafterSpec
+from specmemo_kernels.planning.feature_drafter_spec import FeatureDrafterSpec
 from specmemo_kernels.planning.footprint import KEPT_STATES, GenerationShape, draw_bytes
 from specmemo_kernels.planning.model_spec import ModelSpec, ranks_share
 from specmemo_kernels.planning.pass_bytes import PassBytes
@@ -79,6 +80,7 @@ def predicted_shape(
     tp: int = 1,
     workspace_bytes: int = 0,
     kv_dtype: str | None = None,
+    page_objects: bool = False,
 ) -> GenerationShape:
     """The shape from a configuration, instead of measurements: one rank of ``tp``, drafting ``depth`` tokens ahead.
 
@@ -86,6 +88,7 @@ def predicted_shape(
         nodes: of a tree, root included.
         workspace_bytes: constant memory of the backend.
         kv_dtype: ``"int8"`` or ``"fp8"`` for pages of codes, ``None`` for the model's dtype.
+        page_objects: count the objects of pages, as on a CPU.
 
     Raises:
         ValueError: ``tp`` ranks can't share the heads.
@@ -95,19 +98,29 @@ def predicted_shape(
     if depth:
         hidden_size = max(hidden_size, heads.hidden_size)
     mixers, unpacked = spec.mixers, -(-spec.unpacked_matrix_bytes // tp)
-    # A path to each leaf, at most one per two nodes in the best trees; a state before and behind it.
-    states = 0 if mixers is None else 2 * max(1, nodes // 2) * mixers.largest_state
+    forward = PassBytes(unpacked, heads.row_bytes(spec, target_row) if depth else target_row)
+    of_trees, beside = PassBytes(), PassBytes()
+    if mixers is not None:
+        beside = PassBytes(unpacked, 4 * spec.hidden_size * spec.dtype_bytes)
+        forward = forward.elementwise_max(mixers.chunk)
+        of_trees = PassBytes(0, _most_paths(heads, nodes, depth) * mixers.path.at(depth + 1))
     return GenerationShape(
         kv_bytes_per_token=page_token_bytes(spec, kv_dtype, tp)
         + (heads.page_token_bytes(spec, kv_dtype) if depth else 0),
         scratch_bytes_per_node=page_token_bytes(spec, None, tp) + (0 if mixers is None else mixers.row_bytes),
         mixer_state_bytes=0 if mixers is None else mixers.state_bytes,
-        mixers=PassBytes(0, states),
-        beside_mixers=PassBytes(unpacked, 0 if mixers is None else 4 * spec.hidden_size * spec.dtype_bytes),
+        mixers=of_trees,
+        beside_mixers=beside,
         head_bytes=heads.nbytes(spec, depth, tp),
-        forward=PassBytes(unpacked, heads.row_bytes(spec, target_row) if depth else target_row),
+        forward=forward,
         draw=draw_bytes(spec.vocab_size, spec.dtype_bytes, tp),
         draft=PassBytes(0, heads.sequence_bytes(spec, depth, nodes) if depth else 0),
         state_bytes=KEPT_STATES * hidden_size * spec.dtype_bytes,
         workspace_bytes=workspace_bytes,
+        page_objects=page_objects,
     )
+
+
+def _most_paths(heads: DrafterSpec, nodes: int, depth: int) -> int:
+    """Paths from the root to a leaf: at most one per two nodes in the best static trees."""
+    return max(1, nodes - 1 if isinstance(heads, FeatureDrafterSpec) else min(nodes // 2, nodes - depth))

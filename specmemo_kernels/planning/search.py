@@ -10,7 +10,7 @@ from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.cost import Speed, decode_pass, generation_speed, pass_seconds, prefill_seconds
 from specmemo_kernels.planning.device import DeviceProfile
 from specmemo_kernels.planning.drafter_spec import DrafterSpec, HeadsSpec
-from specmemo_kernels.planning.footprint import StepSize, equal_length_metadata, fixed_parts, page_parts
+from specmemo_kernels.planning.footprint import StepSize, equal_length_metadata, fixed_parts, object_bytes, page_parts
 from specmemo_kernels.planning.memory_plan import format_bytes
 from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.planning.predicted_shape import predicted_shape, weight_bytes
@@ -90,15 +90,21 @@ class PlanCandidate:
     speed: Speed
 
 
+def in_compute_dtype(spec: ModelSpec, device: DeviceProfile) -> ModelSpec:
+    """The model in the dtype in which it computes on a device: float32 on a CPU without a known 16-bit rate.
+
+    GPU kernels accept the model's dtype or raise (:mod:`specmemo_kernels.backends.kernel_config`).
+    """
+    return spec if device.kernel_target is not None else spec.with_dtype(device.compute_dtype(spec.dtype))
+
+
 def on_device(spec: ModelSpec, device: DeviceProfile) -> ModelSpec:
     """The model as it computes on a device.
 
-    In the device's compute dtype: float32 on a CPU without a known 16-bit rate. GPU kernels accept the model's dtype or
-    raise (:mod:`specmemo_kernels.backends.kernel_config`). Quantised weights as stored, or dequantised where the
-    method's package does that when loading.
+    In the device's compute dtype. Quantised weights as stored, or dequantised where the method's package does that when
+    loading.
     """
-    if device.kernel_target is None:
-        spec = replace(spec, dtype=device.compute_dtype(spec.dtype))
+    spec = in_compute_dtype(spec, device)
     used = replace(spec, quantised=spec.quantised.on(device.kernel_target, device.backend == "cpu"))
     if used.weight_bytes == spec.weight_bytes:
         return used
@@ -129,7 +135,7 @@ def _parts(
     spec = request.spec
     shape = predicted_shape(
         spec, request.heads, heads, nodes=tree_size, tp=request.tp, workspace_bytes=request.workspace_bytes,
-        kv_dtype=request.kv_dtype,
+        kv_dtype=request.kv_dtype, page_objects=request.device.backend == "cpu",
     )  # fmt: skip
     size = StepSize(tree_size, sequences, min(chunk, sequences * request.workload.prompt), page_size)
     pages_each = -(-(request.workload.context + heads) // page_size)
@@ -139,6 +145,7 @@ def _parts(
     # All sequences have the same length: a row attends to ``pages_each`` pages.
     parts["activations"] += pages_each * page["activations"]
     parts["metadata"] += equal_length_metadata(size, sequences * pages_each)
+    parts["metadata"] += object_bytes(shape, page_size, sequences * pages_each)
     if request.device.kernel_target is not None:
         parts["slack"] = _SLACK_BLOCKS * _SLACK_BLOCK
     return parts, sequences * pages_each

@@ -78,20 +78,18 @@ def _keyword(module: nn.Module) -> str | None:
     return next((name for name in CACHE_ARGUMENTS if name in inspect.signature(type(module).forward).parameters), None)
 
 
-def stateful_modules(model: nn.Module) -> list[tuple[MixerSpec, nn.Module]]:
-    """The modules that store a state, with their sizes, from a call of each with one row; attention isn't run."""
+def stateful_modules(model: nn.Module) -> list[Mixer]:
+    """The modules that store a state, from a call of each with one row; attention isn't run."""
     found: dict[nn.Module, Mixer] = {}
+    config: Any = model.config
+    width = config.get_text_config().hidden_size
     for module, keyword in _cache_keywords(model).items():
         parameter, names = next(module.parameters()), inspect.signature(type(module).forward).parameters
-        row = torch.zeros(1, 1, _input_size(module), dtype=parameter.dtype, device=parameter.device)
+        row = torch.zeros(1, 1, width, dtype=parameter.dtype, device=parameter.device)
         needed = {name: None for name in ("position_embeddings", "attention_mask") if name in names}
         with suppress(HoldsKeys, UnsupportedModel, AttributeError, RuntimeError, TypeError, ValueError):
             _Trial(module, keyword, found)(row, **needed)
-    return [(mixer.spec, module) for module, mixer in found.items()]
-
-
-def _input_size(module: nn.Module) -> int:
-    return next(part.in_features for part in module.modules() if isinstance(part, nn.Linear))
+    return list(found.values())
 
 
 class _Trial:

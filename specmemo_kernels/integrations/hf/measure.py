@@ -99,7 +99,7 @@ def measure_mixers(facts: ModelFacts, tree: Trees) -> PassBytes:
     for mixer in {mixer.kind: mixer for mixer in facts.mixers.mixers}.values():
         rows, tokens = (widest, 1) if mixer.steps_alone else (paths, tree.max_depth + 1)
         with facts.pass_mode():
-            peaks = [(count, _mixer_peak(mixer, count * rows, tokens)) for count in (1, 2)]
+            peaks = [(count, mixer_peak(mixer, count * rows, tokens)) for count in (1, 2)]
         bound = bound.elementwise_max(PassBytes.between(*peaks))
     return bound
 
@@ -133,7 +133,7 @@ def measure_beside_mixers(model: Any, facts: ModelFacts, max_rows: int) -> PassB
     return PassBytes.between(*points)
 
 
-def _mixer_peak(mixer: Mixer, paths: int, tokens: int) -> int:
+def mixer_peak(mixer: Mixer, paths: int, tokens: int) -> int:
     """Peak bytes of a mixer's pass over copies of its state, without the state itself."""
     spec = mixer.spec
     arguments, twice = mixer.arguments_for(paths, tokens), mixer.arguments_for(paths, 2 * tokens)
