@@ -229,6 +229,21 @@ def test_a_change_in_place_is_refused() -> None:
                 change()
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_loading_is_refused_before_anything_changes(assign: bool) -> None:
+    """Only the uncompressed parameters could be loaded. After unpatch, all are."""
+    model, other = wide_model(), wide_model()
+    before, state = weights(model), {name: value + 1 for name, value in weights(other).items()}
+    with sk.patch(model, "prompt-lookup", compress=True):
+        with pytest.raises(RuntimeError, match=r"load_state_dict would change compressed weights.*unpatch\(model\)"):
+            model.load_state_dict(state, assign=assign)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        copy.deepcopy(model).load_state_dict(state, assign=assign)
+    model.load_state_dict(state, assign=assign)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert not model._load_state_dict_pre_hooks
+
+
 def test_gradients_reach_the_input_and_the_other_parameters() -> None:
     model = wide_model()
     embedded = model.get_input_embeddings()(PROMPTS).detach().requires_grad_()

@@ -294,6 +294,47 @@ def test_return_dict_with_scores(model: PreTrainedModel) -> None:
     assert not any(x.is_inference() for x in (result.sequences, *result.scores, *result.logits)), "no use for training"
 
 
+def test_logits_of_a_processor_that_writes_in_place(model: PreTrainedModel) -> None:
+    """transformers keeps the tensor that it gives to processors."""
+    inputs = batch((9,))
+    wanted: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True}
+
+    def run() -> Any:
+        return greedy(model, inputs, 8, **wanted, logits_processor=LogitsProcessorList([Recorder()]))
+
+    expected = run()
+    with sk.patch(model, "prompt-lookup") as handle:
+        result = run()
+        assert handle.stats.steps
+    torch.testing.assert_close(torch.stack(result.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
+
+
+def test_max_time_of_more_rows_than_run_at_once(model: PreTrainedModel) -> None:
+    """Rows behind others would begin when the time is up."""
+    inputs = batch((9, 9, 9))
+    with sk.patch(model, "prompt-lookup", max_batch_size=2) as handle:
+        with pytest.warns(UserWarning, match="max_time is one clock for all 3 rows, and the plan runs 2 at once"):
+            greedy(model, inputs, 8, max_time=60.0, eos_token_id=1)
+        assert handle.stats.steps == 0
+        greedy(model, {name: rows[:2] for name, rows in inputs.items()}, 8, max_time=60.0, eos_token_id=1)
+        assert handle.stats.steps
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_input_ids_of_another_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """The model's own error, behind a warning with the reason."""
+    ids = torch.full((1, 5), 7, dtype=dtype)
+    with pytest.raises(RuntimeError) as expected:
+        greedy(model, {"input_ids": ids}, 3)
+    with (
+        sk.patch(model, "prompt-lookup"),
+        pytest.warns(UserWarning, match=f"input_ids has the dtype {dtype}, not torch.int64"),
+        pytest.raises(RuntimeError) as found,
+    ):
+        greedy(model, {"input_ids": ids}, 3)
+    assert str(found.value) == str(expected.value)
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     sample(

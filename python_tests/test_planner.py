@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING
 
 from specmemo_kernels.planning.baselines import Workload, medusa_parts
 from specmemo_kernels.planning.cost import Pass, medusa_speed, pass_seconds, plain_speed
+from specmemo_kernels.planning.cpu_workspace import cpu_workspace
 from specmemo_kernels.planning.device import GIB, DeviceProfile
 from specmemo_kernels.planning.drafter_spec import HeadsSpec
 from specmemo_kernels.planning.footprint import StepSize, fixed_parts, page_parts
@@ -52,6 +53,7 @@ def brute_force(
     """The best speed within a budget and its bytes, over every combination, independent of the planner's code."""
     best = (0.0, 0)
     table = extrapolated(TABLE, 10)
+    kept = cpu_workspace(TOY, heads, kv_dtype)
     for count in range(heads.num_heads + 1):
         for size in range(1, 65):
             paths = best_first_paths(table[:count], size - 1) if count else []
@@ -77,7 +79,7 @@ def brute_force(
                     speed = work.batch * work.new_tokens / (rounds * (prefill + steps * step))
                     for page in (16, 32, 64):
                         pages = at_once * math.ceil((work.context + count) / page)
-                        shape = predicted_shape(TOY, heads, count, kv_dtype=kv_dtype)
+                        shape = predicted_shape(TOY, heads, count, kv_dtype=kv_dtype, workspace_bytes=kept)
                         load = StepSize(size, at_once, chunk, page)
                         total = TOY.weight_bytes + sum(fixed_parts(shape, load).values())
                         total += pages * (page_parts(shape, load)["kv_pages"] + 24 * page + 8 * at_once)

@@ -107,7 +107,7 @@ def compress_weights(model: nn.Module, undo: list[Callable[[], None]]) -> Compre
     (:func:`specmemo_kernels.ops.compressed_weights.compress`) stay as they are.
 
     Args:
-        undo: gets a function for each parameter, which decompresses it.
+        undo: gets a function for each parameter, which decompresses it, and one that removes a hook of ``model``.
 
     Raises:
         ValueError: there are no bfloat16 weights.
@@ -122,6 +122,8 @@ def compress_weights(model: nn.Module, undo: list[Callable[[], None]]) -> Compre
             "compress is True, but no linear layer, embedding or expert has bfloat16 weights that would get a tenth "
             f"smaller (dtypes of linear layers: {', '.join(found) or 'none'}); {remedy}"
         )
+    hooked: Any = model
+    undo.append(hooked.register_load_state_dict_pre_hook(_refuse_to_load).remove)
     files = MappedFiles()
     for users, memory in _with_memory(candidates):
         parameter = users.parameter
@@ -140,6 +142,15 @@ def compress_weights(model: nn.Module, undo: list[Callable[[], None]]) -> Compre
         names += users.modules
         files.page_out(weight)
     return CompressedWeights(tuple(dict.fromkeys(names)), nbytes, saved)
+
+
+def _refuse_to_load(model: nn.Module, *_: Any) -> None:
+    """A hook, before the first tensor is loaded: shapes of compressed rows aren't those of a state dict's matrices."""
+    if any(map(compressed_matrices, model.modules())):
+        raise RuntimeError(
+            "load_state_dict would change compressed weights; call specmemo_kernels.unpatch(model) first, and patch it "
+            "again afterwards"
+        )
 
 
 def _with_memory(candidates: list[_Users]) -> Iterator[tuple[_Users, Tensor]]:

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from specmemo_kernels.engine.sequence import SequenceState
@@ -112,6 +117,9 @@ class Generator:
         """Why this call can't speculate, or an empty string."""
         if self.handle.nested:
             return "a processor, criterion or streamer of this model's generation calls it"
+        rows, at_once = call.input_ids.shape[0], self.handle.plan.max_sequences
+        if rows > at_once and any(type(criterion) is MaxTimeCriteria for criterion in call.other_criteria):
+            return f"max_time is one clock for all {rows} rows, and the plan runs {at_once} at once"
         reason = _unsupported_arguments(call) or self._unsupported_prompts(call)
         return reason or self.unsupported_model(call.max_length)
 
@@ -134,6 +142,8 @@ class Generator:
     def _unsupported_prompts(self, call: _Call) -> str:
         ids, mask = call.input_ids, call.attention_mask
         vocabulary = self.handle.model.get_input_embeddings().weight.shape[0]
+        if ids.dtype not in (torch.int32, torch.int64):
+            return f"input_ids has the dtype {ids.dtype}, not torch.int64"
         if not ids.numel():
             return f"input_ids has the shape {list(ids.shape)} and no tokens"
         if (outside := ids[(ids < 0) | (ids >= vocabulary)]).numel():

@@ -84,14 +84,13 @@ class ProcessedVerifier:
         prompt, index = self.input_ids[sequence.index], sequence.index
         ids = torch.cat([prompt, prompt.new_tensor([*sequence.new_tokens, *tokens])])[None]
         raw = logits.to(device=ids.device, dtype=torch.float32, copy=True)[None]
-        raw_copy = raw.clone() if self.keep else raw
         scores = self.processors[index](ids, raw)
         if self.generators is None:
             token = int(scores[0].argmax())
         else:
             token = draw(scores[0].softmax(0), self.generators[index])
         if self.keep:  # last, because a row that raises above is verified again
-            self.logits.append(raw_copy)
+            self.logits.append(raw)  # not a copy: what processors write in place shows, as in transformers
             self.scores.append(scores)
         return token
 
