@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 import specmemo_kernels as sk
 
@@ -48,6 +48,8 @@ def setting_of(seed: int) -> dict[str, Any]:
         "new": 6,
         "method": None,
         "coded_head": False,
+        "experts": 0,  # of a mixture (Mixtral); 0: Llama
+        "fuse": True,
         "batches": None,  # sizes of calls one after the other, instead of one call
     }
 
@@ -85,14 +87,16 @@ def peak_of(call: Callable[[], object]) -> int:
     return max(polled_peak, end["peak"] - end["file"] if reset else 0)
 
 
-def make_model(setting: dict[str, Any], layers: int) -> LlamaForCausalLM:
+def make_model(setting: dict[str, Any], layers: int) -> Any:
     hidden = setting["hidden"]
-    config = LlamaConfig(
+    kind: Any = MixtralConfig if setting["experts"] else LlamaConfig
+    experts = {"num_local_experts": setting["experts"], "num_experts_per_tok": 2} if setting["experts"] else {}
+    config = kind(
         vocab_size=setting["vocab"], hidden_size=hidden, intermediate_size=setting["intermediate"],
         num_hidden_layers=layers, num_attention_heads=hidden // 64, num_key_value_heads=setting["kv_heads"],
-        max_position_embeddings=8192, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+        max_position_embeddings=8192, pad_token_id=0, bos_token_id=1, eos_token_id=None, **experts,
     )  # fmt: skip
-    model: Any = LlamaForCausalLM(config).to(getattr(torch, setting["dtype"])).eval()
+    model: Any = AutoModelForCausalLM.from_config(config).to(getattr(torch, setting["dtype"])).eval()
     model.generation_config.eos_token_id = None
     return model
 
@@ -164,7 +168,7 @@ def main(seed: int, setting: dict[str, Any]) -> dict[str, Any]:
         handle = sk.patch(
             model, heads, memory_budget=setting["budget"] * MIB, tree=setting["tree"], max_batch_size=setting["batch"],
             page_size=setting["page_size"], prefill_chunk=setting["prefill_chunk"], kv_dtype=setting["kv_dtype"],
-            graph=graph if drafter == "heads" and not setting["method"] else None,
+            graph=graph if drafter == "heads" and not setting["method"] else None, fuse=setting["fuse"],
         )  # fmt: skip
     except sk.BudgetError as error:
         return {"refused": str(error)}

@@ -18,7 +18,8 @@ from test_patch import snapshot
 from tiny_models import OracleDrafter, random_heads, tiny_model
 from torch import nn
 from torch.nn.utils import parametrize
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 import specmemo_kernels as sk
 from specmemo_kernels import ops
@@ -166,6 +167,19 @@ def test_clamped_layers_are_left_alone(limit: float, scale: float, dtype: torch.
     first, second = ClampedMLP(limit, scale), ClampedMLP(limit, 1.0)
     found = find_leaves(nn.Sequential(first, second).to(dtype), dtype, "cpu", False)
     assert set(found.names.values()) == {"linear"}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_clamped_experts(seed: int) -> None:
+    """Of large inputs the clamps of GPT-OSS leave a few elements, with the rounding errors of large products."""
+    torch.manual_seed(seed)
+    config = CONFIG_MAPPING["gpt_oss"](hidden_size=512, intermediate_size=1024, num_local_experts=8)
+    config._experts_implementation = "grouped_mm"
+    experts = GptOssExperts(config).eval()
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.05)
+    found = find_leaves(nn.Sequential(experts), torch.float32, "cpu", False)
+    assert found.names == {"0": "grouped_linear"}
 
 
 def test_layers_with_other_attributes_are_compared_alone() -> None:

@@ -95,6 +95,15 @@ def test_recorded_steps_stay_within_the_budget(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fuse", [False, True])
+def test_experts_stay_within_the_budget(fuse: bool) -> None:
+    """Experts get varying numbers of rows; in chunks of 256 rows torch multiplies them in any case."""
+    found = measured(0, **LARGE | {"hidden": 512, "kv_heads": 2, "experts": 8, "batch": 1, "budget": 36, "fuse": fuse})
+    check(found)
+    assert found["first"] > 0.5 * found["allowed"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 5])
 def test_random_settings(seed: int) -> None:
     """A budget below the smallest possible plan is doubled until it fits. These seeds have every dtype, drafter, batch,

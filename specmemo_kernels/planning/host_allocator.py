@@ -48,13 +48,12 @@ def _function(name: str, result: Any = ctypes.c_int) -> Callable[..., Any] | Non
 
 
 @functools.cache
-def _mkl_free_buffers() -> Callable[[], object] | None:
-    """MKL's function to free its packing buffers; torch's builds export it by an internal name."""
+def _mkl_function(*names: str) -> Any:
+    """A function of MKL by the first of these names, or ``None``; torch's builds export internal names."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     except OSError:
         return None
-    names = ("mkl_serv_free_buffers", "mkl_free_buffers", "MKL_Free_Buffers")
     return next((getattr(library, name) for name in names if hasattr(library, name)), None)
 
 
@@ -63,9 +62,18 @@ def free_library_buffers() -> None:
 
     Call this before a product with more rows than any before: MKL allocates another buffer beside the old ones.
     """
-    free = _mkl_free_buffers()
+    free = _mkl_function("mkl_serv_free_buffers", "mkl_free_buffers", "MKL_Free_Buffers")
     if free is not None:
         free()
+
+
+def library_bytes() -> int:
+    """Bytes of MKL's packing buffers of all threads; 0 without MKL."""
+    stat = _mkl_function("mkl_serv_mem_stat", "mkl_mem_stat", "MKL_Mem_Stat")
+    if stat is None:
+        return 0
+    stat.restype, count = ctypes.c_int64, ctypes.c_int(0)
+    return int(stat(ctypes.byref(count)))
 
 
 def release_host_memory() -> None:

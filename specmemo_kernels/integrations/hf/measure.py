@@ -5,16 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from specmemo_kernels.engine.step_graph import Capture
 from specmemo_kernels.forward.tree_paths import paths_to_leaves
 from specmemo_kernels.integrations.hf.coded import measure_products
+from specmemo_kernels.integrations.hf.library_buffers import multiply, packed_matrices
 from specmemo_kernels.integrations.hf.mixer_pass import MixerPass, chunk_pass, tree_pass
 from specmemo_kernels.integrations.hf.mixers import Mixer, PackedPass
 from specmemo_kernels.integrations.hf.probe import like_attention
@@ -36,8 +36,6 @@ _MEASURED_ROWS = (8, 16)
 _LIBRARY_ROWS = 32
 #: Minimum bytes of library buffers to count: allocations of Python objects vary by as much between calls.
 _LEAST_COUNTED = 2 << 20
-#: Dtypes of matrices that MKL packs.
-_PACKED = (torch.float32, torch.float64)
 #: Rows of the passes whose time is measured. A single row is a matrix-vector product.
 _TIMED_ROWS = (1, 2, 8, 32, 128)
 #: A pass is repeated three times, if it takes less than the first of these times in total, and more often until it has
@@ -186,7 +184,7 @@ def _library_bytes(model: Any, facts: ModelFacts, max_rows: int, products: bool)
     with facts.pass_mode():
         for _ in range(2):  # the first pass also allocates buffers that stay
             of_pass = _kept_by_libraries(lambda: _run(model, facts, tokens, products=products))
-        of_products = _kept_by_libraries(lambda: _multiply(_packed_matrices(model, facts, replaced), max_rows))
+        of_products = _kept_by_libraries(lambda: multiply(packed_matrices(model, facts, replaced), max_rows))
     kept_bytes = max(of_pass, of_products)
     return kept_bytes if kept_bytes >= _LEAST_COUNTED else 0
 
@@ -197,26 +195,6 @@ def _kept_by_libraries(call: Callable[[], object]) -> int:
     before = allocated_bytes()
     call()
     return allocated_bytes() - before
-
-
-def _packed_matrices(model: Any, facts: ModelFacts, replaced: Set[nn.Module]) -> list[Tensor]:
-    """One matrix of each shape and dtype that MKL multiplies in a forward pass without the modules ``replaced``."""
-    embedding, lm_head = (
-        getattr(module, "weight", None) for module in (model.get_input_embeddings(), model.get_output_embeddings())
-    )
-    skipped = {id(embedding), id(lm_head)} if facts.exact_lm_head else {id(embedding)} - {id(lm_head)}
-    skipped |= {id(parameter) for module in replaced for parameter in module.parameters(recurse=False)}
-    found = {
-        (parameter.dtype, parameter.shape): parameter
-        for parameter in model.parameters()
-        if parameter.dim() == 2 and parameter.dtype in _PACKED and id(parameter) not in skipped
-    }
-    return [matrix for matrix in found.values() if type(matrix) is nn.Parameter and not matrix.is_meta]
-
-
-def _multiply(matrices: list[Tensor], rows: int) -> None:
-    for matrix in matrices:
-        nn.functional.linear(matrix.new_zeros(rows, matrix.shape[1]), matrix)
 
 
 @torch.no_grad()

@@ -31,10 +31,10 @@ from specmemo_kernels.integrations.hf.attention import (
 from specmemo_kernels.integrations.hf.compressed import CompressedWeights, stored_weight
 from specmemo_kernels.integrations.hf.features import FeatureTaps
 from specmemo_kernels.integrations.hf.fuse import FusedLeaves
+from specmemo_kernels.integrations.hf.library_buffers import LibraryBuffers
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel, pass_mask
 from specmemo_kernels.integrations.hf.mixer_pass import MixerPass
 from specmemo_kernels.integrations.hf.mixers import Mixers
-from specmemo_kernels.planning.host_allocator import free_library_buffers
 
 Tensor = torch.Tensor
 
@@ -106,13 +106,11 @@ class HFTarget:
         self._windows = dict(zip(facts.attention, facts.windows, strict=True))
         self._places = {layer: place for place, layer in enumerate(facts.attention)}
         self.invariant, self.reads_hidden = facts.leaves.invariant, facts.plain_lm_head and facts.exact_lm_head
-        self._max_rows = 0
+        self._buffers = LibraryBuffers(model, facts)
         self._spread = len({facts.device, *(layer.device for layer in facts.layers)}) > 1
 
     def forward(self, batch: TreeBatch, attention: StepAttention, keep: Tensor | None, logits: bool) -> TargetOutput:
-        if self.device.type == "cpu" and len(batch.tokens) > self._max_rows:
-            self._max_rows = len(batch.tokens)
-            free_library_buffers()
+        self._buffers.prepare(len(batch.tokens))
         by_model = not self.facts.plain_lm_head or (logits and not self.facts.exact_lm_head)
         # Passes within a prompt keep no row. The model's lm_head gets one: bitsandbytes' product of no rows ends the
         # process.
