@@ -10,7 +10,14 @@ from specmemo_kernels.planning.baselines import Workload
 from specmemo_kernels.planning.cost import Speed, decode_pass, generation_speed, pass_seconds, prefill_seconds
 from specmemo_kernels.planning.device import DeviceProfile
 from specmemo_kernels.planning.drafter_spec import DrafterSpec, HeadsSpec
-from specmemo_kernels.planning.footprint import StepSize, equal_length_metadata, fixed_parts, object_bytes, page_parts
+from specmemo_kernels.planning.footprint import (
+    GenerationShape,
+    StepSize,
+    equal_length_metadata,
+    fixed_parts,
+    object_bytes,
+    page_parts,
+)
 from specmemo_kernels.planning.memory_plan import format_bytes
 from specmemo_kernels.planning.model_spec import ModelSpec
 from specmemo_kernels.planning.predicted_shape import predicted_shape, weight_bytes
@@ -123,24 +130,40 @@ def tree_paths(request: PlanRequest, heads: int, size: int) -> list[tuple[int, .
     return best_first_paths(table, size - 1) if heads else []
 
 
+@dataclass(frozen=True)
+class _Sizes:
+    """What a tree determines: ``shape`` with ``heads`` heads and trees of ``nodes`` nodes, beside ``weights`` bytes."""
+
+    shape: GenerationShape
+    weights: int
+    heads: int
+    nodes: int
+
+    @classmethod
+    def of(cls, request: PlanRequest, heads: int, nodes: int) -> _Sizes:
+        spec = request.spec
+        shape = predicted_shape(
+            spec, request.heads, heads, nodes=nodes, tp=request.tp, workspace_bytes=request.workspace_bytes,
+            kv_dtype=request.kv_dtype, page_objects=request.device.backend == "cpu",
+        )  # fmt: skip
+        return cls(shape, weight_bytes(spec, request.tp), heads, nodes)
+
+
 def parts_of(request: PlanRequest, choice: PlanCandidate) -> dict[str, int]:
     """Bytes by part of a candidate, on one rank."""
-    return _parts(request, choice.heads, choice.tree_size, choice.sequences, choice.chunk, choice.page_size)[0]
+    sizes = _Sizes.of(request, choice.heads, choice.tree_size)
+    return _parts(request, sizes, choice.sequences, choice.chunk, choice.page_size)[0]
 
 
 def _parts(
-    request: PlanRequest, heads: int, tree_size: int, sequences: int, chunk: int, page_size: int
+    request: PlanRequest, sizes: _Sizes, sequences: int, chunk: int, page_size: int
 ) -> tuple[dict[str, int], int]:
     """Bytes by part, and the number of pages; the last tree may extend past the context."""
-    spec = request.spec
-    shape = predicted_shape(
-        spec, request.heads, heads, nodes=tree_size, tp=request.tp, workspace_bytes=request.workspace_bytes,
-        kv_dtype=request.kv_dtype, page_objects=request.device.backend == "cpu",
-    )  # fmt: skip
-    size = StepSize(tree_size, sequences, min(chunk, sequences * request.workload.prompt), page_size)
-    pages_each = -(-(request.workload.context + heads) // page_size)
+    shape = sizes.shape
+    size = StepSize(sizes.nodes, sequences, min(chunk, sequences * request.workload.prompt), page_size)
+    pages_each = -(-(request.workload.context + sizes.heads) // page_size)
     page = page_parts(shape, size)
-    parts = {"weights": weight_bytes(spec, request.tp)} | fixed_parts(shape, size)
+    parts = {"weights": sizes.weights} | fixed_parts(shape, size)
     parts["kv_pages"] = sequences * pages_each * page["kv_pages"]
     # All sequences have the same length: a row attends to ``pages_each`` pages.
     parts["activations"] += pages_each * page["activations"]
@@ -153,7 +176,8 @@ def _parts(
 
 def least_bytes(request: PlanRequest) -> int:
     """Minimum bytes for plain decoding of one sequence."""
-    return min(sum(_parts(request, 0, 1, 1, CHUNKS[0], page)[0].values()) for page in PAGE_SIZES)
+    plain = _Sizes.of(request, 0, 1)
+    return min(sum(_parts(request, plain, 1, CHUNKS[0], page)[0].values()) for page in PAGE_SIZES)
 
 
 def batch_limits(batch: int) -> list[int]:
@@ -179,7 +203,7 @@ def candidates(request: PlanRequest) -> list[PlanCandidate]:
     """
     preferred = PAGE_SIZES.index(preferred_page_size(request.device.kernel_target))
     work, plans = request.workload, []
-    trees = list(shapes_of_trees(request))
+    trees = [(_Sizes.of(request, heads, size), tokens) for heads, size, tokens in shapes_of_trees(request)]
     for sequences in batch_limits(work.batch):
         chunks = sorted({min(chunk, sequences * work.prompt) for chunk in CHUNKS})
         prefill = {
@@ -190,13 +214,14 @@ def candidates(request: PlanRequest) -> list[PlanCandidate]:
             for chunk in chunks
             for drafts in (False, True)
         }  # fmt: skip
-        for heads, size, tokens in trees:
+        for sizes, tokens in trees:
+            heads, size = sizes.heads, sizes.nodes
             run = decode_pass(work, sequences, size, heads, request.recorded)
             step = pass_seconds(
                 request.spec, request.device.of_operators, run, request.heads, request.tp, request.kv_dtype
             )
             for chunk in chunks:
-                options = [_parts(request, heads, size, sequences, chunk, page) for page in PAGE_SIZES]
+                options = [_parts(request, sizes, sequences, chunk, page) for page in PAGE_SIZES]
                 totals = [sum(parts.values()) for parts, _ in options]
                 best = totals.index(min(totals))
                 if preferred > best and totals[preferred] <= (1 + WIDE_PAGE_SHARE) * totals[best]:
