@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import logging
@@ -25,6 +26,7 @@ from specmemo_kernels.integrations.hf.generation import Generation
 from specmemo_kernels.integrations.serve import responses
 from specmemo_kernels.integrations.serve.answers import Model
 from specmemo_kernels.integrations.serve.app import ServerLimits
+from specmemo_kernels.integrations.serve.limits import BodyLimit
 
 WAIT = 60.0
 NAN_TOKEN = 200
@@ -315,3 +317,44 @@ def test_methods_and_pages(address: str) -> None:
     assert httpx.head(f"{address}/health").status_code == 200
     for path in ("/docs", "/redoc", "/openapi.json"):
         assert httpx.get(address + path).status_code == 404
+
+
+def through_the_limit(pieces: list[bytes], *headers: tuple[bytes, bytes]) -> list[Any]:
+    """The body that the application gets, or the status of the refusal; and how many pieces were left unread."""
+    left, results = list(pieces), []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+
+    async def send(message: Any) -> None:
+        results.extend([message["status"]] if message["type"] == "http.response.start" else [])
+
+    async def application(_: Any, receive: Any, __: Any) -> None:
+        results.append((await receive())["body"])
+
+    scope = {"type": "http", "method": "POST", "headers": headers}
+    asyncio.run(BodyLimit(application, max_body=100)(scope, receive, send))
+    return [*results, len(left)]
+
+
+def test_bodies_in_many_pieces() -> None:
+    """What has come isn't copied for every piece; a body whose header declares too much isn't read."""
+
+    class Piece(bytes):
+        def __radd__(self, _: object) -> bytes:
+            raise AssertionError("a copy of what has come")
+
+    assert through_the_limit([Piece(b"ab")] * 50) == [b"ab" * 50, 0]
+    assert through_the_limit([Piece(b"ab")] * 60) == [413, 9]
+    assert through_the_limit([b"a"] * 2, (b"content-length", b"100")) == [b"aa", 0]
+    assert through_the_limit([b"a"] * 2, (b"content-length", b"101")) == [413, 2]
+
+
+def test_compressed_bodies(address: str) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    refused = httpx.post(f"{address}/v1/completions", content=b"\x1f\x8b", headers=headers)
+    assert refused.status_code == 415
+    assert message(refused).startswith("the header content-encoding is 'gzip'; send the body as it is")
+    headers["content-encoding"] = "identity"
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    assert httpx.post(f"{address}/v1/completions", content=body, headers=headers).status_code == 200

@@ -15,6 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specmemo_kernels.arguments import shown
 from specmemo_kernels.integrations.serve.errors import error_body
 
 _log = logging.getLogger("specmemo.serve")
@@ -77,7 +78,10 @@ class Access:
 
 
 class BodyLimit:
-    """Reads a request's body before the application, and answers 413 beyond ``max_body`` bytes."""
+    """Reads a request's body before the application, and answers 413 beyond ``max_body`` bytes.
+
+    A larger one that the header declares isn't read at all, nor is a compressed one, whose answer is 415.
+    """
 
     def __init__(self, app: ASGIApp, max_body: int) -> None:
         self._app, self._max_body = app, max_body
@@ -85,17 +89,27 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
             return await self._app(scope, receive, send)
-        body, more = b"", True
+
+        async def refuse(status: int, text: str) -> None:
+            await JSONResponse(error_body(text, "invalid_request_error"), status)(scope, receive, send)
+
+        headers = Headers(scope=scope)
+        if (encoding := headers.get("content-encoding", "identity")).lower() != "identity":
+            text = f"the header content-encoding is {shown(encoding)}; send the body as it is, without compression"
+            return await refuse(415, text)
+        too_large = f"the body has more than {self._max_body} bytes, the most that this server takes"
+        if int(headers.get("content-length", 0)) > self._max_body:
+            return await refuse(413, too_large)
+        body, more = bytearray(), True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            body += message.get("body", b"")
+            body.extend(message.get("body", b""))
             more = message.get("more_body", False)
             if len(body) > self._max_body:
-                text = f"the body has more than {self._max_body} bytes, the most that this server takes"
-                return await JSONResponse(error_body(text, "invalid_request_error"), 413)(scope, receive, send)
-        first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+                return await refuse(413, too_large)
+        first: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def replayed() -> Message:
             return first.pop() if first else await receive()
