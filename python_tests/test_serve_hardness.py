@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import logging
+import signal
 import socket
 import threading
 import time
@@ -26,7 +27,10 @@ from specmemo_kernels.integrations.hf.generation import Generation
 from specmemo_kernels.integrations.serve import responses
 from specmemo_kernels.integrations.serve.answers import Model
 from specmemo_kernels.integrations.serve.app import ServerLimits
+from specmemo_kernels.integrations.serve.connection import Server
 from specmemo_kernels.integrations.serve.limits import BodyLimit
+from specmemo_kernels.integrations.serve.metrics import Metrics
+from specmemo_kernels.integrations.serve.protocol import CompletionRequest
 
 WAIT = 60.0
 NAN_TOKEN = 200
@@ -261,6 +265,47 @@ def test_the_end_of_a_busy_server(
         assert "the server stopped" in message(whole.result())
         assert events(stream.result())[-1]["choices"][0]["finish_reason"] == "abort"
     assert not [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
+
+
+def test_a_second_signal(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends answers as the seconds' end does."""
+    slow_steps(monkeypatch)
+    servers = []
+
+    def made(*arguments: Any) -> Server:
+        servers.append(Server(*arguments))
+        return servers[0]
+
+    monkeypatch.setattr("server.Server", made)
+    case = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "temperature": 0, "stream": True}
+    with (
+        ThreadPoolExecutor(1) as threads,
+        serving(model, make_tokenizer(None), ServerLimits(shutdown_seconds=WAIT)) as address,
+    ):
+        stream = threads.submit(complete, address, **case)
+        while httpx.get(f"{address}/stats").json()["running"] < 1:
+            time.sleep(0.02)
+        for _ in range(2):
+            servers[0].handle_exit(signal.SIGINT, None)
+        assert events(stream.result())[-1]["choices"][0]["finish_reason"] == "abort"
+    assert not [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
+
+
+def test_pieces_behind_the_end_of_the_loop(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow_steps(monkeypatch)
+    with sk.Engine(model) as engine:
+        served = Model("tiny", engine, make_tokenizer(None), Metrics(engine))
+        body = CompletionRequest(prompt="a", max_tokens=2, ignore_eos=True, logit_bias={70: 100})
+
+        async def first() -> None:
+            await anext(served.answer(served.requests(body, [[5]]), []))
+
+        asyncio.run(first())  # the second piece, which is the last one, comes behind it
+    assert not caplog.records
 
 
 def test_half_a_request_does_not_delay_the_end(model: PreTrainedModel) -> None:

@@ -220,7 +220,8 @@ class Model:
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Piece]()
 
         def on_piece(piece: Piece) -> None:
-            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+            with contextlib.suppress(RuntimeError):  # the loop has been closed, which aborts the request
+                loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
         started = time.monotonic()
         texts = [TextStream(self.tokenizer, list(request.prompt), stop, special=special) for request in requests]

@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable
 from socket import socket
+from types import FrameType
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -40,6 +41,8 @@ _GRACE_SECONDS = 5
 class Server(uvicorn.Server):
     """uvicorn's server; when it stops, running requests have ``seconds``, then ``close`` ends their answers.
 
+    A second signal ends them at once. A third one is what uvicorn's second is: Ctrl-C drops the connections.
+
     Args:
         close: of the engine; called with ``seconds`` by a thread of its own.
     """
@@ -47,8 +50,18 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, close: Callable[[float], None], seconds: float) -> None:
         config.timeout_graceful_shutdown = math.ceil(seconds) + _GRACE_SECONDS
         super().__init__(config)
-        self._close, self._seconds = close, seconds
+        self._close, self._seconds, self._hurries = close, seconds, False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        again = self.should_exit
+        super().handle_exit(sig, frame)
+        if again and not self._hurries:
+            self._hurries, self.force_exit = True, False
+            self._begin_closing(0.0)
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        threading.Thread(target=self._close, args=(self._seconds,), daemon=True).start()
+        self._begin_closing(self._seconds)
         await super().shutdown(sockets)
+
+    def _begin_closing(self, seconds: float) -> None:
+        threading.Thread(target=self._close, args=(seconds,), daemon=True).start()
