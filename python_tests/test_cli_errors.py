@@ -336,6 +336,12 @@ def test_empty_keys() -> None:
         assert the_line(line).startswith("--api-key or SPECMEMO_API_KEY is empty")
 
 
+@pytest.mark.parametrize("name", ["host", "served-name", "model", "heads", "memory-budget", "keep-free", "device"])
+def test_a_server_with_an_empty_option(name: str) -> None:
+    for value in ("", " "):
+        assert the_line(run("serve", f"--{name}", value)) == f"--{name} is empty; give a value, or leave it out"
+
+
 def test_wrong_defaults_of_a_served_model(model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text('{"top_p": 3.0}')

@@ -27,11 +27,14 @@ from hypothesis import strategies as st
 from selection import sample
 from server import serving
 from test_cli import TEMPLATE, make_tokenizer, save_model
+from test_cli import run as run_command
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import specmemo_kernels as sk
+from specmemo_kernels.cli.serve import url_of
 from specmemo_kernels.integrations.serve.app import ServerLimits
+from specmemo_kernels.integrations.serve.connection import Server
 from specmemo_kernels.integrations.serve.protocol import CompletionRequest, sampling_defaults
 from specmemo_kernels.integrations.serve.text import TextStream, text_of
 
@@ -619,6 +622,25 @@ def test_the_page(address: str) -> None:
     assert set(re.findall(r'(?:\$|rows)\("([\w-]+)"', script)) <= ids
     assert state["budget"] == 24 << 20
     assert set(state["held"]) >= {"kv_pages", "heads"}
+
+
+@pytest.mark.parametrize("path", [".", "model", "../root/model/"])
+def test_the_name_and_the_address(folder: Path, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model has its folder's name, however the folder is called, and a link's; addresses of IPv6 are in brackets."""
+
+    def run_server(server: Server, sockets: list[socket.socket]) -> None:
+        server._close(0.0)
+        sockets[0].close()
+
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "model").symlink_to(folder)
+    monkeypatch.setattr(Server, "run", run_server)
+    monkeypatch.chdir(folder if path == "." else root)
+    done = run_command("serve", "--model", path, "--heads", "prompt-lookup", "--tree", "2", "--port", "0")
+    name = folder.name if path == "." else "model"
+    assert f"served as {name} on http://127.0.0.1:" in done.output
+    assert url_of("::1", 80) == "http://[::1]:80"
 
 
 @pytest.mark.slow

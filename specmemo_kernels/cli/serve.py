@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import socket
-from pathlib import Path
+from dataclasses import asdict
 
 import torch
 
@@ -63,6 +63,17 @@ def check_key(key: str | None) -> None:
         raise UserError("--api-key or SPECMEMO_API_KEY is empty; give a key, or leave both out to admit all clients")
 
 
+def check_texts(options: ServeOptions) -> None:
+    """Check that no option is an empty text, which isn't as if it were left out: an empty host is every interface.
+
+    Raises:
+        UserError: one is.
+    """
+    for name, value in asdict(options).items():
+        if isinstance(value, str) and not value.strip():
+            raise UserError(f"--{name.replace('_', '-')} is empty; give a value, or leave it out")
+
+
 def check_keep_free(options: ServeOptions) -> None:
     """Check that the device has the memory that ``--keep-free`` reserves.
 
@@ -77,15 +88,22 @@ def check_keep_free(options: ServeOptions) -> None:
         raise UserError(f"--keep-free {options.keep_free}: {device} has {format_bytes(memory)}; leave less free")
 
 
+def url_of(host: str, port: int) -> str:
+    """Where an address is reached; one of IPv6 is in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def _serve(options: ServeOptions) -> None:
     with setting_up():
         check_key(options.api_key)
+        check_texts(options)
         number("--shutdown-seconds", options.shutdown_seconds, 0)
         check_keep_free(options)
         loaded = load_with_heads(options)
         arguments = model_arguments(options) | {"max_batch_size": options.batch, "keep_free": options.keep_free}
         handle = patch(loaded.model, loaded.heads, **arguments)
-    name = options.served_name or ("specmemo-demo" if options.model is None else Path(options.model).name)
+    folder = "specmemo-demo" if options.model is None else os.path.abspath(loaded.name)
+    name = options.served_name or os.path.basename(folder)
     engine = Engine(loaded.model, max_waiting=options.max_waiting)
     if handle.ranks.rank:
         for each in (signal.SIGTERM, signal.SIGINT):
@@ -106,8 +124,8 @@ def _serve(options: ServeOptions) -> None:
     # Accepted connections inherit it: asyncio sets it only where the protocol is named, which uvicorn doesn't. Without
     # it the first token waits for the acknowledgement of the header, 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    console, (host, port) = terminal(soft_wrap=True), listener.getsockname()[:2]
-    console.print(f"{loaded.name}, served as {name} on http://{host}:{port}/v1", style="dim")
-    console.print(f"chat at http://{host}:{port}/", style="dim")
+    console, url = terminal(soft_wrap=True), url_of(*listener.getsockname()[:2])
+    console.print(f"{loaded.name}, served as {name} on {url}/v1", style="dim")
+    console.print(f"chat at {url}/", style="dim")
     console.print(f"{handle.plan}", style="dim")
     Server(config, engine.close, options.shutdown_seconds).run([listener])
