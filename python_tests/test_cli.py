@@ -124,6 +124,14 @@ def test_chat_reads_several_lines_as_one_message(plain_model: Path) -> None:
     assert len(several.output.splitlines()) >= 2
 
 
+@pytest.mark.parametrize("text", ['"""/exit"""', '"""/exit\n"""', '"""\nx\n""" ', '"""x"""  '])
+def test_quoted_text_is_no_command(plain_model: Path, text: str) -> None:
+    """Spaces behind the closing quotes are none of it."""
+    result = chat(plain_model, f"{text}\n/stats\n")
+    assert result.exit_code == 0, result.output
+    assert result.output.count("tokens per step; last reply") == 1
+
+
 def test_chat_drops_old_turns_when_the_context_is_full(chat_model: Path) -> None:
     result = chat(chat_model, f"{'a' * 300}\n{'b' * 300}\n{'c' * 600}\nd\n")
     assert result.exit_code == 0, result.output

@@ -29,6 +29,7 @@ from specmemo_kernels.integrations.hf.patch import patch
 from specmemo_kernels.planning.memory_plan import BudgetError, format_bytes
 
 HELP = '/reset clears the conversation, /stats shows counters, /exit quits; """ opens and closes text of several lines'
+_QUOTES = '"""'
 
 
 class Chat:
@@ -54,14 +55,14 @@ class Chat:
         if not self.console.quiet:
             terminal(stderr=True).print(text, style="dim", soft_wrap=True)
 
-    def read(self, interactive: bool) -> str | None:
+    def read(self, interactive: bool) -> tuple[str, bool] | None:
         """:func:`read_message` of rank 0, for all ranks; ``None`` at the end of the input.
 
         Raises:
             UserError: the input isn't UTF-8. On a terminal the error is shown and the next message read instead.
         """
 
-        def attempt() -> tuple[str | None, str | None]:
+        def attempt() -> tuple[tuple[str, bool] | None, str | None]:
             try:
                 return read_message(interactive), None
             except UserError as error:  # sent as text, so that every rank raises it
@@ -141,22 +142,25 @@ class Chat:
         )  # fmt: skip
 
 
-def read_message(interactive: bool) -> str | None:
-    """The next message or command, several lines between triple quotes; ``None`` at the end of the input.
+def read_message(interactive: bool) -> tuple[str, bool] | None:
+    """The next message, and whether it is a command; ``None`` at the end of the input.
+
+    Text between triple quotes, of several lines or one, is never a command.
 
     Raises:
         UserError: a line that isn't UTF-8.
     """
-    text = read_line(">>> ", interactive)
-    if text is None or not text.startswith('"""'):
-        return text
-    lines = [text[3:]]
-    while not lines[-1].endswith('"""'):
-        line = read_line("... ", interactive)
-        if line is None:  # the end of the input closes the quotes
-            return "\n".join(lines)
+    line = read_line(">>> ", interactive)
+    if line is None:
+        return None
+    if not line.startswith(_QUOTES):
+        return line, line.startswith("/")
+    lines = [line.removeprefix(_QUOTES)]
+    while not lines[-1].rstrip().endswith(_QUOTES):
+        if (line := read_line("... ", interactive)) is None:  # the end of the input closes the quotes
+            return "\n".join(lines), False
         lines.append(line)
-    return "\n".join(lines)[:-3]
+    return "\n".join(lines).rstrip().removesuffix(_QUOTES), False
 
 
 def read_line(prompt: str, interactive: bool) -> str | None:
@@ -207,8 +211,9 @@ def run_chat(options: ChatOptions) -> None:
     try:
         with setting_up():
             chat = start_chat(options, console)
-        while (message := chat.read(interactive)) is not None:
-            if message.startswith("/"):
+        while (read := chat.read(interactive)) is not None:
+            message, is_command = read
+            if is_command:
                 if not chat.command(message.strip()):
                     break
             elif message.strip():
