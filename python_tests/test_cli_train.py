@@ -304,6 +304,11 @@ def test_windows_longer_than_the_model_was_made_for(model: Path, data: Path, tmp
             ("--data", "DATA", "--scaling", "--tokens", 64, "--batch-tokens", 512),
             "are 1, 1, 1, 1 training steps, which",
         ),
+        (
+            ("--data", "DATA", "--tokens", 100),
+            "--tokens 100: an optimiser step takes 8192 tokens with --batch-tokens 8192; raise --tokens to them, or",
+        ),
+        (("--data", "DATA", "--tokens", 50, "--batch-tokens", 50, "--length", 64), "an optimiser step takes 64 tokens"),
         (("--data", "DATA", "--device", "meta"), "--device meta: its tensors hold no data; expected cpu"),
     ],
 )

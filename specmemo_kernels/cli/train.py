@@ -43,7 +43,7 @@ from specmemo_kernels.training.answers import read_answers, read_prompts, write_
 from specmemo_kernels.training.checkpoint import TrainingError
 from specmemo_kernels.training.curves import draw_curves, expected_tokens
 from specmemo_kernels.training.recipes import LAYERS, DrafterSizes
-from specmemo_kernels.training.run import Recipe, RunFolder, Trained, train_drafter
+from specmemo_kernels.training.run import Recipe, RunFolder, Trained, step_windows, train_drafter
 from specmemo_kernels.training.windows import DataError, Windows, cut_windows, read_documents
 
 #: What options mean that weren't given: tokens of EAGLE-3's vocabulary matrix, and answers to prompts.
@@ -141,6 +141,12 @@ def _check(options: TrainOptions) -> None:
         raise UserError("give text by --data, or prompts by --self-generate, and not both")
     if 2 * options.depth >= options.length:  # the loss has a row for each place that all depths predict
         raise UserError(f"--length {options.length}: windows need more than 2 * --depth = {2 * options.depth} tokens")
+    step_tokens = step_windows(options.batch_tokens, options.length, world_size()) * options.length
+    if options.tokens is not None and options.tokens < step_tokens and not options.scaling:  # a grid needs more
+        raise UserError(
+            f"--tokens {options.tokens}: an optimiser step takes {step_tokens} tokens with --batch-tokens "
+            f"{options.batch_tokens}; raise --tokens to them, or lower --batch-tokens"
+        )
     if options.memory_budget is not None:
         with setting_up():
             parse_bytes(options.memory_budget, "--memory-budget")

@@ -61,8 +61,13 @@ class Recipe:
 
     def portions(self, length: int, processes: int = 1) -> tuple[int, int]:
         """Optimiser steps with windows of ``length`` tokens, and windows per step."""
-        per_step = max(processes, round(self.batch_tokens / length / processes) * processes)
+        per_step = step_windows(self.batch_tokens, length, processes)
         return max(1, round(self.tokens / (per_step * length))), per_step
+
+
+def step_windows(batch_tokens: int, length: int, processes: int = 1) -> int:
+    """Windows of ``length`` tokens in an optimiser step of about ``batch_tokens`` tokens."""
+    return max(processes, round(batch_tokens / length / processes) * processes)
 
 
 @dataclass(frozen=True)
