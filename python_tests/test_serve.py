@@ -360,6 +360,7 @@ def test_clients_that_vanish(address: str, model: PreTrainedModel) -> None:
         ({"prompt": "a", "temperature": -1}, 400, "temperature: Input should be greater than or equal to 0, got -1"),
         ({"prompt": "a", "logprobs": 21}, 400, "logprobs: "),
         ({"prompt": "a", "best_of": 3}, 400, "best_of: Input should be 1, got 3"),
+        ({"prompt": "a", "best_of": True}, 400, "best_of: expected a number, got True"),
         ({"prompt": "a", "suffix": "b"}, 400, "unknown field 'suffix'"),
         ({"prompt": "a", "stop": "x" * 1001}, 400, "of 1 to 1000 characters each, got 'xxxx"),
         ({"prompt": "a", "stop": ""}, 400, "of 1 to 1000 characters each, got ''"),
@@ -404,6 +405,10 @@ def test_wrong_requests(address: str, fields: dict[str, Any], status: int, says:
         ({"prompt": "a", "logit_bias": {"9" * 4000: 1}}, "logit_bias"),
         ({"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "logit_bias.999999999999...9999999999999.[key]"),
         ({"prompt": "a", "x" * 5000: 1}, "xxxxxxxxxxxx...xxxxxxxxxxxxx"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "stream_options": {}}, "stream_options"),
+        ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, "top_logprobs"),
+        ({"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "max_completion_tokens": 2}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
         ({"messages": [{"role": "user", "content": "a" * 600}]}, "messages"),
@@ -419,6 +424,14 @@ def test_fields_of_errors(address: str, fields: dict[str, Any], param: str) -> N
     assert len(error["message"]) < 250
 
 
+def test_long_names_of_models(address: str) -> None:
+    name = "x" * 100_000
+    for response in (post(address, prompt="a", model=name), httpx.get(f"{address}/v1/models/{name[:5000]}")):
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["code"]) == (404, "model", "model_not_found")
+        assert error["message"] == "the model 'xxxxxxxxxxxx...xxxxxxxxxxxxx' isn't served, 'tiny' is"
+
+
 def test_wrong_messages(address: str) -> None:
     path = "/v1/chat/completions"
     user = {"role": "user", "content": "hi"}
@@ -429,6 +442,20 @@ def test_wrong_messages(address: str) -> None:
         ({"messages": [user], "max_tokens": 5, "max_completion_tokens": 6}, "max_tokens and max_completion_tokens are"),
         ({"messages": [user], "tool_choice": "required"}, "tool_choice: Input should be 'none' or 'auto', got 'req"),
         ({"messages": [user], "tools": [{"type": "function"}]}, "tools.0.function: Field required"),
+        (
+            {"messages": [user], "tools": [{"type": "function", "function": {"name": "f", "strict": 0}}]},
+            "strict: expected true or false, got 0",
+        ),
+        (
+            {"messages": [user], "tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+            "strict: Input should be False, got True",
+        ),
+        ({"messages": [user], "parallel_tool_calls": 1}, "parallel_tool_calls: expected true or false, got 1"),
+        ({"messages": [{"role": "tool", "content": "2"}]}, "messages.0: tool_call_id is missing"),
+        (
+            {"messages": [user | {"tool_call_id": "c"}]},
+            "messages.0: tool_call_id belongs to messages of the role 'tool'",
+        ),
         ({"messages": [{"role": "user"}]}, "messages.0: content is missing"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "images, audio and"),
     ):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import torch
@@ -93,6 +94,17 @@ def test_the_template_and_the_answer(model: PreTrainedModel) -> None:
     assert "".join(part.delta.content or "" for part in stream) == choice.message.content
     assert other.usage is not None
     assert other.usage.prompt_tokens == len(ids) - len("[add]")
+
+
+def test_tools_without_a_template(model: PreTrainedModel) -> None:
+    """Neither calls nor results are dropped."""
+    with sk.patch(model, "prompt-lookup"), serving(model, make_tokenizer(None)) as address:
+        for messages in (MESSAGES, MESSAGES[1:2], MESSAGES[2:]):
+            refused = httpx.post(f"{address}/v1/chat/completions", json={"messages": messages})
+            assert refused.status_code == 400
+            assert "no chat template to write calls and results" in refused.json()["error"]["message"]
+        fields = {"messages": [MESSAGES[0], {"role": "assistant", "content": "2", "tool_calls": []}], "max_tokens": 1}
+        assert httpx.post(f"{address}/v1/chat/completions", json=fields).status_code == 200
 
 
 PARTS = st.lists(

@@ -117,6 +117,8 @@ class Model:
         if not getattr(self.tokenizer, "chat_template", None):
             if request.uses_tools:
                 raise BadRequest("tools: the model has no chat template, so it can't be told about them", "tools")
+            if any(message.of_tools for message in request.messages):
+                raise BadRequest("messages: the model has no chat template to write calls and results", "messages")
             return self.encode("\n".join(message.text for message in request.messages), field="messages")
         try:
             text = self.tokenizer.apply_chat_template(

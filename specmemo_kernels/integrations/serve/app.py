@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
+from specmemo_kernels.arguments import shown
 from specmemo_kernels.integrations.hf.engine import EngineClosed, QueueFull
 from specmemo_kernels.integrations.hf.generation import GenerationFailed
 from specmemo_kernels.integrations.serve.answers import Model, TookTooLong
@@ -91,13 +92,13 @@ def _card(model: Model) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class ModelNotFound(ValueError):
+class ModelNotFound(BadRequest):
     """A request for another model than the served one."""
 
 
 def _check_name(model: Model, name: str | None) -> None:
     if name is not None and name != model.name:
-        raise ModelNotFound(f"the model {name!r} isn't served, {model.name!r} is")
+        raise ModelNotFound(f"the model {shown(name)} isn't served, {model.name!r} is", "model")
 
 
 def _invalid(details: dict[str, Any]) -> tuple[str, str | None]:

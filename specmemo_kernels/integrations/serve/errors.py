@@ -25,7 +25,7 @@ def field_error(details: Mapping[str, Any]) -> tuple[str, str | None]:
         return f"unknown field '{place}'", place
     message = str(details["msg"]).removeprefix("Value error, ")
     if details["type"] == "value_error" and not place:  # a sentence about several fields
-        return message, None
+        return message, getattr(details["ctx"]["error"], "param", None)
     if details["type"] not in ("value_error", "missing"):  # ours have the value, missing ones have none
         message = f"{message.partition(', got ')[0]}, got {shown(details['input'])}"
     return f"{place or 'the body'}: {message}", place or None

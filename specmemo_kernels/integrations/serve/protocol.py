@@ -10,69 +10,37 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from specmemo_kernels.arguments import shown
 from specmemo_kernels.engine.sampling import Sampling
-from specmemo_kernels.integrations.serve.errors import field_error
+from specmemo_kernels.integrations.serve.errors import BadRequest, field_error
+from specmemo_kernels.integrations.serve.fields import (
+    Fields,
+    Flag,
+    Integer,
+    One,
+    OnlyFalse,
+    OnlyTrue,
+    Real,
+    Several,
+    StopString,
+    TokenId,
+    TokenIds,
+    expecting,
+)
 
 
-def _number(value: Any) -> Any:
-    """Pydantic takes ``true`` as 1 and ``"5"`` as 5."""
-    if isinstance(value, bool | str):
-        raise ValueError(f"expected a number, got {shown(value)}")
-    return value
-
-
-def _digits(key: Any) -> Any:
-    """Keys of JSON are texts; pydantic takes ``" 5 "`` and ``"5_0"`` too."""
-    if isinstance(key, str) and not (key.isascii() and key.isdigit()):
-        raise ValueError(f"expected a token id, got {shown(key)}")
-    return key
-
-
-Integer = Annotated[int, BeforeValidator(_number)]
-Real = Annotated[float, BeforeValidator(_number)]
-Flag = Annotated[bool, Field(strict=True)]
-TokenIds = Annotated[list[Annotated[Integer, Field(ge=0)]], Field(fail_fast=True)]
-StopString = Annotated[str, Field(min_length=1, max_length=1000)]
-_Several = Field(max_length=10_000, fail_fast=True)
-
-
-def _expecting(expected: str) -> WrapValidator:
-    """A validator with one sentence instead of an error for each member of a union."""
-
-    def check(value: Any, inner: Any) -> Any:
-        try:
-            return inner(value)
-        except ValidationError as error:
-            raise ValueError(f"expected {expected}, got {shown(value)}") from error
-
-    return WrapValidator(check)
-
-
-class _Fields(BaseModel):
-    """``null`` is a field's default, also of fields that would be refused otherwise."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
-        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
-
-
-class StreamOptions(_Fields):
+class StreamOptions(Fields):
     include_usage: Flag = False
 
 
-class ResponseFormat(_Fields):
+class ResponseFormat(Fields):
     """Only text; structured output isn't implemented."""
 
     type: Literal["text"]
 
 
-class _Generation(_Fields):
+class _Generation(Fields):
     """What both kinds of request have. ``user`` and ``metadata`` have no effect on the tokens.
 
     ``prompt_field``: the field that has the prompt.
@@ -83,7 +51,7 @@ class _Generation(_Fields):
     n: Integer = Field(1, ge=1, le=128)
     stop: Annotated[
         StopString | Annotated[list[StopString], Field(max_length=16)] | None,
-        _expecting("a text or at most 16 texts, of 1 to 1000 characters each"),
+        expecting("a text or at most 16 texts, of 1 to 1000 characters each"),
     ] = None
     seed: Integer | None = Field(None, ge=-(2**63), le=2**63 - 1)
     temperature: Real | None = Field(1.0, ge=0, le=100, allow_inf_nan=False)
@@ -93,7 +61,7 @@ class _Generation(_Fields):
     repetition_penalty: Real | None = Field(1.0, gt=0, allow_inf_nan=False)
     presence_penalty: Real | None = Field(0.0, ge=-2, le=2)
     frequency_penalty: Real | None = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[Annotated[int, BeforeValidator(_digits)], Annotated[Real, Field(ge=-100, le=100)]] | None = None
+    logit_bias: dict[TokenId, Annotated[Real, Field(ge=-100, le=100)]] | None = None
     max_tokens: Integer | None = Field(None, ge=0)
     ignore_eos: Flag = False
     stream: Flag | None = False
@@ -104,7 +72,7 @@ class _Generation(_Fields):
     @model_validator(mode="after")
     def _streams(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream to be true")
+            raise BadRequest("stream_options needs stream to be true", "stream_options")
         return self
 
     @property
@@ -157,17 +125,17 @@ class CompletionRequest(_Generation):
 
     prompt_field = "prompt"
     prompt: Annotated[
-        str | TokenIds | Annotated[list[str], _Several] | Annotated[list[TokenIds], _Several],
-        _expecting("a text, token ids, or a list of at most 10000 texts or token ids"),
+        str | TokenIds | Annotated[list[str], Several] | Annotated[list[TokenIds], Several],
+        expecting("a text, token ids, or a list of at most 10000 texts or token ids"),
     ]
     echo: Flag | None = False
     logprobs: Integer | None = Field(None, ge=0, le=20)
-    best_of: Literal[1] | None = None
+    best_of: One | None = None
 
     @model_validator(mode="after")
     def _returns_something(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens is 0, which needs echo to be true; give at least 1")
+            raise BadRequest("max_tokens is 0, which needs echo to be true; give at least 1", "max_tokens")
         return self
 
     @property
@@ -191,45 +159,45 @@ class CompletionRequest(_Generation):
         return 16 if self.max_tokens is None else self.max_tokens
 
 
-class TextPart(_Fields):
+class TextPart(Fields):
     type: Literal["text"]
     text: str
 
 
-class FunctionCall(_Fields):
+class FunctionCall(Fields):
     """``arguments``: a JSON object as text."""
 
     name: str
     arguments: str
 
 
-class ToolCall(_Fields):
+class ToolCall(Fields):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class Function(_Fields):
+class Function(Fields):
     """``strict`` would need structured output, which isn't implemented."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: OnlyFalse | None = None
 
 
-class Tool(_Fields):
+class Tool(Fields):
     type: Literal["function"]
     function: Function
 
 
-class Message(_Fields):
+class Message(Fields):
     """A message of a conversation: text, and tool calls of the assistant."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         str | list[TextPart] | None,
-        _expecting("a text or text parts (images, audio and files aren't supported)"),
+        expecting("a text or text parts (images, audio and files aren't supported)"),
     ] = None
     name: str | None = None
     refusal: None = None
@@ -241,7 +209,16 @@ class Message(_Fields):
     def _says_something(self) -> Self:
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise ValueError("content is missing; only an assistant's message with tool_calls may have none")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("tool_call_id is missing; it names the call that the message answers")
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise ValueError(f"tool_call_id belongs to messages of the role 'tool', this one is '{self.role}'")
         return self
+
+    @property
+    def of_tools(self) -> bool:
+        """Whether it calls tools, or has a result."""
+        return self.role == "tool" or bool(self.tool_calls)
 
     @property
     def text(self) -> str:
@@ -256,13 +233,13 @@ class ChatRequest(_Generation):
     max_tokens: Integer | None = Field(None, ge=1)
     max_completion_tokens: Integer | None = Field(None, ge=1)
     response_format: Annotated[
-        ResponseFormat | None, _expecting('{"type": "text"} (structured output isn\'t supported)')
+        ResponseFormat | None, expecting('{"type": "text"} (structured output isn\'t supported)')
     ] = None
     logprobs: Flag | None = False
     top_logprobs: Integer | None = Field(None, ge=0, le=20)
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: OnlyTrue | None = None
 
     @property
     def uses_tools(self) -> bool:
@@ -277,9 +254,9 @@ class ChatRequest(_Generation):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs to be true")
+            raise BadRequest("top_logprobs needs logprobs to be true", "top_logprobs")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("max_tokens and max_completion_tokens are the same limit; give one of them")
+            raise BadRequest("max_tokens and max_completion_tokens are the same limit; give one of them", "max_tokens")
         return self
 
     @property
