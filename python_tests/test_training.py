@@ -29,7 +29,14 @@ from specmemo_kernels.training.distillation import Teacher, distillation, greedy
 from specmemo_kernels.training.loop import Schedule, Training
 from specmemo_kernels.training.memory import pass_bytes, windows_within
 from specmemo_kernels.training.objective import HeldOut, Objective, evaluate
-from specmemo_kernels.training.recipes import DrafterSizes, feature_ids, final_norm, frequent_tokens, new_drafter
+from specmemo_kernels.training.recipes import (
+    DrafterSizes,
+    feature_ids,
+    final_norm,
+    frequent_tokens,
+    least_parameters,
+    new_drafter,
+)
 from specmemo_kernels.training.run import Recipe, train_drafter
 from specmemo_kernels.training.saved import save_drafter
 from specmemo_kernels.training.target_states import FrozenTarget
@@ -286,6 +293,21 @@ def test_gradients_are_accumulated(model: PreTrainedModel, tmp_path: Path) -> No
     whole, parts = (run_steps(model, "eagle3", tmp_path / str(micro), [], micro) for micro in (3, 1))
     for name, weight in whole.items():
         torch.testing.assert_close(parts[name], weight, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "clover2", "eagle3"])
+def test_a_drafter_beyond_the_budget_is_not_built(
+    model: PreTrainedModel, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    target, drafter = made(model, kind)
+    least = least_parameters(kind, target, KINDS[kind])
+    assert 0.1 < least / sum(parameter.numel() for parameter in drafter.parameters()) < 1
+    monkeypatch.setattr("specmemo_kernels.training.run.new_drafter", None)
+    windows = Windows(text(2, 32), text(1, 32, 1))
+    for budget in (None, 1 << 30):
+        recipe = Recipe(kind, DrafterSizes(DEPTH, 99_999_999), 64, 64, 1e-3, 0, budget)
+        with pytest.raises(BudgetError, match="gradients and moments need at least"):
+            train_drafter(model, windows, recipe, tmp_path, tmp_path / "state", "m", Accelerator(cpu=True), Silent())
 
 
 @pytest.mark.slow

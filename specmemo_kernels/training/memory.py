@@ -17,6 +17,19 @@ _PARAMETER = 16
 States = Callable[[torch.Tensor], TargetStates]
 
 
+def check_parameters(budget: int, parameters: int) -> None:
+    """Check that a drafter with at least so many parameters can be trained within ``budget`` bytes beside the model.
+
+    Raises:
+        BudgetError: it can't.
+    """
+    if (least := parameters * _PARAMETER) > budget:
+        raise BudgetError(
+            f"--memory-budget is {format_bytes(budget)}, but the drafter's weights, gradients and moments need at "
+            f"least {format_bytes(least)}; raise the budget, or choose a smaller drafter"
+        )
+
+
 def windows_within(
     budget: int, most: int, objective: Objective, states: States, length: int, processes: int = 1
 ) -> int:

@@ -58,6 +58,14 @@ def feature_ids(kind: str, sizes: DrafterSizes, layers: int) -> tuple[int, ...]:
     return 2, layers // 2, layers - 3
 
 
+def least_parameters(kind: str, target: FrozenTarget, sizes: DrafterSizes) -> int:
+    """Parameters of the matrices that every layer of a drafter has, which isn't built for it."""
+    width = target.weight.shape[1]
+    if kind == "medusa":
+        return sizes.depth * sizes.layers * width**2
+    return 3 * sizes.layers * width * _layer(target, sizes).intermediate_size
+
+
 def new_drafter(kind: str, target: FrozenTarget, sizes: DrafterSizes, training: Tensor, seed: int) -> Trainable:
     """A drafter with the weights of ``seed``.
 

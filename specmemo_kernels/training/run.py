@@ -16,9 +16,9 @@ from specmemo_kernels.drafting.replaced_file import replace_file
 from specmemo_kernels.engine.pressure import free_bytes
 from specmemo_kernels.training.checkpoint import TrainingError
 from specmemo_kernels.training.loop import Schedule, Training
-from specmemo_kernels.training.memory import windows_within
+from specmemo_kernels.training.memory import check_parameters, windows_within
 from specmemo_kernels.training.objective import HeldOut, Objective, evaluate
-from specmemo_kernels.training.recipes import DrafterSizes, feature_ids, new_drafter
+from specmemo_kernels.training.recipes import DrafterSizes, feature_ids, least_parameters, new_drafter
 from specmemo_kernels.training.saved import save_drafter
 from specmemo_kernels.training.target_states import FrozenTarget
 from specmemo_kernels.training.windows import Windows
@@ -239,10 +239,11 @@ def prepare(model: Any, windows: Windows, recipe: Recipe, accelerator: Any) -> t
     """
     layers = model.config.get_text_config().num_hidden_layers
     target = FrozenTarget(model, feature_ids(recipe.drafter, recipe.sizes, layers))
+    budget = recipe.memory_budget or int(_FREE_SHARE * free_bytes(target.device))
+    check_parameters(budget, least_parameters(recipe.drafter, target, recipe.sizes))
     objective = Objective(new_drafter(recipe.drafter, target, recipe.sizes, windows.training, recipe.seed))
     length, processes = windows.length, accelerator.num_processes
     steps, per_step = recipe.portions(length, processes)
-    budget = recipe.memory_budget or int(_FREE_SHARE * free_bytes(target.device))
     most = per_step // processes
     if target.device.type == "cpu":
         most = min(most, max(1, _CPU_TOKENS // length))
