@@ -28,7 +28,7 @@ from selection import sample
 from server import serving
 from test_cli import TEMPLATE, make_tokenizer, save_model
 from test_cli import run as run_command
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, processors
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import specmemo_kernels as sk
@@ -248,6 +248,23 @@ def test_offsets_of_characters_of_several_tokens(client: openai.OpenAI) -> None:
             assert choice.text[offset : offset + len(token)] == token
     parts = [chunk.choices[0].logprobs for chunk in client.completions.create(**options, stream=True) if chunk.choices]
     assert [offset for part in parts for offset in part.text_offset] == offsets
+
+
+def test_echoes_of_special_tokens(model: PreTrainedModel) -> None:
+    """Those that the text has, but not those that the tokenizer adds, or among token ids."""
+    tokenizer = make_tokenizer(None)
+    adding = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 0)])
+    tokenizer.backend_tokenizer.post_processor = adding
+    with serving(model, tokenizer) as address:
+        for prompt, text, offsets in (
+            ("ab", "ab", [0, 0, 1, 2]),
+            ([0, *encode("a"), 0], "a", [0, 0, 1, 1]),
+            ("a<eos>b", "a<eos>b", [0, 0, 1, 6, 7]),
+        ):
+            choice = post(address, prompt=prompt, max_tokens=1, echo=True, logprobs=0).json()["choices"][0]
+            assert choice["text"].startswith(text)
+            assert choice["logprobs"]["text_offset"] == offsets
+            assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
 
 
 def encode_answer(plain: PreTrainedModel, ids: list[int], count: int) -> list[int]:

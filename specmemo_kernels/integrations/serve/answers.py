@@ -148,8 +148,8 @@ class Model:
         ids: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return text_of(self.tokenizer, ids)
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        return text_of(self.tokenizer, ids, special=special)
 
     def requests(self, request: CompletionRequest | ChatRequest, prompts: Sequence[list[int]]) -> list[Request]:
         """``n`` requests of the engine for each prompt, with a seed of its own each.

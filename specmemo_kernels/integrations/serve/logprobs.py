@@ -16,17 +16,20 @@ from specmemo_kernels.integrations.serve.answers import Model
 
 
 def completion_logprobs(
-    model: Model, scores: Sequence[TokenScore], prompt: Sequence[int], prompt_scores: Sequence[TokenScore], start: int
-) -> tuple[dict[str, Any], int]:
+    model: Model, scores: Sequence[TokenScore], prompt: Sequence[int], prompt_text: str,
+    prompt_scores: Sequence[TokenScore], start: int,
+) -> tuple[dict[str, Any], int]:  # fmt: skip
     """The ``logprobs`` of a completion, or of a piece of it that begins at offset ``start``; and the offset of its end.
 
     Args:
         prompt: its tokens if they are echoed, else empty; the first one has no score. prompt_scores: of the others.
+        prompt_text: what is echoed.
     """
     tokens = [*prompt, *(score.token for score in scores)]
     every = [*([None] * min(1, len(prompt))), *prompt_scores, *scores]
     decode = _decoder(model)
-    texts = [decode(token) for token in tokens]
+    texts = _prompt_texts(model, prompt, prompt_text, decode)
+    texts += [decode(score.token) for score in scores]
     offsets, end = _offsets([_bytes(model, *item) for item in zip(tokens, texts, strict=True)], start)
     logprobs = {
         "tokens": texts,
@@ -46,6 +49,16 @@ def _offsets(pieces: Sequence[bytes], start: int) -> tuple[list[int], int]:
     *before, end = accumulate(begun, initial=start)
     inside = [bool(piece) and piece[0] & 0xC0 == 0x80 for piece in pieces]
     return [max(0, count - within) for count, within in zip(before, inside, strict=True)], end
+
+
+def _prompt_texts(model: Model, prompt: Sequence[int], text: str, decode: Callable[[int], str]) -> list[str]:
+    """The texts of a prompt's tokens; of special ones that its text has, as tokenizers add others at the beginning."""
+    texts = []
+    for token in reversed(prompt):
+        if not (piece := decode(token)) and (name := model.decode([token], special=True)) in text:
+            text, piece = text[: text.rindex(name)], name
+        texts.append(piece)
+    return texts[::-1]
 
 
 def _decoder(model: Model) -> Callable[[int], str]:

@@ -75,7 +75,7 @@ class _Answers:
             piece = piece.without_tokens()
         before = self._pieces[piece.index]
         if before is None and self._echo:
-            piece = piece.behind(self._model.decode(self._prompts[piece.index]))
+            piece = piece.behind(self._prompt_text(piece.index))
         content: dict[str, Any] = {"text": piece.text}
         if self._chat:
             parser = self._messages[piece.index]
@@ -128,6 +128,11 @@ class _Answers:
             await pieces.aclose()
         yield b"data: [DONE]\n\n"
 
+    def _prompt_text(self, index: int) -> str:
+        """The text of a completion's prompt as it was given, or that of its tokens without special ones."""
+        given = self._body.prompts[index // self._body.n] if isinstance(self._body, CompletionRequest) else ""
+        return given if isinstance(given, str) else self._model.decode(self._prompts[index])
+
     def _choice(self, piece: TextPiece, content: dict[str, Any], *, echo: bool) -> dict[str, Any]:
         """A choice with its log-probabilities; with ``echo`` the prompt's too, if it is echoed."""
         logprobs = None
@@ -136,7 +141,9 @@ class _Answers:
         elif self._body.top is not None:
             prompt = self._prompts[piece.index] if echo and self._echo else []
             scores, start = piece.prompt_scores if prompt else [], self._offsets[piece.index]
-            logprobs, self._offsets[piece.index] = completion_logprobs(self._model, piece.scores, prompt, scores, start)
+            logprobs, self._offsets[piece.index] = completion_logprobs(
+                self._model, piece.scores, prompt, self._prompt_text(piece.index) if prompt else "", scores, start
+            )
         return {"index": piece.index, **content, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
     def _usage(self) -> dict[str, int]:
