@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from specmemo_kernels.engine.program import Call, View
+from specmemo_kernels.engine.unwind import run_under
 
 
 def direct(calls: Sequence[Call]) -> list[Call]:
@@ -45,8 +47,8 @@ def _function(call: Call) -> Callable[..., Any] | None:
         return None
     for function in _candidates(call.function):
         try:
-            with torch.inference_mode(), _NothingRuns():
-                function(*args, **kwargs)
+            with torch.inference_mode():
+                run_under(partial(function, *args, **kwargs), _NothingRuns())
         except _Dispatched as seen:
             if _key(seen.args) == _key((call.function, args, kwargs)):
                 return function

@@ -21,6 +21,7 @@ from specmemo_kernels.engine.direct_calls import direct
 from specmemo_kernels.engine.fusion import fused
 from specmemo_kernels.engine.native_runs import native_runs
 from specmemo_kernels.engine.program import Call, View, compiled, peak_bytes, with_constants, without_unread
+from specmemo_kernels.engine.unwind import run_under
 from specmemo_kernels.ops.dispatch import dispatcher_active, implementation
 from specmemo_kernels.planning.host_allocator import mapped_temporaries
 from specmemo_kernels.planning.memory_tracker import is_composite
@@ -108,8 +109,8 @@ def record(run: Callable[[], None]) -> tuple[list[Call], Any]:
         RuntimeError: its operators depend on values, or one of them can't be repeated.
     """
     recorder = _Recorder()
-    with torch.inference_mode(), _NoReads(), recorder:
-        run()
+    with torch.inference_mode():
+        run_under(run, _NoReads(), recorder)
     return recorder.calls(), recorder.kernels
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from specmemo_kernels.engine.program import Call, View, last_uses
+from specmemo_kernels.engine.unwind import run_under
 
 Tensor = torch.Tensor
 
@@ -74,8 +76,7 @@ class _Run:
             # In inference mode copies such as those of `contiguous` would pass as views.
             with torch.inference_mode(False), torch.no_grad():
                 examples = [torch.empty(view.size, dtype=view.dtype, device="cpu") for view in inputs]
-                with _NoOperators():
-                    program = kernels.record(blocks, examples, run, constants)
+                program: Any = run_under(partial(kernels.record, blocks, examples, run, constants), _NoOperators())
         except (MemoryError, RuntimeError, ValueError):
             return None
         return Call(program, tuple(inputs), results=tuple(results), single=False)

@@ -49,14 +49,15 @@ class ReplacedForwards:
             with self._lock:
                 self._passes -= counted
                 while self._installed and not self._passes:
-                    forward, former = self._installed.pop()
+                    forward, former = self._installed[-1]
                     attributes = vars(forward.module)
                     if attributes.get("forward") is not forward:
-                        continue  # replaced meanwhile, or not yet
-                    if former is None:
+                        pass  # replaced meanwhile, or not yet
+                    elif former is None:
                         del attributes["forward"]
                     else:
                         attributes["forward"] = former
+                    self._installed.pop()  # last, so that the next pass ends what an interrupt has left
 
 
 def is_plain(module: nn.Module) -> bool:
