@@ -278,7 +278,8 @@ class StepCache:
                 if is_out_of_memory(cause):  # the step can be captured once memory is free
                     raise cause from None
             cause = causes[-1]
-            self.failed = f"a step can't be captured ({type(cause).__name__}: {str(cause).splitlines()[0][:200]})"
+            message = str(cause).partition("\n")[0]
+            self.failed = f"a step can't be captured ({type(cause).__name__}: {message[:200]})"
             raise CaptureFailed(self.failed) from error
 
 
