@@ -91,7 +91,7 @@ MUTANTS = (
     Mutant(f"{PACKAGE}/tree/acceptance.py", "push(path[:-1], index + 1", "push(path[:-1], index + 2",
            "acceptance best_first"),
     Mutant(f"{PACKAGE}/planning/search.py", "min(totals)", "max(totals)", "planner no_plan"),
-    Mutant(f"{PACKAGE}/planning/search.py", "workload.context + heads", "workload.context", "planner no_plan"),
+    Mutant(f"{PACKAGE}/planning/search.py", "workload.context + sizes.heads", "workload.context", "planner no_plan"),
     # C++ last: nothing runs after them with what they have built.
     Mutant("csrc/verify.cpp", "child = node + 1", "child = node + 2", "ops test_verify"),
     Mutant("csrc/visibility.cpp", "length_ + node + 1 - base", "length_ + node - base", "attention cpu"),

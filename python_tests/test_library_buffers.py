@@ -94,8 +94,10 @@ def test_only_passes_with_experts_multiply_first() -> None:
 def test_the_largest_matrix_comes_first() -> None:
     """Of each shape one, without the embedding and the lm_head, which operators compute."""
     model = with_experts()
+    model.convolution = nn.Conv1d(4096, 4096, 4, groups=4096)
     found = packed_matrices(model, facts(), frozenset())
     assert found[0] is model.gate_up
     assert found[1] is model.down
+    assert all(matrix is not model.convolution.weight for matrix in found)
     assert len({tuple(matrix.shape) for matrix in found}) == len(found)
     assert not {id(model.lm_head.weight), id(model.model.embed_tokens.weight)} & set(map(id, found))

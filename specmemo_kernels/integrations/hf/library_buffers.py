@@ -69,7 +69,10 @@ def packed_matrices(model: Any, facts: ModelFacts, replaced: Set[nn.Module]) -> 
         for parameter in model.parameters()
         if parameter.dim() in (2, 3) and parameter.dtype in _PACKED and id(parameter) not in skipped
     }
-    plain = [matrix for matrix in found.values() if type(matrix) is nn.Parameter and not matrix.is_meta]
+    plain = [
+        matrix for matrix in found.values()
+        if type(matrix) is nn.Parameter and not matrix.is_meta and matrix.shape[-2] > 1  # not a depthwise convolution's
+    ]  # fmt: skip
     return sorted(plain, key=lambda matrix: matrix.shape[-1] * matrix.shape[-2], reverse=True)
 
 
