@@ -62,7 +62,9 @@ def test_recurrent_sizes_without_weights(family: str, tmp_path: Path) -> None:
     assert 0 < spec.mixers.chunk.at(32) < spec.mixers.chunk.at(512)
 
 
-@pytest.mark.parametrize(("name", "tensors"), [("silu", 1), ("gelu_new", 3), ("relu2", 2), ("unknown", 0), (None, 0)])
+@pytest.mark.parametrize(
+    ("name", "tensors"), [("silu", 1), ("gelu_new", 3), ("relu2", 2), ("xielu", 5), ("unknown", 0), (None, 0)]
+)
 def test_tensors_of_activations(name: str | None, tensors: int) -> None:
     """``gelu_new`` holds half of its input, its cube, and their multiples."""
     assert activation_tensors({"hidden_act": name}) == tensors

@@ -79,9 +79,10 @@ def activation_tensors(fields: Mapping[str, Any]) -> int:
     name = next((fields[key] for key in _ACTIVATIONS if isinstance(fields.get(key), str)), None)
     if name not in ACT2FN:
         return 0
-    x = torch.zeros(1, device="meta")
-    with MemoryTracker() as tracker:
-        ACT2FN[name](x)
+    with torch.device("meta"), torch.no_grad():
+        x, activation = torch.zeros(1), ACT2FN[name]
+        with MemoryTracker() as tracker:
+            activation(x)
     return int(tracker.peak // x.nbytes)
 
 
