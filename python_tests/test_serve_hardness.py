@@ -72,6 +72,11 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
 
+def wait_for_running(address: str, count: int) -> None:
+    while httpx.get(f"{address}/stats").json()["running"] < count:
+        time.sleep(0.02)
+
+
 def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     step = SpecDecoder.step
 
@@ -259,8 +264,7 @@ def test_the_end_of_a_busy_server(
         with serving(model, make_tokenizer(None), ServerLimits(shutdown_seconds=0.5)) as address:
             whole = threads.submit(complete, address, **case)
             stream = threads.submit(complete, address, **case, stream=True)
-            while httpx.get(f"{address}/stats").json()["running"] < 2:
-                time.sleep(0.02)
+            wait_for_running(address, 2)
         assert whole.result().status_code == 503
         assert "the server stopped" in message(whole.result())
         assert events(stream.result())[-1]["choices"][0]["finish_reason"] == "abort"
@@ -285,8 +289,7 @@ def test_a_second_signal(
         serving(model, make_tokenizer(None), ServerLimits(shutdown_seconds=WAIT)) as address,
     ):
         stream = threads.submit(complete, address, **case)
-        while httpx.get(f"{address}/stats").json()["running"] < 1:
-            time.sleep(0.02)
+        wait_for_running(address, 1)
         for _ in range(2):
             servers[0].handle_exit(signal.SIGINT, None)
         assert events(stream.result())[-1]["choices"][0]["finish_reason"] == "abort"

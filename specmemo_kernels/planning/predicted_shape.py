@@ -122,5 +122,5 @@ def predicted_shape(
 
 
 def _most_paths(heads: DrafterSpec, nodes: int, depth: int) -> int:
-    """Paths from the root to a leaf: at most one per two nodes in the best static trees."""
+    """Paths from the root to a leaf: any number in dynamic trees, at most one per two nodes in the best static ones."""
     return max(1, nodes - 1 if isinstance(heads, FeatureDrafterSpec) else min(nodes // 2, nodes - depth))
