@@ -61,6 +61,7 @@ constexpr int64_t kDecompressedInputs = 1024;
 // Those inputs, from one on.
 struct DecompressedWeights {
   typedef const uint16_t* Row;
+  static constexpr bool kCompressed = false;
 
   Row row(int64_t output, int64_t input) const {
     return weights + (output - first) * kDecompressedInputs + input - begin;
@@ -105,15 +106,16 @@ class RowProducts {
   // Memory for prepare(), of the caller.
   int64_t memory_bytes() const { return in_place() ? 0 : x_bytes(args_.rows); }
 
-  // Interleaves the rows of each tile: [tile][steps, rows of the tile, kStep].
+  // Interleaves the rows of each tile: [tile][steps, kVecs, rows of the tile, kPart].
   void prepare(char* memory, int) {
     if (in_place()) return;
     auto* out = reinterpret_cast<Element*>(memory);
     x_ = out;
     for (int64_t t = 0; t < tiles_.count; ++t)
-      for (int64_t i = 0; i < whole_; i += Row::kStep)
-        for (int64_t r = tiles_.begin(t); r < tiles_.begin(t + 1); ++r, out += Row::kStep)
-          Row::prepare(static_cast<const Raw*>(args_.x) + r * args_.x_stride + i, out);
+      for (int64_t i = 0; i < whole_; i += Row::kStep, out += tiles_.size(t) * Row::kStep)
+        for (int64_t r = 0; r < tiles_.size(t); ++r)
+          Row::prepare(static_cast<const Raw*>(args_.x) + (tiles_.begin(t) + r) * args_.x_stride + i, tiles_.size(t),
+                       out + r * Row::kPart);
   }
 
   // The prepared input of products with the same rows.
@@ -159,7 +161,8 @@ class RowProducts {
     // Every tile prefetches its share of the weights behind these.
     const int64_t line = line_of_tile();
     const bool in_order = prefetches_in_order();
-    Ahead ahead{weights_.at(first + (prefetch_next_tile_ ? kWeightTile : count), 0), line, kWeightTile * line};
+    const int width = decompresses_once() ? kWeightTile : weight_tile<Weights>(tiles_.size(0));
+    Ahead ahead{weights_.at(first + (prefetch_next_tile_ ? kWeightTile : count), 0), line, width * line};
     if (!in_order) ahead.next_row = weights_.row_bytes(), ahead.next_step = line;
     for (int64_t c = 0; c < chunks_.count; ++c) {
       const int64_t begin = chunks_.begin(c) * kUnit, end = std::min(chunks_.begin(c + 1) * kUnit, whole_);
@@ -193,10 +196,10 @@ class RowProducts {
   void multiply_chunk(const Stored& weights, const Part& part, const char* behind, Ahead& ahead, VecF* sums,
                       float* values) const {
     const int64_t inputs = part.end - part.begin, bytes = inputs / Row::kStep * line_of_tile();
-    const int64_t next_tile = kWeightTile * (behind == nullptr ? bytes : weights_.row_bytes());
     for (int64_t t = 0; t < tiles_.count; ++t) {
       if (behind != nullptr) ahead.at = behind + bytes * t;
       const int64_t top = tiles_.begin(t), height = tiles_.size(t);
+      const int64_t next_tile = weight_tile<Stored>(height) * (behind == nullptr ? bytes : weights_.row_bytes());
       const Chunk<Row, Stored> chunk{x_ + top * whole_ + part.begin * height,
                                      weights,
                                      part.first,

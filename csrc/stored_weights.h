@@ -31,6 +31,19 @@ class PlainWeights {
 
 constexpr int64_t kHalfBlock = kBlockWeights / 2;
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// 16 weights of half HALF of a block, and the 16 that are 32 behind them, of 32 low bytes and their codes.
+template <int HALF>
+inline void decompress_vectors(const uint8_t* low, const uint8_t* codes, const uint8_t* high, __m256i& first,
+                               __m256i& second) {
+  const __m256i table = _mm256_broadcastsi128_si256(load<__m128i>(high));
+  const __m256i both = load<__m256i>(codes), lows = load<__m256i>(low);
+  const __m256i index = _mm256_and_si256(HALF == 0 ? both : _mm256_srli_epi16(both, 4), _mm256_set1_epi8(15));
+  const __m256i highs = _mm256_shuffle_epi8(table, index);
+  first = _mm256_unpacklo_epi8(lows, highs), second = _mm256_unpackhi_epi8(lows, highs);
+}
+#endif
+
 // The weights of one half of a block.
 template <int HALF>
 inline void decompress_half(const uint8_t* block, const uint8_t* high, uint16_t* out) {
@@ -43,15 +56,12 @@ inline void decompress_half(const uint8_t* block, const uint8_t* high, uint16_t*
   _mm512_storeu_si512(out, _mm512_unpacklo_epi8(lows, highs));
   _mm512_storeu_si512(out + 32, _mm512_unpackhi_epi8(lows, highs));
 #elif defined(__AVX2__)
-  const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(high)));
-  for (int i = 0; i < 2; ++i) {  // 32 weights at a time
-    const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + 32 * i));
-    const __m256i lows = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(low + 32 * i));
-    const __m256i index = _mm256_and_si256(HALF == 0 ? both : _mm256_srli_epi16(both, 4), _mm256_set1_epi8(15));
-    const __m256i highs = _mm256_shuffle_epi8(table, index);
+  for (int i = 0; i < 2; ++i) {
+    __m256i first, second;
+    decompress_vectors<HALF>(low + 32 * i, codes + 32 * i, high, first, second);
     auto* to = reinterpret_cast<__m256i*>(out + 16 * i);
-    _mm256_storeu_si256(to, _mm256_unpacklo_epi8(lows, highs));
-    _mm256_storeu_si256(to + 2, _mm256_unpackhi_epi8(lows, highs));
+    _mm256_storeu_si256(to, first);
+    _mm256_storeu_si256(to + 2, second);
   }
 #elif defined(__aarch64__)
   const uint8x16_t table = vld1q_u8(high);
@@ -88,6 +98,14 @@ struct CompressedRow {
   void read_half(int64_t i, uint16_t* out) const {
     decompress_half<HALF>(blocks + i / kBlockWeights * kBlockBytes, head->high, out);
     if (__builtin_expect(head->exceptions != 0, 0)) set_exceptions(*head, first + i + HALF * kHalfBlock, out);
+  }
+
+  // The first weight from `i` on without a code; INT64_MAX: none.
+  int64_t next_exception(int64_t i) const {
+    const int exceptions = std::min<int>(head->exceptions, kMostExceptions);
+    for (int e = 0; e < exceptions; ++e)  // in the order of their columns
+      if (const int64_t at = head->exception[e].column - first; at >= i) return at;
+    return INT64_MAX;
   }
 
   // Both halves.

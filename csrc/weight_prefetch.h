@@ -62,6 +62,15 @@ class WeightPrefetches {
     for (int v = 0; v < WEIGHTS; ++v) next_[v] = ahead.at + v * ahead.next_row;
   }
 
+  // Issues the next prefetch of weight row v.
+  void next(int v) {
+    if (PATTERN == PrefetchPattern::kNextTile)
+      prefetch_near(next_[v]);
+    else
+      prefetch(next_[v]);
+    next_[v] += step_;
+  }
+
   // Issues the prefetches of one of a step's `slots`, over which they are spread: a burst would stall the products.
   // at: the first element of the step.
   template <class Raw>
@@ -69,11 +78,7 @@ class WeightPrefetches {
 #pragma GCC unroll 8
     for (int v = 0; v < WEIGHTS; ++v) {
       if (slot != (2 * v + 1) * slots / (2 * WEIGHTS)) continue;
-      if (PATTERN == PrefetchPattern::kNextTile)
-        prefetch_near(next_[v]);
-      else
-        prefetch(next_[v]);
-      next_[v] += step_;
+      next(v);
       if (PATTERN == PrefetchPattern::kFarAndNear && kNearLines > 0 && slots >= kNearSlots)
         prefetch_near(reinterpret_cast<const char*>(weights[v] + at) + kNearLines * kLine);
     }
@@ -85,6 +90,7 @@ class WeightPrefetches {
 };
 
 struct NoPrefetches {
+  void next(int) {}
   template <class Raw>
   void issue(int, int, const Raw* const*, int64_t) {}
 };
