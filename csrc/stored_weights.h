@@ -79,14 +79,6 @@ inline void decompress_half(const uint8_t* block, const uint8_t* high, uint16_t*
 #endif
 }
 
-// Sets those of a half's weights, from column `first` on, that have no code.
-__attribute__((noinline, cold)) void set_exceptions(const RowHead& head, int64_t first, uint16_t* out) {
-  const int exceptions = std::min<int>(head.exceptions, kMostExceptions);
-  for (int e = 0; e < exceptions; ++e)
-    if (const int64_t at = head.exception[e].column - first; at >= 0 && at < kHalfBlock)
-      out[at] = head.exception[e].bits;
-}
-
 // A part of a compressed row, from a block on.
 struct CompressedRow {
   const RowHead* head;
@@ -97,21 +89,30 @@ struct CompressedRow {
   template <int HALF>
   void read_half(int64_t i, uint16_t* out) const {
     decompress_half<HALF>(blocks + i / kBlockWeights * kBlockBytes, head->high, out);
-    if (__builtin_expect(head->exceptions != 0, 0)) set_exceptions(*head, first + i + HALF * kHalfBlock, out);
-  }
-
-  // The first weight from `i` on without a code; INT64_MAX: none.
-  int64_t next_exception(int64_t i) const {
-    const int exceptions = std::min<int>(head->exceptions, kMostExceptions);
-    for (int e = 0; e < exceptions; ++e)  // in the order of their columns
-      if (const int64_t at = head->exception[e].column - first; at >= i) return at;
-    return INT64_MAX;
+    if (__builtin_expect(head->exceptions != 0, 0)) set_exceptions(i + HALF * kHalfBlock, out);
   }
 
   // Both halves.
   void read(int64_t i, uint16_t* out) const {
     read_half<0>(i, out);
     read_half<1>(i, out + kHalfBlock);
+  }
+
+  // The first weight from `i` on that has no code; INT64_MAX: none.
+  int64_t next_exception(int64_t i) const {
+    for (int e = 0; e < exceptions(); ++e)  // in the order of their columns
+      if (exception_at(e) >= i) return exception_at(e);
+    return INT64_MAX;
+  }
+
+ private:
+  int exceptions() const { return std::min<int>(head->exceptions, kMostExceptions); }
+  int64_t exception_at(int e) const { return head->exception[e].column - first; }
+
+  // Sets those of the half that starts with weight `i` that have no code.
+  __attribute__((noinline, cold)) void set_exceptions(int64_t i, uint16_t* out) const {
+    for (int e = 0; e < exceptions(); ++e)
+      if (const int64_t at = exception_at(e) - i; at >= 0 && at < kHalfBlock) out[at] = head->exception[e].bits;
   }
 };
 

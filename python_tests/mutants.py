@@ -103,6 +103,8 @@ MUTANTS = (
     Mutant("csrc/quantise.cpp", "0x7ffffu + ((magnitude >> 20) & 1u)", "0x7ffffu", "quantised_kv bits"),
     Mutant("csrc/row_products.h", "i = whole_; i <", "i = whole_ + 1; i <", "ops test_lm_head"),
     Mutant("csrc/stored_weights.h", "column - first", "column", "compressed_weights test_linear_has"),
+    Mutant("csrc/compressed_tile.h", "next = std::min(next, rows[v]", "next = std::min(next, rows[0]",
+           "compressed_weights test_linear_has"),
     Mutant("csrc/compressed.cpp", "head.exceptions == kMostExceptions", "head.exceptions + 1 == kMostExceptions",
            "compressed_weights test_the_most"),
     Mutant("csrc/column_products.h", "begin < args_.inputs; begin +=", "begin + 1 < args_.inputs; begin +=",
