@@ -1,11 +1,14 @@
-"""``KeyboardInterrupt`` wherever torch's modes begin or end in a recording: the next call has the model's tokens."""
+"""``KeyboardInterrupt`` where torch's modes begin or end in a recording, and where a call takes its turn."""
 
 from __future__ import annotations
 
+import dis
+import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -60,6 +63,65 @@ class Interrupter:
             sys.settrace(None)
             raise KeyboardInterrupt
         return self._trace_lines
+
+
+#: CPython runs a signal's handler at the end of these instructions.
+CHECKED = ("CALL", "CALL_FUNCTION_EX", "CALL_KW", "RESUME", "JUMP_BACKWARD")
+
+
+@functools.cache
+def behind_checks(code: CodeType) -> frozenset[int]:
+    """Offsets of the instructions before which a signal's handler may run."""
+    return frozenset(
+        later.offset for one, later in itertools.pairwise(dis.get_instructions(code)) if one.opname in CHECKED
+    )
+
+
+class TurnInterrupter(Interrupter):
+    """Traces the instructions of a call of generate that begin and end its turn."""
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+        code, caller = frame.f_code, frame.f_back
+        called = caller is not None and caller.f_code.co_name == "sample" and code.co_filename.endswith("contextlib.py")
+        if called or code.co_filename.endswith("hf/turns.py") or code.co_name == "sample":
+            frame.f_trace_opcodes = True
+            return self._trace_instructions
+        return None
+
+    def _trace_instructions(self, frame: FrameType, event: str, _: object) -> Callable[..., Any]:
+        if event != "opcode" or frame.f_lasti not in behind_checks(frame.f_code):
+            return self._trace_instructions
+        place = frame.f_code.co_filename, frame.f_lasti, frame.f_code.co_name, getattr(frame.f_back, "f_lineno", 0)
+        self.places[place] = None
+        if place == self.at:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return self._trace_instructions
+
+
+def test_an_interrupted_turn() -> None:
+    """The lock is free, so that no thread waits for ever, and the next call isn't taken for a nested one."""
+    model = tiny_model("llama", seed=33)
+    expected, interrupter = greedy(model, INPUTS, 3), TurnInterrupter()
+    handle, interrupts = sk.patch(model, random_heads(model)), 0  # unpatching would wait for the lock too
+    with interrupter.tracing():
+        greedy(model, INPUTS, 3)
+    assert len(interrupter.places) > 20
+    for place in list(interrupter.places):
+        try:
+            with interrupter.tracing(place):
+                greedy(model, INPUTS, 3)
+        except KeyboardInterrupt:
+            interrupts += 1
+        assert handle.turns.own is None, place
+        lock = handle.turns.free()
+        assert lock.acquire(blocking=False), place
+        lock.release()
+        steps = handle.stats.steps
+        assert torch.equal(greedy(model, INPUTS, 3), expected), place
+        assert handle.stats.steps > steps, place
+    assert interrupts > 20
+    sk.unpatch(model)
 
 
 def test_an_interrupted_recording() -> None:

@@ -1,12 +1,10 @@
-"""The handle of a patched model: its plan, its statistics, and the lock that serialises generations."""
+"""The handle of a patched model: its plan and its statistics."""
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
 from specmemo_kernels.cache.paged_kv import PagedKVPool
 from specmemo_kernels.drafting.base import can_offload
@@ -26,15 +24,9 @@ from specmemo_kernels.integrations.hf.draft import HFDraftModel, Setup, unregist
 from specmemo_kernels.integrations.hf.generate import Generator
 from specmemo_kernels.integrations.hf.pool import GraphUse, PoolCache
 from specmemo_kernels.integrations.hf.target import HFTarget
+from specmemo_kernels.integrations.hf.turns import Turns, Unpatched
 from specmemo_kernels.planning.memory_plan import MemoryPlan
 from specmemo_kernels.tree.choice import TreeChooser
-
-if TYPE_CHECKING:
-    from specmemo_kernels.integrations.hf.batch import BatchRun
-
-
-class Unpatched(RuntimeError):
-    """The model was unpatched before the call could start."""
 
 
 class SpecMemo:
@@ -56,6 +48,7 @@ class SpecMemo:
             ``"grouped_linear"`` (experts) or ``"rms_norm"``.
         compressed: the modules with compressed weights, and the bytes that this saves
             (:class:`CompressedWeights`).
+        turns: of generations, one at a time (:class:`Turns`).
         undo_steps: functions that undo the patch, in order.
     """
 
@@ -88,10 +81,7 @@ class SpecMemo:
         self._guards = [ModelGuard(self.model, mixers=[mixer.module for mixer in self.facts.mixers.mixers])]
         if isinstance(self.drafter, HFDraftModel):
             self._guards.append(ModelGuard(self.drafter.hf_model, "the draft model", drafts=True))
-        self._lock = threading.Lock()
-        self._owner_thread: int | None = None
-        self._run: weakref.ref[BatchRun] | None = None
-        self._unpatched = False
+        self.turns = Turns()
 
     def scheduler(
         self, sequences: Sequence[SequenceState], verifier: Verifier, *, admitting: bool = False
@@ -157,61 +147,9 @@ class SpecMemo:
         """Pages for sequences of these lengths, see :meth:`PoolCache.pages_for`."""
         return self._pools.pages_for(lengths)
 
-    @property
-    def held(self) -> bool:
-        """Whether this thread holds the lock."""
-        return self._lock.locked() and self._owner_thread == threading.get_ident()
-
-    @property
-    def nested(self) -> bool:
-        """Whether this code runs inside of this thread's call of generate."""
-        return self.held and self._run is None
-
-    def lock(self, run: BatchRun | None = None, timeout: float = -1.0) -> bool:
-        """Wait for another thread's generation, then block other threads until :meth:`unlock`.
-
-        Args:
-            run: the batch that holds the lock.
-            timeout: most seconds to wait; -1: without a limit.
-
-        Returns:
-            Whether the lock is held now.
-
-        Raises:
-            RuntimeError: this thread holds the lock already.
-            Unpatched: the model isn't patched any more.
-        """
-        if self.held:
-            raise RuntimeError(
-                "this thread's generation with the same model isn't over; finish it first, or close the batch "
-                "(BatchRun.close)"
-            )
-        if not self._lock.acquire(timeout=timeout):
-            return False
-        if self._unpatched:
-            self._lock.release()
-            raise Unpatched("the model was unpatched before this call could start; patch it again")
-        self._owner_thread = threading.get_ident()
-        self._run = None if run is None else weakref.ref(run)
-        return True
-
-    def unlock(self) -> None:
-        """Release the lock."""
-        self._owner_thread = self._run = None
-        self._lock.release()
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """:meth:`lock` for a block of code."""
-        self.lock()
-        try:
-            yield
-        finally:
-            self.unlock()
-
     def changed(self) -> str:
         """A change since patching that rules out speculative steps, or an empty string."""
-        if self._unpatched:  # the call ends where it takes the lock
+        if self.turns.closed:  # the call ends where its turn would begin
             return ""
         leaves = self.facts.leaves
         if leaves.invariant and (change := leaves.change()):
@@ -224,7 +162,7 @@ class SpecMemo:
         Raises:
             RuntimeError: a generation of this thread isn't over.
         """
-        with suppress(Unpatched), self.locked():  # unpatching has released everything
+        with suppress(Unpatched), self.turns.free(), self.turns.turn():  # unpatching has released everything
             self._pools.release()
 
     @property
@@ -244,14 +182,14 @@ class SpecMemo:
         Raises:
             RuntimeError: a generation of this thread isn't over.
         """
-        with suppress(Unpatched), self.locked():
-            self._unpatched = True  # first, so that calls of other threads don't take it for a change
+        with suppress(Unpatched), self.turns.free(), self.turns.turn():
+            self.turns.closed = True  # first, so that calls of other threads don't take it for a change
             try:
                 self._pools.release()
                 run_steps(self.undo_steps)
                 unregister(self)
             except BaseException:  # the next call goes on
-                self._unpatched = False
+                self.turns.closed = False
                 raise
 
     def __enter__(self) -> SpecMemo:
@@ -259,7 +197,8 @@ class SpecMemo:
 
     def __exit__(self, *_: object) -> None:
         """Unpatch; this thread's open batch is closed first."""
-        run = self._run() if self._run is not None and self._owner_thread == threading.get_ident() else None
+        turn = self.turns.own
+        run = None if turn is None or turn.run is None else turn.run()
         if run is not None:
             run.close()
         self.undo()
