@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 import specmemo_kernels as sk
 from specmemo_kernels.engine.decode import SpecDecoder
+from specmemo_kernels.integrations.hf.generation_lock import Unpatched
 from specmemo_kernels.integrations.hf.handle import SpecMemo
-from specmemo_kernels.integrations.hf.turns import Unpatched
 
 WAIT = 60.0
 

@@ -1,4 +1,4 @@
-"""``KeyboardInterrupt`` where torch's modes begin or end in a recording, and where a call takes its turn."""
+"""``KeyboardInterrupt`` where torch's modes begin or end in a recording, and where a call takes the lock."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def behind_checks(code: CodeType) -> frozenset[int]:
     )
 
 
-class TurnInterrupter(Interrupter):
-    """Traces the instructions of a call of generate that begin and end its turn."""
+class LockInterrupter(Interrupter):
+    """Traces the instructions of a call of generate that acquire and release the lock."""
 
     def _trace(self, frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
         code, caller = frame.f_code, frame.f_back
         called = caller is not None and caller.f_code.co_name == "sample" and code.co_filename.endswith("contextlib.py")
-        if called or code.co_filename.endswith("hf/turns.py") or code.co_name == "sample":
+        if called or code.co_filename.endswith("hf/generation_lock.py") or code.co_name == "sample":
             frame.f_trace_opcodes = True
             return self._trace_instructions
         return None
@@ -99,10 +99,10 @@ class TurnInterrupter(Interrupter):
         return self._trace_instructions
 
 
-def test_an_interrupted_turn() -> None:
+def test_an_interrupted_lock() -> None:
     """The lock is free, so that no thread waits for ever, and the next call isn't taken for a nested one."""
     model = tiny_model("llama", seed=33)
-    expected, interrupter = greedy(model, INPUTS, 3), TurnInterrupter()
+    expected, interrupter = greedy(model, INPUTS, 3), LockInterrupter()
     handle, interrupts = sk.patch(model, random_heads(model)), 0  # unpatching would wait for the lock too
     with interrupter.tracing():
         greedy(model, INPUTS, 3)
@@ -113,8 +113,8 @@ def test_an_interrupted_turn() -> None:
                 greedy(model, INPUTS, 3)
         except KeyboardInterrupt:
             interrupts += 1
-        assert handle.turns.own is None, place
-        lock = handle.turns.free()
+        assert handle.generation_lock.owner is None, place
+        lock = handle.generation_lock.mutex()
         assert lock.acquire(blocking=False), place
         lock.release()
         steps = handle.stats.steps

@@ -16,9 +16,9 @@ from specmemo_kernels.engine.sampling import Sampling
 from specmemo_kernels.engine.scores import TokenScore
 from specmemo_kernels.engine.sequence import SequenceState
 from specmemo_kernels.engine.verify import SampledVerifier
+from specmemo_kernels.integrations.hf.generation_lock import LockOwner
 from specmemo_kernels.integrations.hf.handle import SpecMemo, handle_of
 from specmemo_kernels.integrations.hf.run import Piece, PieceReader, SequenceRun
-from specmemo_kernels.integrations.hf.turns import Turn
 
 Prompt = Sequence[int] | torch.Tensor
 
@@ -92,16 +92,16 @@ class BatchRun:
         self._readers = [PieceReader(sequence) for sequence in self._sequences]
         if not self._sequences:
             return
-        self._turn = Turn(self)
+        self._lock_owner = LockOwner(self)
         try:
-            handle.turns.take(self._turn)
+            handle.generation_lock.acquire(self._lock_owner)
             with handle.ranks.guarded():
                 longest = max(len(s.prompt) + s.max_new_tokens for s in self._sequences)
                 if reason := handle.generator.unsupported_model(longest):
                     raise ValueError(f"a batch can't be generated: {reason}")
                 self._running = SequenceRun(handle, self._sequences, SampledVerifier(handle.target, handle.backend))
         except BaseException:
-            handle.turns.end(self._turn)
+            handle.generation_lock.release(self._lock_owner)
             raise
 
     def __iter__(self) -> Iterator[Piece]:
@@ -173,7 +173,7 @@ class BatchRun:
             try:
                 running.close()
             finally:
-                self._handle.turns.end(self._turn)
+                self._handle.generation_lock.release(self._lock_owner)
 
     def completions(self) -> list[Completion]:
         """The result of each request, in the order of the input.

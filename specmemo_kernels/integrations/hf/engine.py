@@ -19,8 +19,8 @@ from specmemo_kernels.engine.verify import SampledVerifier
 from specmemo_kernels.integrations.distributed.ranks import RankError
 from specmemo_kernels.integrations.hf.batch import Request, patched_handle, sequence_of
 from specmemo_kernels.integrations.hf.generation import Generation
+from specmemo_kernels.integrations.hf.generation_lock import LockOwner, Unpatched
 from specmemo_kernels.integrations.hf.run import Piece, SequenceRun
-from specmemo_kernels.integrations.hf.turns import Turn, Unpatched
 from specmemo_kernels.ops.dispatch import release_threads
 
 #: Between two looks at arrived and aborted requests, while another generation holds the model.
@@ -229,9 +229,9 @@ class Engine:
         self._deliver()  # those aborted before they began
         if not self._open:
             return
-        turn = Turn()
+        owner = LockOwner()
         try:
-            if not self._take(turn):
+            if not self._lock(owner):
                 return
             with ranks.guarded():
                 verifier = SampledVerifier(handle.target, handle.backend)
@@ -248,15 +248,15 @@ class Engine:
                     running.close()
                     del running  # tracebacks of callbacks' errors may keep this call's variables
         finally:
-            handle.turns.end(turn)
+            handle.generation_lock.release(owner)
 
-    def _take(self, turn: Turn) -> bool:
-        """Begin the turn on every rank; requests arrive and end meanwhile. ``False``: all have ended."""
-        handle, turns = self.handle, self.handle.turns
+    def _lock(self, owner: LockOwner) -> bool:
+        """Lock the model on every rank; requests arrive and end meanwhile. ``False``: all have ended."""
+        handle, lock = self.handle, self.handle.generation_lock
 
         def attempt() -> bool:
             try:
-                return turns.take(turn, _LOCK_SECONDS)
+                return lock.acquire(owner, _LOCK_SECONDS)
             except Unpatched:  # on every rank: raised below
                 return True
 
@@ -265,8 +265,8 @@ class Engine:
             self._deliver()
             if not self._open:
                 return False
-        if turns.own is None:
-            turns.take(turn)
+        if lock.owner is None:
+            lock.acquire(owner)
         return True
 
     def _sequences(self) -> list[SequenceState]:

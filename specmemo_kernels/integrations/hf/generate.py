@@ -110,13 +110,13 @@ class Generator:
                 self._warned.add(reason)
                 warnings.warn(f"specmemo: {reason}; the model's own generate runs instead", UserWarning, stacklevel=4)
             return own_sample(*arguments, **model_kwargs)
-        turns = self.handle.turns
-        with turns.free(), turns.turn(), self.handle.ranks.guarded():
+        lock = self.handle.generation_lock
+        with lock.mutex(), lock.owned(), self.handle.ranks.guarded():
             return self._generate(call)
 
     def _unsupported(self, call: _Call) -> str:
         """Why this call can't speculate, or an empty string."""
-        if self.handle.turns.nested:
+        if self.handle.generation_lock.nested:
             return "a processor, criterion or streamer of this model's generation calls it"
         rows, at_once = call.input_ids.shape[0], self.handle.plan.max_sequences
         if rows > at_once and any(type(criterion) is MaxTimeCriteria for criterion in call.other_criteria):

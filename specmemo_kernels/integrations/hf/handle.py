@@ -22,9 +22,9 @@ from specmemo_kernels.integrations.hf.checks import without_wrapper
 from specmemo_kernels.integrations.hf.compressed import CompressedWeights
 from specmemo_kernels.integrations.hf.draft import HFDraftModel, Setup, unregister
 from specmemo_kernels.integrations.hf.generate import Generator
+from specmemo_kernels.integrations.hf.generation_lock import GenerationLock, Unpatched
 from specmemo_kernels.integrations.hf.pool import GraphUse, PoolCache
 from specmemo_kernels.integrations.hf.target import HFTarget
-from specmemo_kernels.integrations.hf.turns import Turns, Unpatched
 from specmemo_kernels.planning.memory_plan import MemoryPlan
 from specmemo_kernels.tree.choice import TreeChooser
 
@@ -48,7 +48,7 @@ class SpecMemo:
             ``"grouped_linear"`` (experts) or ``"rms_norm"``.
         compressed: the modules with compressed weights, and the bytes that this saves
             (:class:`CompressedWeights`).
-        turns: of generations, one at a time (:class:`Turns`).
+        generation_lock: held by a generation, a release or an undo (:class:`GenerationLock`).
         undo_steps: functions that undo the patch, in order.
     """
 
@@ -81,7 +81,7 @@ class SpecMemo:
         self._guards = [ModelGuard(self.model, mixers=[mixer.module for mixer in self.facts.mixers.mixers])]
         if isinstance(self.drafter, HFDraftModel):
             self._guards.append(ModelGuard(self.drafter.hf_model, "the draft model", drafts=True))
-        self.turns = Turns()
+        self.generation_lock = GenerationLock()
 
     def scheduler(
         self, sequences: Sequence[SequenceState], verifier: Verifier, *, admitting: bool = False
@@ -149,7 +149,7 @@ class SpecMemo:
 
     def changed(self) -> str:
         """A change since patching that rules out speculative steps, or an empty string."""
-        if self.turns.closed:  # the call ends where its turn would begin
+        if self.generation_lock.closed:  # the call ends where it takes the lock
             return ""
         leaves = self.facts.leaves
         if leaves.invariant and (change := leaves.change()):
@@ -162,7 +162,8 @@ class SpecMemo:
         Raises:
             RuntimeError: a generation of this thread isn't over.
         """
-        with suppress(Unpatched), self.turns.free(), self.turns.turn():  # unpatching has released everything
+        # Unpatching has released everything.
+        with suppress(Unpatched), self.generation_lock.mutex(), self.generation_lock.owned():
             self._pools.release()
 
     @property
@@ -182,14 +183,14 @@ class SpecMemo:
         Raises:
             RuntimeError: a generation of this thread isn't over.
         """
-        with suppress(Unpatched), self.turns.free(), self.turns.turn():
-            self.turns.closed = True  # first, so that calls of other threads don't take it for a change
+        with suppress(Unpatched), self.generation_lock.mutex(), self.generation_lock.owned():
+            self.generation_lock.closed = True  # first, so that calls of other threads don't take it for a change
             try:
                 self._pools.release()
                 run_steps(self.undo_steps)
                 unregister(self)
             except BaseException:  # the next call goes on
-                self.turns.closed = False
+                self.generation_lock.closed = False
                 raise
 
     def __enter__(self) -> SpecMemo:
@@ -197,8 +198,8 @@ class SpecMemo:
 
     def __exit__(self, *_: object) -> None:
         """Unpatch; this thread's open batch is closed first."""
-        turn = self.turns.own
-        run = None if turn is None or turn.run is None else turn.run()
+        owner = self.generation_lock.owner
+        run = None if owner is None or owner.run is None else owner.run()
         if run is not None:
             run.close()
         self.undo()

@@ -39,6 +39,7 @@ from specmemo_kernels.integrations.hf.draft import (
 )
 from specmemo_kernels.integrations.hf.features import find_taps
 from specmemo_kernels.integrations.hf.fuse import FUSED_BACKENDS, find_leaves
+from specmemo_kernels.integrations.hf.generation_lock import Unpatched
 from specmemo_kernels.integrations.hf.handle import SpecMemo, handle_of, run_steps
 from specmemo_kernels.integrations.hf.invariance import check_invariance, check_invariant_arguments
 from specmemo_kernels.integrations.hf.linears import by_operators
@@ -47,7 +48,6 @@ from specmemo_kernels.integrations.hf.plan import LEAST_CONTEXT, PlanLimits, mak
 from specmemo_kernels.integrations.hf.pool import graph_use
 from specmemo_kernels.integrations.hf.probe import probe
 from specmemo_kernels.integrations.hf.target import ModelFacts, attach
-from specmemo_kernels.integrations.hf.turns import Unpatched
 from specmemo_kernels.ops.weight_codes import check_bits
 from specmemo_kernels.planning.host_allocator import release_host_memory, return_large_blocks
 from specmemo_kernels.planning.memory_plan import parse_bytes
