@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from family_models import family_model
 from selection import sample
 from test_families import batch
 from tiny_models import OracleDrafter, random_heads, tiny_model
+from torch import nn
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel
 
 import specmemo_kernels as sk
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
+from specmemo_kernels.integrations.hf.row_functions import in_whole_vectors
 
 PROMPTS = [row[mask.bool()].tolist() for row, mask in zip(*batch((40, 1, 17, 30, 9)).values(), strict=True)]
 NEW = 30
@@ -104,10 +107,39 @@ def test_refused_arguments(options: dict[str, Any], message: str) -> None:
     assert not hasattr(model, "specmemo")
 
 
-def test_a_model_with_other_products_is_refused() -> None:
-    """Experts multiply the rows that are routed to them."""
-    with pytest.raises(UnsupportedModel, match=r"multiplies with model.layers.0.mlp.*weight of"):
-        sk.patch(bf16_model("mixtral"), "prompt-lookup", invariant=True)
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss", "gpt_neox", "roberta"])
+def test_functions_outside_of_replaced_modules(family: str) -> None:
+    """Routers call functional.linear; torch's GELU and sigmoid round an element by its place on some CPUs."""
+    model = family_model(family).bfloat16()
+    with sk.patch(model, "prompt-lookup", invariant=True) as handle:
+        functions = handle.facts.leaves.functions
+    assert functions.linear == (family not in ("gpt_neox", "roberta"))
+    expected = written(model, OracleDrafter([], 1.0), tree=1, batch_size=1, prefill_chunk=16)
+    answers = [prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)]
+    options: dict[str, Any] = {"tree": sk.DraftTree.chain(5), "batch_size": 3, "prefill_chunk": 7}
+    for graph in (False, None):
+        assert written(model, OracleDrafter(answers, 0.6), graph=graph, **options) == expected
+
+
+@pytest.mark.parametrize("product", [torch.matmul, lambda x, weight: torch.einsum("bi,io->bo", x, weight)])
+def test_a_model_with_other_products_is_refused(product: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = bf16_model("mixtral")
+    router = type(model.model.layers[0].mlp.gate)
+
+    def forward(self: Any, hidden: torch.Tensor) -> Any:
+        logits = product(hidden.reshape(-1, hidden.shape[-1]), 2 * self.weight.T)
+        scores, experts = logits.float().softmax(-1).topk(2)
+        return logits, scores.to(hidden.dtype), experts
+
+    monkeypatch.setattr(router, "forward", forward)
+    with pytest.raises(UnsupportedModel, match=r"computes aten.[a-z.]* with model.layers.0.mlp.gate.weight outside of"):
+        sk.patch(model, "prompt-lookup", invariant=True)
+    assert not hasattr(model, "specmemo")
+
+
+def test_recurrent_layers_are_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="MiniMaxForCausalLM has recurrent layers"):
+        sk.patch(family_model("minimax").bfloat16(), "prompt-lookup", invariant=True)
 
 
 def test_an_operation_that_compares_rows_is_refused() -> None:
@@ -122,20 +154,67 @@ def test_an_operation_that_compares_rows_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("activation", ["gelu", "silu", "relu"])
-def test_elementwise_operators_that_depend_on_the_place_are_refused(activation: str, dtype: torch.dtype) -> None:
-    """torch's activation rounds otherwise behind the last whole vector, on this CPU or not."""
+@pytest.mark.parametrize("name", ["gelu", "silu", "relu"])
+def test_elementwise_functions(name: str, dtype: torch.dtype) -> None:
+    """torch's activation rounds otherwise behind the last whole vector, on this CPU or not; a model's doesn't."""
+    function = getattr(torch.nn.functional, name)
+    model = neox(name, dtype)
+    with sk.patch(model, "prompt-lookup", invariant=True) as handle:
+        assert (function in handle.facts.leaves.functions.elementwise) == depends_on_place(function, dtype)
+    assert written(model, "prompt-lookup") == written(model, OracleDrafter([], 1.0), tree=1, batch_size=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_an_activation_in_place_is_refused(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it depends on the place: its result isn't a tensor of its own."""
+    model = neox("silu", dtype)
+
+    class InPlace(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.silu(x, inplace=True)
+
+    for layer in model.gpt_neox.layers:
+        layer.mlp.act = InPlace()
+    if not depends_on_place(torch.nn.functional.silu, dtype):
+        with sk.patch(model, "prompt-lookup", invariant=True) as handle:
+            assert not handle.facts.leaves.functions.elementwise
+        return
+    with pytest.raises(UnsupportedModel, match=rf"computes aten\.silu_\.default in {str(dtype)[6:]} outside of"):
+        sk.patch(model, "prompt-lookup", invariant=True)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_in_whole_vectors(dtype: torch.dtype, threads: int) -> None:
+    """More elements than one thread computes, odd numbers of them, strided tensors; each has its own bits."""
+    values = torch.randn(9, 8191, dtype=torch.float64).to(dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for function, options in ((torch.nn.functional.gelu, {}), (torch.tanh, {}), (torch.pow, {"exponent": 3.0})):
+            whole = in_whole_vectors(function, values, **options)
+            exact = function(values.double(), **options)
+            tolerance = 4 * torch.finfo(dtype).eps
+            torch.testing.assert_close(whole.double(), exact, rtol=tolerance, atol=tolerance)
+            for rows in (1, 2, 5):
+                assert torch.equal(in_whole_vectors(function, values[:rows], **options), whole[:rows])
+            assert torch.equal(in_whole_vectors(function, values[:, 1::7], **options), whole[:, 1::7])
+            assert torch.equal(in_whole_vectors(function, values.mT, **options), whole.mT)
+    finally:
+        torch.set_num_threads(before)
+
+
+def neox(activation: str, dtype: torch.dtype) -> Any:
     config = GPTNeoXConfig(
         hidden_size=72, intermediate_size=50, num_hidden_layers=1, num_attention_heads=4, vocab_size=61,
         hidden_act=activation,
     )  # fmt: skip
-    model: Any = GPTNeoXForCausalLM(config).to(dtype).eval()
-    function, size = getattr(torch.nn.functional, activation), torch.finfo(dtype).bits // 8
+    return GPTNeoXForCausalLM(config).to(dtype).eval()
+
+
+def depends_on_place(function: Any, dtype: torch.dtype) -> bool:
+    """Whether an element's result differs between a large tensor and one of less than a vector."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32)
-    values = (bits.short() if size == 2 else bits * 2**16 + 2**15 + 1).view(dtype)
+    values = (bits.short() if torch.finfo(dtype).bits == 16 else bits * 2**16 + 2**15 + 1).view(dtype)
     parts = torch.cat([function(part) for part in values.split(3)])
-    if torch.equal(function(values).nan_to_num(), parts.nan_to_num()):
-        assert written(model, "prompt-lookup") == written(model, OracleDrafter([], 1.0), tree=1, batch_size=1)
-        return
-    with pytest.raises(UnsupportedModel, match=rf"computes aten\.{activation}\.default in {str(dtype)[6:]} outside of"):
-        sk.patch(model, "prompt-lookup", invariant=True)
+    return not torch.equal(function(values).nan_to_num(), parts.nan_to_num())

@@ -26,8 +26,10 @@ from specmemo_kernels.integrations.hf.attention import (
 )
 from specmemo_kernels.integrations.hf.compressed import compressed_matrices
 from specmemo_kernels.integrations.hf.leaf_kinds import LeafKind, best_match, leaf_kinds
+from specmemo_kernels.integrations.hf.linears import DTYPES
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
 from specmemo_kernels.integrations.hf.replaced import OurForward, ReplacedForwards, is_plain
+from specmemo_kernels.integrations.hf.row_functions import RowFunctions
 
 Tensor = torch.Tensor
 #: Operators that are faster than the modules, by backend; on some GPUs linear layers too (:func:`_faster`).
@@ -38,7 +40,6 @@ _FASTER = {
 FUSED_BACKENDS = tuple(_FASTER)
 #: Those that never call torch's products: an expert's rows are a part of a pass's.
 _WITHOUT_PRODUCTS = frozenset(("grouped_linear", "rms_norm"))
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SCALARS = (bool, int, float, str)
 #: Attributes that passes, and ``train``, change.
 _CHANGING = frozenset(("forward", "training"))
@@ -164,6 +165,7 @@ class FusedLeaves:
         invariant: a row's result doesn't depend on the other rows.
         max_rows: in passes over more rows, torch computes products of linear layers and MLPs; ``None``: never.
         workspace: bytes that the operators keep between calls.
+        functions: what else passes of an invariant model compute by other means than torch's.
     """
 
     def __init__(
@@ -173,12 +175,18 @@ class FusedLeaves:
         invariant: bool = False,
         max_rows: int | None = None,
         workspace: int = 0,
+        functions: RowFunctions | None = None,
     ) -> None:
         self.leaves, self.backend, self.invariant = tuple(leaves), backend, invariant
-        self.max_rows, self.workspace = max_rows, workspace
+        self.functions = functions or RowFunctions()
+        self.max_rows, self.workspace = max_rows, max(workspace, self.functions.workspace)
         self.names: Mapping[str, str] = {leaf.name: leaf.kind.operator for leaf in leaves}
         self.modules = frozenset(module for leaf in leaves for module in leaf.module.modules())
         self._forwards = ReplacedForwards()
+
+    def with_functions(self, functions: RowFunctions) -> FusedLeaves:
+        """The same modules, in passes that compute ``functions`` too."""
+        return FusedLeaves(self.leaves, self.backend, self.invariant, self.max_rows, self.workspace, functions)
 
     def change(self) -> str:
         """A message with the first leaf whose parameters or modules were replaced, or an empty string."""
@@ -204,7 +212,7 @@ class FusedLeaves:
                 nothing mixes rows, so that the others aren't computed.
             products: compute linear layers and MLPs as up to ``max_rows`` rows; ``False``: as more rows.
         """
-        if not self.leaves:
+        if not self.leaves and not self.functions.needed:
             with attention_call(call, windows):
                 yield
             return
@@ -216,7 +224,8 @@ class FusedLeaves:
         if last is not None and len(last[1]) < rows:  # so that the lm_head's input has another number of rows
             layer, kept = last
             behind = layer, LeafOperators(kernels, kept, rows)
-        with attention_call(call, windows, operators, behind), self._forwards.installed(self._replacements):
+        replaced = self._forwards.installed(self._replacements)
+        with attention_call(call, windows, operators, behind), replaced, self.functions.running(kernels):
             yield
 
     def _replacements(self) -> list[OurForward]:
@@ -296,6 +305,6 @@ def _is_replaceable(module: nn.Module, dtype: torch.dtype, device: torch.device)
     parameters = list(module.parameters())
     return bool(parameters) and all(map(is_plain, parts)) and not any(True for _ in module.buffers()) and all(
         type(p) is nn.Parameter and type(p.data) is Tensor and p.device == device and p.is_contiguous()
-        and dtype in _DTYPES and dtype == (torch.bfloat16 if id(p) in compressed else p.dtype)
+        and dtype in DTYPES and dtype == (torch.bfloat16 if id(p) in compressed else p.dtype)
         for p in parameters
     )  # fmt: skip

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from specmemo_kernels import ops
+from specmemo_kernels.integrations.hf.linears import DTYPES, linear_operands, product
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
 from specmemo_kernels.integrations.hf.probe import like_attention
+from specmemo_kernels.integrations.hf.row_functions import (
+    RowFunctions,
+    has_one_tensor,
+    in_whole_vectors,
+)
 from specmemo_kernels.integrations.hf.target import ModelFacts, run_packed, tapped
 from specmemo_kernels.planning.memory_tracker import is_composite
 
@@ -19,8 +28,8 @@ Tensor = torch.Tensor
 #: Rows of the compared passes. Tiles have 4 or 8 rows: less than a tile, whole tiles, tiles and a remainder. 70 rows
 #: take several passes over the weights, of 32 rows each.
 _ROWS = (1, 3, 8, 21, 70)
-#: Elements that don't fill a vector.
-_FEW = 3
+#: Elements that don't fill a vector, and values of parts that begin in other places of a vector.
+_FEW, _PLACES = 3, 1021
 
 
 def check_invariant_arguments(backend: str, fuse: bool, kv_dtype: str | None) -> None:
@@ -40,61 +49,75 @@ def check_invariant_arguments(backend: str, fuse: bool, kv_dtype: str | None) ->
 
 
 @torch.no_grad()
-def check_invariance(model: Any, facts: ModelFacts) -> None:
-    """Check that only replaced modules have matrices, and compare rows' bits in passes of several sizes.
+def check_invariance(model: Any, facts: ModelFacts) -> RowFunctions:
+    """Find what a pass must compute in another way than torch, and compare rows' bits in passes of several sizes.
 
     Raises:
-        UnsupportedModel: another module has a matrix (a router, a quantised layer); or hidden states or logits differ,
-            so that an operation outside of the replaced modules depends on the other rows; or an element-wise operator
-            rounds an element by its place.
+        UnsupportedModel: there are recurrent layers; or a pass multiplies with a matrix in another way than by linear
+            layers and replaced modules (a quantised layer); or an element-wise operator rounds an element by its place
+            inside of a larger function; or hidden states or logits differ, so that an operation depends on other rows.
     """
-    for name, module in model.named_modules():
-        if module in facts.leaves.modules or isinstance(module, nn.Embedding):
-            continue
-        if matrix := next((key for key, p in module.named_parameters(recurse=False) if p.ndim > 1), None):
-            raise UnsupportedModel(
-                f"{type(model).__name__} multiplies with {name}.{matrix} of {type(module).__name__}, which is not a "
-                "plain linear layer, gated MLP or mixture of the model's dtype on the CPU: its bits may depend on the "
-                "other rows; use invariant=False"
-            )
+    name = type(model).__name__
+    if facts.mixers.mixers:
+        raise UnsupportedModel(
+            f"{name} has recurrent layers, which compute prompts and steps in different ways; use invariant=False"
+        )
     count = max(_ROWS)
     tokens = torch.arange(count, device="cpu") * 7919 % model.get_input_embeddings().weight.shape[0]
     positions = torch.arange(count, device="cpu") * 5 % max(1, min(count, _max_positions(model)))
-    with facts.pass_mode(), ElementwiseOperators() as operators:
+    operators = Operators(model)
+    functions = _FunctionFinder(operators, facts.leaves.backend)
+    with facts.pass_mode(), operators, functions:
         run_packed(model, tokens, positions, like_attention, None, leaves=facts.leaves)
-    if operators.dependent:
+    if operators.product is not None:
         raise UnsupportedModel(
-            f"{type(model).__name__} computes {', '.join(sorted(operators.dependent))} outside of replaced modules: on "
-            "this CPU the bits of an element depend on its place in the tensor, so on the number of rows; use "
-            "invariant=False"
+            f"{name} computes {operators.product} outside of linear layers, gated MLPs and mixtures of the model's "
+            "dtype on the CPU: its bits may depend on the other rows; use invariant=False"
         )
+    if dependent := functions.dependent():
+        raise UnsupportedModel(
+            f"{name} computes {', '.join(sorted(dependent))} outside of replaced modules: on this CPU the bits of an "
+            "element depend on its place in the tensor, so on the number of rows; use invariant=False"
+        )
+    found = functions.found()
+    leaves = facts.leaves.with_functions(found)
     expected: tuple[Tensor, Tensor] | None = None
     for rows in sorted(_ROWS, reverse=True):
         with facts.pass_mode(), tapped(cut=facts.plain_lm_head) as tap:
-            logits = run_packed(model, tokens[:rows], positions[:rows], like_attention, None, leaves=facts.leaves)[0]
+            logits = run_packed(model, tokens[:rows], positions[:rows], like_attention, None, leaves=leaves)[0]
         results = tap.hidden, logits
         expected = results if expected is None else expected
         if not all(torch.equal(result, all_rows[:rows]) for result, all_rows in zip(results, expected, strict=True)):
             raise UnsupportedModel(
-                f"{type(model).__name__} computes other bits for {rows} rows than for {count}: an operation besides "
+                f"{name} computes other bits for {rows} rows than for {count}: an operation besides "
                 "its linear layers depends on the number of rows; use invariant=False"
             )
+    return found
 
 
-class ElementwiseOperators(TorchDispatchMode):
-    """Finds the operators of one tensor whose bits for an element depend on its place.
-
-    torch computes a tensor, or a thread's part of it, in whole vectors, and the remaining elements one by one. Both
-    needn't round alike.
+class Operators(TorchDispatchMode):
+    """Watches the operators of a pass.
 
     Attributes:
-        dependent: names and dtypes of the operators found.
+        product: the first one besides our own that computes with a matrix of the model and another tensor, with the
+            matrix's name, unless it is element-wise; ``None`` if there is none.
+        dependent: names and dtypes of the operators of one tensor, since :meth:`begin`, whose bits for an element
+            depend on its place.
+        elementwise: all operators since then have one tensor and are element-wise or views.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.dependent: set[str] = set()
-        self._compared: set[tuple[Any, ...]] = set()
+        self.product: str | None = None
+        named = (*model.named_parameters(), *model.named_buffers())
+        self._matrices = {_memory(tensor): name for name, tensor in named if tensor.ndim > 1}
+        self._computed: list[Tensor] = []  # from matrices alone; kept, so that their memory isn't used again
+        self._depends: dict[tuple[Any, ...], bool] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        self.dependent: list[str] = []
+        self.elementwise = True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -104,29 +127,101 @@ class ElementwiseOperators(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
-        if torch.Tag.pointwise in func.tags and len(tensors) == 1 and tensors[0].is_floating_point():
-            self._compare(func, tensors[0].dtype, args, kwargs)
-        return func(*args, **kwargs)
+        pointwise = torch.Tag.pointwise in func.tags
+        self.elementwise &= func.is_view or (pointwise and len(tensors) == 1)
+        alone = pointwise and len(tensors) == 1 and tensors[0].is_floating_point()
+        if alone and self._is_dependent(func, tensors[0].dtype, args, kwargs):
+            self.dependent.append(f"{func} in {str(tensors[0].dtype).removeprefix('torch.')}")
+        names = [self._matrices.get(_memory(tensor)) for tensor in tensors]
+        matrix = next((name for name in names if name is not None), None)
+        result = func(*args, **kwargs)
+        if matrix is not None and all(names):
+            for tensor in tree_flatten(result)[0]:
+                if isinstance(tensor, Tensor):
+                    self._computed.append(tensor)
+                    self._matrices[_memory(tensor)] = matrix
+        elif matrix is not None and not pointwise and func.namespace != "specmemo":
+            others = [tensor for tensor, name in zip(tensors, names, strict=True) if name is None]
+            if any(tensor.is_floating_point() for tensor in others):
+                self.product = self.product or f"{func} with {matrix}"
+        return result
 
-    def _compare(self, func: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _is_dependent(self, func: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Compare the results for many values at once, and a few at a time."""
         key = func, dtype, str(tree_map_only(Tensor, lambda _: None, (args, kwargs)))
-        if key in self._compared:
-            return
-        self._compared.add(key)
+        if key not in self._depends:
 
-        def result_of(values: Tensor) -> Tensor:
-            own_args, own_kwargs = tree_map_only(Tensor, lambda _: values, (args, kwargs))
-            result: Tensor = func(*own_args, **own_kwargs)
-            return result.nan_to_num()
+            def result_of(values: Tensor) -> Tensor:
+                own_args, own_kwargs = tree_map_only(Tensor, lambda _: values, (args, kwargs))
+                result: Tensor = func(*own_args, **own_kwargs)
+                return result.nan_to_num()
 
-        whole = result_of(_sweep(dtype))
-        # One call computes a strided tensor element by element. Some operators have other code for strided tensors, so
-        # short contiguous ones confirm a difference.
-        if torch.equal(whole, result_of(torch.stack([_sweep(dtype)] * 2, dim=1)[:, 0])):
-            return
-        if not torch.equal(whole, torch.cat([result_of(part) for part in torch.split(_sweep(dtype), _FEW)])):
-            self.dependent.add(f"{func} in {str(dtype).removeprefix('torch.')}")
+            # One call computes a strided tensor element by element. Some operators have other code for strided tensors,
+            # so short contiguous ones confirm the differences.
+            values = _sweep(dtype)
+            whole = result_of(values.clone())  # the operator may write in place
+            different = whole != result_of(torch.stack([values] * 2, dim=1)[:, 0])
+            parts = [result_of(part) for part in torch.split(values[different], _FEW)]
+            self._depends[key] = bool(parts) and not torch.equal(whole[different], torch.cat(parts))
+        return self._depends[key]
+
+
+class _FunctionFinder(TorchFunctionMode):
+    """Finds the functions that :class:`RowFunctions` must compute; linear layers are computed as there."""
+
+    def __init__(self, operators: Operators, backend: str) -> None:
+        super().__init__()
+        self._operators, self._backend = operators, backend
+        self._elementwise: set[Callable[..., Any]] = set()
+        self._others: set[str] = set()
+        self._workspaces: list[int] = []
+
+    def found(self) -> RowFunctions:
+        linear = bool(self._workspaces)
+        return RowFunctions(frozenset(self._elementwise), linear, max(self._workspaces, default=0))
+
+    def dependent(self) -> set[str]:
+        """Operators that depend on the place, outside of functions that can be computed otherwise."""
+        self._end()
+        return self._others
+
+    def _end(self) -> None:
+        """The operators since the last function belong to none that can be computed otherwise."""
+        self._others.update(self._operators.dependent)
+        self._operators.begin()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if (operands := linear_operands(func, args, kwargs, DTYPES)) is not None:
+            x = operands[0]
+            self._workspaces.append(ops.linear_workspace(self._backend, x.dtype, x.shape[-1]))
+            return product(ops.kernels(self._backend, x.device), True, *operands)
+        self._end()
+        result = func(*args, **kwargs)
+        if self._operators.dependent and self._operators.elementwise and has_one_tensor(args, kwargs):
+            new = isinstance(result, Tensor) and _memory(result) != _memory(args[0])
+            if new and result.shape == args[0].shape and _is_exact_in_vectors(func, args, kwargs):
+                self._elementwise.add(func)
+                self._operators.begin()
+        self._end()
+        return result
+
+
+def _is_exact_in_vectors(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether :func:`in_whole_vectors` gives a value the same bits in other places."""
+
+    def result_of(values: Tensor) -> Tensor:
+        return in_whole_vectors(func, values, *args[1:], **kwargs).nan_to_num()
+
+    values = _sweep(args[0].dtype)
+    return torch.equal(result_of(values), torch.cat([result_of(part) for part in torch.split(values, _PLACES)]))
+
+
+def _memory(tensor: Tensor) -> int:
+    """Identifies the memory of a tensor, or a tensor that has none."""
+    return tensor.untyped_storage()._cdata if type(tensor) in (Tensor, nn.Parameter) else id(tensor)
 
 
 def _sweep(dtype: torch.dtype) -> Tensor:

@@ -5,8 +5,9 @@ It keeps compiled kernels for each size of matrix and number of rows, 0.65 MiB e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,12 @@ from torch.overrides import TorchFunctionMode
 
 from specmemo_kernels import ops
 from specmemo_kernels.integrations.hf.compressed_matrix import CompressedMatrix
+from specmemo_kernels.ops import Kernels
 
 Tensor = torch.Tensor
+#: Dtypes of the operators' linear layers.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_IN_16_BITS = DTYPES[1:]
 #: Weights that :func:`exact_linear` converts at a time: a MiB in float32.
 _SLICE = 2**18
 
@@ -31,38 +36,42 @@ class Linears(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is functional.linear and not kwargs and len(args) in (2, 3):
-            x, weight, bias = (*args, None)[:3]
-            if _in_16_bits(x, weight, bias):
-                return self._linear(x, weight, bias)
+        if (operands := linear_operands(func, args, kwargs, _IN_16_BITS)) is not None:
+            return self._linear(*operands)
         return func(*args, **(kwargs or {}))
 
 
-def _in_16_bits(x: Any, weight: Any, bias: Any) -> bool:
+def linear_operands(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, dtypes: Collection[torch.dtype]
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Input, weight and bias of a linear layer on the CPU in one of ``dtypes``; ``None`` for other calls."""
+    if func is not functional.linear or kwargs or len(args) not in (2, 3):
+        return None
+    x, weight, bias = (*args, None)[:3]
     tensors = (x, weight) if bias is None else (x, weight, bias)
-    known = all(type(t) in (Tensor, torch.nn.Parameter, CompressedMatrix) and t.device.type == "cpu" for t in tensors)
-    return (
-        known
-        and x.dtype in (torch.bfloat16, torch.float16)
+    supported = (
+        all(type(t) in (Tensor, torch.nn.Parameter, CompressedMatrix) and t.device.type == "cpu" for t in tensors)
+        and x.dtype in dtypes
         and {t.dtype for t in tensors} == {x.dtype}
         and weight.ndim == 2
         and weight.is_contiguous()
         and x.shape[-1:] == weight.shape[1:]
         and not torch.is_autocast_enabled("cpu")
     )
+    return (x, weight, bias) if supported else None
 
 
 def by_operators(backend: str, device: torch.device) -> AbstractContextManager[Any]:
     """Linear layers of passes in this block by the operators of ``backend``, if that is ``"cpu"``."""
     if backend != "cpu":
         return nullcontext()
-    kernels = ops.kernels(backend, device)
+    return Linears(partial(product, ops.kernels(backend, device), False))
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        weight = weight.operand() if isinstance(weight, CompressedMatrix) else weight
-        return kernels.linear(x, weight, bias, None, False)
 
-    return Linears(linear)
+def product(kernels: Kernels, invariant: bool, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer by the operator; the weight may be compressed."""
+    weight = weight.operand() if isinstance(weight, CompressedMatrix) else weight
+    return kernels.linear(x, weight, bias, None, invariant)
 
 
 def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -294,7 +294,7 @@ def _facts(model: Any, backend: str, ranks: SingleRank, fuse: bool, invariant: b
     if fuse and backend in FUSED_BACKENDS:
         facts = replace(facts, leaves=find_leaves(model, facts.dtype, backend, invariant))
     if invariant:
-        check_invariance(model, facts)
+        facts = replace(facts, leaves=facts.leaves.with_functions(check_invariance(model, facts)))
     return facts
 
 
