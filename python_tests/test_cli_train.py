@@ -483,6 +483,25 @@ def test_folders_of_other_runs_are_kept(model: Path, data: Path, tmp_path: Path)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
+@pytest.mark.parametrize("length", [32, 100_000], ids=["trained", "refused"])
+def test_a_users_folder_with_the_name_of_a_runs_is_kept(model: Path, tmp_path: Path, length: int) -> None:
+    """A finished or refused run would remove it."""
+    files = tmp_path / "training"
+    files.mkdir()
+    (files / "arguments.json.new").write_text("{")  # of a run that was killed when it began
+    (files / "text.txt").write_text(TEXT * 20)
+    options = ("--drafter", "medusa", *SMALL[:-2], "--length", length, "--batch-tokens", length, "--tokens", length)
+    result = run("train", "--model", model, "--out", tmp_path, "--data", files, *options)
+    assert result.exit_code == 2, result.output
+    assert "training has text.txt, which is of no run; name another folder with --out" in " ".join(
+        result.stderr.split()
+    )
+    assert (files / "text.txt").read_text() == TEXT * 20
+    (files / "text.txt").rename(tmp_path / "text.txt")
+    train(model, tmp_path, "medusa", "--data", tmp_path / "text.txt")
+    assert not files.exists()
+
+
 @pytest.mark.parametrize("kind", ["medusa", "eagle3"])
 def test_a_model_is_never_overwritten(model: Path, data: Path, kind: str) -> None:
     before = {file.name: file.read_bytes() for file in model.iterdir() if file.is_file()}

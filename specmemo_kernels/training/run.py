@@ -109,7 +109,8 @@ class RunFolder:
         main_process: writes the arguments; other processes only compare them.
 
     Raises:
-        TrainingError: the folder has a finished drafter, another model, or a run with other or unreadable arguments.
+        TrainingError: the folder has a finished drafter, another model, a run with other or unreadable arguments, or
+            files where those of a run would be.
     """
 
     def __init__(self, folder: Path, arguments: dict[str, Any], *, main_process: bool = True) -> None:
@@ -118,8 +119,11 @@ class RunFolder:
             raise TrainingError(f"{folder} has a trained drafter; name another folder with --out, or remove this one")
         self._noted, self._given = self.files / "arguments.json", arguments
         self._main_process, self._makes_folder = main_process, not folder.exists()
+        others = _other_files(self.files, self._noted.name)  # before the arguments, which the main process writes first
         if self._noted.exists():
             check_arguments(folder, self._stored_arguments(), arguments)
+        elif others:  # the run's end would remove them
+            raise TrainingError(f"{self.files} has {others[0]}, which is of no run; name another folder with --out")
         elif model_files := [path.name for pattern in _MODEL_FILES for path in sorted(folder.glob(pattern))]:
             raise TrainingError(f"{folder} has {model_files[0]} of another model; name another folder with --out")
 
@@ -193,6 +197,11 @@ def check_arguments(folder: Path, stored: dict[str, Any], arguments: dict[str, A
             f"{folder} has an unfinished run with other arguments ({', '.join(changed) or 'fewer of them'}); "
             "repeat its arguments to continue it, name another folder with --out, or remove this one"
         )
+
+
+def _other_files(folder: Path, arguments: str) -> list[str]:
+    """The files of a run's folder, or of a user's in its place; without what a crash leaves of new arguments."""
+    return sorted({path.name for path in folder.iterdir()} - {f"{arguments}.new"}) if folder.is_dir() else []
 
 
 def _has_text(path: Path) -> bool:
