@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 import specmemo_kernels as sk
 import specmemo_kernels.training.loop as loop
 from specmemo_kernels.cli import app, train_scaling
+from specmemo_kernels.cli.common import check_output_folder
 from specmemo_kernels.planning.scaling_law import ScalingLaw, ScalingRun
 from specmemo_kernels.training.answers import read_answers, read_prompts, write_answers
 from specmemo_kernels.training.checkpoint import Progress, TrainingError, load_state, save_state
@@ -530,6 +531,21 @@ def test_a_full_disk(model: Path, data: Path, tmp_path: Path, monkeypatch: pytes
     assert f"{name} can't be written: I/O error: No space left" in " ".join(result.stderr.split())
     assert not list((tmp_path / "out").rglob("*.new"))
     assert run(*command).exit_code == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc, where even root makes no folder")
+def test_a_folder_that_takes_no_files(model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error before the model is loaded. The check leaves no folder behind."""
+    monkeypatch.setattr("specmemo_kernels.cli.train._load", lambda *_: pytest.fail("loaded"))
+    (tmp_path / "file").write_text("")
+    for out in (Path("/proc/x"), Path("/proc/self"), tmp_path / "file" / "x"):
+        result = run("train", "--model", model, "--out", out, "--data", data)
+        assert result.exit_code == 2, result.output
+        assert f"--out {out} can't be written to: " in " ".join(result.stderr.split())
+    (tmp_path / "kept").mkdir()
+    for name in ("", "kept", "a/b"):
+        check_output_folder("--out", tmp_path / name)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "kept"]
 
 
 def test_an_unfinished_run_needs_its_arguments(model: Path, data: Path, tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -136,6 +138,25 @@ def check_output(option: str, path: Path, *, make_folders: bool = False, advice:
         problem = f"no permission to write to {target}"
     if problem is not None:
         raise UserError(f"{option} {path}: {problem}{advice}")
+
+
+def check_output_folder(option: str, folder: Path) -> None:
+    """Check before the work that files can be written to ``folder``: it is made if it is missing, and removed again.
+
+    Raises:
+        UserError: it can't be made, or takes no file.
+    """
+    missing = list(itertools.takewhile(lambda path: not path.exists(), (folder, *folder.parents)))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(f"{option} {folder} can't be written to: {error.strerror}; name another folder") from error
+    finally:
+        for path in missing:
+            with contextlib.suppress(OSError):  # it couldn't be made, or is used by another process already
+                path.rmdir()
 
 
 def write_result(option: str, path: Path, write: Callable[[Path], object]) -> None:

@@ -21,6 +21,7 @@ from rich.table import Table
 from specmemo_kernels import __version__
 from specmemo_kernels.cli.common import (
     DTYPES,
+    check_output_folder,
     existing_or_hub,
     hide_loading_bars,
     load_tokenizer,
@@ -103,6 +104,8 @@ def run_train(options: TrainOptions) -> None:
     accelerator = Accelerator(cpu=device.type == "cpu", kwargs_handlers=[waiting])
     console = terminal(soft_wrap=True, quiet=not accelerator.is_main_process)
     name = existing_or_hub(options.model, "--model takes a hub id or a folder with a model")
+    if accelerator.is_main_process:
+        check_output_folder("--out", options.out)
     torch.use_deterministic_algorithms(True, warn_only=True)
     with _user_errors():
         run = RunFolder(options.out, _arguments(options), main_process=accelerator.is_main_process)
