@@ -126,6 +126,29 @@ def test_the_server_answers_while_it_encodes(address: str, monkeypatch: pytest.M
         assert [answer.result().status_code for answer in answers] == [200, 200]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_server_answers_while_it_writes_logprobs(
+    address: str, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    writing, written, write = threading.Event(), threading.Event(), responses.completion_logprobs
+
+    def held(*args: Any) -> Any:
+        writing.set()
+        assert written.wait(WAIT)
+        return write(*args)
+
+    monkeypatch.setattr(responses, "completion_logprobs", held)
+    with ThreadPoolExecutor(1) as threads:
+        options = {"prompt": "abc", "echo": True, "logprobs": 2, "max_tokens": 3, "temperature": 0, "stream": stream}
+        answer = threads.submit(complete, address, **options)
+        assert writing.wait(WAIT)
+        try:
+            assert httpx.get(f"{address}/health", timeout=5).status_code == 200
+        finally:
+            written.set()
+        assert answer.result().status_code == 200
+
+
 @pytest.mark.slow
 def test_nan_of_one_request(address: str) -> None:
     """A greedy one's log-probabilities are JSON; a sampled one fails alone."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2 import TemplateError
 
@@ -25,6 +25,7 @@ from specmemo_kernels.integrations.serve.metrics import Metrics
 from specmemo_kernels.integrations.serve.protocol import ChatRequest, CompletionRequest, sampling_defaults
 from specmemo_kernels.integrations.serve.text import TextStream, text_of
 
+Result = TypeVar("Result")
 #: What templates raise for messages that they can't write; RecursionError is of deeply nested arguments or parameters.
 _TEMPLATE_ERRORS = (
     TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
@@ -84,7 +85,7 @@ class Model:
         self.longest = longest_text(engine.handle.model)
         self.vocab_size = int(engine.handle.model.get_input_embeddings().weight.shape[0])
         self.parses_messages = has_template(engine.handle.model, tokenizer)
-        self._encoders = ThreadPoolExecutor(1, "specmemo-encode")  # one: each thread keeps memory of its own
+        self._texts = ThreadPoolExecutor(1, "specmemo-texts")  # one: each thread keeps memory of its own
         #: Most characters of a text; a longer one has too many tokens, so it isn't encoded.
         self._most_characters = self.longest * max(map(len, tokenizer.get_vocab()), default=1)
 
@@ -106,7 +107,11 @@ class Model:
                 return [self.chat_prompt(request)]
             return [self.encode(prompt, field="prompt") if isinstance(prompt, str) else prompt for prompt in given]
 
-        return await asyncio.get_running_loop().run_in_executor(self._encoders, encoded)
+        return await self.in_thread(encoded)
+
+    async def in_thread(self, work: Callable[[], Result]) -> Result:
+        """The result of ``work`` on texts that can take a second; meanwhile other requests are answered."""
+        return await asyncio.get_running_loop().run_in_executor(self._texts, work)
 
     def chat_prompt(self, request: ChatRequest) -> list[int]:
         """The tokens of a conversation; without a chat template its texts, one per line.

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 
 from specmemo_kernels.integrations.hf.engine import EngineClosed
 from specmemo_kernels.integrations.hf.generation import GenerationFailed
@@ -40,14 +39,14 @@ async def respond(
     async def first() -> TextPiece:
         return await anext(pieces)
 
-    async def collect() -> None:
+    async def whole() -> bytes:
         async for piece in pieces:
             answers.add(piece)
+        return await answers.whole()
 
     if body.stream:
         return EventStream(answers.events(pieces, await unless_gone(request, first())))
-    await unless_gone(request, collect())
-    return JSONResponse(answers.whole())
+    return Response(await unless_gone(request, whole()), media_type="application/json")
 
 
 class _Answers:
@@ -86,8 +85,8 @@ class _Answers:
         self._pieces[piece.index] = piece if before is None else before.joined(piece)
         return piece, content
 
-    def whole(self) -> dict[str, Any]:
-        """The whole response.
+    async def whole(self) -> bytes:
+        """The whole response as JSON.
 
         Raises:
             EngineClosed: the engine was closed before an answer was complete.
@@ -100,9 +99,9 @@ class _Answers:
             content: dict[str, Any] = {"text": piece.text}
             if self._chat:
                 content = {"message": {"role": "assistant", "refusal": None} | self._messages[piece.index].message}
-            choices.append(self._choice(piece, content, echo=True))
+            choices.append(await self._choice(piece, content, echo=True))
         kind = "chat.completion" if self._chat else "text_completion"
-        return self._head | {"object": kind, "choices": choices, "usage": self._usage()}
+        return _with_choices(self._head | {"object": kind, "usage": self._usage()}, choices)
 
     async def events(self, pieces: AsyncGenerator[TextPiece], first: TextPiece) -> AsyncGenerator[bytes]:
         """A chunk per piece, the token counts if the request includes them, and ``[DONE]``."""
@@ -115,15 +114,16 @@ class _Answers:
             while piece is not None:
                 begins = self._pieces[piece.index] is None
                 piece, content = self.add(piece)
-                yield _event(chunk | {"choices": [self._choice(piece, content, echo=begins)]})
+                choice = await self._choice(piece, content, echo=begins)
+                yield _event(_with_choices(chunk, [choice]))
                 piece = await anext(pieces, None)
             if with_usage:
-                yield _event(head | {"choices": [], "usage": self._usage()})
+                yield _event(_with_choices(head | {"usage": self._usage()}, []))
         except (GenerationFailed, TookTooLong) as error:
-            yield _event(error_body(str(error), "server_error"))
+            yield _event(_json(error_body(str(error), "server_error")))
         except Exception as error:
             _log.exception("%s failed", self._head["id"])
-            yield _event(error_body(failure(error), "server_error"))
+            yield _event(_json(error_body(failure(error), "server_error")))
         finally:
             await pieces.aclose()
         yield b"data: [DONE]\n\n"
@@ -133,7 +133,15 @@ class _Answers:
         given = self._body.prompts[index // self._body.n] if isinstance(self._body, CompletionRequest) else ""
         return given if isinstance(given, str) else self._model.decode(self._prompts[index])
 
-    def _choice(self, piece: TextPiece, content: dict[str, Any], *, echo: bool) -> dict[str, Any]:
+    async def _choice(self, piece: TextPiece, content: dict[str, Any], *, echo: bool) -> bytes:
+        """A choice as JSON. Another thread writes log-probabilities: of a long prompt they take a part of a second."""
+
+        def written() -> bytes:
+            return _json(self._fields(piece, content, echo=echo), ascii_only=bool(self._body.stream))
+
+        return written() if self._body.top is None else await self._model.in_thread(written)
+
+    def _fields(self, piece: TextPiece, content: dict[str, Any], *, echo: bool) -> dict[str, Any]:
         """A choice with its log-probabilities; with ``echo`` the prompt's too, if it is echoed."""
         logprobs = None
         if self._body.top is not None and self._chat:
@@ -151,6 +159,15 @@ class _Answers:
         return usage(prompts, sum(piece.tokens for piece in self._pieces if piece is not None))
 
 
-def _event(data: dict[str, Any]) -> bytes:
-    """In ASCII: some clients end a line at U+2028 and others that JSON has in texts."""
-    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+def _json(data: dict[str, Any], *, ascii_only: bool = True) -> bytes:
+    """In ASCII for streams: some clients end a line at U+2028 and others that JSON has in texts."""
+    return json.dumps(data, ensure_ascii=ascii_only, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _with_choices(fields: dict[str, Any], choices: list[bytes]) -> bytes:
+    """A response of these fields and of choices that are JSON already."""
+    return _json(fields)[:-1] + b',"choices":[' + b",".join(choices) + b"]}"
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
