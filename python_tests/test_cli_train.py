@@ -232,6 +232,22 @@ def test_answers(tmp_path: Path, model: Path, temperature: float) -> None:
     assert not hasattr(target, "specmemo") or target.specmemo is None
 
 
+@pytest.mark.parametrize(
+    "prompts", [[[7], [5, 6], [8, 9]], [[5, 6]], [[5, 6], [8, 10]]], ids=["inserted", "removed", "edited"]
+)
+def test_answers_to_prompts_that_have_changed(tmp_path: Path, model: Path, prompts: list[list[int]]) -> None:
+    """Answers have indices: those of an interrupted run would count for other prompts."""
+    loaded, file = AutoModelForCausalLM.from_pretrained(model).eval(), tmp_path / "answers.jsonl"
+    options: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0, "seed": 0, "memory_budget": None}
+    assert write_answers(loaded, [[5, 6], [8, 9]], file, tick=lambda _: None, **options) == 0
+    before = file.read_text()
+    with pytest.raises(DataError, match=r"answers\.jsonl has an answer to prompt \d as it was before"):
+        write_answers(loaded, prompts, file, tick=lambda _: None, **options)
+    assert file.read_text() == before
+    assert write_answers(loaded, [[5, 6], [8, 9], [7]], file, tick=lambda _: None, **options) == 0
+    assert len(read_answers(file)) == 3
+
+
 def test_prompts_that_a_budget_does_not_hold(tmp_path: Path, model: Path) -> None:
     target, ticks = AutoModelForCausalLM.from_pretrained(model), list[int]()
     with pytest.raises(sk.BudgetError, match=r"at least [0-9.]+ KiB") as caught:

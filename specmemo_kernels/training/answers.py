@@ -77,8 +77,19 @@ def write_answers(
 
     Returns:
         The number of skipped prompts.
+
+    Raises:
+        DataError: an answer that is there isn't to the prompt with its index: the prompts have changed.
     """
-    done = {json.loads(line)["index"] for line in _whole_lines(path)}
+    done = set()
+    for row in map(json.loads, _whole_lines(path)):
+        prompt = prompts[row["index"]] if row["index"] < len(prompts) else None
+        if prompt is None or row["tokens"][: len(prompt)] != prompt:
+            raise DataError(
+                f"{path} has an answer to prompt {row['index'] + 1} as it was before the prompts changed; restore "
+                f"them, remove {path}, or name another folder with --out"
+            )
+        done.add(row["index"])
     room = longest_text(model) - max_new_tokens
     waiting = [i for i, prompt in enumerate(prompts) if i not in done and 0 < len(prompt) <= room]
     skipped = len(prompts) - len(done) - len(waiting)
