@@ -255,6 +255,7 @@ def test_a_file_is_no_folder_and_not_every_file_is_a_configuration(model: Path, 
     file.write_bytes(b"GGUF" + os.urandom(500))
     assert "weights.gguf is a file" in the_line(run("chat", "--model", file, "--heads", file))
     assert "weights.gguf is a file" in the_line(demo_of(file))
+    assert "/dev/null is neither a folder nor a file" in the_line(run("plan", "--model", "/dev/null"))
     assert "weights.gguf has a broken or unknown gguf header" in the_line(plan_of(file))
     assert "weights.gguf" in the_line(chat_with(model, "", "--heads", file))
     assert "weights.gguf" in the_line(run("plan", "--model", model, "--device", file))

@@ -248,6 +248,17 @@ def test_answers_to_prompts_that_have_changed(tmp_path: Path, model: Path, promp
     assert len(read_answers(file)) == 3
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["7", "{}", "[", '{"index": -1, "tokens": [3]}', '{"index": 0, "tokens": 5}', '{"index": 0, "tokens": ["a"]}'],
+)
+def test_damaged_answers(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "answers.jsonl"
+    file.write_text('{"index": 1, "tokens": [3, 4]}\n' + line + "\n")
+    with pytest.raises(DataError, match=r"answers\.jsonl:2 is no answer of this run"):
+        read_answers(file)
+
+
 def test_prompts_that_a_budget_does_not_hold(tmp_path: Path, model: Path) -> None:
     target, ticks = AutoModelForCausalLM.from_pretrained(model), list[int]()
     with pytest.raises(sk.BudgetError, match=r"at least [0-9.]+ KiB") as caught:

@@ -137,6 +137,37 @@ def test_a_model_with_other_products_is_refused(product: Any, monkeypatch: pytes
     assert not hasattr(model, "specmemo")
 
 
+def test_operators_of_other_libraries_are_refused() -> None:
+    """Their matrices needn't be tensors of the model."""
+
+    @torch.library.custom_op("specmemo_test::double", mutates_args=())
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    class Doubled(type(bf16_model().model.norm)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(double(x))
+
+    model = bf16_model()
+    model.model.norm.__class__ = Doubled
+    with pytest.raises(UnsupportedModel, match=r"computes specmemo_test.double.default outside of linear layers"):
+        sk.patch(model, "prompt-lookup", invariant=True)
+
+
+def test_computed_matrices_of_linear_layers() -> None:
+    """Each is freed before the next is computed."""
+
+    class Rounded(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(x, self.weight.round(decimals=2))
+
+    model = bf16_model()
+    for layer in model.model.layers:
+        layer.mlp.up_proj.__class__ = Rounded
+    expected = written(model, OracleDrafter([], 1.0), tree=1, batch_size=1, prefill_chunk=16)
+    assert written(model, random_heads(model), tree=9) == expected
+
+
 def test_recurrent_layers_are_refused() -> None:
     with pytest.raises(UnsupportedModel, match="MiniMaxForCausalLM has recurrent layers"):
         sk.patch(family_model("minimax").bfloat16(), "prompt-lookup", invariant=True)

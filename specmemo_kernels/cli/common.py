@@ -89,6 +89,8 @@ def existing_or_hub(name: str, advice: str, *, files: bool = False, hub: bool = 
     if name and path.exists():
         if path.is_file() and not files:
             raise UserError(f"{name} is a file; {advice}")
+        if not path.is_file() and not path.is_dir():
+            raise UserError(f"{name} is neither a folder nor a file; {advice}")
         return str(path)
     if not hub or name.endswith(FILES) or not HUB_ID.fullmatch(name):
         raise UserError(f"there is no {name or repr(name)}; {advice}")

@@ -220,16 +220,30 @@ def candidates(request: PlanRequest) -> list[PlanCandidate]:
             step = pass_seconds(
                 request.spec, request.device.of_operators, run, request.heads, request.tp, request.kv_dtype
             )
+            of_rows: dict[int, tuple[int, int, int]] = {}  # bytes depend on a chunk only by the rows of a pass
             for chunk in chunks:
-                options = [_parts(request, sizes, sequences, chunk, page) for page in PAGE_SIZES]
-                totals = [sum(parts.values()) for parts, _ in options]
-                best = totals.index(min(totals))
-                if preferred > best and totals[preferred] <= (1 + WIDE_PAGE_SHARE) * totals[best]:
-                    best = preferred
+                rows = StepSize(size, sequences, chunk, PAGE_SIZES[0]).rows
+                if rows not in of_rows:
+                    of_rows[rows] = _best_pages(request, sizes, sequences, chunk, preferred)
                 speed = generation_speed(work, prefill[chunk, heads > 0], step, tokens, sequences)
-                page, pages = PAGE_SIZES[best], options[best][1]
-                plans.append(PlanCandidate(heads, size, sequences, chunk, page, pages, totals[best], tokens, speed))
+                plans.append(PlanCandidate(heads, size, sequences, chunk, *of_rows[rows], tokens, speed))
     return plans
+
+
+def _best_pages(
+    request: PlanRequest, sizes: _Sizes, sequences: int, chunk: int, preferred: int
+) -> tuple[int, int, int]:
+    """The page size of a candidate, the number of pages, and the bytes of all parts.
+
+    Args:
+        preferred: the place in :data:`PAGE_SIZES` that the device's kernels prefer.
+    """
+    options = [_parts(request, sizes, sequences, chunk, page) for page in PAGE_SIZES]
+    totals = [sum(parts.values()) for parts, _ in options]
+    best = totals.index(min(totals))
+    if preferred > best and totals[preferred] <= (1 + WIDE_PAGE_SHARE) * totals[best]:
+        best = preferred
+    return PAGE_SIZES[best], options[best][1], totals[best]
 
 
 def fastest(choices: Sequence[PlanCandidate], budget: float) -> PlanCandidate | None:

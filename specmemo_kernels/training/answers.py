@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -79,17 +80,18 @@ def write_answers(
         The number of skipped prompts.
 
     Raises:
-        DataError: an answer that is there isn't to the prompt with its index: the prompts have changed.
+        DataError: an answer that is there isn't to the prompt with its index: the prompts have changed. Or a line that
+            is there is no answer.
     """
     done = set()
-    for row in map(json.loads, _whole_lines(path)):
-        prompt = prompts[row["index"]] if row["index"] < len(prompts) else None
-        if prompt is None or row["tokens"][: len(prompt)] != prompt:
+    for index, tokens in _stored_answers(path):
+        prompt = prompts[index] if index < len(prompts) else None
+        if prompt is None or tokens[: len(prompt)] != prompt:
             raise DataError(
-                f"{path} has an answer to prompt {row['index'] + 1} as it was before the prompts changed; restore "
-                f"them, remove {path}, or name another folder with --out"
+                f"{path} has an answer to prompt {index + 1} as it was before the prompts changed; restore them, "
+                f"remove {path}, or name another folder with --out"
             )
-        done.add(row["index"])
+        done.add(index)
     room = longest_text(model) - max_new_tokens
     waiting = [i for i, prompt in enumerate(prompts) if i not in done and 0 < len(prompt) <= room]
     skipped = len(prompts) - len(done) - len(waiting)
@@ -119,8 +121,28 @@ def write_answers(
 
 def read_answers(path: Path) -> list[list[int]]:
     """The texts of :func:`write_answers` by index."""
-    rows = [json.loads(line) for line in _whole_lines(path)]
-    return [row["tokens"] for row in sorted(rows, key=lambda row: row["index"])]
+    return [tokens for _, tokens in sorted(_stored_answers(path), key=itemgetter(0))]
+
+
+def _stored_answers(path: Path) -> list[tuple[int, list[int]]]:
+    """Index and tokens of the answers in a file.
+
+    Raises:
+        DataError: a line is no answer.
+    """
+    answers = []
+    for place, line in enumerate(_whole_lines(path), 1):
+        try:
+            row = json.loads(line)
+            index, tokens = row["index"], row["tokens"]
+            if type(index) is not int or index < 0 or not all(type(token) is int for token in tokens):
+                raise ValueError
+        except (ValueError, LookupError, TypeError):
+            raise DataError(
+                f"{path}:{place} is no answer of this run; remove the file, or name another folder with --out"
+            ) from None
+        answers.append((index, tokens))
+    return answers
 
 
 def _whole_lines(path: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,8 @@ Tensor = torch.Tensor
 _ROWS = (1, 3, 8, 21, 70)
 #: Elements that don't fill a vector, and values of parts that begin in other places of a vector.
 _FEW, _PLACES = 3, 1021
+#: Namespaces of torch's operators. Others may multiply with matrices that are no tensors (quantised layers).
+_TORCH = ("aten", "prims")
 
 
 def check_invariant_arguments(backend: str, fuse: bool, kv_dtype: str | None) -> None:
@@ -99,8 +102,8 @@ class Operators(TorchDispatchMode):
     """Watches the operators of a pass.
 
     Attributes:
-        product: the first one besides our own that computes with a matrix of the model and another tensor, with the
-            matrix's name, unless it is element-wise; ``None`` if there is none.
+        product: the first one besides our own that computes with a matrix of the model and another tensor, unless it is
+            element-wise, with the matrix's name; or that isn't torch's. ``None`` if there is none.
         dependent: names and dtypes of the operators of one tensor, since :meth:`begin`, whose bits for an element
             depend on its place.
         elementwise: all operators since then have one tensor and are element-wise or views.
@@ -111,7 +114,7 @@ class Operators(TorchDispatchMode):
         self.product: str | None = None
         named = (*model.named_parameters(), *model.named_buffers())
         self._matrices = {_memory(tensor): name for name, tensor in named if tensor.ndim > 1}
-        self._computed: list[Tensor] = []  # from matrices alone; kept, so that their memory isn't used again
+        self._computed: dict[int, weakref.ref[Any]] = {}  # from matrices alone
         self._depends: dict[tuple[Any, ...], bool] = {}
         self.begin()
 
@@ -132,19 +135,27 @@ class Operators(TorchDispatchMode):
         alone = pointwise and len(tensors) == 1 and tensors[0].is_floating_point()
         if alone and self._is_dependent(func, tensors[0].dtype, args, kwargs):
             self.dependent.append(f"{func} in {str(tensors[0].dtype).removeprefix('torch.')}")
-        names = [self._matrices.get(_memory(tensor)) for tensor in tensors]
-        matrix = next((name for name in names if name is not None), None)
+        matrices = [self._matrices.get(_memory(tensor)) for tensor in tensors]
+        others = [tensor for tensor, name in zip(tensors, matrices, strict=True) if name is None]
+        matrix = next((name for name in matrices if name is not None), None)
         result = func(*args, **kwargs)
-        if matrix is not None and all(names):
+        if matrix is not None and not others:
             for tensor in tree_flatten(result)[0]:
                 if isinstance(tensor, Tensor):
-                    self._computed.append(tensor)
-                    self._matrices[_memory(tensor)] = matrix
-        elif matrix is not None and not pointwise and func.namespace != "specmemo":
-            others = [tensor for tensor, name in zip(tensors, names, strict=True) if name is None]
-            if any(tensor.is_floating_point() for tensor in others):
+                    self._note(tensor, matrix)
+        elif func.namespace != "specmemo" and not pointwise and any(map(torch.is_floating_point, others)):
+            if matrix is not None:
                 self.product = self.product or f"{func} with {matrix}"
+            elif func.namespace not in _TORCH:
+                self.product = self.product or str(func)
         return result
+
+    def _note(self, tensor: Tensor, matrix: str) -> None:
+        """Register what was computed from a matrix, until its memory is freed."""
+        key, owner = _memory(tensor), tensor.untyped_storage() if _is_plain(tensor) else tensor
+        if key not in self._matrices:
+            self._matrices[key] = matrix
+            self._computed[key] = weakref.ref(owner, lambda _: self._matrices.pop(key, None))
 
     def _is_dependent(self, func: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Compare the results for many values at once, and a few at a time."""
@@ -221,7 +232,11 @@ def _is_exact_in_vectors(func: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 def _memory(tensor: Tensor) -> int:
     """Identifies the memory of a tensor, or a tensor that has none."""
-    return tensor.untyped_storage()._cdata if type(tensor) in (Tensor, nn.Parameter) else id(tensor)
+    return tensor.untyped_storage()._cdata if _is_plain(tensor) else id(tensor)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter)
 
 
 def _sweep(dtype: torch.dtype) -> Tensor:
