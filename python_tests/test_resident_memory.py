@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import json
 import os
 import subprocess
@@ -13,9 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model
-
-import specmemo_kernels as sk
 
 MIB = 2**20
 PROGRAM = Path(__file__).with_name("resident_generation.py")
@@ -160,13 +156,3 @@ def test_labels_of_kept_pages_stay_within_the_budget() -> None:
         peak, cached, pages = map(int, line.split())
         assert pages - cached < 10 < pages / 100
         assert peak <= 20 * MIB, run.stdout
-
-
-def test_large_blocks_are_returned_from_the_first_pass_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What passes of ``patch`` free before would be holes in the heap, which calls fill beside the budget."""
-    module, order = importlib.import_module("specmemo_kernels.integrations.hf.patch"), []
-    for name in ("return_large_blocks", "_facts"):
-        call = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, name=name, call=call: (order.append(name), call(*a))[1])
-    with sk.patch(tiny_model("llama"), "prompt-lookup", memory_budget=16 * MIB, tree=4):
-        assert order == ["return_large_blocks", "_facts"]

@@ -235,8 +235,6 @@ def patch(
                         f"compress is True, but the model is sharded over {ranks.size} ranks; leave it out"
                     )
             undo.append(ranks.replicate_kv_heads(model))
-            if budget is not None and model.get_input_embeddings().weight.device.type == "cpu":
-                return_large_blocks()  # before the first pass: the blocks that it frees would be holes in the heap
             compressed = compress_weights(model, undo) if compress else CompressedWeights()
             facts = replace(_facts(model, name, ranks, fuse, invariant), compressed=compressed)
             if prefill_chunk < (least := facts.mixers.least_chunk):
@@ -244,6 +242,8 @@ def patch(
                     f"prefill_chunk is {prefill_chunk}, it must be at least {least}: a layer of {type(model).__name__} "
                     "computes one prompt token alone in another way than several"
                 )
+            if budget is not None and facts.device.type == "cpu":
+                return_large_blocks()
             drafter, accuracy = make_drafter(without_others(heads), model, facts, name, head_bits, ranks, fuse)
             if isinstance(drafter, AttachedDrafter):
                 undo.append(drafter.detach)
