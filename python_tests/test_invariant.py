@@ -107,7 +107,9 @@ def test_refused_arguments(options: dict[str, Any], message: str) -> None:
     assert not hasattr(model, "specmemo")
 
 
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss", "gpt_neox", "roberta"])
+@pytest.mark.parametrize(
+    "family", sample(("mixtral", "deepseek_v3", "gpt_oss", "gpt_neox", "roberta"), ["mixtral", "gpt_neox"])
+)
 def test_functions_outside_of_replaced_modules(family: str) -> None:
     """Routers call functional.linear; torch's GELU and sigmoid round an element by its place on some CPUs."""
     model = family_model(family).bfloat16()

@@ -8,19 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from specmemo_kernels import ops
-from specmemo_kernels.integrations.hf.linears import DTYPES, linear_operands, product
+from specmemo_kernels.integrations.hf.linears import DTYPES, Linears, product
 from specmemo_kernels.integrations.hf.mask import UnsupportedModel
 from specmemo_kernels.integrations.hf.probe import like_attention
-from specmemo_kernels.integrations.hf.row_functions import (
-    RowFunctions,
-    has_one_tensor,
-    in_whole_vectors,
-)
+from specmemo_kernels.integrations.hf.row_functions import RowFunctions, has_one_tensor, in_whole_vectors
 from specmemo_kernels.integrations.hf.target import ModelFacts, run_packed, tapped
 from specmemo_kernels.planning.memory_tracker import is_composite
 
@@ -114,7 +109,6 @@ class Operators(TorchDispatchMode):
         self.product: str | None = None
         named = (*model.named_parameters(), *model.named_buffers())
         self._matrices = {_memory(tensor): name for name, tensor in named if tensor.ndim > 1}
-        self._computed: dict[int, weakref.ref[Any]] = {}  # from matrices alone
         self._depends: dict[tuple[Any, ...], bool] = {}
         self.begin()
 
@@ -131,9 +125,9 @@ class Operators(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
         pointwise = torch.Tag.pointwise in func.tags
-        self.elementwise &= func.is_view or (pointwise and len(tensors) == 1)
-        alone = pointwise and len(tensors) == 1 and tensors[0].is_floating_point()
-        if alone and self._is_dependent(func, tensors[0].dtype, args, kwargs):
+        of_one = pointwise and len(tensors) == 1
+        self.elementwise &= func.is_view or of_one
+        if of_one and tensors[0].is_floating_point() and self._is_dependent(func, tensors[0].dtype, args, kwargs):
             self.dependent.append(f"{func} in {str(tensors[0].dtype).removeprefix('torch.')}")
         matrices = [self._matrices.get(_memory(tensor)) for tensor in tensors]
         others = [tensor for tensor, name in zip(tensors, matrices, strict=True) if name is None]
@@ -155,7 +149,7 @@ class Operators(TorchDispatchMode):
         key, owner = _memory(tensor), tensor.untyped_storage() if _is_plain(tensor) else tensor
         if key not in self._matrices:
             self._matrices[key] = matrix
-            self._computed[key] = weakref.ref(owner, lambda _: self._matrices.pop(key, None))
+            weakref.finalize(owner, self._matrices.pop, key, None)
 
     def _is_dependent(self, func: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Compare the results for many values at once, and a few at a time."""
@@ -177,11 +171,11 @@ class Operators(TorchDispatchMode):
         return self._depends[key]
 
 
-class _FunctionFinder(TorchFunctionMode):
+class _FunctionFinder(Linears):
     """Finds the functions that :class:`RowFunctions` must compute; linear layers are computed as there."""
 
     def __init__(self, operators: Operators, backend: str) -> None:
-        super().__init__()
+        super().__init__(self._product, DTYPES)
         self._operators, self._backend = operators, backend
         self._elementwise: set[Callable[..., Any]] = set()
         self._others: set[str] = set()
@@ -196,6 +190,10 @@ class _FunctionFinder(TorchFunctionMode):
         self._end()
         return self._others
 
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        self._workspaces.append(ops.linear_workspace(self._backend, x.dtype, x.shape[-1]))
+        return product(ops.kernels(self._backend, x.device), True, x, weight, bias)
+
     def _end(self) -> None:
         """The operators since the last function belong to none that can be computed otherwise."""
         self._others.update(self._operators.dependent)
@@ -205,12 +203,8 @@ class _FunctionFinder(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if (operands := linear_operands(func, args, kwargs, DTYPES)) is not None:
-            x = operands[0]
-            self._workspaces.append(ops.linear_workspace(self._backend, x.dtype, x.shape[-1]))
-            return product(ops.kernels(self._backend, x.device), True, *operands)
         self._end()
-        result = func(*args, **kwargs)
+        result = super().__torch_function__(func, types, args, kwargs)
         if self._operators.dependent and self._operators.elementwise and has_one_tensor(args, kwargs):
             new = isinstance(result, Tensor) and _memory(result) != _memory(args[0])
             if new and result.shape == args[0].shape and _is_exact_in_vectors(func, args, kwargs):

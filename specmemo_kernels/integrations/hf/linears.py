@@ -21,27 +21,30 @@ from specmemo_kernels.ops import Kernels
 Tensor = torch.Tensor
 #: Dtypes of the operators' linear layers.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_IN_16_BITS = DTYPES[1:]
 #: Weights that :func:`exact_linear` converts at a time: a MiB in float32.
 _SLICE = 2**18
 
 
 class Linears(TorchFunctionMode):
-    """Computes linear layers in 16 bits on a CPU by ``linear(x, weight, bias)``, others as usual."""
+    """Computes linear layers in ``dtypes`` on a CPU by ``linear(x, weight, bias)``, others as usual."""
 
-    def __init__(self, linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> None:
+    def __init__(
+        self,
+        linear: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+        dtypes: Collection[torch.dtype] = (torch.bfloat16, torch.float16),
+    ) -> None:
         super().__init__()
-        self._linear = linear
+        self._linear, self._dtypes = linear, dtypes
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if (operands := linear_operands(func, args, kwargs, _IN_16_BITS)) is not None:
+        if (operands := _linear_operands(func, args, kwargs, self._dtypes)) is not None:
             return self._linear(*operands)
         return func(*args, **(kwargs or {}))
 
 
-def linear_operands(
+def _linear_operands(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, dtypes: Collection[torch.dtype]
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Input, weight and bias of a linear layer on the CPU in one of ``dtypes``; ``None`` for other calls."""

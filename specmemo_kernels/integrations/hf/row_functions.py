@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
-from specmemo_kernels.integrations.hf.linears import DTYPES, linear_operands, product
+from specmemo_kernels.integrations.hf.linears import DTYPES, Linears, product
 from specmemo_kernels.ops import Kernels
 
 Tensor = torch.Tensor
@@ -45,20 +45,17 @@ class RowFunctions:
         return _Functions(self.elementwise, kernels) if self.needed else nullcontext()
 
 
-class _Functions(TorchFunctionMode):
+class _Functions(Linears):
     def __init__(self, elementwise: frozenset[Callable[..., Any]], kernels: Kernels) -> None:
-        super().__init__()
-        self._elementwise, self._kernels = elementwise, kernels
+        super().__init__(partial(product, kernels, True), DTYPES)
+        self._elementwise = elementwise
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if (operands := linear_operands(func, args, kwargs, DTYPES)) is not None:
-            return product(self._kernels, True, *operands)
-        if func in self._elementwise and has_one_tensor(args, kwargs):
-            return in_whole_vectors(func, *args, **kwargs)
-        return func(*args, **kwargs)
+        if func in self._elementwise and has_one_tensor(args, kwargs or {}):
+            return in_whole_vectors(func, *args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def has_one_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
