@@ -255,11 +255,28 @@ def _weight_norm(model: PreTrainedModel) -> None:
     layer.weight_g.data *= 3
 
 
-INNER = [_mlp_forward, _part_forward, _norm_epsilon, _norm_class, _weight_norm]
+class _LayerNorm(nn.LayerNorm):
+    """A norm of other values than the model's own."""
+
+
+def _scripted_norm(model: PreTrainedModel) -> None:
+    for layer in model.model.layers:
+        layer.input_layernorm = torch.jit.script(_LayerNorm(model.config.hidden_size).eval())
+
+
+def _traced_norm(model: PreTrainedModel) -> None:
+    size = model.config.hidden_size
+    for layer in model.model.layers:
+        layer.input_layernorm = torch.jit.trace(_LayerNorm(size).eval(), torch.randn(1, 3, size))
+
+
+INNER = [_mlp_forward, _part_forward, _norm_epsilon, _norm_class, _weight_norm, _scripted_norm, _traced_norm]
+uses_torchscript = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-@pytest.mark.parametrize("change", sample(INNER, [_norm_epsilon]), ids=lambda f: f.__name__.strip("_"))
+@uses_torchscript
+@pytest.mark.parametrize("change", sample(INNER, [_norm_epsilon, _scripted_norm]), ids=lambda f: f.__name__.strip("_"))
 def test_inner_modules_changed_after_steps_were_recorded(change: Callable[[PreTrainedModel], None]) -> None:
     """They run inside the speculative step, and stay in the model."""
     twin, model = tiny_model("llama", seed=31), tiny_model("llama", seed=31)
@@ -275,6 +292,27 @@ def test_inner_modules_changed_after_steps_were_recorded(change: Callable[[PreTr
             assert torch.equal(greedy(model, INPUTS, 40), expected)
         assert handle.stats.steps > steps
     assert torch.equal(greedy(model, INPUTS, 40), expected)
+
+
+@uses_torchscript
+@pytest.mark.parametrize("change", [_scripted_norm, _traced_norm], ids=lambda f: f.__name__.strip("_"))
+def test_parts_in_torchscript(model: PreTrainedModel, change: Callable[[PreTrainedModel], None]) -> None:
+    """Before patching; new values of their weights count in the next call."""
+    change(model)
+    with sk.patch(model, right(model, 40), tree=3) as handle:
+        recorded(model)
+        assert handle.stats.tokens_per_step > 2
+        with torch.no_grad():
+            model.model.layers[0].input_layernorm.weight.mul_(-2)
+        found = greedy(model, INPUTS, 40)
+    assert torch.equal(found, greedy(model, INPUTS, 40))
+
+
+@uses_torchscript
+def test_an_lm_head_in_torchscript(model: PreTrainedModel) -> None:
+    model.lm_head = torch.jit.script(model.lm_head)
+    with pytest.raises(sk.UnsupportedModel, match=r"the lm_head is a RecursiveScriptModule .*patch the model with"):
+        sk.patch(model, "prompt-lookup")
 
 
 @contextmanager

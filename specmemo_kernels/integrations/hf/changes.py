@@ -14,7 +14,7 @@ import copy
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig
 from specmemo_kernels.integrations.hf.attention import ConfigView, attention_modules
 from specmemo_kernels.integrations.hf.checks import STEP_METHODS, refused_module
 from specmemo_kernels.integrations.hf.compressed import stored_weight
+from specmemo_kernels.integrations.hf.replaced import class_forward
 from specmemo_kernels.integrations.hf.target import local_part
 
 #: Packages whose hooks and wrappers keep a module's results (device placement, tensor parallel, torch.compile, ours).
@@ -104,7 +105,9 @@ class ModelGuard:
                 return f"{key} of {self.name} has been replaced or changed"
         for name, reference, key, identity, before in self._parameters:
             module = reference()
-            parameter = None if module is None else module._parameters.get(key)
+            if module is None or key not in module._parameters:
+                continue
+            parameter = module._parameters[key]  # in TorchScript's modules not a dict, without `get`
             if parameter is None or id(parameter) != identity:  # as an adapter's or trained, and checked by its layer
                 continue
             if (facts := _facts(parameter)) != before:
@@ -128,14 +131,14 @@ def _code(module: nn.Module) -> tuple[Any, ...]:
     own = replaced is None or not _foreign_origin(replaced)
     viewed = isinstance(vars(module).get("config"), ConfigView)
     place = vars(module).get("layer_idx"), vars(module).get("sliding_window")
-    return module, type(module), cast(Any, type(module)).forward, None if own else replaced, viewed, place
+    return module, type(module), class_forward(module), None if own else replaced, viewed, place
 
 
 def _head_facts(model: Any) -> HeadFacts:
     head = model.get_output_embeddings()
-    weight, kind = stored_weight(head), cast(Any, type(head))
+    weight = stored_weight(head)
     tensor = (type(weight), _facts(weight)) if isinstance(weight, Tensor) else (None, None)
-    return head, kind, kind.forward, *tensor
+    return head, type(head), class_forward(head), *tensor
 
 
 def foreign_code(model: Any) -> str:
@@ -155,7 +158,7 @@ def foreign_code(model: Any) -> str:
             return f"a global {kind} ({origin})"
     for module in model.modules():
         for kind, function in _attached(module, module is model or module is head):
-            if origin := _foreign_origin(function, type(module).forward):
+            if origin := _foreign_origin(function, class_forward(module)):
                 where = next(key for key, other in model.named_modules() if other is module)
                 return f"a {kind} on {where or type(model).__name__} ({origin})"
     return ""
@@ -174,7 +177,7 @@ def _attached(module: nn.Module, check_forward: bool) -> Iterator[tuple[str, Any
         for hook in getattr(attributes["_hf_hook"], "hooks", (attributes["_hf_hook"],)):
             yield "hook of accelerate", hook
     forward = attributes.get("forward")
-    if forward is not None and (check_forward or _AUTOCAST in _origins(forward, type(module).forward)):
+    if forward is not None and (check_forward or _AUTOCAST in _origins(forward, class_forward(module))):
         yield "replaced forward", forward
 
 
@@ -232,7 +235,7 @@ def _described(head: HeadFacts) -> str:
 def _code_of(head: HeadFacts) -> str:
     """The modules that define an lm_head's class and its ``forward``."""
     _, kind, forward, _, _ = head
-    return f"of {kind.__module__} with forward of {forward.__module__}"
+    return f"of {kind.__module__} with forward of {getattr(forward, '__module__', 'TorchScript')}"
 
 
 class ModelSignature:
@@ -252,8 +255,9 @@ class ModelSignature:
         self._facts: list[Hashable] = []
         samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for module in model.modules():
-            attributes, kind = vars(module), cast(Any, type(module))
-            self._facts += id(module), kind, kind.forward
+            attributes = vars(module)
+            kind: Any = type(module)
+            self._facts += id(module), kind, class_forward(module)
             for name in attributes.keys() - _COMMON:
                 self._facts += name, _plain(attributes[name])
             for tensor in (*module._parameters.values(), *module._buffers.values()):

@@ -116,9 +116,14 @@ def check_generation(model: Any) -> None:
 
 
 def check_modules(model: Any) -> None:
-    """Raise ``UnsupportedModel`` for modules that :func:`refused_module` names."""
+    """Raise ``UnsupportedModel`` for modules that :func:`refused_module` names, and for an lm_head without hooks."""
     if reason := refused_module(dict(model.named_modules())):
         raise UnsupportedModel(reason)
+    if isinstance(head := model.get_output_embeddings(), torch.jit.ScriptModule):
+        raise UnsupportedModel(
+            f"the lm_head is a {type(head).__name__} of TorchScript, which takes no hooks; patch the model with its "
+            "lm_head as it was before torch.jit"
+        )
 
 
 def refused_module(modules: Mapping[str, nn.Module]) -> str:

@@ -60,10 +60,15 @@ class ReplacedForwards:
                     self._installed.pop()  # last, so that the next pass ends what an interrupt has left
 
 
+def class_forward(module: nn.Module) -> Any:
+    """The ``forward`` of a module's class; a TorchScript module's class has none."""
+    return getattr(type(module), "forward", None)
+
+
 def is_plain(module: nn.Module) -> bool:
     """Whether a module has no replaced ``forward`` and no hooks except this package's."""
     attached = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     foreign = (hook for hooks in attached for hook in hooks.values() if hook.__module__.split(".")[0] != _PACKAGE)
     forward = getattr(vars(module).get("forward"), "__func__", vars(module).get("forward"))
-    own = forward is None or forward is type(module).forward  # a copy may have its own as an attribute
+    own = forward is None or forward is class_forward(module)  # a copy may have its own as an attribute
     return own and "_hf_hook" not in vars(module) and not any(True for _ in foreign)
