@@ -405,3 +405,14 @@ def test_every_accepted_value_has_a_distribution(name: str, value: float) -> Non
 def test_what_can_not_be(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_copies_with_another_seed_share_the_bias() -> None:
+    """A request may have 128 answers, and a bias for every token of the vocabulary."""
+    sampling = Sampling(temperature=0.5, top_k=3, seed=1, logit_bias={2: 1.0})
+    copied = sampling.with_seed(7)
+    assert copied == Sampling(temperature=0.5, top_k=3, seed=7, logit_bias={2: 1.0})
+    assert copied.logit_bias is sampling.logit_bias
+    assert sampling.seed == 1
+    with pytest.raises(ValueError, match="seed is 18446744073709551616"):
+        sampling.with_seed(1 << 64)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -97,8 +98,10 @@ class Sampling:
             raise ValueError("typical acceptance has a temperature above 0 and no min_p, penalties or logit_bias")
 
     def with_seed(self, seed: int) -> Sampling:
-        """A copy with another seed."""
-        return replace(self, seed=seed)
+        """A copy with another seed, which shares the logit bias: it may be as large as the vocabulary."""
+        copied = copy.copy(self)
+        object.__setattr__(copied, "seed", integer("seed", seed, *SEEDS))
+        return copied
 
     def generator(self) -> torch.Generator:
         """A new generator with this seed, on the CPU, so that a seed gives the same tokens on every device."""
