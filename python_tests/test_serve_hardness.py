@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import specmemo_kernels as sk
 from specmemo_kernels.engine.decode import SpecDecoder
 from specmemo_kernels.integrations.hf.generation import Generation
-from specmemo_kernels.integrations.serve import responses
+from specmemo_kernels.integrations.serve import fields, responses
 from specmemo_kernels.integrations.serve.answers import Model
 from specmemo_kernels.integrations.serve.app import ServerLimits
 from specmemo_kernels.integrations.serve.connection import Server
@@ -124,6 +124,38 @@ def test_the_server_answers_while_it_encodes(address: str, monkeypatch: pytest.M
         finally:
             encoded.set()
         assert [answer.result().status_code for answer in answers] == [200, 200]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "last", "says"),
+    [
+        (fields, "shown", "5_0", "expected a token id, got '5_0'"),
+        (CompletionRequest, "sampling", "3999", "logit_bias has the token 3999, the last one is 256"),
+    ],
+)
+def test_the_server_answers_while_it_reads_a_large_body(
+    address: str, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, last: str, says: str
+) -> None:
+    """Until the error of its last token, and until its sampling parameters are made."""
+    reading, read, original = threading.Event(), threading.Event(), getattr(owner, name)
+
+    def held(*args: Any) -> Any:
+        reading.set()
+        assert read.wait(WAIT)
+        return original(*args)
+
+    monkeypatch.setattr(owner, name, held)
+    bias = {str(token): 1 for token in [*range(3999), last]}
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(complete, address, prompt="a", logit_bias=bias)
+        assert reading.wait(WAIT)
+        try:
+            assert httpx.get(f"{address}/health", timeout=5).status_code == 200
+        finally:
+            read.set()
+        refused = answer.result()
+    assert refused.status_code == 400
+    assert says in message(refused)
 
 
 @pytest.mark.parametrize("stream", [False, True])

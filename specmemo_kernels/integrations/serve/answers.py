@@ -89,11 +89,11 @@ class Model:
         #: Most characters of a text; a longer one has too many tokens, so it isn't encoded.
         self._most_characters = self.longest * max(map(len, tokenizer.get_vocab()), default=1)
 
-    async def prompts(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
-        """The tokens of each prompt, encoded by another thread.
+    async def prepared(self, request: CompletionRequest | ChatRequest) -> tuple[list[list[int]], list[Request]]:
+        """The tokens of each prompt and the engine's :meth:`requests`, made by another thread.
 
         Raises:
-            BadRequest: more answers than ever wait, or a text that is too long or can't be encoded.
+            BadRequest: more answers than ever wait, a text that is too long or can't be encoded, or a wrong value.
         """
         given = ["chat"] if isinstance(request, ChatRequest) else request.prompts
         if (count := len(given) * request.n) > (most := self.engine.max_waiting):
@@ -102,12 +102,14 @@ class Model:
                 "server's --max-waiting); send several requests"
             )
 
-        def encoded() -> list[list[int]]:
+        def made() -> tuple[list[list[int]], list[Request]]:
             if isinstance(request, ChatRequest):
-                return [self.chat_prompt(request)]
-            return [self.encode(prompt, field="prompt") if isinstance(prompt, str) else prompt for prompt in given]
+                prompts = [self.chat_prompt(request)]
+            else:
+                prompts = [self.encode(text, field="prompt") if isinstance(text, str) else text for text in given]
+            return prompts, self.requests(request, prompts)
 
-        return await self.in_thread(encoded)
+        return await self.in_thread(made)
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
         """The result of ``work`` on texts that can take a second; meanwhile other requests are answered."""

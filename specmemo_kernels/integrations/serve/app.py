@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
@@ -22,6 +23,10 @@ from specmemo_kernels.integrations.serve.limits import Access, BodyLimit, Client
 from specmemo_kernels.integrations.serve.page import add_page
 from specmemo_kernels.integrations.serve.protocol import ChatRequest, CompletionRequest
 from specmemo_kernels.integrations.serve.responses import respond
+
+Form = type[CompletionRequest | ChatRequest]
+#: Bodies of more bytes are parsed by another thread: with a logit bias or token ids 4 MiB take seconds.
+_LARGE_BODY = 16 * 1024
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,13 @@ def make_app(model: Model, limits: ServerLimits) -> FastAPI:
     app.add_middleware(BodyLimit, max_body=limits.max_body)
     app.add_middleware(Access, api_key=limits.api_key)
 
+    async def answered(form: Form, request: Request) -> Response:
+        content, kind = await request.body(), request.headers.get("content-type", "missing")
+        large = len(content) > _LARGE_BODY
+        body = await model.in_thread(lambda: _parsed(form, content, kind)) if large else _parsed(form, content, kind)
+        _check_name(model, body.model)
+        return await respond(model, body, request)
+
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         if not model.engine.alive:
@@ -71,14 +83,12 @@ def make_app(model: Model, limits: ServerLimits) -> FastAPI:
         return _card(model)
 
     @app.post("/v1/completions", response_model=None)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        _check_name(model, body.model)
-        return await respond(model, body, await model.prompts(body), request)
+    async def completions(request: Request) -> Response:
+        return await answered(CompletionRequest, request)
 
     @app.post("/v1/chat/completions", response_model=None)
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        _check_name(model, body.model)
-        return await respond(model, body, await model.prompts(body), request)
+    async def chat_completions(request: Request) -> Response:
+        return await answered(ChatRequest, request)
 
     add_page(app, model)
     _handle_errors(app)
@@ -101,11 +111,23 @@ def _check_name(model: Model, name: str | None) -> None:
         raise ModelNotFound(f"the model {shown(name)} isn't served, {model.name!r} is", "model")
 
 
-def _invalid(details: dict[str, Any]) -> tuple[str, str | None]:
-    """The message of a validation error of FastAPI, and the field."""
-    if details["type"] == "json_invalid":
-        return f"the body isn't JSON (at character {details['loc'][-1]}): {details['ctx']['error']}", None
-    return field_error(details | {"loc": details["loc"][1:]})  # behind "body"
+def _parsed(form: Form, content: bytes, kind: str) -> CompletionRequest | ChatRequest:
+    """A request's body of the type ``kind``, checked.
+
+    Raises:
+        BadRequest, HTTPException: it is no JSON, or a field is wrong.
+    """
+    name = kind.partition(";")[0].strip().lower()
+    if content and name != "application/json" and not (name.startswith("application/") and name.endswith("+json")):
+        raise BadRequest(f"the header content-type is {kind}, it must be application/json")
+    try:
+        return form.model_validate(json.loads(content), from_attributes=True)
+    except ValidationError as error:
+        raise BadRequest(*field_error(error.errors(include_url=False)[0])) from error
+    except json.JSONDecodeError as error:
+        raise BadRequest(f"the body isn't JSON (at character {error.pos}): {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(400, "There was an error parsing the body") from error
 
 
 def _handle_errors(app: FastAPI) -> None:
@@ -116,14 +138,6 @@ def _handle_errors(app: FastAPI) -> None:
             return JSONResponse(error_body(str(error), kind, getattr(error, "param", None), code), status, headers)
 
         return handler
-
-    async def invalid(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
-        message, param = _invalid(error.errors()[0])
-        if isinstance(error.body, bytes):  # FastAPI parses JSON by its type only
-            kind = request.headers.get("content-type", "missing")
-            message, param = f"the header content-type is {kind}, it must be application/json", None
-        return JSONResponse(error_body(message, "invalid_request_error", param), 400)
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
@@ -136,7 +150,6 @@ def _handle_errors(app: FastAPI) -> None:
         return Response(status_code=499)  # nginx's status for it, for the log
 
     app.add_exception_handler(ClientGone, gone)
-    app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(ModelNotFound, refused(404, "invalid_request_error", code="model_not_found"))
     app.add_exception_handler(BadRequest, refused(400, "invalid_request_error"))

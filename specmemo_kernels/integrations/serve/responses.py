@@ -24,16 +24,15 @@ from specmemo_kernels.integrations.serve.protocol import ChatRequest, Completion
 _log = logging.getLogger("specmemo.serve")
 
 
-async def respond(
-    model: Model, body: CompletionRequest | ChatRequest, prompts: list[list[int]], request: Request
-) -> Response:
-    """The response to a request with these prompts.
+async def respond(model: Model, body: CompletionRequest | ChatRequest, request: Request) -> Response:
+    """The response to a request.
 
     Raises:
         BadRequest, QueueFull, EngineClosed, GenerationFailed, TookTooLong, ClientGone: before the response has begun.
     """
     special = isinstance(body, ChatRequest) and model.parses_messages
-    pieces = model.answer(model.requests(body, prompts), body.stop_strings, special=special)
+    prompts, requests = await model.prepared(body)
+    pieces = model.answer(requests, body.stop_strings, special=special)
     answers = _Answers(model, body, [prompt for prompt in prompts for _ in range(body.n)])
 
     async def first() -> TextPiece:
