@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from pydantic import ValidationError
 from server import serving
 from test_cli import TEMPLATE, make_tokenizer, save_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -30,7 +31,7 @@ from specmemo_kernels.integrations.serve.app import ServerLimits
 from specmemo_kernels.integrations.serve.connection import Server
 from specmemo_kernels.integrations.serve.limits import BodyLimit
 from specmemo_kernels.integrations.serve.metrics import Metrics
-from specmemo_kernels.integrations.serve.protocol import CompletionRequest
+from specmemo_kernels.integrations.serve.protocol import ChatRequest, CompletionRequest
 
 WAIT = 60.0
 NAN_TOKEN = 200
@@ -156,6 +157,33 @@ def test_the_server_answers_while_it_reads_a_large_body(
         refused = answer.result()
     assert refused.status_code == 400
     assert says in message(refused)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logit_bias": {f"a{i}": 1 for i in range(99)}},
+        {"logit_bias": {str(i): 101 for i in range(99)}},
+        {"metadata": {str(i): i for i in range(99)}},
+        {f"a{i}": i for i in range(99)},
+        {"tools": [1] * 99},
+        {"messages": [1] * 99},
+        {"messages": [USER | {"content": [1] * 99}]},
+        {"messages": [{"role": "assistant", "tool_calls": [1] * 99}]},
+    ],
+    ids=["tokens", "biases", "metadata", "unknown", "tools", "messages", "parts", "calls"],
+)
+def test_few_errors_of_a_field_are_enough(fields: dict[str, Any]) -> None:
+    """Errors of all members of a large one take seconds."""
+    with pytest.raises(ValidationError) as raised:
+        ChatRequest.model_validate({"messages": [USER]} | fields)
+    assert raised.value.error_count() <= 16
+
+
+def test_objects_that_are_checked_in_parts() -> None:
+    bias, metadata = {i: float(i) for i in range(99)}, {str(i): "a" for i in range(99)}
+    read = ChatRequest.model_validate({"messages": [USER], "logit_bias": bias, "metadata": metadata})
+    assert (read.logit_bias, read.metadata) == (bias, metadata)
 
 
 @pytest.mark.parametrize("stream", [False, True])

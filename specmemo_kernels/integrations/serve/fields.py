@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator, model_validator
@@ -37,7 +38,9 @@ One = Annotated[Literal[1], BeforeValidator(_number)]
 OnlyTrue = Annotated[Literal[True], BeforeValidator(_flag)]
 OnlyFalse = Annotated[Literal[False], BeforeValidator(_flag)]
 TokenId = Annotated[int, BeforeValidator(_digits)]
-TokenIds = Annotated[list[Annotated[Integer, Field(ge=0)]], Field(fail_fast=True)]
+#: The first wrong member is enough: errors of a million members take seconds, in which no other thread runs.
+FirstError = Field(fail_fast=True)
+TokenIds = Annotated[list[Annotated[Integer, Field(ge=0)]], FirstError]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 Several = Field(max_length=10_000, fail_fast=True)
 
@@ -54,12 +57,31 @@ def expecting(expected: str) -> WrapValidator:
     return WrapValidator(check)
 
 
+def _in_parts(value: Any, inner: Any) -> Any:
+    """Check an object up to the first wrong part, as older versions of pydantic have no ``fail_fast`` for objects."""
+    if not isinstance(value, dict):
+        return inner(value)
+    checked: dict[Any, Any] = {}
+    members = iter(value.items())
+    while part := dict(islice(members, 16)):
+        checked |= inner(part)
+    return checked
+
+
+FewErrors = WrapValidator(_in_parts)
+
+
 class Fields(BaseModel):
-    """``null`` is a field's default, also of fields that would be refused otherwise."""
+    """``null`` is a field's default, also of those that would be refused otherwise; of unknown ones one is an error."""
 
     model_config = ConfigDict(extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
-        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+        if not isinstance(data, dict):
+            return data
+        given = {name: value for name, value in data.items() if value is not None}
+        for name in [name for name in given if name not in cls.model_fields][1:]:
+            del given[name]
+        return given

@@ -15,7 +15,9 @@ from pydantic import Field, ValidationError, model_validator
 from specmemo_kernels.engine.sampling import Sampling
 from specmemo_kernels.integrations.serve.errors import BadRequest, field_error
 from specmemo_kernels.integrations.serve.fields import (
+    FewErrors,
     Fields,
+    FirstError,
     Flag,
     Integer,
     One,
@@ -61,13 +63,13 @@ class _Generation(Fields):
     repetition_penalty: Real | None = Field(1.0, gt=0, allow_inf_nan=False)
     presence_penalty: Real | None = Field(0.0, ge=-2, le=2)
     frequency_penalty: Real | None = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[TokenId, Annotated[Real, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[TokenId, Annotated[Real, Field(ge=-100, le=100)]], FewErrors] | None = None
     max_tokens: Integer | None = Field(None, ge=0)
     ignore_eos: Flag = False
     stream: Flag | None = False
     stream_options: StreamOptions | None = None
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], FewErrors] | None = None
 
     @model_validator(mode="after")
     def _streams(self) -> Self:
@@ -196,13 +198,13 @@ class Message(Fields):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        str | list[TextPart] | None,
+        str | Annotated[list[TextPart], FirstError] | None,
         expecting("a text or text parts (images, audio and files aren't supported)"),
     ] = None
     name: str | None = None
     refusal: None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], FirstError] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
@@ -229,7 +231,7 @@ class ChatRequest(_Generation):
     """``POST /v1/chat/completions``."""
 
     prompt_field = "messages"
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1), FirstError]
     max_tokens: Integer | None = Field(None, ge=1)
     max_completion_tokens: Integer | None = Field(None, ge=1)
     response_format: Annotated[
@@ -237,7 +239,7 @@ class ChatRequest(_Generation):
     ] = None
     logprobs: Flag | None = False
     top_logprobs: Integer | None = Field(None, ge=0, le=20)
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], FirstError] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: OnlyTrue | None = None
 
