@@ -26,6 +26,7 @@ import specmemo_kernels as sk
 import specmemo_kernels.training.loop as loop
 from specmemo_kernels.cli import app, train_scaling
 from specmemo_kernels.cli.common import check_output_folder
+from specmemo_kernels.drafting.replaced_file import replace_file
 from specmemo_kernels.planning.scaling_law import ScalingLaw, ScalingRun
 from specmemo_kernels.training.answers import read_answers, read_prompts, write_answers
 from specmemo_kernels.training.checkpoint import Progress, TrainingError, load_state, save_state
@@ -558,6 +559,25 @@ def test_a_full_disk(model: Path, data: Path, tmp_path: Path, monkeypatch: pytes
     assert f"{name} can't be written: I/O error: No space left" in " ".join(result.stderr.split())
     assert not list((tmp_path / "out").rglob("*.new"))
     assert run(*command).exit_code == 0
+
+
+def test_errors_of_written_files_have_a_name(tmp_path: Path) -> None:
+    """Python's errors of a write have none."""
+
+    def full(path: Path) -> None:
+        path.write_text("a part")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        replace_file(tmp_path / "x.json", full)
+    assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, f"{tmp_path}/x.json")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="no /proc, which has a file that can't be read")
+def test_text_that_can_not_be_read() -> None:
+    with pytest.raises(DataError, match=r"^/proc/self/mem can't be read: "):
+        list(read_rows(Path("/proc/self/mem")))
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc, where even root makes no folder")

@@ -16,7 +16,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     The permissions are those of the old file; of a new one, those that the umask leaves.
 
     Raises:
-        OSError: it can't be written, as on a full disk.
+        OSError: it can't be written, as on a full disk; it has a file's name.
     """
     fresh = path.with_name(path.name + ".new")
     try:
@@ -25,6 +25,10 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
             os.fsync(file.fileno())
         fresh.chmod(_mode(path))  # safetensors writes 0600
         fresh.replace(path)
+    except OSError as error:
+        if error.filename is None and error.strerror:  # of a write
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
     except SafetensorError as error:  # what its library makes of the system's errors
         raise OSError(f"{path} can't be written: {error}") from error
     finally:

@@ -103,10 +103,12 @@ def read_text(file: Path) -> str:
     """A file's text, without a byte order mark.
 
     Raises:
-        DataError: it isn't UTF-8.
+        DataError: it isn't UTF-8, or can't be read.
     """
     try:
         return file.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise DataError(f"{file} can't be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{file} is not a UTF-8 text: {error}") from error
 
