@@ -121,7 +121,7 @@ def _parsed(form: Form, content: bytes, kind: str) -> CompletionRequest | ChatRe
     if content and name != "application/json" and not (name.startswith("application/") and name.endswith("+json")):
         raise BadRequest(f"the header content-type is {kind}, it must be application/json")
     try:
-        return form.model_validate(json.loads(content), from_attributes=True)
+        return form.model_validate(json.loads(content))
     except ValidationError as error:
         raise BadRequest(*field_error(error.errors(include_url=False)[0])) from error
     except json.JSONDecodeError as error:
