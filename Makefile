@@ -1,4 +1,4 @@
-# Every target sets up what it needs in $(VENV) first: a machine with Python 3.11 or 3.12 and a C++ compiler will do.
+# Every target sets up what it needs in $(VENV) first: a machine with Python 3.11 to 3.13 and a C++ compiler will do.
 #
 #   make demo | test | test-all | test-exhaustive | test-arm | test-asan | test-quantised | test-hub | test-vllm |
 #     hub-kernel | mutants | lint | docs | models | bench | gpu | clean

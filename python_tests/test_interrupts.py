@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
+import pytest
 import torch
 from test_families import batch, greedy
 from tiny_models import random_heads, tiny_model
@@ -99,6 +100,7 @@ class LockInterrupter(Interrupter):
         return self._trace_instructions
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="sys.settrace sees only a part of the instructions there")
 def test_an_interrupted_lock() -> None:
     """The lock is free, so that no thread waits for ever, and the next call isn't taken for a nested one."""
     model = tiny_model("llama", seed=33)

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import logging
+import re
 import signal
 import socket
 import threading
@@ -246,7 +247,8 @@ def test_deeply_nested_tools(model: PreTrainedModel, template: str | None) -> No
             response = httpx.post(f"{address}/v1/chat/completions", content=body, headers=headers, timeout=WAIT)
             assert response.status_code in (200, 400)
             assert template is None or response.status_code == 400
-            assert template is None or "the model's chat template refuses them" in message(response)
+            # How deep JSON may be depends on Python.
+            assert template is None or re.search("chat template refuses them|a text has", message(response))
 
 
 @pytest.mark.parametrize("wrong", ["1 // 0", "'%c' % 0x110000", "2.0 ** 10000", "messages[9].role.x"])
