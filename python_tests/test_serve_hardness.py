@@ -6,9 +6,9 @@ import asyncio
 import itertools
 import json
 import logging
-import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -247,8 +247,10 @@ def test_deeply_nested_tools(model: PreTrainedModel, template: str | None) -> No
             response = httpx.post(f"{address}/v1/chat/completions", content=body, headers=headers, timeout=WAIT)
             assert response.status_code in (200, 400)
             assert template is None or response.status_code == 400
-            # How deep JSON may be depends on Python.
-            assert template is None or re.search("chat template refuses them|a text has", message(response))
+            refusals = ["the model's chat template refuses them"]
+            if sys.version_info >= (3, 13):  # which writes deeper JSON: the text is too long then
+                refusals.append("a text has")
+            assert template is None or any(refusal in message(response) for refusal in refusals)
 
 
 @pytest.mark.parametrize("wrong", ["1 // 0", "'%c' % 0x110000", "2.0 ** 10000", "messages[9].role.x"])
