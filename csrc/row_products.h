@@ -49,6 +49,10 @@ inline bool stay_beside_weights(int64_t bytes, int64_t row_bytes, int streams) {
 // times as long, and in float16, where conversion is the limit, up to 1.27 times.
 inline bool stay_in_l1(int64_t bytes) { return zen() >= 5 && bytes <= l1_bytes() * 7 / 12; }
 
+// Whether so many tiles of rows use PrefetchPattern::kTwice, on a Zen 4. There one and two tiles take 0.85 to 0.99 of
+// the time (6 to 16 rows of bfloat16, 1536 to 5632 inputs, two cores), four tiles 1.0 to 1.04 of it.
+inline bool prefetched_twice(int64_t tiles) { return zen() == 4 && tiles <= 2; }
+
 // Inputs of a group's weights that are decompressed at once, for all tiles of rows; 0: every tile decompresses its own.
 // With 16 registers, where a tile has four rows, 8 rows take 0.84 of the time on a Zen 3, 16 and 32 rows 0.65 to 0.70.
 // A single tile takes 0.92 to 1.04 of it; half as many inputs 0.98 to 1.08 times the time.
@@ -97,7 +101,7 @@ class RowProducts {
         in_l1_(whole_in_l1(tile_rows())),
         chunks_((whole_ + kUnit - 1) / kUnit, chunk_count_of((whole_ + kUnit - 1) / kUnit)),
         sequential_(one_tile_and_chunk() && args.rows * Row::kVecs <= most_sequential()),
-        prefetch_next_tile_(kMeasured && one_tile_and_chunk() && stay_in_l1(x_bytes(args.rows))) {
+        pattern_(pattern()) {
     if (in_place()) x_ = static_cast<const Element*>(args.x);
   }
 
@@ -162,7 +166,8 @@ class RowProducts {
     const int64_t line = line_of_tile();
     const bool in_order = prefetches_in_order();
     const int width = decompresses_once() ? kWeightTile : weight_tile<Weights>(tiles_.size(0));
-    Ahead ahead{weights_.at(first + (prefetch_next_tile_ ? kWeightTile : count), 0), line, width * line};
+    Ahead ahead{weights_.at(first + (pattern_ == PrefetchPattern::kNextTile ? kWeightTile : count), 0), line,
+                width * line};
     if (!in_order) ahead.next_row = weights_.row_bytes(), ahead.next_step = line;
     for (int64_t c = 0; c < chunks_.count; ++c) {
       const int64_t begin = chunks_.begin(c) * kUnit, end = std::min(chunks_.begin(c + 1) * kUnit, whole_);
@@ -211,8 +216,11 @@ class RowProducts {
                                      sums + top * kGroup,
                                      values + top * kGroup};
       if constexpr (kMeasured)
-        if (prefetch_next_tile_) {
-          dot_rows<PrefetchPattern::kNextTile, Row, kRowTile>(height, chunk, ahead, next_tile);
+        if (pattern_ != kPattern) {
+          if (pattern_ == PrefetchPattern::kNextTile)
+            dot_rows<PrefetchPattern::kNextTile, Row, kRowTile>(height, chunk, ahead, next_tile);
+          else
+            dot_rows<PrefetchPattern::kTwice, Row, kRowTile>(height, chunk, ahead, next_tile);
           continue;
         }
       dot_rows<kPattern, Row, kRowTile>(height, chunk, ahead, next_tile);
@@ -273,10 +281,15 @@ class RowProducts {
     return kMeasured && stay_beside_weights(x_bytes(rows), weights_.row_bytes(), sequential ? 1 : kWeightTile);
   }
 
+  PrefetchPattern pattern() const {
+    if (kMeasured && one_tile_and_chunk() && stay_in_l1(x_bytes(args_.rows))) return PrefetchPattern::kNextTile;
+    return kMeasured && prefetched_twice(tiles_.count) ? PrefetchPattern::kTwice : kPattern;
+  }
+
   // Whether prefetches walk over a group's weights in address order.
   bool prefetches_in_order() const {
     const int64_t bytes = kGroup * weights_.row_bytes();
-    if (in_l1_ || prefetch_next_tile_ || bytes <= kOrderBytes) return true;
+    if (in_l1_ || pattern_ == PrefetchPattern::kNextTile || bytes <= kOrderBytes) return true;
     if (!kOrderOf16Bits || T::kBits != 16 || tiles_.size(0) < (Weights::kCompressed ? 2 : 3)) return false;
     return tiles_.count == 1 || bytes <= kOrderBytesOfTiles;
   }
@@ -304,7 +317,7 @@ class RowProducts {
   bool in_l1_;               // whole tiles: one chunk
   Parts chunks_;             // of units
   bool sequential_;          // one weight row at a time
-  bool prefetch_next_tile_;  // PrefetchPattern::kNextTile
+  PrefetchPattern pattern_;  // of tiles; kPattern, or another one where kMeasured
   const Element* x_ = nullptr;
 };
 
