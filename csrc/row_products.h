@@ -49,7 +49,7 @@ inline bool stay_beside_weights(int64_t bytes, int64_t row_bytes, int streams) {
 // times as long, and in float16, where conversion is the limit, up to 1.27 times.
 inline bool stay_in_l1(int64_t bytes) { return zen() >= 5 && bytes <= l1_bytes() * 7 / 12; }
 
-// Whether so many tiles of rows use PrefetchPattern::kTwice, on a Zen 4. There one and two tiles take 0.85 to 0.99 of
+// Whether so many tiles of rows use PrefetchPattern::kTwice, on a Zen 4. There one and two tiles take 0.80 to 0.97 of
 // the time (6 to 16 rows of bfloat16, 2048 to 5632 inputs, two cores), four tiles 1.0 to 1.04 of it.
 inline bool prefetched_twice(int64_t tiles) { return zen() == 4 && tiles <= 2; }
 
