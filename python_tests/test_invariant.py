@@ -228,7 +228,8 @@ def test_in_whole_vectors(dtype: torch.dtype, threads: int) -> None:
             whole = in_whole_vectors(function, values, **options)
             exact = function(values.double(), **options)
             tolerance = 4 * torch.finfo(dtype).eps
-            torch.testing.assert_close(whole.double(), exact, rtol=tolerance, atol=tolerance)
+            own = (function(values, **options).double() - exact).abs().max().item()  # GELU of AVX512: 8e-7 in float32
+            torch.testing.assert_close(whole.double(), exact, rtol=tolerance, atol=own + tolerance)
             for rows in (1, 2, 5):
                 assert torch.equal(in_whole_vectors(function, values[:rows], **options), whole[:rows])
             assert torch.equal(in_whole_vectors(function, values[:, 1::7], **options), whole[:, 1::7])

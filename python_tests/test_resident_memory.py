@@ -100,7 +100,8 @@ def test_experts_stay_within_the_budget(fuse: bool) -> None:
     """Experts get varying numbers of rows; in chunks of 256 rows torch multiplies them in any case."""
     found = measured(0, **LARGE | {"hidden": 512, "kv_heads": 2, "experts": 8, "batch": 1, "budget": 36, "fuse": fuse})
     check(found)
-    assert found["first"] > 0.5 * found["allowed"]
+    empty_pages = (1 - found["filled"]) * found["parts"]["kv_pages"]  # more of them where our products need no buffers
+    assert max(found["first"], found["repeated"]) > 0.5 * (found["allowed"] - empty_pages)
 
 
 @pytest.mark.slow
