@@ -50,7 +50,7 @@ inline bool stay_beside_weights(int64_t bytes, int64_t row_bytes, int streams) {
 inline bool stay_in_l1(int64_t bytes) { return zen() >= 5 && bytes <= l1_bytes() * 7 / 12; }
 
 // Whether so many tiles of rows use PrefetchPattern::kTwice, on a Zen 4. There one and two tiles take 0.80 to 0.97 of
-// the time (6 to 16 rows of bfloat16, 2048 to 5632 inputs, two cores), four tiles 1.0 to 1.04 of it.
+// the time (6 to 16 rows of bfloat16, 2048 to 5632 inputs, two cores), four tiles 1.01 of it.
 inline bool prefetched_twice(int64_t tiles) { return zen() == 4 && tiles <= 2; }
 
 // Inputs of a group's weights that are decompressed at once, for all tiles of rows; 0: every tile decompresses its own.

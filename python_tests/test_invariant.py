@@ -228,8 +228,11 @@ def test_in_whole_vectors(dtype: torch.dtype, threads: int) -> None:
             whole = in_whole_vectors(function, values, **options)
             exact = function(values.double(), **options)
             tolerance = 4 * torch.finfo(dtype).eps
-            own = (function(values, **options).double() - exact).abs().max().item()  # GELU of AVX512: 8e-7 in float32
-            torch.testing.assert_close(whole.double(), exact, rtol=tolerance, atol=own + tolerance)
+            # AVX512's GELU misses the tolerance by itself, with an error of 8e-7 in float32.
+            own = (function(values, **options).double() - exact).abs() - tolerance * exact.abs()
+            torch.testing.assert_close(
+                whole.double(), exact, rtol=tolerance, atol=max(tolerance, 1.01 * own.max().item())
+            )
             for rows in (1, 2, 5):
                 assert torch.equal(in_whole_vectors(function, values[:rows], **options), whole[:rows])
             assert torch.equal(in_whole_vectors(function, values[:, 1::7], **options), whole[:, 1::7])

@@ -100,8 +100,11 @@ def test_experts_stay_within_the_budget(fuse: bool) -> None:
     """Experts get varying numbers of rows; in chunks of 256 rows torch multiplies them in any case."""
     found = measured(0, **LARGE | {"hidden": 512, "kv_heads": 2, "experts": 8, "batch": 1, "budget": 36, "fuse": fuse})
     check(found)
-    empty_pages = (1 - found["filled"]) * found["parts"]["kv_pages"]  # more of them where our products need no buffers
-    assert max(found["first"], found["repeated"]) > 0.5 * (found["allowed"] - empty_pages)
+    if not fuse:
+        assert found["first"] > 0.5 * found["allowed"]
+    else:  # where our products need no packing buffers, the budget goes to pages, most of which stay empty
+        empty_pages = (1 - found["filled"]) * found["parts"]["kv_pages"]
+        assert max(found["first"], found["repeated"]) > 0.5 * (found["allowed"] - empty_pages)
 
 
 @pytest.mark.slow
